@@ -1,0 +1,22 @@
+"""Paged attention: one interface, several backends, a declared capability for each."""
+
+from dflash_backend.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    Capabilities,
+    KVLayer,
+    Requirements,
+    RowLayout,
+)
+from dflash_backend.attention.selection import BackendError, select_backend
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "BackendError",
+    "Capabilities",
+    "KVLayer",
+    "Requirements",
+    "RowLayout",
+    "select_backend",
+]

@@ -1,0 +1,141 @@
+"""Paged attention in plain torch: gathers a row's blocks and calls `scaled_dot_product_attention`.
+
+Runs everywhere and is the reference for the other backends. Neighbouring rows with the same number of queries and
+similar contexts are padded to one batch, since on a CPU the number of calls costs as much as the arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.attention.interface import AttentionMetadata, Capabilities, KVLayer, RowLayout
+
+# A group may compute this many times the K/V positions that its rows need, plus a few blocks.
+MAX_PADDING = 1.25
+PADDING_ALLOWANCE = 64
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows `[first_row, first_row + num_rows)` that run as one batch.
+
+    blocks: int64 `[num_rows * num_blocks]`. mask: additive `[num_rows, 1, query_len, padded_len]`, or None where the
+    queries are the whole sequence and a triangular mask says it all.
+    """
+
+    first_token: int
+    num_rows: int
+    query_len: int
+    padded_len: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class TorchMetadata(AttentionMetadata):
+    """The groups of a forward pass, in the order of the tokens."""
+
+    groups: list[RowGroup]
+
+
+class TorchBackend:
+    """See the top of this file."""
+
+    name = "torch"
+    capabilities = Capabilities(
+        causal=True,
+        non_causal=True,
+        head_dims=None,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        devices=frozenset({"cpu", "cuda"}),
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def prepare(self, layout: RowLayout, causal: bool, dtype: torch.dtype) -> TorchMetadata:
+        """See `AttentionBackend.prepare`."""
+        groups = []
+        first_row, first_token = 0, 0
+        for num_rows in split_groups(layout.query_lens, layout.seq_lens):
+            rows = slice(first_row, first_row + num_rows)
+            group = self._group(layout, rows, first_token, causal, dtype)
+            groups.append(group)
+            first_row += num_rows
+            first_token += num_rows * group.query_len
+        return TorchMetadata(groups)
+
+    def _group(self, layout: RowLayout, rows: slice, first_token: int, causal: bool, dtype: torch.dtype) -> RowGroup:
+        query_len = int(layout.query_lens[rows.start])
+        seq_lens = layout.seq_lens[rows]
+        longest = int(seq_lens.max())
+        num_blocks = -(-longest // self.block_size)
+        blocks = layout.block_tables[rows, :num_blocks].reshape(-1)
+        num_rows = len(seq_lens)
+        device = blocks.device
+        if causal and num_rows == 1 and query_len == longest:
+            return RowGroup(first_token, 1, query_len, longest, blocks, None)
+        padded_len = num_blocks * self.block_size
+        lens = torch.from_numpy(seq_lens).to(device)
+        key = torch.arange(padded_len, device=device)
+        if causal:
+            last_seen = lens[:, None] - query_len + torch.arange(query_len, device=device)
+            hidden = key > last_seen[:, :, None]
+        else:
+            hidden = (key >= lens[:, None])[:, None, :].expand(num_rows, query_len, padded_len)
+        mask = torch.zeros(num_rows, 1, query_len, padded_len, dtype=dtype, device=device)
+        mask.masked_fill_(hidden[:, None], float("-inf"))
+        return RowGroup(first_token, num_rows, query_len, padded_len, blocks, mask)
+
+    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
+        """See `AttentionBackend.write_kv`."""
+        layer.slots.index_copy_(0, slots, kv)
+
+    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(metadata, TorchMetadata)
+        outputs = [self._attend_group(query, layer.data, group) for group in metadata.groups]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_group(self, query: torch.Tensor, data: torch.Tensor, group: RowGroup) -> torch.Tensor:
+        num_heads, head_dim = query.shape[1:]
+        num_tokens = group.num_rows * group.query_len
+        rows = query[group.first_token : group.first_token + num_tokens]
+        rows = rows.view(group.num_rows, group.query_len, num_heads, head_dim).transpose(1, 2)
+        gathered = data.index_select(0, group.blocks).view(group.num_rows, -1, *data.shape[2:])
+        # Padding positions hold what an earlier owner of the block left there, always finite numbers, so that the
+        # mask's -inf is enough to hide them.
+        key, value = gathered[:, : group.padded_len].unbind(2)
+        output = F.scaled_dot_product_attention(
+            rows,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+            enable_gqa=num_heads != data.shape[3],
+        )
+        return output.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
+
+
+def split_groups(query_lens: np.ndarray, seq_lens: np.ndarray) -> list[int]:
+    """How many neighbouring rows go into each group: equal query lengths, and padding within `MAX_PADDING`.
+
+    query_lens, seq_lens: `[num_rows]`. The caller orders rows so that alike ones are neighbours.
+    """
+    sizes: list[int] = []
+    total, longest = 0, 0
+    for row in range(len(query_lens)):
+        length = int(seq_lens[row])
+        if sizes and query_lens[row] == query_lens[row - 1]:
+            padded = max(longest, length) * (sizes[-1] + 1)
+            if padded <= MAX_PADDING * (total + length) + PADDING_ALLOWANCE:
+                sizes[-1] += 1
+                total, longest = total + length, max(longest, length)
+                continue
+        sizes.append(1)
+        total, longest = length, length
+    return sizes

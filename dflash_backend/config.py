@@ -1,0 +1,313 @@
+"""Every setting of the server: one schema that parsing, validation, help and the docs table come from.
+
+Settings reach us as strings from three places, the later winning: `parameters` in `config.pbtxt`, the
+environment (`DFLASH_<NAME>`), and `dflash-triton serve --set name=value` (which the launcher hands on as
+environment). `dflash_backend.LLM` passes Python values through the same schema.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "DFLASH_"
+AUTO = "auto"
+
+# Environment names under our prefix that are not settings of the engine.
+RESERVED_ENV = frozenset({"DFLASH_REAL_WEIGHTS_TARGET", "DFLASH_REAL_WEIGHTS_DRAFT"})
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or has a value that is not allowed. The message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its name, the type and bounds of its values, and what it does.
+
+    `kind` is one of `str`, `int`, `float`, `bool`; `auto` says that the word `auto` is accepted as well and
+    becomes `None`.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    auto: bool = False
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """The values that are allowed, in words."""
+        if self.choices:
+            words = list(self.choices)
+        elif self.kind is bool:
+            words = ["true", "false"]
+        elif self.kind is str:
+            words = ["text"]
+        else:
+            noun = "an integer" if self.kind is int else "a number"
+            if self.low is not None and self.high is not None:
+                noun += f" {'above' if self.low_open else 'from'} {self.low:g} to {self.high:g}"
+            elif self.low is not None:
+                noun += f" {'above' if self.low_open else 'of at least'} {self.low:g}"
+            words = [noun]
+        return " or ".join((["auto"] if self.auto else []) + words)
+
+    def parse(self, value: Any, source: str) -> Any:
+        """Turn `value` (a string, or already of the right type) into the setting's type.
+
+        Raises `ConfigError` with name, value, what is allowed and where it came from.
+        """
+        text = value.strip() if isinstance(value, str) else value
+        if self.auto and (text is None or (isinstance(text, str) and text.lower() == AUTO)):
+            return None
+        parsed: Any = None
+        if self.kind is bool:
+            parsed = _parse_bool(text)
+        elif self.kind is str:
+            parsed = str(text) if isinstance(text, str | os.PathLike) else None
+        else:
+            parsed = _parse_number(text, self.kind)
+        if parsed is None or not self._within(parsed):
+            raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}); allowed: {self.allowed}")
+        return parsed
+
+    def _within(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.kind in (int, float):
+            if self.low is not None and (value <= self.low if self.low_open else value < self.low):
+                return False
+            return self.high is None or value <= self.high
+        return True
+
+
+def _parse_bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+
+
+def _parse_number(value: Any, kind: type) -> int | float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+        if kind is float:
+            return number if math.isfinite(number) else None
+        return int(value) if not isinstance(value, float) else (int(value) if value.is_integer() else None)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("target_model", str, "", "directory or hub id of the target; empty: the embedded demo target"),
+    Setting(
+        "draft_model",
+        str,
+        None,
+        auto=True,
+        help="directory or hub id of the DFlash drafter; auto: the demo drafter with the demo target, else what "
+        "the target's checkpoint names; empty: no speculation",
+    ),
+    Setting(
+        "num_speculative_tokens",
+        int,
+        None,
+        auto=True,
+        low=0,
+        high=255,
+        help="k, draft tokens in a step; auto: what the drafter was trained for",
+    ),
+    Setting("causal", bool, None, auto=True, help="causality of drafter layers; auto: what the checkpoint says"),
+    Setting(
+        "draft_sample_method",
+        str,
+        "probabilistic",
+        choices=("probabilistic", "greedy"),
+        help="how drafts are drawn for sampled requests",
+    ),
+    Setting("device", str, None, auto=True, choices=("cpu", "cuda"), help="auto: cuda where there is one"),
+    Setting(
+        "dtype",
+        str,
+        None,
+        auto=True,
+        choices=("float32", "bfloat16", "float16"),
+        help="auto: float32 on cpu, the checkpoint's own on cuda",
+    ),
+    Setting(
+        "attention_backend",
+        str,
+        None,
+        auto=True,
+        choices=("torch", "triton", "flash_attn"),
+        help="auto: the first one that can run both models",
+    ),
+    Setting("kv_block_size", int, 16, low=1, high=1024, help="tokens in a KV block"),
+    Setting(
+        "gpu_memory_utilization",
+        float,
+        0.9,
+        low=0.0,
+        high=1.0,
+        low_open=True,
+        help="share of the GPU's memory that the server may use, when kv_cache_gb is auto",
+    ),
+    Setting(
+        "kv_cache_gb",
+        float,
+        None,
+        auto=True,
+        low=0.0,
+        low_open=True,
+        help="size of the KV cache in GiB; auto on cpu: what max_num_seqs requests of max_model_len need, at most 4",
+    ),
+    Setting("max_model_len", int, None, auto=True, low=2, help="prompt plus output; auto: what the target can do"),
+    Setting("max_num_seqs", int, 64, low=1, high=4096, help="requests that run at the same time"),
+    Setting("max_num_batched_tokens", int, 8192, low=1, help="tokens of one step; longer prompts are chunked"),
+    Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
+    Setting("max_queue_size", int, 1024, low=1, help="requests that may wait; more are refused as UNAVAILABLE"),
+    Setting(
+        "request_timeout_s",
+        float,
+        0.0,
+        low=0.0,
+        help="seconds after which a request ends with what it has; 0: never",
+    ),
+    Setting("kv_write_guard", bool, False, "check every KV write against its owner and stop at a breach (slow)"),
+    Setting("enable_cuda_graphs", bool, True, "capture the decode cycle into CUDA graphs"),
+    Setting("enable_overlap", bool, True, "plan the next step while the device runs this one"),
+    Setting("seed", int, 0, low=0, high=2**63 - 1, help="seeds the requests that bring no seed of their own"),
+    Setting("log_level", str, "info", choices=("debug", "info", "warning", "error"), help="how much is logged"),
+)
+
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The settings, parsed. `None` stands for `auto`. Field names and order are those of `SETTINGS`."""
+
+    target_model: str = ""
+    draft_model: str | None = None
+    num_speculative_tokens: int | None = None
+    causal: bool | None = None
+    draft_sample_method: str = "probabilistic"
+    device: str | None = None
+    dtype: str | None = None
+    attention_backend: str | None = None
+    kv_block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gb: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 8192
+    enable_prefix_caching: bool = True
+    max_queue_size: int = 1024
+    request_timeout_s: float = 0.0
+    kv_write_guard: bool = False
+    enable_cuda_graphs: bool = True
+    enable_overlap: bool = True
+    seed: int = 0
+    log_level: str = "info"
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], source: str = "argument") -> EngineConfig:
+        """Parse `values`, raising `ConfigError` on the first unknown name or bad value."""
+        return cls.from_layers([(source, values)])
+
+    @classmethod
+    def from_layers(cls, layers: list[tuple[str, Mapping[str, Any]]]) -> EngineConfig:
+        """Parse several layers of `(where it comes from, values)`, the later winning over the earlier.
+
+        Every layer is validated, also where a later one overrides it. Raises `ConfigError`.
+        """
+        parsed: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for source, values in layers:
+            for name, value in values.items():
+                setting = _BY_NAME.get(name)
+                if setting is None:
+                    raise ConfigError(f"unknown setting '{name}' ({source}){nearest(name)}")
+                parsed[name] = setting.parse(value, source)
+                sources[name] = source
+        return cls(**parsed, sources=sources)
+
+    @classmethod
+    def load(
+        cls, parameters: Mapping[str, Any], environ: Mapping[str, str], where: str = "config.pbtxt"
+    ) -> EngineConfig:
+        """Settings of a Triton model: `parameters` of its `config.pbtxt`, the environment over them."""
+        return cls.from_layers([(where, parameters), ("environment", environment_settings(environ))])
+
+    def as_strings(self) -> dict[str, str]:
+        """Every effective setting as text, for the log line at start."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sources"}
+        return {name: _as_text(value) for name, value in values.items()}
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return AUTO
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def nearest(name: str) -> str:
+    """`; did you mean ...` when a valid setting is close to `name`, else the hint where they are listed."""
+    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return "; the settings are: " + ", ".join(_BY_NAME)
+
+
+def environment_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings in `environ`: `DFLASH_KV_BLOCK_SIZE=32` is `kv_block_size`. Unknown names are kept, so
+    that a misspelt variable stops the load instead of being ignored."""
+    return {
+        name[len(ENV_PREFIX) :].lower(): value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV
+    }
+
+
+def environment_name(setting: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + setting.upper()
+
+
+def check_setting(name: str, value: str, source: str) -> None:
+    """Raise `ConfigError` unless `name` is a setting and `value` one of its values."""
+    EngineConfig.from_values({name: value}, source)
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table, for the docs."""
+    rows = ["| name | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for setting in SETTINGS:
+        default = _as_text(setting.default) or "empty"
+        rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
+    return "\n".join(rows)
+
+
+def asset_path(*parts: str) -> Path:
+    """A file shipped with the project (`model_repository`, `demo/pair`): in a checkout it lies beside the
+    package, in an installed wheel inside it."""
+    package = Path(__file__).resolve().parent
+    for root in (package / "_assets", package.parent):
+        path = root.joinpath(*parts)
+        if path.exists():
+            return path
+    raise FileNotFoundError(f"{'/'.join(parts)} is missing from this installation; reinstall dflash-triton")

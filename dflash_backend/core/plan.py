@@ -1,0 +1,127 @@
+"""What the core asks of the worker in a step, and what it gets back. Plain numbers: no tensors.
+
+The worker keeps, for each request that it was told of, the token ids, the block table and the drafts that it
+proposed; the plan carries only what changed. Draft token values never come here: the core plans with their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dflash_backend.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that the worker does not hold: admitted now, or resumed after preemption.
+
+    `token_ids` are the prompt and every token generated so far; `seed` is resolved (never None).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's part in a step.
+
+    The target runs the positions `[num_computed, num_computed + num_new + num_draft)`: `num_new` tokens whose
+    values are known, then `num_draft` tokens that the worker proposed for this request in the step before.
+    `sample` says that the last known token of the row is the request's last one, so the row yields new tokens
+    (`num_draft` > 0 implies it). `num_next_draft` is k for the drafts proposed after this step, 0 for none.
+    A row with `sample` false and `num_next_draft` > 0 is a resumed request: all its tokens but the last are computed
+    by the end of this step, and the drafter goes on from that last token, its anchor.
+    `new_block_ids` are appended to the request's block table before the step.
+    """
+
+    request_id: str
+    num_computed: int
+    num_new: int
+    num_draft: int
+    sample: bool
+    num_next_draft: int
+    new_block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `finished` requests are forgotten by the worker first (also preempted ones), then `new` ones are
+    learnt, then `rows` run together, decode rows and prefill chunks alike.
+
+    `writable_block_ids` is given only when `kv_write_guard` is on: for each row the ids of the blocks it may write
+    (invariant OWN), by request id.
+    """
+
+    step_id: int
+    rows: list[ScheduledRow]
+    new: list[NewRequest] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    writable_block_ids: dict[str, frozenset[int]] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the target runs in this step."""
+        return sum(row.num_new + row.num_draft for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row yielded: `token_ids` are the accepted drafts and the token after them; empty without `sample`.
+
+    `num_accepted` of the row's drafts stood: `len(token_ids) == num_accepted + 1` for a row that sampled.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step yielded, a row each, in the plan's order. `phase_seconds` has the wall time of verify, accept,
+    inject and draft where it was measured."""
+
+    step_id: int
+    rows: list[RowResult]
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Worker(Protocol):
+    """What the engine core needs of a worker. `worker.ModelWorker` is the real one, tests have a toy."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step to its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The bounds that the scheduler plans within, settled once the models are loaded.
+
+    `num_speculative_tokens` is k (0: no drafter); `lookahead(k)` positions are reserved past the tokens of a step
+    for the drafter's queries (invariant RESERVE): `lookahead_base + k` when k > 0 (DFlash: base 1), else 0.
+    `drafter_max_len` bounds drafting (invariant WINDOW).
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue_size: int
+    enable_prefix_caching: bool
+    num_speculative_tokens: int = 0
+    lookahead_base: int = 1
+    drafter_max_len: int = 0
+    kv_write_guard: bool = False
+    seed: int = 0
+
+    def lookahead(self, k: int) -> int:
+        """Positions reserved for the drafter's queries when it proposes k tokens."""
+        return k + self.lookahead_base if k > 0 else 0

@@ -1,0 +1,165 @@
+"""What the frontend and the engine process say to each other, as msgspec structs.
+
+Frontend to engine: `GenerationRequest`, `AbortRequests`, `Shutdown`. Engine to frontend: `LoadProgress` while
+it loads, then `EngineReady` or `EngineFailed`, then one `StepOutputs` a step. Everything is tagged by its type, so
+`ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request is sampled; names and meanings as in vLLM's `SamplingParams`.
+
+    Bounds are checked where the values come in (`frontend.parameters`, `LLM.generate`), by
+    `dflash_backend.sampling_params.parse_sampling_params`.
+    `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
+    takes the server's.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None
+    cache_salt: str = ""
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0: the most likely token is taken, and no random number is used."""
+        return self.temperature == 0.0
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, tag=True):
+    """One prompt to continue. `stop_token_ids` of the sampling parameters and `eos_token_ids` end it.
+
+    `deadline_s` is the time-out in seconds after the engine has received it; 0 is none.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    deadline_s: float = 0.0
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
+    """Stop these requests and free their blocks; unknown ids are ignored. No further delta is sent for them."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the engine process. Requests that still run are aborted."""
+
+
+class RequestStats(msgspec.Struct, frozen=True):
+    """What a finished request cost; counts of tokens unless said otherwise.
+
+    `num_accepted_tokens_per_pos[i]` counts the drafts whose token i (0-based) was accepted.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+    num_preemptions: int
+    queue_time_s: float
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens that a drafting step yields: 1 + accepted / drafts; 1 without drafts."""
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+
+class TokenDelta(msgspec.Struct, frozen=True):
+    """New tokens of one request from one step. The last one of a request has a finish reason and stats."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None
+
+
+class RequestRejected(msgspec.Struct, frozen=True):
+    """The engine could not take a request. `status` is a gRPC status name."""
+
+    request_id: str
+    status: Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"]
+    message: str
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Gauges after a step and counters since the engine started."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = msgspec.field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """Everything that one engine step, or the intake before it, has to say to the frontend."""
+
+    deltas: list[TokenDelta] = []
+    rejected: list[RequestRejected] = []
+    stats: EngineStats | None = None
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+    """A line about loading, and how far it is (0 to 1)."""
+
+    message: str
+    fraction: float
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes requests. What the frontend must know to validate them."""
+
+    max_model_len: int
+    num_speculative_tokens: int
+    num_kv_blocks: int
+    kv_block_size: int
+    vocab_size: int
+    description: str
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; `message` is for the operator."""
+
+    message: str
+
+
+EngineInput = GenerationRequest | AbortRequests | Shutdown
+EngineOutput = StepOutputs | LoadProgress | EngineReady | EngineFailed
+
+ENCODER = msgspec.msgpack.Encoder()
+ENGINE_INPUT: msgspec.msgpack.Decoder[EngineInput] = msgspec.msgpack.Decoder(EngineInput)
+ENGINE_OUTPUT: msgspec.msgpack.Decoder[EngineOutput] = msgspec.msgpack.Decoder(EngineOutput)

@@ -1,0 +1,59 @@
+"""What the worker and the drafter need of a target model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dflash_backend.attention import AttentionBackend, AttentionMetadata, KVLayer
+from dflash_backend.checkpoints.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """What a forward pass over paged K/V needs besides its tokens.
+
+    positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's K/V goes.
+    metadata: what `backend.prepare` made of the rows.
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    backend: AttentionBackend
+    metadata: AttentionMetadata
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """hidden: `[num_tokens, hidden_size]`, before the final norm. features: `[num_tokens, L * hidden_size]`, the
+    outputs of the L captured layers side by side, in the order asked for; None when none were."""
+
+    hidden: torch.Tensor
+    features: torch.Tensor | None
+
+
+class TargetModel(Protocol):
+    """A target decoder."""
+
+    spec: TargetSpec
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token embeddings: int64 `[n]` -> `[n, hidden_size]`."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+    ) -> TargetOutput:
+        """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their K/V to `caches`, one for each
+        layer, and capturing the outputs of the layers `capture` (layer ids)."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head: `[n, hidden_size]` -> `[n, vocab_size]`."""
+        ...
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """The LM head alone, for a drafter that has a final norm of its own: `[n, hidden_size]` -> `[n, vocab]`."""
+        ...

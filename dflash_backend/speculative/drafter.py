@@ -1,0 +1,84 @@
+"""What a drafter is to the worker. DFlash is the first; autoregressive ones fit the same interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dflash_backend.speculative.random import Stream, uniform
+from dflash_backend.speculative.sampling import SamplingRows, draw, probabilities
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """The rows that draft in a step.
+
+    anchors: int64 `[num_rows]`, on the device: the last token of each request, which the target has not processed.
+    positions: int64 `[num_rows]`, on the host: the anchors' positions. num_draft: int64 `[num_rows]`, on the host: k of
+    each row. block_tables: int64 `[num_rows, blocks]`, on the device. slots: int64
+    `[sum(num_draft + 1)]`, on the device: K/V slots of each row's positions `[position, position + num_draft]`.
+    """
+
+    anchors: torch.Tensor
+    positions: np.ndarray
+    num_draft: np.ndarray
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+
+
+class DraftSampler:
+    """Turns draft logits into draft tokens, and keeps the distributions they were drawn from.
+
+    `rows` has the parameters of the rows `sampled_rows` (indices into the block's rows); the other rows, and all of
+    them with `rows` None (`draft_sample_method` greedy, or no sampled request), take the most likely token.
+    """
+
+    def __init__(self, rows: SamplingRows | None, sampled_rows: np.ndarray) -> None:
+        self.rows = rows
+        self.sampled_rows = sampled_rows
+        self.probs: torch.Tensor | None = None
+        self.sampled_flat: np.ndarray = np.empty(0, dtype=np.int64)
+
+    def choose(self, logits: torch.Tensor, row_index: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Draft tokens, int64 `[n]`, for `logits` `[n, vocab]`.
+
+        row_index, positions: int64 `[n]`, on the host: row of the block and position of each token. Afterwards `probs`
+        `[m, vocab]` holds the distributions of the sampled ones and `sampled_flat` their indices into the n.
+        """
+        tokens = logits.argmax(dim=-1)
+        if self.rows is None or len(self.sampled_rows) == 0:
+            return tokens
+        place = np.full(int(row_index.max()) + 1, -1, dtype=np.int64)
+        place[self.sampled_rows] = np.arange(len(self.sampled_rows))
+        self.sampled_flat = (place[row_index] >= 0).nonzero()[0]
+        flat = torch.from_numpy(self.sampled_flat).to(logits.device)
+        parameters = self.rows.select(torch.from_numpy(place[row_index[self.sampled_flat]]).to(logits.device))
+        self.probs = probabilities(logits[flat], parameters)
+        where = torch.from_numpy(positions[self.sampled_flat]).to(logits.device)
+        tokens[flat] = draw(self.probs, uniform(parameters.seeds, where, Stream.DRAFT))
+        return tokens
+
+
+class Drafter(Protocol):
+    """Proposes tokens and keeps its own context K/V in step with the target's."""
+
+    lookahead_base: int
+    """Positions reserved beyond k when drafting k tokens (RESERVE): DFlash 1, for the anchor; autoregressive 0."""
+
+    max_len: int
+    """Positions that the drafter can address (WINDOW)."""
+
+    capture: tuple[int, ...]
+    """Layer ids of the target whose outputs `inject` wants."""
+
+    def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the context K/V of accepted tokens: features `[n, L * target_hidden]`, positions and slots int64
+        `[n]`."""
+        ...
+
+    def propose(self, block: DraftBlock, sampler: DraftSampler) -> torch.Tensor:
+        """Draft tokens of all rows behind one another: int64 `[sum(num_draft)]`."""
+        ...

@@ -1,0 +1,5 @@
+"""The muscle: K/V tensors, request state and the model runner that executes step plans."""
+
+from dflash_backend.worker.runner import ModelRunner
+
+__all__ = ["ModelRunner"]

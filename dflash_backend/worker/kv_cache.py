@@ -1,0 +1,44 @@
+"""The paged K/V of target and drafter, and how large it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash_backend.attention import KVLayer
+from dflash_backend.checkpoints.spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class PagedKVCache:
+    """K/V layers of the target and of the drafter over the same block ids (TOGETHER)."""
+
+    target: list[KVLayer]
+    draft: list[KVLayer]
+    block_size: int
+
+    @classmethod
+    def allocate(
+        cls,
+        target: DecoderSpec,
+        draft: DecoderSpec | None,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PagedKVCache:
+        """Zeroed tensors: a position that nobody wrote must hold finite numbers, since padding is read and masked."""
+
+        def layers(spec: DecoderSpec) -> list[KVLayer]:
+            shape = (num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
+            return [KVLayer(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(spec.num_layers)]
+
+        return cls(layers(target), layers(draft) if draft is not None else [], block_size)
+
+
+def bytes_per_block(target: DecoderSpec, draft: DecoderSpec | None, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers of both models."""
+    specs = [target] + ([draft] if draft is not None else [])
+    per_token = sum(spec.num_layers * 2 * spec.kv_size for spec in specs)
+    return per_token * block_size * dtype.itemsize

@@ -1,0 +1,179 @@
+"""Executes step plans on the device: verify, accept, inject, draft. Called by the engine core, through `Worker`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dflash_backend.attention import AttentionBackend, RowLayout
+from dflash_backend.core.plan import RowResult, StepPlan, StepResult
+from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
+from dflash_backend.speculative.drafter import DraftBlock, Drafter, DraftSampler
+from dflash_backend.worker.acceptance import accept_rows
+from dflash_backend.worker.batch import StepBatch, spans
+from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.write_guard import WriteGuard
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the accept phase decided, on the host, int64 `[num_rows]` in the batch's order.
+
+    num_accepted: drafts that stand. num_final: positions of the row whose K/V is final, `num_new + num_accepted`.
+    """
+
+    num_accepted: np.ndarray
+    num_final: np.ndarray
+    tokens: list[list[int]]
+
+
+class ModelRunner:
+    """Owns the device: models, K/V and request table. One `execute` is one step, run to its end."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        kv: PagedKVCache,
+        backend: AttentionBackend,
+        requests: RequestTable,
+        greedy_drafts: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.kv = kv
+        self.backend = backend
+        self.requests = requests
+        self.greedy_drafts = greedy_drafts
+        self.device = device
+        self.dtype = dtype
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See `core.plan.Worker`. Raises `KVWriteError` when the guard is on and finds a breach."""
+        for request_id in plan.finished:
+            self.requests.forget(request_id)
+        for new in plan.new:
+            self.requests.learn(new)
+        if not plan.rows:
+            return StepResult(plan.step_id, [])
+        for row in plan.rows:
+            self.requests.append_blocks(row)
+        batch = StepBatch.build(plan.rows, self.requests, self.kv.block_size)
+        guard = WriteGuard(plan, self.kv.block_size)
+
+        clock = [time.perf_counter()]
+        output = self._verify(batch, guard)
+        clock.append(time.perf_counter())
+        outcome = self._accept(batch, output)
+        clock.append(time.perf_counter())
+        if self.drafter is not None and output.features is not None:
+            self._inject(self.drafter, batch, outcome, output.features, guard)
+        clock.append(time.perf_counter())
+        if self.drafter is not None and batch.num_next_draft.any():
+            self._draft(self.drafter, batch, outcome, guard)
+        clock.append(time.perf_counter())
+
+        results = {
+            row.request_id: RowResult(row.request_id, tokens, int(accepted))
+            for row, tokens, accepted in zip(batch.rows, outcome.tokens, outcome.num_accepted, strict=True)
+        }
+        phases = dict(zip(("verify", "accept", "inject", "draft"), np.diff(clock).tolist(), strict=True))
+        return StepResult(plan.step_id, [results[row.request_id] for row in plan.rows], phases)
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _verify(self, batch: StepBatch, guard: WriteGuard) -> TargetOutput:
+        """One target forward over all rows."""
+        guard.check("verify", batch.request_ids, batch.token_row, batch.token_slot)
+        seq_lens = batch.start + batch.num_new + batch.num_draft
+        all_rows = np.arange(len(batch.rows))
+        layout = RowLayout(
+            query_lens=batch.num_new + batch.num_draft,
+            seq_lens=seq_lens,
+            block_tables=self._put(batch.block_tables(all_rows, int(seq_lens.max()))),
+        )
+        positions = self._put(batch.token_position)
+        context = PagedContext(
+            positions=positions,
+            slots=self._put(batch.token_slot),
+            backend=self.backend,
+            metadata=self.backend.prepare(layout, causal=True, dtype=self.dtype),
+        )
+        tokens = self.requests.tokens[self._put(batch.table[batch.token_row]), positions]
+        capture = self.drafter.capture if self.drafter is not None else ()
+        return self.target.forward(tokens, context, self.kv.target, capture)
+
+    def _accept(self, batch: StepBatch, output: TargetOutput) -> Outcome:
+        """Decide the new tokens of the rows that sample and put them into the request table."""
+        num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
+        tokens: list[list[int]] = [[] for _ in batch.rows]
+        greedy = np.array([self.requests.records[request_id].sampling.greedy for request_id in batch.request_ids])
+        for is_greedy, kind in ((True, greedy), (False, ~greedy)):
+            rows = (batch.sample & kind).nonzero()[0]
+            if len(rows) == 0:
+                continue
+            accepted, lists = accept_rows(
+                batch, rows, output.hidden, self.target, self.requests, is_greedy, self.greedy_drafts
+            )
+            num_accepted[rows] = accepted
+            for row, new_tokens in zip(rows, lists, strict=True):
+                tokens[row] = new_tokens
+        return Outcome(num_accepted, batch.num_new + num_accepted, tokens)
+
+    def _inject(
+        self, drafter: Drafter, batch: StepBatch, outcome: Outcome, features: torch.Tensor, guard: WriteGuard
+    ) -> None:
+        """Context K/V of the positions that are final now; rejected ones write nothing (trap 3)."""
+        final = batch.token_position < (batch.start + outcome.num_final)[batch.token_row]
+        positions, slots = batch.token_position, batch.token_slot
+        if not final.all():
+            features = features[self._put(final.nonzero()[0])]
+            positions, slots = positions[final], slots[final]
+        guard.check("inject", batch.request_ids, batch.token_row[final], slots)
+        drafter.inject(features, self._put(positions), self._put(slots))
+
+    def _draft(self, drafter: Drafter, batch: StepBatch, outcome: Outcome, guard: WriteGuard) -> None:
+        """Propose the next step's drafts and leave them in the request table, behind the anchor."""
+        rows = batch.num_next_draft.nonzero()[0]
+        num_draft = batch.num_next_draft[rows]
+        anchors = batch.start[rows] + outcome.num_final[rows]
+        block_rows, block_positions = spans(anchors, num_draft + 1)
+        slots = batch.slots(rows[block_rows], block_positions)
+        guard.check("draft", [batch.request_ids[row] for row in rows], block_rows, slots)
+
+        table = self._put(batch.table[rows])
+        width = int((anchors + num_draft).max()) + 1
+        block = DraftBlock(
+            anchors=self.requests.tokens[table, self._put(anchors)],
+            positions=anchors,
+            num_draft=num_draft,
+            block_tables=self._put(batch.block_tables(rows, width)),
+            slots=self._put(slots),
+        )
+        sampler = self._draft_sampler(batch, rows)
+        drafts = drafter.propose(block, sampler)
+
+        is_draft = block_positions > anchors[block_rows]
+        draft_rows, positions = block_rows[is_draft], block_positions[is_draft]
+        draft_table = batch.table[rows[draft_rows]]
+        self.requests.tokens[self._put(draft_table), self._put(positions)] = drafts
+        if sampler.probs is not None:
+            flat = sampler.sampled_flat
+            columns = (positions - anchors[draft_rows] - 1)[flat]
+            self.requests.draft_probs[self._put(draft_table[flat]), self._put(columns)] = sampler.probs
+
+    def _draft_sampler(self, batch: StepBatch, rows: np.ndarray) -> DraftSampler:
+        """Sampled requests draw their drafts, unless the server asks for greedy ones."""
+        records = [self.requests.records[batch.request_ids[row]] for row in rows]
+        sampled = np.array([not record.sampling.greedy for record in records]).nonzero()[0]
+        if self.greedy_drafts or len(sampled) == 0:
+            return DraftSampler(None, sampled[:0])
+        return DraftSampler(self.requests.sampling_rows(batch.table[rows[sampled]]), sampled)

@@ -1,0 +1,40 @@
+"""Runs a model over paged K/V with scattered blocks, for parity tests that need no engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dflash_backend.attention import KVLayer, RowLayout
+from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.models.interface import PagedContext
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+
+
+def caches(spec: DecoderSpec) -> list[KVLayer]:
+    """Empty K/V of every layer, filled with noise: whatever is read without having been written shows."""
+    shape = (NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
+    generator = torch.Generator().manual_seed(7)
+    return [KVLayer(torch.randn(shape, generator=generator) * 10) for _ in range(spec.num_layers)]
+
+
+def block_tables(num_rows: int, seed: int = 3) -> np.ndarray:
+    """Disjoint scattered blocks for each row: int64 `[num_rows, NUM_BLOCKS // num_rows]`."""
+    order = np.random.default_rng(seed).permutation(NUM_BLOCKS)
+    width = NUM_BLOCKS // num_rows
+    return order[: num_rows * width].reshape(num_rows, width).astype(np.int64)
+
+
+def context(tables: np.ndarray, starts: list[int], query_lens: list[int], causal: bool = True) -> PagedContext:
+    """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`."""
+    backend = TorchBackend(BLOCK_SIZE)
+    lens = np.array(query_lens, dtype=np.int64)
+    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, query_lens, strict=True)])
+    rows = np.repeat(np.arange(len(starts)), lens)
+    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables))
+    metadata = backend.prepare(layout, causal, torch.float32)
+    return PagedContext(torch.from_numpy(positions), torch.from_numpy(slots), backend, metadata)
