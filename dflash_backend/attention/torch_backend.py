@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention.interface import AttentionMetadata, Capabilities, KVLayer, RowLayout
+from dflash_kernels.kv_write import kv_write_reference
 
 # A group may compute this many times the K/V positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25
@@ -93,7 +94,7 @@ class TorchBackend:
 
     def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
         """See `AttentionBackend.write_kv`."""
-        layer.slots.index_copy_(0, slots, kv)
+        kv_write_reference(kv, slots, layer.slots)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

@@ -1,0 +1,203 @@
+"""Checkpoints are read as written, defaults are the method's, and what is wrong is said with file, field and value."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_backend.build import LOAD_ERRORS, build_engine
+from dflash_backend.checkpoints import CheckpointError, resolve_pair
+from dflash_backend.checkpoints.zlab import default_layer_ids
+from dflash_backend.config import EngineConfig
+from tests.tiny_models import MASK_TOKEN_ID, make_draft, make_target
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A folder with a target `t` and a drafter `d`."""
+    make_target(tmp_path / "t")
+    make_draft(tmp_path / "d")
+    return tmp_path
+
+
+def config(pair: Path, **settings: Any) -> EngineConfig:
+    values = {"target_model": str(pair / "t"), "draft_model": str(pair / "d")} | settings
+    return EngineConfig.from_values(values)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a JSON file in place."""
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def test_a_pair_is_read_with_k_from_the_block_size(pair: Path) -> None:
+    read = resolve_pair(config(pair))
+    assert read.draft is not None
+    assert read.num_speculative_tokens == 7
+    assert read.draft.target_layer_ids == (1, 3)
+    assert read.draft.mask_token_id == MASK_TOKEN_ID
+    assert read.draft.causal == (False, False)
+    assert read.target.eos_token_ids == (0,)
+
+
+@pytest.mark.parametrize("absent", ["missing", "null"])
+def test_target_layer_ids_that_are_absent_take_the_default(pair: Path, absent: str) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["dflash_config"]["target_layer_ids"] = None
+        if absent == "missing":
+            del data["dflash_config"]["target_layer_ids"]
+
+    edit(pair / "d" / "config.json", change)
+    draft = resolve_pair(config(pair)).draft
+    assert draft is not None
+    assert draft.target_layer_ids == (1, 2)
+
+
+def test_default_layer_ids_are_those_of_the_method() -> None:
+    assert default_layer_ids(36, 5) == (1, 9, 17, 25, 33)
+    assert default_layer_ids(36, 1) == (18,)
+    assert default_layer_ids(4, 2) == (1, 1)
+    with pytest.raises(CheckpointError, match="no default for a target of 3 layers"):
+        default_layer_ids(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "setting", "expected"),
+    [
+        ({}, "auto", False),
+        ({"is_causal": True}, "auto", True),
+        ({"is_causal": False, "dflash": {"causal": True}}, "auto", False),
+        ({"dflash": {"causal": True}}, "auto", True),
+        ({"is_causal": True}, "false", False),
+        ({}, "true", True),
+    ],
+)
+def test_the_first_rule_of_causality_that_is_present_decides(
+    pair: Path, fields: dict[str, Any], setting: str, expected: bool
+) -> None:
+    def change(data: dict[str, Any]) -> None:
+        data["dflash_config"] |= fields.pop("dflash", {})
+        data |= fields
+
+    edit(pair / "d" / "config.json", change)
+    draft = resolve_pair(config(pair, causal=setting)).draft
+    assert draft is not None
+    assert set(draft.causal) == {expected}
+
+
+def test_an_empty_draft_model_is_no_speculation_and_an_unset_one_warns(pair: Path) -> None:
+    assert resolve_pair(config(pair, draft_model="")).draft is None
+    unset = resolve_pair(config(pair, draft_model="auto"))
+    assert unset.draft is None
+    assert unset.warning is not None
+
+
+def draft_field(field: str, value: Any) -> Callable[[Path], None]:
+    return lambda pair: edit(pair / "d" / "config.json", lambda data: data.update({field: value}))
+
+
+def target_field(field: str, value: Any) -> Callable[[Path], None]:
+    return lambda pair: edit(pair / "t" / "config.json", lambda data: data.update({field: value}))
+
+
+def truncate(pair: Path) -> None:
+    file = pair / "t" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def garbage(pair: Path) -> None:
+    (pair / "d" / "model.safetensors").write_bytes(b"not a model")
+
+
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def apply(pair: Path) -> None:
+        tensors = load_file(pair / "d" / "model.safetensors")
+        change(tensors)
+        save_file(tensors, pair / "d" / "model.safetensors")
+
+    return apply
+
+
+def remove_fc(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["fc.weight"]
+
+
+def wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+
+
+def wrong_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["norm.weight"] = tensors["norm.weight"].to(torch.int32)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no target config": (lambda pair: (pair / "t" / "config.json").unlink(), r"config\.json does not exist"),
+    "no json": (lambda pair: (pair / "t" / "config.json").write_text("{"), r"config\.json is not valid JSON"),
+    "json list": (lambda pair: (pair / "t" / "config.json").write_text("[]"), "expected a JSON object"),
+    "other target": (target_field("architectures", ["GPT2LMHeadModel"]), "GPT2LMHeadModel.*runs Qwen3ForCausalLM"),
+    "text for a size": (target_field("hidden_size", "32"), "'hidden_size' is '32'; expected an integer"),
+    "heads that do not divide": (target_field("num_key_value_heads", 3), "'num_key_value_heads' is 3.*divisor"),
+    "scaled rotary": (target_field("rope_scaling", {"rope_type": "yarn"}), "rotary scaling 'yarn'"),
+    "no mask token": (draft_field("dflash_config", {}), "dflash_config: field 'mask_token_id' is missing"),
+    "no dflash_config": (draft_field("dflash_config", None), "'dflash_config' is missing"),
+    "mask past the vocabulary": (draft_field("dflash_config", {"mask_token_id": 97}), "mask_token_id is 97.*97 tokens"),
+    "layers of another target": (draft_field("num_target_layers", 9), "made for 9 target layers.*has 5"),
+    "layer id too high": (
+        draft_field("dflash_config", {"mask_token_id": 1, "target_layer_ids": [1, 5]}),
+        "'target_layer_ids' is .*below num_target_layers",
+    ),
+    "hidden size of another target": (draft_field("hidden_size", 64), "hidden_size is 64, the target's is 32"),
+    "no drafter": (draft_field("architectures", ["Qwen3ForCausalLM"]), "z-lab format has 'DFlashDraftModel'"),
+    "sliding window": (draft_field("layer_types", ["sliding_attention"] * 2), "sliding-window layers"),
+    "truncated weights": (truncate, r"model\.safetensors cannot be read as safetensors"),
+    "garbage weights": (garbage, r"model\.safetensors cannot be read as safetensors"),
+    "no weights": (lambda pair: (pair / "d" / "model.safetensors").unlink(), "has no .safetensors file"),
+    "missing tensor": (change_tensors(remove_fc), "tensor 'fc.weight' is missing"),
+    "strange tensor": (change_tensors(lambda t: t.update(x=torch.zeros(2))), "tensor 'x' of shape .* not part"),
+    "wrong shape": (change_tensors(wrong_shape), r"'fc.weight' has shape \[32, 63\]; config.json asks for \[32, 64\]"),
+    "wrong dtype": (change_tensors(wrong_dtype), "'norm.weight' is I32"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_wrong_with_a_checkpoint_is_said_in_a_sentence(pair: Path, case: str) -> None:
+    break_it, expected = BROKEN[case]
+    break_it(pair)
+    with pytest.raises(LOAD_ERRORS) as caught:
+        build_engine(config(pair))
+    assert re.search(expected, str(caught.value), re.DOTALL), caught.value
+    assert str(pair) in str(caught.value), "the message must say where"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"target_model": "/no/such/model"}, "target_model is '/no/such/model', but there is no such directory"),
+        ({"draft_model": "./nowhere"}, "draft_model is './nowhere'"),
+        ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8.*blocks of 8, so at most 7"),
+        ({"draft_model": "", "num_speculative_tokens": 3}, "num_speculative_tokens is 3 but there is no drafter"),
+        ({"max_model_len": 1024}, "'max_model_len' is 1024.*at most 512"),
+        ({"kv_cache_gb": 1e-6}, "no room for a single block"),
+        ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
+        ({"attention_backend": "flash_attn"}, "'flash_attn' is not available"),
+    ],
+)
+def test_settings_that_do_not_fit_the_models_are_said_in_a_sentence(
+    pair: Path, settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(LOAD_ERRORS, match=expected):
+        build_engine(config(pair, **settings))
+
+
+def test_a_file_in_place_of_a_directory_is_named(pair: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; expected a model directory"):
+        build_engine(config(pair, target_model=str(pair / "t" / "config.json")))

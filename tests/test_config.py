@@ -1,0 +1,83 @@
+"""Settings are parsed by one schema, and a bad one is named with value, source and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from dflash_backend.config import SETTINGS, ConfigError, EngineConfig, settings_table
+
+
+def test_the_schema_and_the_parsed_settings_name_the_same_things_with_the_same_defaults() -> None:
+    parsed = {field.name: field.default for field in fields(EngineConfig) if field.name != "sources"}
+    assert parsed == {setting.name: setting.default for setting in SETTINGS}
+
+
+def test_the_environment_wins_over_the_file() -> None:
+    config = EngineConfig.load({"max_num_seqs": "8", "dtype": "auto"}, {"DFLASH_MAX_NUM_SEQS": "9", "PATH": "/bin"})
+    assert config.max_num_seqs == 9
+    assert config.sources["max_num_seqs"] == "environment"
+    assert config.dtype is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("kv_block_size", "16", 16),
+        ("kv_block_size", 16.0, 16),
+        ("gpu_memory_utilization", "0.5", 0.5),
+        ("enable_prefix_caching", "False", False),
+        ("enable_prefix_caching", True, True),
+        ("num_speculative_tokens", " AUTO ", None),
+        ("num_speculative_tokens", "0", 0),
+        ("draft_model", "", ""),
+        ("draft_model", "auto", None),
+    ],
+)
+def test_values_are_taken_as_text_or_as_python_values(name: str, value: Any, expected: Any) -> None:
+    assert getattr(EngineConfig.from_values({name: value}), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("kv_block_size", "0", "an integer from 1 to 1024"),
+        ("kv_block_size", "sixteen", "an integer from 1 to 1024"),
+        ("kv_block_size", 1.5, "an integer"),
+        ("kv_block_size", True, "an integer"),
+        ("gpu_memory_utilization", "0", "a number above 0 to 1"),
+        ("gpu_memory_utilization", "nan", "a number above 0 to 1"),
+        ("kv_cache_gb", "-1", "auto or a number above 0"),
+        ("kv_cache_gb", "inf", "auto or a number above 0"),
+        ("enable_overlap", "yes", "true or false"),
+        ("device", "tpu", "auto or cpu or cuda"),
+        ("draft_sample_method", "auto", "probabilistic or greedy"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_source_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.load({name: value}, {})
+    message = str(caught.value)
+    assert name in message
+    assert repr(value) in message
+    assert "config.pbtxt" in message
+    assert allowed in message
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_valid_one() -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'kv_blok_size'.*did you mean 'kv_block_size'"):
+        EngineConfig.load({"kv_blok_size": "16"}, {})
+    with pytest.raises(ConfigError, match="unknown setting 'max_seqs' .environment"):
+        EngineConfig.load({}, {"DFLASH_MAX_SEQS": "3"})
+
+
+def test_a_bad_value_in_the_file_is_an_error_also_where_the_environment_overrides_it() -> None:
+    with pytest.raises(ConfigError, match="config.pbtxt"):
+        EngineConfig.load({"max_num_seqs": "many"}, {"DFLASH_MAX_NUM_SEQS": "3"})
+
+
+def test_the_docs_table_has_a_row_for_every_setting() -> None:
+    table = settings_table()
+    assert all(f"| `{setting.name}` |" in table for setting in SETTINGS)
