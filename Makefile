@@ -1,0 +1,69 @@
+# `make serve` starts a server, `make test` runs every check. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Arguments for `make serve`, as in: make serve ARGS="--http-port 9000"
+ARGS ?=
+# A package index that has the CPU build of torch, where the usual one does not: make setup TORCH_INDEX=URL
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help setup serve test lint format docs bench demo-model clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+setup: $(STAMP) ## Install everything into .venv
+
+# torch goes first and alone: where there is no NVIDIA GPU, nothing that comes later can then pull in the CUDA build.
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
+	  { echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; use 3.11 or 3.12, as in: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if nvidia-smi -L >/dev/null 2>&1; then \
+	  echo "An NVIDIA GPU is here: installing torch's default build."; \
+	  grep -v '^torch==' constraints-cpu.txt > $(VENV)/constraints.txt; \
+	  $(PIP) install -q -c $(VENV)/constraints.txt torch; \
+	elif [ -n "$(TORCH_INDEX)" ]; then \
+	  cp constraints-cpu.txt $(VENV)/constraints.txt; \
+	  $(PIP) install -q --index-url "$(TORCH_INDEX)" torch==2.13.0; \
+	else \
+	  echo "No NVIDIA GPU: installing torch's CPU build."; \
+	  cp constraints-cpu.txt $(VENV)/constraints.txt; \
+	  $(PIP) install -q -c $(VENV)/constraints.txt torch==2.13.0+cpu 2>/dev/null || { \
+	    echo "The package index has no CPU build; taking its default, which may be large (see TORCH_INDEX in the Makefile)."; \
+	    $(PIP) install -q -c $(VENV)/constraints.txt torch==2.13.0; }; \
+	fi
+	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[server,bench,dev]"
+	$(PIP) install -q --no-deps nvidia-pytriton==0.7.0
+	@touch $@
+
+serve: setup ## Start a server with the demo pair; Ctrl-C stops it
+	@exec $(BIN)/dflash-triton serve $(ARGS)
+
+test: setup lint ## Lint, types and all tests, slow ones included
+	$(BIN)/pytest
+
+lint: setup ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup ## Write the generated pages of docs/
+	$(BIN)/python docs/write_settings.py
+
+bench: setup ## Run the benchmark; results go to benchmarks/results
+	$(BIN)/python -m benchmarks.run
+
+demo-model: setup ## Train the demo pair again
+	$(BIN)/python -m demo.train
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,96 @@
+"""What a benchmark run yields, and the closed loops that produce it. Times in seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from dflash_backend import LLM
+from dflash_backend.frontend.detokenizer import Detokenizer
+from dflash_backend.messages import GenerationRequest, SamplingParams
+
+
+@dataclass
+class Measurement:
+    """One system at one number of streams.
+
+    outputs: the token ids of each prompt, by prompt index, to check that all systems agree.
+    """
+
+    system: str
+    streams: int
+    seconds: float = 0.0
+    num_tokens: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    acceptance_length: float | None = None
+    client_cpu_s: float | None = None
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens of all streams together."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def first_token_p50_s(self) -> float | None:
+        """Median time to first token; None where the system gives all tokens at once."""
+        return statistics.median(self.first_token_s) if self.first_token_s else None
+
+
+def run_transformers(
+    model: torch.nn.Module, prompts: list[list[int]], streams: int, max_tokens: int, eos: int
+) -> Measurement:
+    """`transformers` `generate`, greedy, in batches of `streams` prompts padded on the left."""
+    result = Measurement("transformers", streams)
+    started = time.perf_counter()
+    for first in range(0, len(prompts), streams):
+        batch = prompts[first : first + streams]
+        width = max(len(prompt) for prompt in batch)
+        ids = torch.tensor([[eos] * (width - len(prompt)) + prompt for prompt in batch])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
+        with torch.inference_mode():
+            output = model.generate(  # type: ignore[operator]
+                ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos, pad_token_id=eos
+            )
+        for index, row in enumerate(output[:, width:].tolist()):
+            tokens = row[: row.index(eos) + 1] if eos in row else row
+            result.outputs[first + index] = tokens
+            result.num_tokens += len(tokens)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def run_engine(system: str, llm: LLM, prompts: list[list[int]], streams: int, max_tokens: int) -> Measurement:
+    """Our engine in this process: `streams` requests are kept in flight, text is made as it would be streamed."""
+    result = Measurement(system, streams)
+    core, eos = llm.engine.core, tuple(llm.tokenizer.eos_token_ids)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    before = core.stats()
+    waiting = list(enumerate(prompts))[::-1]
+    in_flight: dict[str, tuple[int, float, Detokenizer]] = {}
+    started = time.perf_counter()
+    while waiting or in_flight:
+        while waiting and len(in_flight) < streams:
+            index, prompt = waiting.pop()
+            request_id = f"{system}-{streams}-{index}"
+            core.add_request(GenerationRequest(request_id, prompt, sampling, eos))
+            in_flight[request_id] = (index, time.perf_counter(), Detokenizer(llm.tokenizer, sampling))
+            result.outputs[index] = []
+        for delta in core.step():
+            index, arrived, detokenizer = in_flight[delta.request_id]
+            if not result.outputs[index]:
+                result.first_token_s.append(time.perf_counter() - arrived)
+            detokenizer.append(delta.token_ids, delta.finish_reason is not None)
+            result.outputs[index] += delta.token_ids
+            if delta.finish_reason is not None:
+                del in_flight[delta.request_id]
+    result.seconds = time.perf_counter() - started
+    after = core.stats()
+    result.num_tokens = sum(len(tokens) for tokens in result.outputs.values())
+    drafts = after.num_drafts - before.num_drafts
+    if drafts:
+        result.acceptance_length = 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / drafts
+    return result

@@ -1,0 +1,111 @@
+"""`make bench`: transformers, our engine without and with DFlash, and DFlash through Triton, in one run.
+
+All systems answer the same held-out prompts of the demo pair greedily in float32 with the same number of threads, and
+their outputs are compared token by token. Ratios are what to quote: machines differ and are noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.measure import Measurement, run_engine, run_transformers
+from benchmarks.prefix import measure_prefix
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.config import asset_path
+from dflash_client.launcher import TritonServer
+
+STREAMS = (1, 8, 32)
+
+
+def load_reference() -> torch.nn.Module:
+    """The demo target in `transformers`, float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def through_triton(url: str, prompts: list[list[int]], streams: int, max_tokens: int) -> Measurement:
+    """Run the streaming client in a process of its own against a server that is up."""
+    command = [sys.executable, "-m", "benchmarks.through_triton", "--url", url, "--streams", str(streams)]
+    command += ["--max-tokens", str(max_tokens)]
+    done = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the streaming client failed: {done.stderr.strip().splitlines()[-1]}")
+    data = json.loads(done.stdout)
+    outputs = {int(index): tokens for index, tokens in data.pop("outputs").items()}
+    num_tokens = sum(len(tokens) for tokens in outputs.values())
+    return Measurement(report.TRITON, streams, num_tokens=num_tokens, outputs=outputs, **data)
+
+
+def best_of(repeats: int, measure: Callable[[], Measurement]) -> Measurement:
+    """The fastest of several measurements: what the machine can do when nothing else runs."""
+    return min((measure() for _ in range(repeats)), key=lambda run: run.seconds)
+
+
+def run_all(prompts: list[list[int]], max_tokens: int, repeats: int) -> list[Measurement]:
+    """Every system at every number of streams."""
+    runs = []
+    model = load_reference()
+    engines = {
+        report.NO_DRAFT: LLM(num_speculative_tokens=0, enable_prefix_caching=False),
+        report.DFLASH: LLM(enable_prefix_caching=False),
+    }
+    eos = engines[report.DFLASH].tokenizer.eos_token_ids[0]
+    systems: dict[str, Callable[[int], Measurement]] = {
+        report.BASELINE: lambda streams: run_transformers(model, prompts, streams, max_tokens, eos)
+    }
+    for name, llm in engines.items():
+        run_engine(name, llm, prompts[:4], 2, 16)  # warm-up
+        systems[name] = lambda streams, name=name, llm=llm: run_engine(name, llm, prompts, streams, max_tokens)
+    for name, system in systems.items():
+        for streams in STREAMS:
+            runs.append(best_of(repeats, lambda system=system, streams=streams: system(streams)))
+            print(f"{name}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
+    settings = {"enable_prefix_caching": "false"}
+    with TritonServer(settings=settings, http_port=0, grpc_port=0, metrics_port=0) as server:
+        through_triton(server.grpc_url, prompts[:4], 2, 16)  # warm-up
+        for streams in STREAMS:
+            runs.append(
+                best_of(repeats, lambda streams=streams: through_triton(server.grpc_url, prompts, streams, max_tokens))
+            )
+            print(f"{report.TRITON}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
+    return runs
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the results are written")
+    parser.add_argument("--prompts", type=int, default=96, help="held-out prompts, over all categories")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=2, help="measurements of each system; the fastest counts")
+    args = parser.parse_args()
+    held_out = load_prompts(args.prompts)
+    tokenizer = LLM(draft="").tokenizer
+    runs = run_all([tokenizer.encode(row.prompt) for row in held_out], args.max_tokens, args.repeats)
+    prefix = measure_prefix(held_out)
+    settings: dict[str, Any] = {
+        "prompts": args.prompts,
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print("\n" + report.write(args.out, runs, prefix, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The distribution of the first three sampled tokens against the target's own, by a chi-square test.
+
+`python -m benchmarks.sampling` prints the p-value for both draft methods. The exact distribution comes from
+`transformers`, by enumerating all likely continuations.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from scipy import stats
+
+from dflash_backend import LLM
+from dflash_backend.config import asset_path
+from dflash_backend.messages import SamplingParams
+
+# A bin of the test holds at least this many expected samples; rarer continuations share one bin.
+MIN_EXPECTED = 8.0
+PROMPT = "<|im_start|>user\n"
+METHODS = ("probabilistic", "greedy")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """A chi-square test of `num_samples` samples over `num_bins` bins."""
+
+    method: str
+    num_samples: int
+    num_bins: int
+    p_value: float
+    acceptance_length: float
+
+
+def exact_distribution(prompt: list[int], num_samples: int, depth: int = 3) -> dict[tuple[int, ...], float]:
+    """Probabilities of all continuations of `depth` tokens that are expected at least `MIN_EXPECTED` times."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
+    least = MIN_EXPECTED / num_samples
+    prefixes: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        longer: dict[tuple[int, ...], float] = {}
+        items = list(prefixes.items())
+        for first in range(0, len(items), 64):
+            chunk = items[first : first + 64]
+            ids = torch.tensor([prompt + list(prefix) for prefix, _ in chunk])
+            with torch.inference_mode():
+                probs = model(ids, logits_to_keep=1).logits[:, -1].double().softmax(dim=-1)
+            for (prefix, weight), row in zip(chunk, probs, strict=True):
+                for token in (row * weight >= least).nonzero().flatten().tolist():
+                    longer[(*prefix, token)] = weight * row[token].item()
+        prefixes = longer
+    return prefixes
+
+
+def fit(
+    method: str, num_samples: int, seed: int = 0, num_speculative_tokens: int = 3, prompt: str = PROMPT
+) -> FitResult:
+    """Sample the first three tokens `num_samples` times at temperature 1 through the engine and test the fit."""
+    llm = LLM(
+        draft_sample_method=method,
+        num_speculative_tokens=num_speculative_tokens,
+        max_num_seqs=256,
+        max_model_len=256,
+        seed=seed,
+    )
+    ids = llm.tokenizer.encode(prompt)
+    exact = exact_distribution(ids, num_samples)
+    base = seed * 1_000_003
+    params = [SamplingParams(max_tokens=3, temperature=1.0, seed=base + i, ignore_eos=True) for i in range(num_samples)]
+    outputs = llm.generate([ids] * num_samples, params)
+    counts = Counter(tuple(output.token_ids) for output in outputs)
+    observed = [counts[key] for key in exact]
+    expected = [probability * num_samples for probability in exact.values()]
+    observed.append(num_samples - sum(observed))
+    expected.append(num_samples - sum(expected))
+    engine = llm.stats()
+    return FitResult(
+        method,
+        num_samples,
+        len(expected),
+        float(stats.chisquare(observed, expected).pvalue),
+        1 + engine.num_accepted_tokens / max(1, engine.num_drafts),
+    )
+
+
+def main() -> None:
+    """Entry point; exits with 1 when a method does not fit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    failed = False
+    for method in METHODS:
+        result = fit(method, args.samples, args.seed)
+        failed = failed or result.p_value <= 0.01
+        print(
+            f"{method}: chi-square p = {result.p_value:.3f} over {result.num_bins} bins, "
+            f"{result.num_samples} samples, acceptance length {result.acceptance_length:.2f}",
+            flush=True,
+        )
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The log of a `tritonserver`: kept, passed on, and searched for what an operator wants to know. For the launcher.
+
+Triton writes `I1121 09:04:07.287605 4186 model_lifecycle.cc:839] "text"`, escapes newlines in the text, and writes a
+model's own standard error as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Literal
+
+KEPT_LINES = 2000
+
+_TRITON_LINE = re.compile(r"^([IWEFV])\d{4} [\d:.]+ \d+ \S+\] ?\"?(.*?)\"?$")
+_PROGRESS = re.compile(r"dflash: (loading\b.*)")
+_LOAD_FAILURE = re.compile(r"failed to load '[^']*' version \d+: (.*)", re.DOTALL)
+_STATUS_WORDS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Unsupported|Unknown|Not found): ")
+_EXCEPTION_NAME = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Failed): ")
+# What ends a server when no model says why: a library that is missing, an address that cannot be had.
+_FATAL = re.compile(r"error while loading shared libraries|^error: |failed to start|Failed to (?:bind|start)")
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line. `level` is Triton's letter (I, W, E, F, V), or empty for a model's own output."""
+
+    level: Literal["I", "W", "E", "F", "V", ""]
+    text: str
+    raw: str
+
+    @property
+    def progress(self) -> str | None:
+        """What the model says about its loading, if that is what the line is."""
+        match = _PROGRESS.search(self.text)
+        return match.group(1) if match else None
+
+
+def parse_line(raw: str) -> LogLine:
+    """Take a line of the log apart."""
+    raw = raw.rstrip("\r\n")
+    match = _TRITON_LINE.match(raw)
+    if match is None:
+        return LogLine("", raw, raw)
+    level: Literal["I", "W", "E", "F", "V", ""] = match.group(1)  # type: ignore[assignment]
+    return LogLine(level, match.group(2).replace("\\n", "\n"), raw)
+
+
+class ServerLog:
+    """Reads a server's output in a thread until it ends, and keeps its last lines. Used by `TritonServer` alone."""
+
+    def __init__(self, stream: IO[str], on_line: Callable[[LogLine], None] | None = None) -> None:
+        self._lines: deque[LogLine] = deque(maxlen=KEPT_LINES)
+        self._on_line = on_line
+        self._stream = stream
+        self._thread = threading.Thread(target=self._read, name="tritonserver-log", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._stream:
+            for raw in self._stream:
+                line = parse_line(raw)
+                self._lines.append(line)
+                if self._on_line is not None:
+                    self._on_line(line)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the output."""
+        self._thread.join(timeout_s)
+
+    def lines(self) -> list[LogLine]:
+        """The lines kept so far, oldest first."""
+        return list(self._lines)
+
+    def tail(self, count: int) -> str:
+        """The last lines as they were written, without Triton's tables."""
+        plain = [line.raw for line in self.lines() if line.raw.strip() and line.raw[0] not in "+|"]
+        return "\n".join(plain[-count:])
+
+    def failure(self) -> str:
+        """Why the server ended, in as few lines as say it: what the model said, else what Triton said, else the end
+        of the log."""
+        lines = self.lines()
+        for line in lines:
+            match = _LOAD_FAILURE.match(line.text) if line.level == "E" else None
+            if match:
+                return _sentence(match.group(1))
+        fatal = [line.text for line in lines if _FATAL.search(line.text)]
+        return "\n".join(fatal) if fatal else self.tail(15)
+
+
+def _sentence(text: str) -> str:
+    """An exception's message without Triton's status, the exception's name, and the place in the code."""
+    text = text.partition("\n\nAt:")[0].strip()
+    text = _STATUS_WORDS.sub("", text)
+    return _EXCEPTION_NAME.sub("", text).strip()

@@ -1,0 +1,33 @@
+"""Writes docs/settings.md from the schema in `dflash_backend.config`. Run by `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_backend.config import settings_table
+
+PAGE = Path(__file__).resolve().parent / "settings.md"
+
+TEXT = """# Settings
+
+<!-- Written by `make docs` from dflash_backend/config.py; edit the schema there, not this page. -->
+
+A setting can be given in three places, the later winning:
+
+1. `parameters` in the model's `config.pbtxt`, each a `string_value`;
+2. the environment of the server: `DFLASH_` and the name in capitals, as in `DFLASH_KV_BLOCK_SIZE=32`;
+3. the command line: `dflash-triton serve --set kv_block_size=32`.
+
+An unknown name or a value that is not allowed stops the load, with a message that says what is allowed.
+
+{table}
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return TEXT.format(table=settings_table())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,44 @@
+"""Fixtures of the client's tests: a real Triton server with a toy model that echoes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_client.launcher import TritonServer
+
+TOY_REPOSITORY = Path(__file__).parent / "toy_repository"
+
+
+def toy_server(extra_environ: dict[str, str] | None = None, **options: Any) -> TritonServer:
+    """A server with the toy model on free loopback ports, not started yet."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DFLASH_", "TOY_"))}
+    ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+    chosen = {"model_repository": TOY_REPOSITORY, "host": "127.0.0.1", "ready_timeout_s": 60.0, **ports, **options}
+    return TritonServer(environ=environ | (extra_environ or {}), **chosen)
+
+
+@pytest.fixture(scope="session")
+def cancel_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the toy model notes that a request of its was cancelled."""
+    return tmp_path_factory.mktemp("toy") / "cancelled.log"
+
+
+@pytest.fixture(scope="session")
+def toy(cancel_log: Path) -> Iterator[TritonServer]:
+    """One running toy server for all tests that only talk to it."""
+    with toy_server({"TOY_CANCEL_LOG": str(cancel_log)}) as server:
+        yield server
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """A loopback address that nothing listens on: bound, so that nobody else can take it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"

@@ -1,0 +1,179 @@
+"""The command line: usage errors, exit statuses, streamed text, statistics, and a clean end on a signal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_client.cli import main
+from dflash_client.launcher import TritonServer
+from dflash_client.processes import family
+from tests.client.conftest import TOY_REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "invalid choice"),
+        (["generate"], "PROMPT"),
+        (["generate", "x", "--max-tokens", "0"], "'0' is not a whole number above 0"),
+        (["generate", "x", "--temperature", "-1"], "'-1' is not a number of at least 0"),
+        (["generate", "x", "--temperature", "nan"], "'nan' is not a number of at least 0"),
+        (["generate", "x", "--timeout", "soon"], "'soon' is not a number"),
+        (["generate", "x", "--set-param", "top_p"], "'top_p' is not NAME=VALUE"),
+        (["serve", "--set", "=3"], "'=3' is not NAME=VALUE"),
+        (["serve", "--http-port", "70000"], "'70000' is not a port"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_says_what_is_wrong(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "x", "--url", "host:port"], "the port 'port'"),
+        (["generate", "a\udc80"], "not UTF-8"),
+        (["generate", "x", "--set-param", "messages=[]"], "'messages' is not a sampling parameter"),
+        (["serve", "--set", "sede=1"], "did you mean 'seed'"),
+        (["serve", "--model-name", "a/b"], "model name"),
+    ],
+)
+def test_values_that_make_no_sense_end_with_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_standard_input_that_is_not_utf8_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ok\xff")))
+    assert main(["generate", "-"]) == 2
+    assert "standard input is not UTF-8 text: invalid start byte at byte 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_server_that_is_not_there_is_one_sentence_and_1(
+    protocol: str, unused_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", "--url", unused_address, "--protocol", protocol, "--timeout", "0.5"]) == 1
+    error = capsys.readouterr().err
+    assert unused_address in error
+    assert error.count("\n") == 1
+
+
+def test_serve_refuses_a_taken_port_with_1_and_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        argv = ["serve", "--host", "127.0.0.1", "--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
+        assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert f"port {port} on 127.0.0.1 is taken" in error
+    assert "--http-port" in error
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_generate_writes_the_text_and_nothing_else_to_standard_output(
+    toy: TritonServer, protocol: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = toy.grpc_url if protocol == "grpc" else toy.http_url
+    assert main(["generate", "héllo", "--url", url, "--protocol", protocol, "--stats"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "héllo\n"
+    assert "5 in (0 cached), 6 out, finish reason stop" in err
+    assert "acceptance length      2.50 (3 accepted in 2 drafts)" in err
+
+
+@pytest.mark.server
+def test_json_is_one_object_with_what_was_sent(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "hello", "--url", toy.grpc_url, "--json", "--max-tokens", "3", "--temperature", "0"]
+    assert main([*argv, "--set-param", "top_p=0.5", "--set-param", "stop=x", "--set-param", "stop_token_ids=[1]"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["text"], body["num_output_tokens"], body["token_ids"]) == ("hel", 3, list(b"hel"))
+    assert body["spec_stats"]["sampling"] == {
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "stop": "x",
+        "stop_token_ids": [1],
+    }
+
+
+@pytest.mark.server
+def test_chat_sends_a_message_and_a_refusal_ends_with_1(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--chat", "--url", toy.grpc_url]) == 0
+    assert capsys.readouterr().out == "<user>hi\n"
+    assert main(["generate", "error INVALID_ARG", "--url", toy.grpc_url]) == 1
+    assert capsys.readouterr().err == "dflash-triton: toy says INVALID_ARG\n"
+
+
+@pytest.mark.server
+def test_a_signal_to_generate_cancels_the_request(toy: TritonServer, cancel_log: Path) -> None:
+    before = cancel_log.read_text() if cancel_log.exists() else ""
+    command = [sys.executable, "-m", "dflash_client.cli", "generate", "forever", "--url", toy.grpc_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == "x"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=20)
+    assert (process.returncode, error) == (1, "dflash-triton: cancelled\n")
+    deadline = time.monotonic() + 10
+    while (cancel_log.read_text() if cancel_log.exists() else "") == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cancel_log.read_text() != before
+
+
+SERVE = """
+import sys
+from pathlib import Path
+import dflash_client.launcher as launcher
+launcher.asset_path = lambda *parts: Path({repository!r})
+from dflash_client.cli import main
+sys.exit(main(["serve", "--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]))
+"""
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("loading", [False, True])
+def test_serve_ends_cleanly_within_ten_seconds_of_a_signal(number: signal.Signals, loading: bool) -> None:
+    environ = os.environ | ({"TOY_HANG": "1"} if loading else {})
+    command = [sys.executable, "-c", SERVE.format(repository=str(TOY_REPOSITORY))]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
+    )
+    assert process.stdout is not None
+    until = "loading cache" if loading else "Ctrl-C stops the server."
+    output = []
+    for line in process.stdout:
+        output.append(line)
+        if until in line:
+            break
+    members = family(process.pid)
+    asked = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert time.monotonic() - asked < 10
+    assert family(process.pid, members) == set()
+    text = "".join(output)
+    assert "loading weights 50%" in text
+    if not loading:
+        assert " generate 'Tom has 3 apples" in text
+        assert "curl -s http://127.0.0.1:" in text

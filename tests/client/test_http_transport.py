@@ -1,0 +1,138 @@
+"""Server-sent events and HTTP errors, against a small local HTTP server that answers what a test tells it to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dflash_client import (
+    ConnectionFailed,
+    DFlashClient,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    RequestTimeout,
+    Unavailable,
+)
+from dflash_client.http_transport import parse_events, split_lines
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers every POST with `status` and `body`, then holds the connection open until `release` is set."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status, self.body = 200, b""
+        self.release = threading.Event()
+        self.release.set()
+        self.received: list[tuple[str, dict[str, object]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.received.append((self.path, json.loads(body)))
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.body)
+        self.wfile.flush()
+        self.server.release.wait(10)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with Scripted() as scripted:
+        thread = threading.Thread(target=scripted.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield scripted
+        scripted.release.set()
+        scripted.shutdown()
+        thread.join()
+
+
+def events(*bodies: dict[str, object]) -> bytes:
+    return b"".join(b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n" for body in bodies)
+
+
+def test_events_are_joined_data_lines_ended_by_an_empty_line() -> None:
+    lines = [": comment", "data: a", "data:b", "", "event: x", "", "data:  c", "", "data: cut off"]
+    assert list(parse_events(lines)) == ["a\nb", " c"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_lines_survive_any_chunking_and_end_at_newlines_only(size: int) -> None:
+    data = "data: é\u2028\u0085x\r\n\ndata: b\n\n".encode()
+    chunks = [data[i : i + size] for i in range(0, len(data), size)]
+    assert list(split_lines(chunks)) == ["data: é\u2028\u0085x", "", "data: b", ""]
+
+
+def test_a_stream_becomes_deltas(server: Scripted) -> None:
+    server.body = events(
+        {"text_output": "a\u2028", "token_ids": 5, "num_output_tokens": 1, "finish_reason": "None"},
+        {"text_output": "b", "token_ids": [6, 7], "finish_reason": "stop", "spec_stats": '{"num_drafts": 3}'},
+    )
+    with DFlashClient(server.url, "http", model="m/1") as client:
+        first, last = client.stream("p", max_tokens=4, stop=["x"])
+    assert (first.text, first.token_ids, first.finish_reason, first.spec_stats) == ("a\u2028", (5,), None, None)
+    assert (last.token_ids, last.num_output_tokens, last.finish_reason) == ((6, 7), 2, "stop")
+    assert last.spec_stats == {"num_drafts": 3}
+    path, body = server.received[0]
+    assert path == "/v2/models/m%2F1/generate_stream"
+    assert (body["text_input"], body["stream"]) == ("p", True)
+    assert json.loads(str(body["sampling_parameters"])) == {"max_tokens": 4, "stop": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, InvalidArgument), (404, NotFound), (503, Unavailable), (500, Internal), (418, Internal)]
+)
+def test_a_status_becomes_its_error_with_the_servers_words(server: Scripted, status: int, kind: type) -> None:
+    server.status, server.body = status, b'{"error": "the words"}'
+    with DFlashClient(server.url, "http") as client, pytest.raises(kind, match="^the words$"):
+        client.generate("p")
+
+
+def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_deltas(server: Scripted) -> None:
+    server.body = events({"text_output": "a"}, {"error": "engine died"})
+    with DFlashClient(server.url, "http") as client:
+        stream = client.stream("p")
+        assert next(stream).text == "a"
+        with pytest.raises(Internal, match="engine died"):
+            next(stream)
+
+
+@pytest.mark.parametrize("body", [b"data: {\n\n", b"data: 7\n\n"])
+def test_what_is_not_a_json_object_is_an_error(server: Scripted, body: bytes) -> None:
+    server.body = body
+    with DFlashClient(server.url, "http") as client, pytest.raises(Internal, match="not a JSON object"):
+        list(client.stream("p"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_server_that_falls_silent_is_a_timeout(server: Scripted, streaming: bool) -> None:
+    server.release.clear()
+    with DFlashClient(server.url, "http", timeout_s=0.2) as client, pytest.raises(RequestTimeout, match="timeout_s"):
+        list(client.stream("p")) if streaming else client.generate("p")
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_no_server_is_a_failed_connection_that_names_the_address(protocol: str, unused_address: str) -> None:
+    with (
+        DFlashClient(unused_address, protocol, timeout_s=0.5) as client,  # type: ignore[arg-type]
+        pytest.raises(ConnectionFailed, match=unused_address),
+    ):
+        client.generate("p")
