@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def load_reference() -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def through_triton(url: str, prompts: list[list[int]], streams: int, max_tokens: int) -> Measurement:
@@ -54,6 +55,10 @@ def best_of(repeats: int, measure: Callable[[], Measurement]) -> Measurement:
     return min((measure() for _ in range(repeats)), key=lambda run: run.seconds)
 
 
+def _engine_at(name: str, llm: LLM, prompts: list[list[int]], max_tokens: int, streams: int) -> Measurement:
+    return run_engine(name, llm, prompts, streams, max_tokens)
+
+
 def run_all(prompts: list[list[int]], max_tokens: int, repeats: int) -> list[Measurement]:
     """Every system at every number of streams."""
     runs = []
@@ -68,18 +73,16 @@ def run_all(prompts: list[list[int]], max_tokens: int, repeats: int) -> list[Mea
     }
     for name, llm in engines.items():
         run_engine(name, llm, prompts[:4], 2, 16)  # warm-up
-        systems[name] = lambda streams, name=name, llm=llm: run_engine(name, llm, prompts, streams, max_tokens)
+        systems[name] = partial(_engine_at, name, llm, prompts, max_tokens)
     for name, system in systems.items():
         for streams in STREAMS:
-            runs.append(best_of(repeats, lambda system=system, streams=streams: system(streams)))
+            runs.append(best_of(repeats, partial(system, streams)))
             print(f"{name}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
     settings = {"enable_prefix_caching": "false"}
     with TritonServer(settings=settings, http_port=0, grpc_port=0, metrics_port=0) as server:
         through_triton(server.grpc_url, prompts[:4], 2, 16)  # warm-up
         for streams in STREAMS:
-            runs.append(
-                best_of(repeats, lambda streams=streams: through_triton(server.grpc_url, prompts, streams, max_tokens))
-            )
+            runs.append(best_of(repeats, partial(through_triton, server.grpc_url, prompts, streams, max_tokens)))
             print(f"{report.TRITON}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
     return runs
 

@@ -64,7 +64,10 @@ class RequestTable:
         index = self._free.pop()
         sampling = new.sampling
         stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(new.eos_token_ids))
-        stop_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self.device)
+        vocab_size = self._probs_shape[2]
+        # A stop id that is no token never comes, and must not be looked up in the logits either.
+        known = sorted(i for i in stops if 0 <= i < vocab_size)
+        stop_ids = torch.tensor(known, dtype=torch.int64, device=self.device)
         self.records[new.request_id] = RequestRecord(index, new.num_prompt_tokens, sampling, stop_ids)
         self.tokens[index, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int64)
         self._temperature[index] = sampling.temperature or 1.0

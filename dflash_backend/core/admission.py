@@ -1,0 +1,72 @@
+"""Which limits can work at all, and which requests the engine can take. Called by `EngineCore`.
+
+Every refusal is a sentence with the numbers and what to change: limits are the operator's, requests the client's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.request import Request
+from dflash_backend.core.row_shape import peak_positions
+from dflash_backend.messages import GenerationRequest
+
+
+class RequestError(Exception):
+    """The engine does not take a request. `status` is a gRPC status name; the message is for the client."""
+
+    def __init__(self, status: Literal["INVALID_ARGUMENT", "UNAVAILABLE"], message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+def check_limits(limits: EngineLimits) -> None:
+    """Raise ValueError when no request could make progress within these limits."""
+    k = limits.num_speculative_tokens
+    if limits.num_blocks < 1:
+        raise ValueError("the KV cache has no block; raise kv_cache_gb or gpu_memory_utilization")
+    if limits.max_num_batched_tokens < 1 + k:
+        raise ValueError(
+            f"max_num_batched_tokens is {limits.max_num_batched_tokens} and num_speculative_tokens is {k}: a decode "
+            f"row runs its last token and all its drafts in one step, so raise max_num_batched_tokens to at least "
+            f"{1 + k} or lower num_speculative_tokens to at most {limits.max_num_batched_tokens - 1}"
+        )
+    if k > 0 and limits.drafter_max_len < 1:
+        raise ValueError(
+            f"num_speculative_tokens is {k} and the drafter's maximum length is {limits.drafter_max_len}, so it could "
+            f"never draft; set num_speculative_tokens to 0 or use a drafter with a maximum length"
+        )
+
+
+def check_prompt(request: GenerationRequest, limits: EngineLimits) -> None:
+    """Raise RequestError(INVALID_ARGUMENT) when the request breaks a bound that its own numbers show."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise RequestError("INVALID_ARGUMENT", "the prompt is empty; at least one token is needed")
+    if num_prompt_tokens + 1 > limits.max_model_len:
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            f"the prompt has {num_prompt_tokens} tokens, which with one token of output is more than max_model_len "
+            f"({limits.max_model_len}); shorten it to at most {limits.max_model_len - 1} tokens",
+        )
+    k = request.sampling.num_speculative_tokens
+    if k is not None and not 0 <= k <= limits.num_speculative_tokens:
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            f"num_speculative_tokens is {k}; this server allows 0 to {limits.num_speculative_tokens}",
+        )
+
+
+def check_fits_alone(request: Request, limits: EngineLimits) -> None:
+    """Raise RequestError(INVALID_ARGUMENT) when the whole KV pool is too small for the request at its longest."""
+    needed = -(-peak_positions(request, limits) // limits.block_size)
+    if needed > limits.num_blocks:
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            f"the request needs up to {needed} KV blocks of {limits.block_size} tokens (prompt of "
+            f"{request.num_prompt_tokens} tokens, max_tokens {request.sampling.max_tokens}, num_speculative_tokens "
+            f"{request.num_speculative_tokens}) and the server has {limits.num_blocks} in all; send a shorter prompt, "
+            f"lower max_tokens, or have the server's kv_cache_gb raised",
+        )

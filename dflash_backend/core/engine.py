@@ -1,0 +1,204 @@
+"""The step loop: requests in, token deltas out. Plan, run on the worker, apply; no threads and no queues of its own.
+
+`EngineCore` runs in the engine process behind ZeroMQ and in-process behind `dflash_backend.LLM`; either calls
+`add_request`, `stop` and `abort` between steps and `step` while `has_unfinished()`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterable
+
+from dflash_backend.core.admission import RequestError, check_fits_alone, check_limits, check_prompt
+from dflash_backend.core.plan import EngineLimits, RowResult, ScheduledRow, StepPlan, StepResult, Worker
+from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler import Scheduler
+from dflash_backend.messages import EngineStats, FinishReason, GenerationRequest, TokenDelta
+
+__all__ = ["EngineCore", "RequestError"]
+
+
+class EngineCore:
+    """Owns all requests from admission to their last token, and drives one worker."""
+
+    def __init__(self, limits: EngineLimits, worker: Worker, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds and never goes back. Raises ValueError for limits that cannot work."""
+        check_limits(limits)
+        self.limits = limits
+        self.scheduler = Scheduler(limits)
+        self._worker = worker
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+        # (deadline in s, arrival, id). An entry outlives its request; the arrival number tells whether it still counts.
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
+        self._num_accepted_tokens_per_pos = [0] * limits.num_speculative_tokens
+        self._num_generation_tokens = 0
+        self._num_steps = 0
+        self._step_seconds = 0.0
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises `RequestError`, and queues nothing, when it cannot be taken:
+
+        INVALID_ARGUMENT for an id in use, an empty or too long prompt, too many speculative tokens, or a request that
+        the KV pool could never hold; UNAVAILABLE when `max_queue_size` requests wait already.
+        """
+        if request.request_id in self._requests:
+            raise RequestError("INVALID_ARGUMENT", f"a request with the id '{request.request_id}' is in progress")
+        check_prompt(request, self.limits)
+        state = Request.from_generation_request(request, self.limits, self._num_arrived, self._clock())
+        check_fits_alone(state, self.limits)
+        if len(self.scheduler.waiting) >= self.limits.max_queue_size:
+            raise RequestError(
+                "UNAVAILABLE",
+                f"{len(self.scheduler.waiting)} requests wait already and max_queue_size is "
+                f"{self.limits.max_queue_size}; try again later",
+            )
+        self._num_arrived += 1
+        self._requests[state.request_id] = state
+        self.scheduler.add(state)
+        if state.deadline_s is not None:
+            heapq.heappush(self._deadlines, (state.deadline_s, state.arrival, state.request_id))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests and free their blocks. No delta is sent; ids that are not in progress are ignored."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self.scheduler.remove(request)
+
+    def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]:
+        """End these requests because their text reached a stop string, and free their blocks.
+
+        Returns a last delta, without tokens, for each that was in progress; other ids are ignored.
+        """
+        now = self._clock()
+        deltas = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                deltas.append(self._finish(request, [], "stop", now))
+        return deltas
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step and return what it yielded, at most one delta a request; [] when there was nothing to do."""
+        started = self._clock()
+        deltas = self._expire(started)
+        plan = self.scheduler.plan(started)
+        if plan is None:
+            return deltas
+        deltas += self._apply(plan, self._worker.execute(plan))
+        self._num_steps += 1
+        self._step_seconds += self._clock() - started
+        return deltas
+
+    def has_unfinished(self) -> bool:
+        """Whether a request is queued or running."""
+        return bool(self._requests)
+
+    def stats(self) -> EngineStats:
+        """Gauges as they are now and counters since the start."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.kv.pool.usage,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
+            num_accepted_tokens_per_pos=list(self._num_accepted_tokens_per_pos),
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            num_steps=self._num_steps,
+            step_seconds=self._step_seconds,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
+        scheduler = self.scheduler
+        queued = [*scheduler.running.values(), *scheduler.waiting.values()]
+        assert {request.request_id: request for request in queued} == self._requests, "a request is in no queue"
+        arrivals = [request.arrival for request in queued]
+        assert arrivals == sorted(arrivals), "the queues are not in order of arrival"
+        assert len(scheduler.running) <= self.limits.max_num_seqs, "more requests run than max_num_seqs"
+        for request in scheduler.waiting.values():
+            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
+            assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
+        for request in scheduler.running.values():
+            assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
+        scheduler.kv.check(scheduler.running.values())
+
+    def _expire(self, now: float) -> list[TokenDelta]:
+        """End the requests whose deadline has passed, with what they have."""
+        deltas = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.arrival == arrival:
+                deltas.append(self._finish(request, [], "abort", now))
+        return deltas
+
+    def _apply(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Bring the requests up to what the worker did, row by row."""
+        if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
+            raise RuntimeError(
+                f"the worker answered step {result.step_id} with {len(result.rows)} rows; step {plan.step_id} with "
+                f"{len(plan.rows)} rows was asked for"
+            )
+        now = self._clock()
+        deltas = []
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            _check_row_result(row, row_result)
+            delta = self._apply_row(row, row_result, now)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _apply_row(self, row: ScheduledRow, result: RowResult, now: float) -> TokenDelta | None:
+        request = self._requests[row.request_id]
+        request.num_computed += row.num_new + result.num_accepted
+        if row.num_draft:
+            self._count_draft(request, row.num_draft, result.num_accepted)
+        if row.sample or row.num_next_draft:
+            # Not after a chunk: a resumed request's drafts are pending until its prefill has come to their anchor.
+            request.pending_draft = row.num_next_draft
+        token_ids: list[int] = []
+        finish_reason: FinishReason | None = None
+        if row.sample:
+            token_ids, finish_reason = request.append(result.token_ids, self.limits.max_model_len)
+            self._num_generation_tokens += len(token_ids)
+        self.scheduler.kv.publish(request)
+        if finish_reason is not None:
+            return self._finish(request, token_ids, finish_reason, now)
+        return TokenDelta(request.request_id, token_ids) if token_ids else None
+
+    def _count_draft(self, request: Request, num_draft: int, num_accepted: int) -> None:
+        request.count_draft(num_draft, num_accepted)
+        self._num_drafts += 1
+        self._num_draft_tokens += num_draft
+        self._num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self._num_accepted_tokens_per_pos[position] += 1
+
+    def _finish(self, request: Request, token_ids: list[int], reason: FinishReason, now: float) -> TokenDelta:
+        del self._requests[request.request_id]
+        self.scheduler.remove(request)
+        return TokenDelta(request.request_id, token_ids, reason, request.stats(now))
+
+
+def _check_row_result(row: ScheduledRow, result: RowResult) -> None:
+    """Raise RuntimeError when a worker's answer cannot belong to the row: going on would corrupt the request."""
+    expected = result.num_accepted + 1 if row.sample else 0
+    if (
+        result.request_id != row.request_id
+        or not 0 <= result.num_accepted <= row.num_draft
+        or len(result.token_ids) != expected
+    ):
+        raise RuntimeError(f"the worker answered {result} to {row}, which does not fit it")

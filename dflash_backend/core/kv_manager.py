@@ -1,0 +1,112 @@
+"""The blocks of a request over its life: found in the prefix cache, reserved, published, released.
+
+Called by the scheduler. A running request's block table, from its first position to its last::
+
+    |<--------------------------- request.block_ids --------------------------->|
+    |  cached   |        computed        |   new   |  drafts  |  lookahead  |    |
+    |___________|________________________|_________|__________|_____________|____|
+    0        prefix hit            num_computed              end      num_positions
+    |<-- maybe shared, never written --->|<--- written by this request alone --->|
+
+cached     found at admission; held by reference, other requests may hold it too
+computed   target K/V and drafter context K/V are final; full blocks are published here
+new        known tokens that the target runs in this step
+drafts     proposed in the step before, verified in this one
+lookahead  where the drafter's queries write their K/V: the anchor and k masks for DFlash
+
+RESERVE: blocks cover everything below `num_positions` before the step runs. OWN: a hit is made of full blocks, so the
+first position to write starts a block of the request's own, and only blocks below `num_computed` are ever published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dflash_backend.core.block_pool import BlockPool
+from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.prefix_cache import longest_cached_prefix
+from dflash_backend.core.request import Request
+
+
+class KVManager:
+    """Gives requests their blocks and takes them back."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._block_size = limits.block_size
+        self._caching = limits.enable_prefix_caching
+        self.pool = BlockPool(limits.num_blocks)
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Blocks that cover this many positions."""
+        return -(-num_positions // self._block_size)
+
+    def find_hit(self, request: Request) -> list[int]:
+        """Cached blocks that the request's prefill can start after. Nothing is held yet.
+
+        One position at least is left to compute: a fresh prompt needs the logits of its last token, and a resumed
+        request a row after which the drafter runs.
+        """
+        if not self._caching:
+            return []
+        num_blocks = (request.prefill_end - 1) // self._block_size
+        return longest_cached_prefix(self.pool, request.chain, request.token_ids, num_blocks)
+
+    def fits(self, num_positions: int, hit: list[int]) -> bool:
+        """Whether the pool can cover `num_positions` now, for a request that starts with `hit`."""
+        hit_from_free = sum(1 for block_id in hit if self.pool.ref_count(block_id) == 0)
+        return self.blocks_for(num_positions) - len(hit) <= self.pool.num_free - hit_from_free
+
+    def start(self, request: Request, hit: list[int]) -> None:
+        """Hold the hit; the request counts as computed up to its end."""
+        self.pool.touch(hit)
+        request.block_ids = list(hit)
+        request.num_published_blocks = len(hit)
+        request.num_computed = len(hit) * self._block_size
+
+    def reserve(self, request: Request, num_positions: int) -> list[int] | None:
+        """Extend the block table to cover `num_positions`; the blocks added, or None when the pool has too few."""
+        missing = max(0, self.blocks_for(num_positions) - len(request.block_ids))
+        if missing > self.pool.num_free:
+            return None
+        new_block_ids = self.pool.allocate(missing)
+        request.block_ids += new_block_ids
+        return new_block_ids
+
+    def publish(self, request: Request) -> None:
+        """Put the request's blocks that are full and final into the prefix cache (invariant PUBLISH).
+
+        Final are positions below `num_computed` whose token was kept: a stop may have dropped accepted ones.
+        """
+        if not self._caching:
+            return
+        num_full = min(request.num_computed, request.num_tokens) // self._block_size
+        if num_full > request.num_published_blocks:
+            digests = request.chain.first(num_full, request.token_ids)
+            for index in range(request.num_published_blocks, num_full):
+                self.pool.publish(request.block_ids[index], digests[index])
+            request.num_published_blocks = num_full
+
+    def release(self, request: Request) -> None:
+        """Give up all blocks of the request; what it published can still be found."""
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_published_blocks = 0
+        request.num_computed = 0
+
+    def writable_blocks(self, request: Request) -> frozenset[int]:
+        """The blocks that a step may write for the request (invariant OWN): those from its first uncomputed position
+        on, as far as nobody else holds them and nobody can find them."""
+        first = request.num_computed // self._block_size
+        return frozenset(
+            block_id
+            for block_id in request.block_ids[first:]
+            if self.pool.ref_count(block_id) == 1 and not self.pool.is_cached(block_id)
+        )
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Raise AssertionError unless the pool and these requests, all that hold blocks, agree. For tests."""
+        requests = list(running)
+        self.pool.check([request.block_ids for request in requests])
+        for request in requests:
+            own = set(request.block_ids[request.num_computed // self._block_size :])
+            assert own == self.writable_blocks(request), f"OWN: {request.request_id} would write a block not its own"

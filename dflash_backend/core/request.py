@@ -1,0 +1,154 @@
+"""A request as the core sees it: tokens, how far they are computed, the blocks it holds, and what it has cost.
+
+Made by `EngineCore.add_request`; the scheduler and the KV manager change it. Whether it waits or runs is said by the
+scheduler's queue that it is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dflash_backend.core.plan import EngineLimits, NewRequest
+from dflash_backend.core.prefix_cache import DigestChain
+from dflash_backend.messages import FinishReason, GenerationRequest, RequestStats, SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+
+
+def derive_seed(engine_seed: int, arrival: int) -> int:
+    """The seed of a request that brought none, 63 bits: SplitMix64 (Steele, Lea, Flood 2014) of the engine's seed,
+    `arrival` steps on. Depends on which request this is, and not on what else runs."""
+    z = (engine_seed + (arrival + 1) * 0x9E3779B97F4A7C15) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (z ^ (z >> 31)) >> 1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request's state between steps.
+
+    `token_ids` are prompt and output. `num_computed` counts the positions whose target K/V and drafter context K/V are
+    final; in decode it is one less than the tokens, whose last is the anchor. `pending_draft` is the number of drafts
+    that the worker holds for the next verification. It survives a preemption: what the request had drafted decides
+    where its next draft block starts, and with it what a sampled request draws.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    seed: int
+    num_speculative_tokens: int
+    stop_ids: frozenset[int]
+    chain: DigestChain
+    arrival: int
+    arrival_s: float
+    deadline_s: float | None
+
+    num_computed: int = 0
+    pending_draft: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_published_blocks: int = 0
+
+    first_scheduled_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    @classmethod
+    def from_generation_request(
+        cls, request: GenerationRequest, limits: EngineLimits, arrival: int, now: float
+    ) -> Request:
+        """The state of a request that has passed admission. `arrival` counts the admitted requests, `now` is in s."""
+        sampling = request.sampling
+        k = sampling.num_speculative_tokens
+        k = limits.num_speculative_tokens if k is None else k
+        eos = () if sampling.ignore_eos else request.eos_token_ids
+        return cls(
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=sampling,
+            eos_token_ids=request.eos_token_ids,
+            seed=derive_seed(limits.seed, arrival) if sampling.seed is None else sampling.seed,
+            num_speculative_tokens=k,
+            stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
+            chain=DigestChain(sampling.cache_salt, limits.block_size),
+            arrival=arrival,
+            arrival_s=now,
+            deadline_s=now + request.deadline_s if request.deadline_s > 0 else None,
+            num_accepted_tokens_per_pos=[0] * k,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prefill_end(self) -> int:
+        """Positions that a prefill of this request computes.
+
+        All tokens, the last one's logits giving the next token. A request that was preempted with drafts pending stops
+        before its anchor instead: the drafter then proposes from it the same block again, and the request goes on
+        exactly as if it had never been preempted.
+        """
+        return self.num_tokens - 1 if self.pending_draft else self.num_tokens
+
+    def append(self, token_ids: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
+        """Append the tokens of a step up to the one that ends the request; what was kept, and why it ended.
+
+        Tokens past the end are dropped. A stop token is kept: its text is the detokeniser's to leave out. It is no
+        stop before `min_tokens` tokens; the worker does not draw one there, so this only holds for other workers.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
+                return token_ids[:count], "stop"
+            if self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
+                return token_ids[:count], "length"
+        return token_ids, None
+
+    def count_draft(self, num_draft: int, num_accepted: int) -> None:
+        """Count one verified draft block. Accepted drafts past the request's end count: they measure the drafter."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    def to_new_request(self) -> NewRequest:
+        """What the worker must know to run it. The token ids are a copy: both sides append to their own."""
+        return NewRequest(
+            request_id=self.request_id,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            eos_token_ids=self.eos_token_ids,
+            seed=self.seed,
+        )
+
+    def stats(self, now: float) -> RequestStats:
+        """What it has cost so far; a request that was never scheduled has waited until `now`."""
+        scheduled_s = now if self.first_scheduled_s is None else self.first_scheduled_s
+        return RequestStats(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_drafts=self.num_drafts,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos),
+            num_preemptions=self.num_preemptions,
+            queue_time_s=scheduled_s - self.arrival_s,
+        )

@@ -1,0 +1,143 @@
+"""The block pool: who gets which block, what can be found again, and in which order it is given up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dflash_backend.core.block_pool import BlockPool
+
+
+def _cached_then_freed(pool: BlockPool, *names: bytes) -> list[int]:
+    """Allocate a block for each name, publish it, and free them together as one request's blocks."""
+    block_ids = pool.allocate(len(names))
+    for block_id, name in zip(block_ids, names, strict=True):
+        assert pool.publish(block_id, name)
+    pool.free(block_ids)
+    return block_ids
+
+
+def test_a_new_pool_is_free_and_unused() -> None:
+    pool = BlockPool(4)
+    assert (pool.num_free, pool.usage) == (4, 0.0)
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+    assert (pool.num_free, pool.usage) == (0, 1.0)
+
+
+def test_more_than_is_free_is_an_error_that_takes_nothing() -> None:
+    pool = BlockPool(3)
+    pool.allocate(1)
+    with pytest.raises(ValueError, match="3 KV blocks were asked for and 2 of 3 are free"):
+        pool.allocate(3)
+    assert pool.num_free == 2
+
+
+def test_unused_blocks_go_before_cached_ones() -> None:
+    pool = BlockPool(4)
+    cached = _cached_then_freed(pool, b"a", b"b")
+    assert set(pool.allocate(2)).isdisjoint(cached)
+    assert pool.lookup(b"a") == cached[0]
+
+
+def test_the_longest_free_cached_block_is_evicted_first() -> None:
+    pool = BlockPool(3)
+    (first,) = _cached_then_freed(pool, b"first")
+    (second,) = _cached_then_freed(pool, b"second")
+    (third,) = _cached_then_freed(pool, b"third")
+    pool.touch([first])
+    pool.free([first])
+    assert pool.allocate(3) == [second, third, first]
+    assert pool.lookup(b"first") is None
+
+
+def test_a_tail_is_evicted_before_its_head() -> None:
+    pool = BlockPool(3)
+    head, middle, tail = _cached_then_freed(pool, b"head", b"middle", b"tail")
+    assert pool.allocate(2) == [tail, middle]
+    assert pool.lookup(b"head") == head
+
+
+def test_a_touched_block_is_not_evicted() -> None:
+    pool = BlockPool(2)
+    first, second = _cached_then_freed(pool, b"a", b"b")
+    pool.touch([first])
+    assert pool.allocate(1) == [second]
+    assert (pool.num_free, pool.ref_count(first)) == (0, 1)
+
+
+def test_a_shared_block_is_free_only_when_its_last_holder_is_gone() -> None:
+    pool = BlockPool(1)
+    (block_id,) = pool.allocate(1)
+    pool.publish(block_id, b"a")
+    pool.touch([block_id])
+    pool.free([block_id])
+    assert pool.num_free == 0
+    pool.free([block_id])
+    assert pool.num_free == 1
+
+
+def test_the_first_block_with_a_digest_keeps_it() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    assert pool.publish(first, b"same")
+    assert not pool.publish(second, b"same")
+    assert pool.lookup(b"same") == first
+    pool.free([second])
+    assert pool.allocate(1) == [second], "the unpublished copy is freed as an unused block"
+
+
+def test_misuse_is_refused() -> None:
+    pool = BlockPool(2)
+    (block_id,) = pool.allocate(1)
+    with pytest.raises(ValueError, match="not cached"):
+        pool.touch([block_id])
+    pool.free([block_id])
+    with pytest.raises(ValueError, match="nobody holds it"):
+        pool.free([block_id])
+    with pytest.raises(ValueError, match="cannot be published"):
+        pool.publish(block_id, b"a")
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of calls leaves counts, free lists and cache map in agreement with the tables that are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.tables: list[list[int]] = []
+
+    @rule(count=st.integers(1, 3))
+    def allocate(self, count: int) -> None:
+        if count <= self.pool.num_free:
+            self.tables.append(self.pool.allocate(count))
+
+    @rule(name=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def share(self, name: bytes) -> None:
+        block_id = self.pool.lookup(name)
+        if block_id is not None:
+            self.pool.touch([block_id])
+            self.tables.append([block_id])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), name=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def publish(self, data: st.DataObject, name: bytes) -> None:
+        block_id = data.draw(st.sampled_from(data.draw(st.sampled_from(self.tables))))
+        if not self.pool.is_cached(block_id):
+            known = self.pool.lookup(name)
+            assert self.pool.publish(block_id, name) == (known is None)
+            assert self.pool.lookup(name) == (block_id if known is None else known)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.pool.free(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check(self.tables)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,60 @@
+"""Block digests and lookups: what counts as the same prefix."""
+
+from __future__ import annotations
+
+from dflash_backend.core.block_pool import BlockPool
+from dflash_backend.core.prefix_cache import DigestChain, block_digest, longest_cached_prefix, root_digest
+
+
+def _digests(token_ids: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:
+    return list(DigestChain(salt, block_size).first(len(token_ids) // block_size, token_ids))
+
+
+def test_a_digest_covers_everything_before_it() -> None:
+    ours, theirs = _digests([1, 2, 3, 4, 5, 6]), _digests([9, 2, 3, 4, 5, 6])
+    assert all(a != b for a, b in zip(ours, theirs, strict=True))
+    assert _digests([1, 2, 3, 4, 5, 7])[:2] == ours[:2]
+
+
+def test_the_order_of_tokens_counts_and_equal_blocks_differ_by_place() -> None:
+    assert _digests([1, 2]) != _digests([2, 1])
+    first, second = _digests([1, 2, 1, 2])
+    assert first != second
+
+
+def test_salts_never_share_a_digest() -> None:
+    assert set(_digests([1, 2, 3, 4], "a")).isdisjoint(_digests([1, 2, 3, 4], "b"))
+    assert root_digest("") != root_digest("a")
+
+
+def test_digests_are_the_same_whenever_they_are_computed() -> None:
+    tokens = list(range(10))
+    chain = DigestChain("s", 2)
+    chain.first(1, tokens[:3])
+    assert list(chain.first(5, tokens)) == _digests(tokens, "s")
+
+
+def test_a_large_token_id_does_not_collide() -> None:
+    root = root_digest("")
+    assert block_digest(root, [2**32]) != block_digest(root, [0])
+
+
+def _pool_with(token_ids: list[int], blocks: list[int]) -> BlockPool:
+    pool = BlockPool(8)
+    block_ids = pool.allocate(len(token_ids) // 2)
+    digests = _digests(token_ids)
+    for index in blocks:
+        pool.publish(block_ids[index], digests[index])
+    return pool
+
+
+def test_the_longest_prefix_is_found_and_not_a_block_past_a_gap() -> None:
+    tokens = [1, 2, 3, 4, 5, 6]
+    assert longest_cached_prefix(_pool_with(tokens, [0, 1, 2]), DigestChain("", 2), tokens, 3) == [0, 1, 2]
+    assert longest_cached_prefix(_pool_with(tokens, [0, 2]), DigestChain("", 2), tokens, 3) == [0]
+    assert longest_cached_prefix(_pool_with(tokens, [1, 2]), DigestChain("", 2), tokens, 3) == []
+
+
+def test_a_lookup_stops_where_it_is_told() -> None:
+    tokens = [1, 2, 3, 4, 5, 6]
+    assert longest_cached_prefix(_pool_with(tokens, [0, 1, 2]), DigestChain("", 2), tokens, 2) == [0, 1]

@@ -1,0 +1,327 @@
+"""What a step is made of: lookahead, the drafter's window, chunks, budget, prefix hits, preemption and order."""
+
+from __future__ import annotations
+
+from toy_core import Engine, Output, greedy_continuation, make_limits, make_request, run_alone
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+
+
+def _blocks_after_first_step(engine: Engine, prompt: list[int], **sampling: object) -> int:
+    engine.add(make_request("a", prompt, **sampling))
+    engine.step()
+    return len(engine.core.scheduler.running["a"].block_ids)
+
+
+def test_the_first_prefill_reserves_the_anchor_and_k_masks() -> None:
+    # k = 3: the prompt, then the anchor's query and three mask queries.
+    assert _blocks_after_first_step(Engine(make_limits(block_size=4)), [1] * 8) == 3
+    assert _blocks_after_first_step(Engine(make_limits(block_size=4)), [1] * 9) == 4
+    # A lookahead of k would have been content with 12 positions here.
+    assert _blocks_after_first_step(Engine(make_limits(block_size=1)), [1] * 9) == 13
+
+
+def test_an_autoregressive_drafter_reserves_k_and_no_drafter_nothing() -> None:
+    assert _blocks_after_first_step(Engine(make_limits(block_size=1, lookahead_base=0)), [1] * 9) == 12
+    assert _blocks_after_first_step(Engine(make_limits(block_size=1)), [1] * 9, num_speculative_tokens=0) == 9
+
+
+def test_a_chunk_of_a_prefill_reserves_lookahead_too() -> None:
+    engine = Engine(make_limits(block_size=1, max_num_batched_tokens=5))
+    assert _blocks_after_first_step(engine, [1] * 9) == 5 + 4
+
+
+def test_decode_reserves_past_the_drafts_it_verifies() -> None:
+    engine = Engine(make_limits(block_size=1))
+    engine.add(make_request("a", [1] * 9))
+    engine.step()
+    engine.step()
+    row = engine.rows_of("a")[1]
+    reserved = sum(len(r.new_block_ids) for r in engine.rows_of("a"))
+    assert reserved == row.num_computed + 1 + 3 + 4
+
+
+def _next_drafts(drafter_max_len: int, max_model_len: int, prompt_len: int) -> int:
+    engine = Engine(make_limits(drafter_max_len=drafter_max_len, max_model_len=max_model_len))
+    engine.add(make_request("a", [1] * prompt_len))
+    engine.step()
+    return engine.rows_of("a")[0].num_next_draft
+
+
+def test_drafter_window_reserves_the_anchor_slot() -> None:
+    # After the prefill of 9 the request has 10 tokens: 10 + 3 + 1 must fit.
+    assert _next_drafts(drafter_max_len=14, max_model_len=100, prompt_len=9) == 3
+    assert _next_drafts(drafter_max_len=13, max_model_len=100, prompt_len=9) == 0
+
+
+def test_verified_positions_stay_within_max_model_len() -> None:
+    assert _next_drafts(drafter_max_len=100, max_model_len=14, prompt_len=9) == 3
+    assert _next_drafts(drafter_max_len=100, max_model_len=13, prompt_len=9) == 0
+
+
+def test_a_decode_row_judges_the_window_by_all_drafts_standing() -> None:
+    engine = Engine(make_limits(drafter_max_len=18))
+    engine.run(make_request("a", [1] * 9, max_tokens=40, seed=3))
+    prefill, first, second, *_ = engine.rows_of("a")
+    assert prefill.num_next_draft == 3
+    # 9 computed, the anchor, three drafts, one token more: 14, and 14 + 3 + 1 = 18 just fits.
+    assert (first.num_computed, first.num_draft, first.num_next_draft) == (9, 3, 3)
+    assert (second.num_draft, second.num_next_draft) == (3, 0)
+
+
+def test_past_the_window_a_request_goes_on_without_drafts() -> None:
+    engine = Engine(make_limits(drafter_max_len=20))
+    (output,) = engine.run(make_request("a", [1] * 9, max_tokens=40))
+    assert output.token_ids == greedy_continuation([1] * 9, 40)
+    assert engine.rows_of("a")[-1].num_draft == 0
+    assert output.stats is not None
+    assert output.stats.num_drafts > 0
+
+
+def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=8))
+    prompt = list(range(1, 31))
+    (output,) = engine.run(make_request("a", prompt))
+    chunks = engine.rows_of("a")[:4]
+    assert [row.num_new for row in chunks] == [8, 8, 8, 6]
+    assert [row.sample for row in chunks] == [False, False, False, True]
+    assert [row.num_next_draft for row in chunks] == [0, 0, 0, 3]
+    assert output.token_ids == greedy_continuation(prompt, 16)
+
+
+def test_decode_rows_come_before_prefill_chunks() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=8))
+    engine.add(make_request("first", PROMPT[:4]))
+    engine.step()
+    engine.add(make_request("long", list(range(1, 31))))
+    engine.step()
+    first, long = engine.worker.plans[-1].rows
+    assert (first.request_id, first.num_new + first.num_draft) == ("first", 4)
+    assert (long.request_id, long.num_new) == ("long", 4)
+
+
+def test_drafts_are_never_trimmed_by_the_budget() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=6))
+    engine.run(*[make_request(name, PROMPT[:2], temperature=1.0, seed=2) for name in "abc"])
+    rows = [row for plan in engine.worker.plans for row in plan.rows if row.num_draft]
+    assert {row.num_draft for row in rows} == {3}
+    waited = [plan for plan in engine.worker.plans if len(plan.rows) == 1]
+    assert waited, "two decode rows of four tokens do not fit six, so one had to wait"
+
+
+def test_max_num_seqs_bounds_who_runs() -> None:
+    engine = Engine(make_limits(max_num_seqs=2))
+    engine.run(*[make_request(f"{i}", PROMPT) for i in range(5)])
+    assert max(len(plan.rows) for plan in engine.worker.plans) == 2
+
+
+def test_requests_are_admitted_in_order_of_arrival() -> None:
+    engine = Engine(make_limits(max_num_seqs=2, num_blocks=20))
+    engine.run(make_request("big", [1] * 40), make_request("bigger", [2] * 50), make_request("small", [3]))
+    started = dict.fromkeys(new.request_id for plan in engine.worker.plans for new in plan.new)
+    assert list(started) == ["big", "bigger", "small"], "though blocks for the small one were free from the start"
+
+
+def _hit_after(prompt: list[int], later: list[int], **changes: object) -> Output:
+    engine = Engine(make_limits(**changes))
+    engine.run(make_request("first", prompt, max_tokens=1))
+    return engine.run(make_request("later", later, max_tokens=8))[0]
+
+
+def _cached(output: Output) -> int:
+    assert output.stats is not None
+    return output.stats.num_cached_tokens
+
+
+def test_a_hit_keeps_its_last_full_block() -> None:
+    assert _cached(_hit_after(list(range(1, 10)), list(range(1, 10)))) == 8
+    assert _cached(_hit_after(list(range(1, 10)), [*range(1, 9), 40, 41])) == 8
+
+
+def test_a_hit_leaves_one_token_to_compute() -> None:
+    output = _hit_after(list(range(1, 9)), list(range(1, 9)))
+    assert _cached(output) == 4
+    assert output.token_ids == greedy_continuation(list(range(1, 9)), 8)
+
+
+def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
+    engine = Engine(make_limits(enable_prefix_caching=False))
+    engine.run(make_request("a", PROMPT))
+    (again,) = engine.run(make_request("b", PROMPT))
+    assert _cached(again) == 0
+    stats = engine.core.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (0, 0)
+
+
+def test_generated_tokens_are_found_by_the_next_turn() -> None:
+    engine = Engine(make_limits())
+    (first,) = engine.run(make_request("a", PROMPT, max_tokens=12))
+    (second,) = engine.run(make_request("b", [*PROMPT, *first.token_ids, 1, 2, 3]))
+    assert _cached(second) == 20, "of 21 tokens, five full blocks"
+    stats = engine.core.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (9 + 24, 20)
+
+
+def test_accepted_tokens_past_a_stop_are_not_published() -> None:
+    engine = Engine(make_limits(block_size=1))
+    expected = greedy_continuation(PROMPT, 5)
+    # All three drafts stand; the stop token is the first of them.
+    (first,) = engine.run(make_request("a", PROMPT, max_tokens=2, seed=3))
+    (second,) = engine.run(make_request("b", [*PROMPT, *expected]))
+    assert first.token_ids == expected[:2]
+    assert _cached(second) == 11, "prompt and the two tokens that were kept"
+
+
+def test_what_a_stop_dropped_leaves_nothing_in_the_cache() -> None:
+    engine = Engine(make_limits(block_size=1))
+    engine.run(make_request("a", PROMPT, max_tokens=2, seed=3))
+    pool = engine.core.scheduler.kv.pool
+    assert sum(pool.is_cached(block_id) for block_id in range(pool.num_blocks)) == 11
+
+
+def test_different_salts_never_share_a_block() -> None:
+    engine = Engine(make_limits())
+    engine.run(make_request("a", PROMPT, cache_salt="a"))
+    other, same = engine.run(make_request("b", PROMPT, cache_salt="b"), make_request("again", PROMPT, cache_salt="a"))
+    assert (_cached(other), _cached(same)) == (0, 8)
+    assert other.token_ids == same.token_ids
+
+
+def test_two_equal_prompts_in_one_step_keep_their_own_blocks() -> None:
+    engine = Engine(make_limits())
+    engine.add(make_request("a", PROMPT))
+    engine.add(make_request("b", PROMPT))
+    engine.step()
+    a, b = engine.core.scheduler.running.values()
+    assert set(a.block_ids).isdisjoint(b.block_ids)
+    pool = engine.core.scheduler.kv.pool
+    assert [pool.is_cached(block_id) for block_id in a.block_ids[:3]] == [True, True, False]
+    assert not any(pool.is_cached(block_id) for block_id in b.block_ids)
+
+
+def test_requests_that_run_share_the_blocks_of_a_hit() -> None:
+    engine = Engine(make_limits())
+    engine.add(make_request("a", PROMPT))
+    engine.step()
+    engine.add(make_request("b", PROMPT))
+    engine.step()
+    a, b = engine.core.scheduler.running.values()
+    assert a.block_ids[:2] == b.block_ids[:2]
+    assert set(a.block_ids[2:]).isdisjoint(b.block_ids[2:])
+
+
+def _crowd(**sampling: object) -> list:
+    return [make_request(f"r{i}", [20 + i, *PROMPT], max_tokens=24, **({"seed": i} | sampling)) for i in range(5)]
+
+
+def test_the_latest_arrival_is_preempted_and_the_oldest_never() -> None:
+    engine = Engine(make_limits(num_blocks=20, enable_prefix_caching=False))
+    outputs = engine.run(*_crowd())
+    preemptions = [output.stats.num_preemptions for output in outputs if output.stats is not None]
+    assert preemptions[0] == 0
+    assert sum(preemptions) > 0
+    assert engine.core.stats().num_preemptions == sum(preemptions)
+
+
+def test_a_preempted_request_waits_until_its_decode_row_fits_too() -> None:
+    engine = Engine(make_limits(num_blocks=40, block_size=1, enable_prefix_caching=False))
+    old = make_request("old", PROMPT, max_tokens=24, num_speculative_tokens=0)
+    young = make_request("young", PROMPT, max_tokens=12, seed=0)
+    _, output = engine.run(old, young)
+    assert output.stats is not None
+    assert output.stats.num_preemptions == 1
+
+
+def test_preemption_changes_no_output() -> None:
+    for temperature in (0.0, 1.0):
+        for caching in (False, True):
+            limits = make_limits(num_blocks=20, enable_prefix_caching=caching, max_num_batched_tokens=11)
+            engine = Engine(limits)
+            requests = _crowd(temperature=temperature)
+            outputs = engine.run(*requests)
+            assert engine.core.stats().num_preemptions > 0
+            for request, output in zip(requests, outputs, strict=True):
+                assert output.token_ids == run_alone(request, limits).token_ids
+
+
+def test_a_resumed_request_computes_up_to_its_anchor_and_drafts_from_it() -> None:
+    engine = Engine(make_limits(num_blocks=20, enable_prefix_caching=False))
+    engine.run(*_crowd(seed=0))
+    resumed = [row for plan in engine.worker.plans for row in plan.rows if not row.sample and row.num_next_draft]
+    assert resumed
+    for row in resumed:
+        rows = engine.rows_of(row.request_id)
+        after = rows[rows.index(row) + 1]
+        if after.num_computed:  # else it was preempted once more before it could go on
+            assert (after.num_computed, after.num_new) == (row.num_computed + row.num_new, 1)
+            assert after.num_draft == row.num_next_draft
+
+
+def _verified_blocks(engine: Engine, request_id: str) -> list[tuple[int, int]]:
+    return [(row.num_computed, row.num_draft) for row in engine.rows_of(request_id) if row.sample and row.num_draft]
+
+
+def test_draft_blocks_start_where_they_would_have_without_preemption() -> None:
+    # Near the drafter's limit the drafts pending may come from a decision that the present length would not repeat.
+    for drafter_max_len in range(20, 44):
+        limits = make_limits(num_blocks=20, drafter_max_len=drafter_max_len, enable_prefix_caching=False)
+        crowded = Engine(limits)
+        requests = _crowd(temperature=1.0, seed=2)
+        crowded.run(*requests)
+        for request in requests:
+            alone = Engine(make_limits(num_blocks=64, drafter_max_len=drafter_max_len, enable_prefix_caching=False))
+            alone.run(request)
+            assert _verified_blocks(crowded, request.request_id) == _verified_blocks(alone, request.request_id)
+
+
+def test_resuming_does_not_count_as_a_prefix_hit() -> None:
+    engine = Engine(make_limits(num_blocks=20))
+    outputs = engine.run(*_crowd())
+    stats = engine.core.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_prompt_tokens == stats.prefix_cache_queries == 5 * 10
+    assert stats.prefix_cache_hits == sum(_cached(output) for output in outputs) == 0
+
+
+def test_a_hit_on_all_but_the_anchor_still_leaves_a_row_to_draft_from() -> None:
+    engine = Engine(make_limits(block_size=1, num_blocks=60))
+    engine.add(make_request("old", [40], max_tokens=40, seed=3))
+    engine.add(make_request("young", PROMPT, max_tokens=20, seed=3))
+    engine.step()
+    engine.step()
+    scheduler = engine.core.scheduler
+    request = scheduler.running["young"]
+    computed = request.num_computed
+    assert scheduler.running.popitem()[1] is request
+    scheduler._preempt(request)
+    engine.step()
+    resumed = engine.rows_of("young")[-1]
+    assert (resumed.num_computed, resumed.num_new, resumed.sample) == (computed - 1, 1, False)
+    assert resumed.num_next_draft == 3
+    while engine.core.has_unfinished():
+        engine.step()
+    assert engine.outputs["young"].token_ids == greedy_continuation(PROMPT, 20)
+
+
+def test_when_the_last_request_is_gone_every_block_is_free() -> None:
+    engine = Engine(make_limits(num_blocks=20))
+    engine.run(*_crowd())
+    engine.core.check_invariants()
+    pool = engine.core.scheduler.kv.pool
+    assert pool.num_free == pool.num_blocks
+    assert all(pool.ref_count(block_id) == 0 for block_id in range(pool.num_blocks))
+
+
+def test_the_guard_names_only_blocks_from_the_first_uncomputed_position_on() -> None:
+    engine = Engine(make_limits())
+    engine.run(make_request("a", PROMPT))
+    engine.add(make_request("b", PROMPT))
+    engine.step()
+    plan = engine.worker.plans[-1]
+    assert plan.writable_block_ids == {"b": frozenset(plan.rows[0].new_block_ids[2:])}
+
+
+def test_without_the_guard_plans_carry_no_sets() -> None:
+    engine = Engine(make_limits(kv_write_guard=False))
+    engine.run(make_request("a", PROMPT))
+    assert all(plan.writable_block_ids is None for plan in engine.worker.plans)

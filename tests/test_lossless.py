@@ -1,0 +1,65 @@
+"""LOSSLESS on the demo pair: every way to run gives the tokens of `transformers`, and sampling its distribution.
+
+The measurements are those of `benchmarks.lossless` and `benchmarks.sampling`, so that what is run by hand and what
+is tested are the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.lossless import Case, cases, reference, run_case
+from benchmarks.measure import Measurement
+from benchmarks.sampling import METHODS, fit
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.speculative import verify
+
+pytestmark = pytest.mark.slow
+NUM_PROMPTS = 200
+MAX_TOKENS = 96
+NUM_SAMPLES = 20_000
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = LLM(draft="").tokenizer
+    return [tokenizer.encode(row.prompt) for row in load_prompts(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> Measurement:
+    return reference(prompts, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_every_way_to_run_gives_the_tokens_of_transformers(
+    case: Case, prompts: list[list[int]], expected: Measurement
+) -> None:
+    result = run_case(case, prompts, expected, MAX_TOKENS)
+    print(result)
+    assert result.num_equal == NUM_PROMPTS
+    if "small KV pool" in case.name:
+        assert result.num_preemptions > 0
+    if result.acceptance_length is not None and "k = 4" not in case.name:
+        assert result.acceptance_length >= 5.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_three_sampled_tokens_have_the_targets_distribution(method: str) -> None:
+    result = fit(method, NUM_SAMPLES)
+    print(result)
+    assert result.num_bins >= 20
+    assert result.p_value > 0.01
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_distribution_is_wrong_without_the_residual_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+
+    def no_residual(weights: torch.Tensor, *rest: object) -> torch.Tensor:
+        return weights
+
+    monkeypatch.setattr(verify, "_residual", no_residual)
+    assert fit(method, NUM_SAMPLES).p_value < 1e-4

@@ -1,0 +1,83 @@
+"""`kv_write_guard` stops a step that would write where its request may not (invariant OWN)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_backend.build import BuiltEngine, build_engine
+from dflash_backend.config import EngineConfig
+from dflash_backend.core.plan import EngineLimits, StepPlan, StepResult
+from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
+from tests.tiny_models import make_draft, make_target
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    make_target(folder / "t")
+    make_draft(folder / "d")
+    return folder
+
+
+def engine(pair: Path) -> BuiltEngine:
+    settings = {"target_model": pair / "t", "draft_model": pair / "d", "kv_block_size": 4, "kv_write_guard": True}
+    return build_engine(EngineConfig.from_values(settings))
+
+
+def guard(allowed: dict[str, frozenset[int]] | None) -> WriteGuard:
+    return WriteGuard(StepPlan(3, [], writable_block_ids=allowed), block_size=4)
+
+
+def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:
+    with pytest.raises(KVWriteError, match="step 3, phase draft: request b would write block 2"):
+        guard({"a": frozenset({1, 2}), "b": frozenset({5})}).check(
+            "draft", ["a", "b"], np.array([0, 1]), np.array([9, 10])
+        )
+
+
+def test_a_slot_written_twice_is_a_breach() -> None:
+    with pytest.raises(KVWriteError, match="a slot twice"):
+        guard({"a": frozenset({0})}).check("inject", ["a"], np.array([0, 0]), np.array([1, 1]))
+
+
+def test_without_the_setting_nothing_is_checked() -> None:
+    guard(None).check("verify", ["a"], np.array([0, 0]), np.array([1, 1]))
+
+
+class StingyWorker:
+    """Runs plans as if the core had forgotten some of the lookahead: the last block is not the request's any more."""
+
+    def __init__(self, built: BuiltEngine) -> None:
+        self.runner = built.runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.writable_block_ids is not None
+        fewer = {key: blocks - {max(blocks)} for key, blocks in plan.writable_block_ids.items()}
+        return self.runner.execute(dataclasses.replace(plan, writable_block_ids=fewer))
+
+
+def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(pair: Path) -> None:
+    """Trap 1: with too little lookahead the drafter's queries land in a block of somebody else."""
+    built = engine(pair)
+    built.core._worker = StingyWorker(built)
+    # 6 prompt tokens and a block of 8 from position 6: blocks 0 to 3, of which the draft alone reaches the last.
+    request = GenerationRequest("r", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
+    built.core.add_request(request)
+    with pytest.raises(KVWriteError, match="phase draft: request r"):
+        built.core.step()
+
+
+def test_guarded_steps_of_a_correct_core_pass(pair: Path) -> None:
+    built = engine(pair)
+    assert isinstance(built.core.limits, EngineLimits)
+    for index in range(3):
+        request = GenerationRequest(f"r{index}", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
+        built.core.add_request(request)
+    while built.core.has_unfinished():
+        built.core.step()
+    built.core.check_invariants()
