@@ -1,4 +1,7 @@
-"""Time to first token and acceptance with a long shared prefix: the first request with a prefix against later ones."""
+"""Time to first token and acceptance with a long shared prefix: the first request with it against later ones.
+
+`python -m benchmarks.prefix` prints them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.workload import HeldOutPrompt
+from benchmarks.acceptance import acceptance_of
+from benchmarks.workload import HeldOutPrompt, load_prompts
 from dflash_backend import LLM
+from dflash_backend.llm import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -29,35 +34,51 @@ class PrefixMeasurement:
 
 
 def measure_prefix(prompts: list[HeldOutPrompt], repeats: int = 12, prefix_tokens: int = 1500) -> PrefixMeasurement:
-    """For each of `repeats` fresh prefixes, ask one question twice: the first time nothing is cached (a miss), the
-    second time the prefix is (a hit). The question is the same, so acceptance and output must be the same too.
+    """For each of `repeats` prefixes, ask one question twice: with an empty cache (a miss), and after another question
+    has brought the prefix into the cache (a hit on the prefix alone).
 
-    Every prefix is other held-out conversations in a random order, cut to `prefix_tokens`.
+    The question is the same, so output and acceptance must be too. `cache_salt` keeps the two apart. A prefix is other
+    held-out conversations in a random order, cut to `prefix_tokens`.
     """
     llm = LLM(max_num_seqs=1)
     llm.generate(prompts[0].prompt, max_tokens=8, temperature=0)  # warm-up
     rng = random.Random(0)
-    miss_times, hit_times = [], []
-    accepted, drafts = [0, 0], [0, 0]
-    equal = True
+    miss: list[RequestOutput] = []
+    hit: list[RequestOutput] = []
+
+    def ask(prefix: list[int], question: HeldOutPrompt, salt: str) -> RequestOutput:
+        ids = prefix + llm.tokenizer.encode(question.prompt)
+        return llm.generate([ids], max_tokens=96, temperature=0, cache_salt=salt)[0]
+
     for repeat in range(repeats):
         history = "".join(prompt.prompt for prompt in rng.sample(prompts, len(prompts)))
         prefix = llm.tokenizer.encode(history)[:prefix_tokens]
-        question = llm.tokenizer.encode(prompts[repeat % len(prompts)].prompt)
-        pair = [llm.generate([prefix + question], max_tokens=96, temperature=0)[0] for _ in range(2)]
-        miss_times.append(pair[0].first_token_s)
-        hit_times.append(pair[1].first_token_s)
-        equal = equal and pair[0].token_ids == pair[1].token_ids
-        for kind, output in enumerate(pair):
-            assert output.stats is not None
-            accepted[kind] += output.stats.num_accepted_tokens
-            drafts[kind] += output.stats.num_drafts
+        question, other = rng.sample(prompts, 2)
+        miss.append(ask(prefix, question, f"miss {repeat}"))
+        ask(prefix, other, f"hit {repeat}")
+        hit.append(ask(prefix, question, f"hit {repeat}"))
     return PrefixMeasurement(
         prefix_tokens=prefix_tokens,
         repeats=repeats,
-        miss_first_token_s=statistics.median(miss_times),
-        hit_first_token_s=statistics.median(hit_times),
-        miss_acceptance_length=1 + accepted[0] / drafts[0],
-        hit_acceptance_length=1 + accepted[1] / drafts[1],
-        outputs_equal=equal,
+        miss_first_token_s=statistics.median(output.first_token_s for output in miss),
+        hit_first_token_s=statistics.median(output.first_token_s for output in hit),
+        miss_acceptance_length=acceptance_of(miss).length,
+        hit_acceptance_length=acceptance_of(hit).length,
+        outputs_equal=[output.token_ids for output in miss] == [output.token_ids for output in hit],
     )
+
+
+def main() -> None:
+    """Entry point."""
+    result = measure_prefix(load_prompts(60))
+    acceptance = result.hit_acceptance_length / result.miss_acceptance_length
+    print(
+        f"prefix of {result.prefix_tokens} tokens, {result.repeats} times: first token after "
+        f"{result.miss_first_token_s * 1e3:.1f} ms on a miss, {result.hit_first_token_s * 1e3:.1f} ms on a hit, ratio "
+        f"{result.first_token_ratio:.3f}; acceptance length {result.miss_acceptance_length:.2f} on a miss, "
+        f"{result.hit_acceptance_length:.2f} on a hit, ratio {acceptance:.3f}; outputs equal: {result.outputs_equal}"
+    )
+
+
+if __name__ == "__main__":
+    main()
