@@ -1,6 +1,7 @@
 """What the frontend and the engine process say to each other, as msgspec structs.
 
-Frontend to engine: `GenerationRequest`, `AbortRequests`, `Shutdown`. Engine to frontend: `LoadProgress` while
+Frontend to engine: `EngineSetup` as the first line of its standard input, then over ZeroMQ `GenerationRequest`,
+`StopRequests`, `AbortRequests`, `Shutdown`. Engine to frontend: `LoadProgress` while
 it loads, then `EngineReady` or `EngineFailed`, then one `StepOutputs` a step. Everything is tagged by its type, so
 `ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of them.
 """
@@ -44,6 +45,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
+class EngineSetup(msgspec.Struct, frozen=True):
+    """What the engine process must know to start: the settings as text, by name, the two ZeroMQ addresses, the folder
+    that holds their sockets, and the file descriptor that stays open for as long as the process lives."""
+
+    settings: dict[str, str]
+    inputs: str
+    outputs: str
+    socket_dir: str
+    lifeline: int
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, tag=True):
     """One prompt to continue. `stop_token_ids` of the sampling parameters and `eos_token_ids` end it.
 
@@ -59,6 +71,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, tag=True):
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     """Stop these requests and free their blocks; unknown ids are ignored. No further delta is sent for them."""
+
+    request_ids: list[str]
+
+
+class StopRequests(msgspec.Struct, frozen=True, tag=True):
+    """These requests reached a stop string in their text: end them as `stop` and free their blocks. Each one that still
+    ran gets a last delta, without tokens and with its stats; for one that had ended it was sent already."""
 
     request_ids: list[str]
 
@@ -157,7 +176,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-EngineInput = GenerationRequest | AbortRequests | Shutdown
+EngineInput = GenerationRequest | StopRequests | AbortRequests | Shutdown
 EngineOutput = StepOutputs | LoadProgress | EngineReady | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()

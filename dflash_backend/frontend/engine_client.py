@@ -1,0 +1,227 @@
+"""Starts the engine process, talks to it, notices when it dies, and ends it. Used by `frontend.service` alone.
+
+A plain subprocess, not `multiprocessing`: inside Triton's stub the main program is not a Python script, so the spawn
+method has no main module to import and may have no `sys.executable`; and a subprocess hands over its standard input,
+whose end tells the engine that the stub is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.messages import (
+    ENCODER,
+    ENGINE_OUTPUT,
+    EngineFailed,
+    EngineInput,
+    EngineOutput,
+    EngineReady,
+    EngineSetup,
+    LoadProgress,
+    Shutdown,
+)
+
+ENGINE_MODULE = "dflash_backend.engine_process"
+SHUTDOWN_S = 3.0
+TERMINATE_S = 2.0
+# An engine that is faster than its reader must not keep it reading for ever.
+MESSAGES_A_TURN = 64
+# How long the second of the two connections may take after the first.
+CONNECT_MS = 5000
+# How long the last messages of a process that has died may take to arrive.
+LAST_WORDS_MS = 200
+
+
+class EngineError(Exception):
+    """The engine process could not start, or has died. The message is for the operator."""
+
+
+def engine_command(module: str = ENGINE_MODULE) -> list[str]:
+    """The command that runs an engine module in the Python of this process."""
+    return [_interpreter(), "-m", module]
+
+
+def _interpreter() -> str:
+    """The Python that this process embeds or is: inside Triton's stub `sys.executable` may be the stub, or empty."""
+    candidates = [
+        sys.executable,
+        os.path.join(sys.prefix, "bin", "python3"),
+        os.path.join(sys.exec_prefix, "bin/python"),
+    ]
+    for candidate in candidates:
+        if candidate and Path(candidate).name.startswith("python") and os.access(candidate, os.X_OK):
+            return candidate
+    raise EngineError(f"no Python interpreter was found in {sys.prefix} to run the engine process with")
+
+
+class EngineClient:
+    """One engine process. `send` may be called from any thread, everything else from one at a time."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None) -> None:
+        """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given."""
+        self._dir = tempfile.mkdtemp(prefix="dflash-")
+        self._context = zmq.Context()
+        self._inputs = self._bind(zmq.PUSH, "in")
+        self._outputs = self._bind(zmq.PULL, "out")
+        self._send_lock = threading.Lock()
+        self._ready = False
+        self._lifeline, theirs = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        for source in (self._outputs, self._lifeline, self._wake_read):
+            self._poller.register(source, zmq.POLLIN)
+        setup = EngineSetup(config.as_strings(), self._address("in"), self._address("out"), self._dir, theirs)
+        try:
+            self._process = subprocess.Popen(
+                list(command or engine_command()),
+                stdin=subprocess.PIPE,
+                env=_environment(),
+                pass_fds=(theirs,),
+                # A session of its own: a signal to the server's process group is the stub's to answer.
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+        assert self._process.stdin is not None
+        # If it died before it could read, `wait_until_ready` says so.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """The engine's process number."""
+        return self._process.pid
+
+    def wait_until_ready(self, on_progress: Callable[[str, float], None], timeout_s: float) -> EngineReady:
+        """Wait until the models are loaded; `on_progress` hears `(message, fraction)`.
+
+        Raises `EngineError` when the engine fails, dies, or takes longer than `timeout_s`; the process has ended then.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (remaining := deadline - time.monotonic()) > 0:
+                for message in self.receive(int(remaining * 1000) + 1):
+                    if isinstance(message, EngineReady):
+                        self._settle()
+                        return message
+                    if isinstance(message, EngineFailed):
+                        raise EngineError(message.message)
+                    if isinstance(message, LoadProgress):
+                        on_progress(message.message, message.fraction)
+            raise EngineError(f"the engine was not ready within {timeout_s:g} s")
+        except EngineError:
+            self.close()
+            raise
+
+    def send(self, message: EngineInput) -> None:
+        """Queue a message for the engine. Never waits; to an engine that is dead it is lost, and `receive` tells."""
+        raw = ENCODER.encode(message)
+        # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
+        with self._send_lock, contextlib.suppress(zmq.Again):
+            self._inputs.send(raw, zmq.NOBLOCK)
+
+    def receive(self, timeout_ms: int) -> list[EngineOutput]:
+        """The messages that have arrived, waiting at most `timeout_ms` for the first, or until `wake`.
+
+        Raises `EngineError` when the process has died and all that it said was received.
+        """
+        events = dict(self._poller.poll(timeout_ms))
+        if self._wake_read in events:
+            os.read(self._wake_read, 4096)
+        messages = self._drain()
+        if messages or self._lifeline not in events:
+            return messages
+        # The lifeline may end a moment before ZeroMQ has passed on the last message.
+        if self._outputs.poll(LAST_WORDS_MS):
+            return self._drain()
+        raise EngineError(f"the engine process died ({self._how_it_ended()}); the server's log has its last words")
+
+    def wake(self) -> None:
+        """Make a `receive` in another thread return."""
+        # A full pipe holds wake-ups enough.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"w")
+
+    def close(self) -> None:
+        """End the process: asked to, then told to, then killed. Its sockets are removed."""
+        if self._context.closed:
+            return
+        if self._ready:
+            self.send(Shutdown())
+        # While it loads it reads no messages.
+        if not self._ready or not self._ended_within(SHUTDOWN_S):
+            self._process.terminate()
+            if not self._ended_within(TERMINATE_S):
+                self._process.kill()
+                self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._context.destroy(linger=0)
+        for descriptor in (self._lifeline, self._wake_read, self._wake_write):
+            os.close(descriptor)
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _settle(self) -> None:
+        """Wait until the engine hears too, then remove the sockets' folder: what is connected stays so, and nothing is
+        left behind however both processes end."""
+        if not self._inputs.poll(CONNECT_MS, zmq.POLLOUT):
+            raise EngineError("the engine process answers but takes no messages; restart the server")
+        self._ready = True
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.bind(self._address(name))
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._dir}/{name}"
+
+    def _drain(self) -> list[EngineOutput]:
+        messages: list[EngineOutput] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < MESSAGES_A_TURN:
+                messages.append(ENGINE_OUTPUT.decode(self._outputs.recv(zmq.NOBLOCK)))
+        return messages
+
+    def _ended_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _how_it_ended(self) -> str:
+        if not self._ended_within(SHUTDOWN_S):
+            return "it closed its connection"
+        code = self._process.returncode
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with its import path: Triton's stub has entries that no variable names.
+
+    OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
+    server, the stub and often the clients, and one that spins keeps the one it waits for from running.
+    """
+    paths = [os.path.abspath(entry) for entry in sys.path if entry]
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}

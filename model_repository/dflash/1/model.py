@@ -1,0 +1,35 @@
+"""The Triton model `dflash`: Triton's Python backend calls it, and it hands everything to the frontend service."""
+
+import json
+import os
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.frontend.engine_client import EngineError
+from dflash_backend.frontend.service import FrontendService
+
+
+class TritonPythonModel:
+    """Decoupled: `execute` queues requests and returns at once, responses are sent as the engine yields tokens."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the models that the parameters of config.pbtxt and the environment name."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        values = {name: value["string_value"] for name, value in parameters.items()}
+        try:
+            config = EngineConfig.load(values, os.environ)
+            self._service = FrontendService(config, args["model_name"], pb_utils)
+        except (ConfigError, CheckpointError, EngineError) as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue the requests."""
+        for request in requests:
+            self._service.submit(request)
+
+    def finalize(self) -> None:
+        """Finish what runs and end the engine process."""
+        self._service.close()

@@ -1,0 +1,135 @@
+"""Stands in for Triton's `triton_python_backend_utils`, which exists only inside its stub process."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+FINAL = 1
+WAIT_S = 20.0
+
+
+class Tensor:
+    def __init__(self, name: str, array: Any) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Any:
+        return self._array
+
+
+class TritonError:
+    INVALID_ARG, UNAVAILABLE, INTERNAL, CANCELLED = "INVALID_ARG", "UNAVAILABLE", "INTERNAL", "CANCELLED"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None) -> None:
+        self.outputs = {tensor.name(): _value(tensor.as_numpy()) for tensor in output_tensors or []}
+        self.error = error
+
+
+def _value(array: Any) -> Any:
+    if array.dtype == np.object_:
+        return array[0].decode()
+    return array.tolist()
+
+
+class Sender:
+    """Keeps the responses of one request, and fails the test where Triton would fail: a response after the last."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._ended = False
+        self._responses: queue.Queue[tuple[InferenceResponse, int]] = queue.Queue()
+
+    def send(self, response: InferenceResponse, flags: int = 0) -> None:
+        assert not self._ended, "a response after the last one"
+        self._ended = bool(flags & FINAL)
+        self._responses.put((response, flags))
+
+    def is_cancelled(self) -> bool:
+        assert not self._ended, "asked about a request that has ended"
+        return self.cancelled
+
+    def next(self) -> InferenceResponse:
+        """Wait for one response."""
+        return self._responses.get(timeout=WAIT_S)[0]
+
+    def all(self) -> list[InferenceResponse]:
+        """Wait for the last response; all of them."""
+        responses = []
+        while True:
+            response, flags = self._responses.get(timeout=WAIT_S)
+            responses.append(response)
+            if flags & FINAL:
+                return responses
+
+
+class Request:
+    """A Triton request. Texts become STRING inputs, booleans BOOL and lists INT64 ones."""
+
+    def __init__(self, parameters: str = "{}", **inputs: Any) -> None:
+        self.sender = Sender()
+        self._parameters = parameters
+        self._inputs = [Tensor(name, as_input(value)) for name, value in inputs.items()]
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+
+def as_input(value: Any) -> Any:
+    """The array that Triton makes of an input."""
+    if isinstance(value, bool):
+        return np.array([value])
+    if isinstance(value, str | bytes):
+        return np.array([value.encode() if isinstance(value, str) else value], dtype=np.object_)
+    return np.array(value, dtype=np.int64) if isinstance(value, list) else value
+
+
+class FakeTriton:
+    """The module. `values` and `observed` are what the metrics were told, by name and labels; `lines` is the log."""
+
+    def __init__(self, histograms: bool = True) -> None:
+        self.lines: list[str] = []
+        self.values: dict[tuple[str, ...], float] = defaultdict(float)
+        self.observed: dict[str, list[float]] = defaultdict(list)
+        self.Tensor, self.InferenceResponse, self.TritonError = Tensor, InferenceResponse, TritonError
+        self.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+        write = self.lines.append
+        self.Logger = SimpleNamespace(log_info=write, log_warn=write, log_error=write)
+        fake = self
+
+        class MetricFamily:
+            COUNTER, GAUGE = "counter", "gauge"
+
+            def __init__(self, name: str, description: str, kind: str) -> None:
+                self.name = name
+
+            def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Any:
+                others = [labels[name] for name in labels if name != "model"]
+                key = (self.name, *others)
+                fake.values[key] += 0
+                return SimpleNamespace(
+                    increment=lambda v: fake.values.__setitem__(key, fake.values[key] + v),
+                    set=lambda v: fake.values.__setitem__(key, v),
+                    observe=fake.observed[self.name].append,
+                )
+
+        if histograms:
+            MetricFamily.HISTOGRAM = "histogram"  # type: ignore[attr-defined]
+        self.MetricFamily = MetricFamily

@@ -1,0 +1,116 @@
+"""Incremental text: nothing lost, nothing torn, nothing past a stop string."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_backend.frontend.detokenizer import Detokenizer, StopStrings
+from dflash_backend.frontend.tokenizer import Tokenizer
+from dflash_backend.messages import SamplingParams
+from tests.frontend.conftest import EOS, START
+
+cuts = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+byte_ids = st.lists(st.integers(0, 255), max_size=40)
+texts = st.text(alphabet="aé漢🙂�\n ", max_size=20)
+
+
+def pieces(items, sizes):
+    """`items` cut into pieces of these sizes, over and over; at least one, so that there is a last."""
+    cut, start, turn = [], 0, 0
+    while start < len(items) or not cut:
+        cut.append(items[start : start + sizes[turn % len(sizes)]])
+        start += sizes[turn % len(sizes)]
+        turn += 1
+    return cut
+
+
+def run(tokenizer: Tokenizer, token_ids, sizes, **sampling) -> tuple[list[str], bool]:
+    detokenizer = Detokenizer(tokenizer, SamplingParams(**sampling))
+    parts = pieces(list(token_ids), sizes)
+    deltas = [detokenizer.append(list(part), index == len(parts) - 1) for index, part in enumerate(parts)]
+    return [delta.text for delta in deltas], deltas[-1].stopped
+
+
+@given(ids=byte_ids, sizes=cuts)
+def test_deltas_of_any_bytes_join_to_the_decoded_text(tokenizer, ids, sizes):
+    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
+    assert "".join(deltas) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, START), max_size=30), sizes=cuts, skip=st.booleans())
+def test_special_tokens_between_bytes_change_nothing_about_that(tokenizer, ids, sizes, skip):
+    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True, skip_special_tokens=skip)
+    assert "".join(deltas) == tokenizer.decode(ids, skip)
+
+
+@given(text=st.text(alphabet="aé漢🙂", max_size=20), sizes=cuts)
+def test_a_character_split_over_tokens_never_shows_as_a_replacement(tokenizer, text, sizes):
+    deltas, _ = run(tokenizer, text.encode(), sizes)
+    assert "".join(deltas) == text
+    assert all("\ufffd" not in delta for delta in deltas)
+
+
+@given(text=texts, sizes=cuts)
+def test_a_genuine_replacement_character_is_kept(tokenizer, text, sizes):
+    assert "".join(run(tokenizer, text.encode(), sizes)[0]) == text
+
+
+def test_an_incomplete_character_at_the_end_comes_out_as_decode_would(tokenizer):
+    ids = [*b"ok", 0xE6, 0xBC]
+    deltas, _ = run(tokenizer, ids, [1])
+    assert "".join(deltas) == "ok\ufffd" == tokenizer.decode(ids)
+
+
+def test_the_demo_tokenizer_streams_what_it_decodes():
+    from dflash_backend.config import asset_path
+
+    demo = Tokenizer.load(asset_path("demo", "pair", "target"))
+    text = "Ω≈ç√ naïve 漢字 🙂🙃 def f(x):\n    return x"
+    ids = demo.encode(text)
+    assert "".join(run(demo, ids, [3])[0]) == text
+
+
+def test_the_end_of_sequence_token_adds_no_text(tokenizer):
+    for last in (EOS, 7):
+        assert "".join(run(tokenizer, [*b"abc", last], [2], skip_special_tokens=False)[0]) == "abc"
+
+
+def test_a_stop_token_adds_text_only_when_it_is_to_be_included(tokenizer):
+    assert "".join(run(tokenizer, b"abc", [3], stop_token_ids=(ord("c"),))[0]) == "ab"
+    included, _ = run(tokenizer, b"abc", [3], stop_token_ids=(ord("c"),), include_stop_str_in_output=True)
+    assert "".join(included) == "abc"
+
+
+def test_an_ignored_end_of_sequence_token_is_text_like_any_other(tokenizer):
+    deltas, _ = run(tokenizer, [*b"ab", 9], [3], ignore_eos=True)
+    assert "".join(deltas) == "ab\t"
+
+
+@given(
+    text=texts.map(lambda t: t.replace("�", "b")),
+    stops=st.lists(texts.filter(bool), min_size=1, max_size=3),
+    sizes=cuts,
+)
+def test_where_a_text_stops_does_not_depend_on_how_it_came(tokenizer, text, stops, sizes):
+    whole, whole_stopped = run(tokenizer, text.encode(), [1000], stop=tuple(stops))
+    parts, stopped = run(tokenizer, text.encode(), sizes, stop=tuple(stops))
+    assert ("".join(parts), stopped) == ("".join(whole), whole_stopped)
+    assert stopped == any(stop in text for stop in stops)
+    assert not any(stop in "".join(parts) for stop in stops)
+
+
+def test_text_past_a_stop_string_never_leaves(tokenizer):
+    deltas, stopped = run(tokenizer, b"one END two END", [4], stop=("END",))
+    assert (deltas[:2], "".join(deltas), stopped) == (["one ", ""], "one ", True)
+
+
+def test_a_held_back_beginning_of_a_stop_string_comes_out_at_the_end(tokenizer):
+    deltas, stopped = run(tokenizer, b"one EN", [3], stop=("END",))
+    assert ("".join(deltas), stopped) == ("one EN", False)
+
+
+def test_a_stop_string_can_be_included():
+    assert StopStrings(("b", "bc"), include=True).append("abc", False) == ("ab", True)
+
+
+def test_of_stop_strings_that_end_together_the_longest_counts():
+    assert StopStrings(("c", "bc"), include=False).append("abcd", False) == ("a", True)

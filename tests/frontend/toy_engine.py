@@ -1,0 +1,100 @@
+"""An engine process without a model: it answers with the prompt's own tokens, over and over, three a step.
+
+Run as a module by the tests of the engine process and of the frontend. Prompts that begin with one of the ids below are
+special. A `max_model_len` of 13 fails the load, one of 14 dies in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.core.admission import RequestError
+from dflash_backend.engine_process import serve
+from dflash_backend.messages import EngineReady, EngineStats, GenerationRequest, RequestStats, TokenDelta
+
+TOKENS_PER_STEP = 3
+BREAK = 1000  # the step raises
+REFUSE = 1001  # add_request refuses
+QUIET = 1002  # never yields a token
+VOCAB = 1024
+FAIL_AT, DIE_AT = 13, 14
+
+
+@dataclass
+class ToyRequest:
+    request: GenerationRequest
+    num_output: int = 0
+
+    def stats(self) -> RequestStats:
+        return RequestStats(len(self.request.prompt_token_ids), self.num_output, 0, 4, 20, 10, [4, 3, 2, 1, 0], 0, 0.5)
+
+
+class ToyCore:
+    """Keeps what the protocol of `EngineCore` asks for, and nothing else."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, ToyRequest] = {}
+        self._num_generated = 0
+
+    def add_request(self, request: GenerationRequest) -> None:
+        if request.prompt_token_ids[0] == REFUSE:
+            raise RequestError("UNAVAILABLE", "the toy refuses this prompt")
+        self._requests[request.request_id] = ToyRequest(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]:
+        ended = [(i, self._requests.pop(i)) for i in request_ids if i in self._requests]
+        return [TokenDelta(request_id, [], "stop", state.stats()) for request_id, state in ended]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[TokenDelta]:
+        deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
+        return [delta for delta in deltas if delta is not None]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_requests_running=len(self._requests), num_generation_tokens=self._num_generated)
+
+    def _advance(self, request_id: str, state: ToyRequest) -> TokenDelta | None:
+        prompt, limit = state.request.prompt_token_ids, state.request.sampling.max_tokens
+        if prompt[0] == BREAK:
+            raise RuntimeError("the toy broke")
+        if prompt[0] == QUIET:
+            return None
+        count = min(TOKENS_PER_STEP, limit - state.num_output)
+        tokens = [prompt[i % len(prompt)] for i in range(state.num_output, state.num_output + count)]
+        state.num_output += count
+        self._num_generated += count
+        if state.num_output < limit:
+            return TokenDelta(request_id, tokens)
+        del self._requests[request_id]
+        return TokenDelta(request_id, tokens, "length", state.stats())
+
+
+@dataclass
+class ToyBuilt:
+    core: ToyCore
+    ready: EngineReady
+
+
+def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBuilt:
+    """The toy in place of `build.build_engine`."""
+    progress("toy", 0.5)
+    if config.max_model_len == FAIL_AT:
+        raise ValueError("the toy cannot load with 13")
+    if config.max_model_len == DIE_AT:
+        os._exit(7)
+    length = config.max_model_len or 512
+    return ToyBuilt(ToyCore(), EngineReady(length, 5, 8, 16, VOCAB, "toy"))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(build))

@@ -1,0 +1,1 @@
+"""Wire tests against a real Triton server."""

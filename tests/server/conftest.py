@@ -1,0 +1,89 @@
+"""One real Triton server on the demo pair for all wire tests, and small ways to talk to it without our own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from dflash_client import DFlashClient
+from dflash_client.launcher import LauncherError, TritonServer
+from dflash_client.triton_install import find_triton
+
+SETTINGS = {"max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.1", "kv_write_guard": "true"}
+WAIT_S = 30.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(os.path.dirname(__file__)):
+            item.add_marker(pytest.mark.server)
+
+
+def new_server(settings: dict[str, str] | None = None, **options: Any) -> TritonServer:
+    """A server on free loopback ports, not started yet. Settings of the caller's environment do not reach it."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
+    try:
+        find_triton(environ)
+    except LauncherError as error:
+        pytest.skip(str(error))
+    ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+    chosen = {"host": "127.0.0.1", "ready_timeout_s": 120.0, **ports, **options}
+    return TritonServer(SETTINGS | (settings or {}), environ=environ, **chosen)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[TritonServer]:
+    with new_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def grpc_client(server: TritonServer) -> Iterator[DFlashClient]:
+    with DFlashClient(server.grpc_url, "grpc", timeout_s=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http_client(server: TritonServer) -> Iterator[DFlashClient]:
+    with DFlashClient(server.http_url, "http", timeout_s=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def post(server: TritonServer) -> Iterator[Callable[..., httpx.Response]]:
+    """POST a body to `generate` or `generate_stream`."""
+    with httpx.Client(base_url=f"http://{server.http_url}", timeout=120, trust_env=False) as http:
+
+        def post(path: str = "generate", content: bytes | None = None, **body: Any) -> httpx.Response:
+            return http.post(f"/v2/models/dflash/{path}", content=content or json.dumps(body).encode())
+
+        yield post
+
+
+@pytest.fixture(scope="session")
+def metric(server: TritonServer) -> Iterator[Callable[..., float]]:
+    """The value of a metric; a counter that was never counted is 0."""
+    with httpx.Client(timeout=10, trust_env=False) as http:
+
+        def metric(name: str, **labels: str) -> float:
+            wanted = [f'{label}="{value}"' for label, value in {"model": "dflash", **labels}.items()]
+            for line in http.get(f"http://{server.metrics_url}/metrics").text.splitlines():
+                if line.startswith(f"{name}{{") and all(label in line for label in wanted):
+                    return float(line.rpartition(" ")[2])
+            return 0.0
+
+        yield metric
+
+
+def eventually(reached: Callable[[], bool], what: str) -> None:
+    """Wait for something that another process does; it says when by a state, not by a signal."""
+    deadline = time.monotonic() + WAIT_S
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.05)

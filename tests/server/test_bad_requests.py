@@ -1,0 +1,79 @@
+"""Every bad request gets a sentence and a status; the server stays up and loses no other request."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+from dflash_client.errors import InvalidArgument
+
+
+def infer(server, **inputs) -> str:
+    """Send raw tensors over gRPC; the error's text."""
+    tensors = []
+    for name, (datatype, array) in inputs.items():
+        tensor = triton_grpc.InferInput(name, list(array.shape), datatype)
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    answered, errors = threading.Event(), []
+
+    def on_response(result, error):
+        errors.append(error)
+        answered.set()
+
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(on_response)
+        client.async_stream_infer("dflash", tensors)
+        assert answered.wait(30)
+        client.stop_stream()
+    assert isinstance(errors[0], InferenceServerException)
+    return errors[0].message()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "exactly one of the inputs"),
+        ({"text_input": "a", "messages": "[]"}, "text_input and messages were sent"),
+        ({"text_input": ""}, "the prompt is empty"),
+        ({"text_input": "word " * 2000}, "max_model_len is 1024"),
+        ({"input_ids": [5, 100000]}, "has 100000 at position 1"),
+        ({"text_input": "a", "max_token": 5}, "did you mean 'max_tokens'"),
+        ({"text_input": "a", "temperature": -1}, "'temperature' has the value -1"),
+        ({"text_input": "a", "num_speculative_tokens": 16}, "an integer from 0 to 15"),
+        ({"text_input": "a", "sampling_parameters": "{"}, "'sampling_parameters' is not JSON"),
+        ({"messages": "hello"}, "'messages' is not JSON"),
+        ({"text_input": "a", "stream": True, "exclude_input_in_output": False}, "allowed with streaming: true"),
+    ],
+)
+def test_over_http_it_is_a_400_with_the_sentence(post, body, message):
+    for path in ("generate", "generate_stream"):
+        response = post(path, **body)
+        assert response.status_code == 400
+        assert message in json.loads(response.text.removeprefix("data: "))["error"]
+
+
+def test_text_that_is_not_utf8_is_refused_on_both_protocols(server, post):
+    assert "not UTF-8" in infer(server, text_input=("BYTES", np.array([b"ab\xff"], dtype=np.object_)))
+    response = post(content=b'{"text_input": "ab\xff"}')
+    assert response.status_code == 400
+    assert "UTF-8" in response.text
+
+
+def test_the_grpc_status_is_invalid_argument(grpc_client):
+    with pytest.raises(InvalidArgument, match="did you mean 'max_tokens'"):
+        grpc_client.generate("a", max_token=5)
+
+
+def test_bad_requests_do_not_touch_a_good_one_that_runs(grpc_client, post):
+    expected = grpc_client.generate("Tell me about rivers.", temperature=0, max_tokens=60, ignore_eos=True).text
+    stream = grpc_client.stream("Tell me about rivers.", temperature=0, max_tokens=60, ignore_eos=True)
+    text = next(stream).text
+    for body in ({}, {"text_input": ""}, {"text_input": "a", "top_p": 2}):
+        assert post(**body).status_code == 400
+    assert text + "".join(delta.text for delta in stream) == expected

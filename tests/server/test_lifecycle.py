@@ -1,0 +1,84 @@
+"""How the server starts, refuses to start, and ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from dflash_backend.config import asset_path
+from dflash_client import DFlashClient
+from dflash_client.errors import Internal
+from dflash_client.launcher import LauncherError
+from dflash_client.processes import family, gone
+from tests.server.conftest import new_server
+
+
+def repository_with(directory: Path, parameter: str, value: str) -> Path:
+    """A copy of the model repository with one more parameter in config.pbtxt."""
+    model = directory / "dflash"
+    shutil.copytree(asset_path("model_repository") / "dflash", model, ignore=shutil.ignore_patterns("__pycache__"))
+    line = f'parameters {{ key: "{parameter}" value {{ string_value: "{value}" }} }}\n'
+    with (model / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write(line)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("kv_blok_size", "32", r"unknown setting 'kv_blok_size' \(config.pbtxt\); did you mean 'kv_block_size'\?"),
+        ("kv_block_size", "many", "setting 'kv_block_size' has the value 'many'"),
+    ],
+)
+def test_a_bad_setting_in_the_file_stops_the_load(tmp_path, name, value, message):
+    server = new_server(model_repository=repository_with(tmp_path, name, value))
+    with pytest.raises(LauncherError, match=message):
+        server.start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_model": "/nowhere/at/all"}, "there is no such directory; check the path"),
+        ({"kv_cache_gb": "0.0000001"}, "the KV cache has no room for a single block"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_says_what_to_do(settings, message):
+    with pytest.raises(LauncherError, match=message):
+        new_server(settings).start()
+
+
+def engine_pid(server_pid: int) -> int:
+    pids = [process.pid for process in family(server_pid)]
+    (engine,) = [pid for pid in pids if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return engine
+
+
+def test_a_killed_engine_is_an_internal_error_and_stopping_leaves_no_process():
+    with new_server() as server, DFlashClient(server.grpc_url) as client:
+        processes = family(server.pid)
+        stream = client.stream("Count to a thousand.", temperature=0, max_tokens=900, ignore_eos=True)
+        next(stream)
+        os.kill(engine_pid(server.pid), signal.SIGKILL)
+        with pytest.raises(Internal, match=r"the engine process died \(signal 9\)"):
+            list(stream)
+        with pytest.raises(Internal):
+            client.generate("And now?")
+    assert gone(processes, 1.0)
+
+
+def test_requests_in_flight_finish_while_the_server_stops():
+    with new_server() as server, DFlashClient(server.grpc_url) as client:
+        stream = client.stream("Tell me a story.", temperature=0, max_tokens=60, ignore_eos=True)
+        deltas = [next(stream)]
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        deltas += stream
+        stopping.join()
+    assert deltas[-1].finish_reason == "length"
+    assert sum(delta.num_output_tokens for delta in deltas) == 60

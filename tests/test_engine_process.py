@@ -1,0 +1,194 @@
+"""The engine's process, with a toy engine in it: what it takes, what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.frontend.engine_client import EngineClient, EngineError, engine_command
+from dflash_backend.messages import (
+    AbortRequests,
+    EngineFailed,
+    GenerationRequest,
+    RequestRejected,
+    SamplingParams,
+    StepOutputs,
+    StopRequests,
+    TokenDelta,
+)
+from tests.frontend import toy_engine
+
+COMMAND = engine_command("tests.frontend.toy_engine")
+WAIT_S = 20.0
+
+
+def start(**settings: object) -> EngineClient:
+    return EngineClient(EngineConfig.from_values(settings), COMMAND)
+
+
+@pytest.fixture
+def engine():
+    client = start()
+    try:
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+        yield client
+    finally:
+        client.close()
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 5) -> GenerationRequest:
+    return GenerationRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def hear(client: EngineClient, enough) -> list:
+    """What the engine says, up to the first thing that is `enough`."""
+    heard: list = []
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for message in client.receive(1000):
+            parts = [*message.deltas, *message.rejected] if isinstance(message, StepOutputs) else [message]
+            heard += parts
+            if any(enough(part) for part in parts):
+                return heard
+    raise AssertionError(f"not heard in {WAIT_S} s: {heard}")
+
+
+def finished(request_id: str):
+    return lambda part: isinstance(part, TokenDelta) and part.request_id == request_id and part.finish_reason
+
+
+def test_loading_is_reported_before_the_engine_is_ready():
+    client, progress = start(max_model_len=99), []
+    try:
+        ready = client.wait_until_ready(lambda message, fraction: progress.append((message, fraction)), WAIT_S)
+        assert (progress, ready.max_model_len) == ([("toy", 0.5)], 99)
+    finally:
+        client.close()
+
+
+def test_a_failed_load_says_why_and_leaves_nothing_running():
+    client = start(max_model_len=toy_engine.FAIL_AT)
+    with pytest.raises(EngineError, match="^the toy cannot load with 13$"):
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+    assert not running(client.pid)
+
+
+def test_a_death_while_loading_is_noticed_at_once():
+    client = start(max_model_len=toy_engine.DIE_AT)
+    with pytest.raises(EngineError, match=r"died \(exit status 7\)"):
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+
+
+def test_a_load_that_takes_too_long_is_given_up():
+    client = EngineClient(EngineConfig(), [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    with pytest.raises(EngineError, match=r"not ready within 0\.2 s"):
+        client.wait_until_ready(lambda message, fraction: None, 0.2)
+
+
+def test_each_step_yields_a_delta_and_the_last_one_has_stats(engine):
+    engine.send(request("a", [1, 2], max_tokens=5))
+    deltas = hear(engine, finished("a"))
+    assert [delta.token_ids for delta in deltas] == [[1, 2, 1], [2, 1]]
+    assert (deltas[-1].finish_reason, deltas[-1].stats.num_output_tokens) == ("length", 5)
+
+
+def test_a_request_that_is_refused_does_not_touch_the_others(engine):
+    engine.send(request("good", [1], max_tokens=30))
+    engine.send(request("bad", [toy_engine.REFUSE]))
+    heard = hear(engine, finished("good"))
+    assert RequestRejected("bad", "UNAVAILABLE", "the toy refuses this prompt") in heard
+    assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
+
+
+def test_an_aborted_request_is_not_heard_of_again(engine):
+    engine.send(request("gone", [1], max_tokens=10**9))
+    hear(engine, lambda part: True)
+    engine.send(AbortRequests(["gone", "never-there"]))
+    engine.send(request("next", [2]))
+    hear(engine, finished("next"))
+    assert engine.receive(100) == []
+
+
+def test_a_stopped_request_gets_a_last_delta_with_stats(engine):
+    engine.send(request("s", [1], max_tokens=10**9))
+    hear(engine, lambda part: True)
+    engine.send(StopRequests(["s", "never-there"]))
+    last = hear(engine, finished("s"))[-1]
+    assert (last.token_ids, last.finish_reason) == ([], "stop")
+    assert last.stats.num_prompt_tokens == 1
+
+
+def test_an_error_in_a_step_is_told_before_the_process_ends(engine):
+    engine.send(request("b", [toy_engine.BREAK]))
+    assert hear(engine, lambda part: True) == [EngineFailed("the engine stopped: RuntimeError: the toy broke")]
+    with pytest.raises(EngineError, match=r"died \(exit status 1\)"):
+        hear(engine, lambda part: True)
+
+
+def test_a_killed_engine_is_noticed_with_its_signal(engine):
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"died \(signal 9\)"):
+        hear(engine, lambda part: True)
+
+
+def test_sigint_is_left_to_the_frontend_and_sigterm_ends_it_cleanly(engine):
+    os.kill(engine.pid, signal.SIGINT)
+    engine.send(request("a", [1]))
+    hear(engine, finished("a"))
+    os.kill(engine.pid, signal.SIGTERM)
+    with pytest.raises(EngineError, match=r"died \(exit status 0\)"):
+        hear(engine, lambda part: True)
+
+
+def test_closing_ends_a_busy_engine(engine):
+    engine.send(request("a", [1], max_tokens=10**9))
+    hear(engine, lambda part: True)
+    engine.close()
+    assert not running(engine.pid)
+
+
+def test_the_sockets_leave_no_file_once_both_sides_are_connected(engine):
+    assert not Path(engine._dir).exists()
+    engine.send(request("a", [1]))
+    hear(engine, finished("a"))
+
+
+FRONTEND = """
+import sys, time
+from dflash_backend.config import EngineConfig
+from dflash_backend.frontend.engine_client import EngineClient, engine_command
+client = EngineClient(EngineConfig(), engine_command("tests.frontend.toy_engine"))
+if sys.argv[1] == "ready":
+    client.wait_until_ready(lambda message, fraction: None, 20)
+print(client.pid, client._dir, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("when", ["ready", "loading"])
+def test_an_engine_ends_with_its_frontend_however_that_went(when):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen(
+        [sys.executable, "-c", FRONTEND, when], stdout=subprocess.PIPE, text=True, env=environ
+    ) as frontend:
+        assert frontend.stdout is not None
+        pid, directory = frontend.stdout.readline().split()
+        frontend.kill()
+    deadline = time.monotonic() + WAIT_S
+    while running(int(pid)) or Path(directory).exists():
+        assert time.monotonic() < deadline, "the engine outlived its frontend"
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
