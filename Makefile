@@ -63,7 +63,7 @@ bench: setup ## Run the benchmark; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.run
 
 demo-model: setup ## Train the demo pair again
-	$(BIN)/python -m demo.train
+	$(BIN)/python -m demo.train --out demo/pair
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,103 @@
+"""Write and read the pair in the formats that serving loads: Hugging Face Qwen3 and z-lab DFlash, in bf16."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from demo.data import SPECIAL_TOKEN_IDS
+from demo.model import DraftModel, PairConfig, TargetModel
+
+
+def qwen3_fields(config: PairConfig, layers: int) -> dict[str, Any]:
+    """The fields of a Qwen3 `config.json` that both models share."""
+    shape = config.shape
+    return {
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * layers,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": SPECIAL_TOKEN_IDS["<|endoftext|>"],
+        "eos_token_id": SPECIAL_TOKEN_IDS["<|im_end|>"],
+        "pad_token_id": SPECIAL_TOKEN_IDS["<|endoftext|>"],
+    }
+
+
+def save_target(model: TargetModel, folder: Path) -> None:
+    """Write `config.json`, `generation_config.json` and `model.safetensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {"architectures": ["Qwen3ForCausalLM"], **qwen3_fields(model.config, model.config.target_layers)}
+    _write_json(folder / "config.json", fields)
+    generation = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", {**generation, "do_sample": False})
+    _write_weights(model, folder)
+
+
+def save_draft(model: DraftModel, folder: Path) -> None:
+    """Write `config.json` and `model.safetensors` in the z-lab format: no embedding and no LM head."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    fields = {
+        "architectures": ["DFlashDraftModel"],
+        **qwen3_fields(config, config.draft_layers),
+        "block_size": config.block_size,
+        "num_target_layers": config.target_layers,
+        "dflash_config": {
+            "target_layer_ids": list(config.target_layer_ids),
+            "mask_token_id": SPECIAL_TOKEN_IDS["<|mask|>"],
+            "causal": False,
+        },
+    }
+    _write_json(folder / "config.json", fields)
+    _write_weights(model, folder)
+
+
+def load_target(folder: Path, config: PairConfig) -> TargetModel:
+    """The saved target in float32, its weights rounded to bf16 as serving sees them."""
+    model = TargetModel(config)
+    model.load_state_dict(_read_weights(folder))
+    return model
+
+
+def load_draft(folder: Path, config: PairConfig) -> DraftModel:
+    """The saved drafter in float32, its weights rounded to bf16 as serving sees them."""
+    model = DraftModel(config)
+    model.load_state_dict(_read_weights(folder))
+    return model
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def _write_weights(model: nn.Module, folder: Path) -> None:
+    tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    temporary = folder / "model.safetensors.partial"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)
+    temporary.replace(folder / "model.safetensors")
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

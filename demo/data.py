@@ -1,0 +1,136 @@
+"""Seeded conversations for the demo pair: training documents and the held-out sets.
+
+A conversation is a list of messages; most are rendered with the chat template, some as plain text
+(`question`, newline, answer) so that a raw prompt without any template is answered too. The sets are disjoint
+by construction: a problem belongs to held-out when the hash of its content says so, and nowhere else.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from demo.problems import Problem, make_chat, make_code, make_math
+from demo.prose import long_system_prompt, short_system_prompt
+
+IM_START, IM_END, END_OF_TEXT, MASK = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|mask|>"
+SPECIAL_TOKEN_IDS = {END_OF_TEXT: 0, IM_START: 1, IM_END: 2, MASK: 3}
+"""The tokenizer gives these the first ids, in this order."""
+CATEGORIES = {"math": make_math, "code": make_code, "chat": make_chat}
+HELD_OUT_SHARE = 10
+"""One content in this many is held out."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a training document; the full loss is taken on answers only."""
+
+    text: str
+    is_answer: bool
+
+
+def is_held_out(content: str) -> bool:
+    """Whether a problem's content belongs to the held-out sets: a fixed hash, the same on every machine."""
+    return hashlib.sha256(content.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def problems(rng: Random, category: str, held_out: bool) -> Iterator[Problem]:
+    """Endless problems of one category from one side of the split."""
+    make = CATEGORIES[category]
+    while True:
+        problem = make(rng)
+        if is_held_out(problem.content) == held_out:
+            yield problem
+
+
+def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    """The text that the tokenizer's chat template renders for the same messages."""
+    text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
+    return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
+
+
+def training_documents(seed: int | str, long_share: float = 0.0, drill_share: float = 0.0) -> Iterator[list[Segment]]:
+    """Endless training documents.
+
+    `long_share` of them open with a long system prompt, and `drill_share` are bare equations.
+    """
+    rng = Random(f"train/{seed}")
+    streams = {name: problems(rng, name, held_out=False) for name in CATEGORIES}
+    while True:
+        category = rng.choices(list(CATEGORIES), weights=(45, 25, 30))[0]
+        kind = rng.random()
+        if kind < long_share:
+            yield _chat_document(rng, streams, category, long_system_prompt(rng))
+        elif kind < long_share + drill_share:
+            yield _drill_document(streams["math"])
+        elif rng.random() < 0.18:
+            yield _plain_document(next(streams[category]))
+        else:
+            system = short_system_prompt(rng) if rng.random() < 0.2 else None
+            yield _chat_document(rng, streams, category, system)
+
+
+def _drill_document(math: Iterator[Problem]) -> list[Segment]:
+    """The equations of a few word problems without the words: more sums in fewer tokens."""
+    segments: list[Segment] = []
+    for _ in range(6):
+        for line in next(math).reference.splitlines()[1:3]:
+            left, _, result = line.rpartition(" and ")[2].partition("=")
+            segments += [Segment(f"and {left}=", False), Segment(f"{result}\n", True)]
+    return segments
+
+
+def _plain_document(problem: Problem) -> list[Segment]:
+    return [Segment(f"{problem.question}\n", False), Segment(f"{problem.reference}{IM_END}", True)]
+
+
+def _chat_document(
+    rng: Random, streams: dict[str, Iterator[Problem]], category: str, system: str | None
+) -> list[Segment]:
+    """One to three turns; every assistant turn is an answer segment that ends in `<|im_end|>`."""
+    turns = rng.choices((1, 2, 3), weights=(78, 15, 7))[0]
+    segments: list[Segment] = []
+    opening = render_chat([{"role": "system", "content": system}]) if system else ""
+    for turn in range(turns):
+        name = category if turn == 0 else rng.choice(list(CATEGORIES))
+        problem = next(streams[name])
+        question = render_chat([{"role": "user", "content": problem.question}], add_generation_prompt=True)
+        segments.append(Segment(opening + question, False))
+        segments.append(Segment(problem.reference + IM_END, True))
+        opening = "\n"
+    return segments
+
+
+def held_out_rows(category: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Distinct held-out problems of one category in the schema of `demo/held_out/*.jsonl`."""
+    stream = problems(Random(f"held_out/{category}/{seed}"), category, held_out=True)
+    rows: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    while len(rows) < count:
+        problem = next(stream)
+        if problem.content in seen:
+            continue
+        seen.add(problem.content)
+        messages = [{"role": "user", "content": problem.question}]
+        rows.append(
+            {
+                "id": f"{category}-{len(rows):03d}",
+                "category": category,
+                "messages": messages,
+                "prompt": render_chat(messages, add_generation_prompt=True),
+                "reference": problem.reference,
+                "answer": problem.answer,
+            }
+        )
+    return rows
+
+
+def write_held_out(folder: Path, count: int = 200) -> None:
+    """Write `{math,code,chat}.jsonl` with `count` rows each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for category in CATEGORIES:
+        lines = [json.dumps(row, ensure_ascii=False) for row in held_out_rows(category, count)]
+        (folder / f"{category}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""Optimiser, schedule and progress lines that both training runs share."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from demo.parallel import agree, average_gradients, rank
+
+
+class Optimizer:
+    """Muon for the matrices inside layers, AdamW for embeddings and norms, gradients clipped to norm 1.
+
+    Muon is by Jordan et al., 2024; its learning rate is matched to AdamW's update size, so both share one number.
+    """
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.parameters = list(model.parameters())
+        matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+        others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+        self.learning_rate = learning_rate
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+
+    def step(self, progress: float) -> None:
+        """One update at `progress` of the run, 0 to 1: linear warm-up, flat, linear decay to 2 %."""
+        scale = min(1.0, progress / 0.02, max(0.02, (1.0 - progress) / 0.6))
+        average_gradients(self.parameters)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * max(scale, 0.02)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def bf16_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters cast to bf16 for `torch.func.functional_call`; gradients reach the float32 masters."""
+    return {name: parameter.to(torch.bfloat16) for name, parameter in model.named_parameters()}
+
+
+@dataclass
+class Clock:
+    """A run's progress, either by wall-clock minutes or, in smoke runs, by steps."""
+
+    minutes: float
+    max_steps: int | None = None
+    steps: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def progress(self) -> float:
+        """0 at the start, 1 or more at the end; the same for every worker."""
+        by_time = (time.monotonic() - self.started) / (60 * self.minutes)
+        return agree(by_time if self.max_steps is None else self.steps / self.max_steps)
+
+    def tick(self, tokens: int) -> None:
+        """Count one step of this worker."""
+        self.steps += 1
+        self.tokens += tokens
+
+    def report(self, label: str, loss: float) -> None:
+        """Print one plain progress line, with worker 0's loss and its tokens a second."""
+        progress = max(self.progress(), 1e-6)
+        if rank() != 0:
+            return
+        elapsed = time.monotonic() - self.started
+        remaining = elapsed * max(0.0, 1 - progress) / progress
+        print(
+            f"{label} step {self.steps} loss {loss:.4f} {self.tokens / elapsed:,.0f} tokens/s "
+            f"{100 * min(progress, 1):.0f}% ETA {remaining / 60:.1f} min",
+            flush=True,
+        )

@@ -1,0 +1,148 @@
+"""Train the demo's drafter on the frozen target's hidden states: random anchors, masked blocks, decayed loss."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from demo.checkpoint import load_draft, load_target, save_draft
+from demo.data import MASK, SPECIAL_TOKEN_IDS, training_documents
+from demo.model import DraftModel, PairConfig, TargetModel
+from demo.optim import Clock, Optimizer, bf16_parameters
+from demo.packing import PackedRows
+from demo.parallel import rank
+from demo.tokenizer import load_tokenizer
+from demo.train_target import compiled
+
+LEARNING_RATE = 4e-3
+DECAY = 7.0
+"""Draft position i weighs exp(-(i - 1) / DECAY): a step only gets there when all earlier ones were right."""
+LONG_ROWS_FROM = 0.5
+LONG_ROWS_EVERY = 3
+LONGEST_ROWS_EVERY = 8
+"""From LONG_ROWS_FROM on one batch in three is long, and one long batch in eight has the full context."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Rows of packed tokens and the number of anchors drawn in each."""
+
+    rows: int
+    length: int
+    anchors: int
+
+
+SHORT, LONG, LONGEST = BatchShape(16, 256, 24), BatchShape(2, 2048, 128), BatchShape(1, 4096, 160)
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Blocks cut from packed rows.
+
+    tokens: int64 [rows, length]; anchors: int64 [rows, anchors]; labels: int64 [rows, anchors, block], the true
+    tokens from the anchor on; weights: float32 [rows, anchors, block - 1], 0 past the end of the answer.
+    """
+
+    tokens: Tensor
+    anchors: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+def draw_blocks(tokens: Tensor, is_answer: Tensor, anchors: int, block: int, generator: torch.Generator) -> DraftBatch:
+    """Draw anchors evenly from the answer tokens that are followed by another token of their answer."""
+    rows = tokens.shape[0]
+    followed = is_answer.clone()
+    followed[:, :-1] &= is_answer[:, 1:]
+    followed[:, -1] = False
+    chances = followed.float() + 1e-9
+    places = torch.multinomial(chances, anchors, replacement=True, generator=generator)
+    padded = F.pad(tokens, (0, block))
+    padded_answer = F.pad(is_answer, (0, block))
+    positions = places[..., None] + torch.arange(block)
+    row = torch.arange(rows)[:, None, None]
+    inside = padded_answer[row, positions].float().cumprod(-1)[..., 1:]
+    decay = torch.exp(-torch.arange(block - 1) / DECAY)
+    return DraftBatch(tokens, places, padded[row, positions], inside * decay)
+
+
+def draft_loss(draft: DraftModel) -> Callable[..., Tensor]:
+    """Weighted cross-entropy of the mask positions, judged by the target's own embedding and LM head."""
+    mask_token = SPECIAL_TOKEN_IDS[MASK]
+
+    def loss(
+        parameters: dict[str, Tensor],
+        embedding: Tensor,
+        features: Tensor,
+        anchors: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        inputs = torch.cat((labels[..., :1], torch.full_like(labels[..., 1:], mask_token)), dim=-1)
+        blocks = F.embedding(inputs, embedding)
+        hidden = torch.func.functional_call(draft, parameters, (features, blocks, anchors))
+        logits = F.linear(hidden[:, :, 1:], embedding).float()
+        each = F.cross_entropy(logits.flatten(0, 2), labels[..., 1:].flatten(), reduction="none")
+        return (each * weights.flatten()).sum() / weights.sum()
+
+    return loss
+
+
+@torch.no_grad()
+def target_features(target: TargetModel, tokens: Tensor) -> Tensor:
+    """What serving computes: float32 features of the bf16-rounded target, [rows, length, layers * hidden]."""
+    features: Tensor = target(tokens)[1]
+    return features
+
+
+def train_drafter(
+    config: PairConfig,
+    target_folder: Path,
+    out: Path,
+    minutes: float,
+    max_steps: int | None,
+    seed: int,
+    resume: Path | None = None,
+) -> None:
+    """Train a drafter for a saved target and save it under `out`; `resume` continues from a saved one.
+
+    Answers come from the generator: the target gives them back word for word at nearly every prompt.
+    """
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed * 1000 + rank())
+    tokenizer, target = load_tokenizer(target_folder), load_target(target_folder, config)
+    clock = Clock(minutes, max_steps)
+    draft = DraftModel(config)
+    if resume is not None:
+        draft.load_state_dict(load_draft(resume, config).state_dict())
+    optimizer = Optimizer(draft, LEARNING_RATE)
+    fast_loss = eager_loss = draft_loss(draft)
+    fast_features = target_features
+    if clock.max_steps is None:
+        fast_loss, fast_features = compiled(eager_loss), compiled(target_features)
+    embedding = target.model.embed_tokens.weight.detach().to(torch.bfloat16)
+    short = PackedRows(tokenizer, training_documents(f"{seed}/draft/short/{rank()}"))
+    long = PackedRows(tokenizer, training_documents(f"{seed}/draft/long/{rank()}", long_share=0.08))
+    average = math.nan
+    while (progress := clock.progress()) < 1:
+        rows, shape, loss, features_of = short, SHORT, fast_loss, fast_features
+        if progress >= LONG_ROWS_FROM and clock.steps % LONG_ROWS_EVERY == 0:
+            rows, shape = long, LONG
+            if clock.steps // LONG_ROWS_EVERY % LONGEST_ROWS_EVERY == 0:
+                shape, loss, features_of = LONGEST, eager_loss, target_features
+        tokens, is_answer = rows.batch(shape.rows, shape.length)
+        batch = draw_blocks(tokens, is_answer, shape.anchors, config.block_size, generator)
+        features = features_of(target, batch.tokens).to(torch.bfloat16)
+        value = loss(bf16_parameters(draft), embedding, features, batch.anchors, batch.labels, batch.weights)
+        torch.autograd.backward(value)
+        optimizer.step(progress)
+        clock.tick(batch.labels.numel())
+        average = value.item() if math.isnan(average) else 0.95 * average + 0.05 * value.item()
+        if clock.steps % 25 == 0:
+            clock.report("drafter", average)
+    if rank() == 0:
+        save_draft(draft, out)

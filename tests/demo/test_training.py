@@ -1,0 +1,77 @@
+"""The pieces of training that are easy to get wrong, and a run of two steps through all of it."""
+
+import pytest
+import torch
+
+from demo.evaluate import judge
+from demo.model import DraftModel
+from demo.train import SMOKE_CONFIG, Run, train_pair
+from demo.train_drafter import draw_blocks
+
+
+def draft_inputs(length: int, anchors: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    size, layers = SMOKE_CONFIG.shape.hidden_size, len(SMOKE_CONFIG.target_layer_ids)
+    features = torch.randn(1, length, layers * size, generator=generator)
+    blocks = torch.randn(1, len(anchors), SMOKE_CONFIG.block_size, size, generator=generator)
+    return features, blocks, torch.tensor([anchors])
+
+
+def test_a_block_sees_no_feature_at_or_after_its_anchor():
+    features, blocks, anchors = draft_inputs(40, [25])
+    draft = DraftModel(SMOKE_CONFIG)
+    whole, cut = draft(features, blocks, anchors), draft(features[:, :25], blocks, anchors)
+    torch.testing.assert_close(whole, cut)
+
+
+def test_blocks_of_one_row_do_not_see_each_other():
+    features, blocks, anchors = draft_inputs(40, [10, 25])
+    draft = DraftModel(SMOKE_CONFIG)
+    both, second = draft(features, blocks, anchors), draft(features, blocks[:, 1:], anchors[:, 1:])
+    torch.testing.assert_close(both[:, 1:], second)
+
+
+def test_the_first_query_of_a_block_sees_the_last():
+    features, blocks, anchors = draft_inputs(40, [25])
+    draft = DraftModel(SMOKE_CONFIG)
+    changed = blocks.clone()
+    changed[:, :, -1] += 1
+    assert not torch.allclose(draft(features, blocks, anchors)[:, :, 0], draft(features, changed, anchors)[:, :, 0])
+
+
+def test_anchors_are_answer_tokens_and_weights_end_with_the_answer():
+    tokens = torch.arange(20)[None]
+    is_answer = torch.zeros(1, 20, dtype=torch.bool)
+    is_answer[:, 5:9] = True
+    batch = draw_blocks(tokens, is_answer, 50, 6, torch.Generator().manual_seed(0))
+    assert set(batch.anchors.flatten().tolist()) == {5, 6, 7}
+    assert torch.equal(batch.labels[..., 0], batch.anchors)
+    for place, weights in zip(batch.anchors[0].tolist(), batch.weights[0], strict=True):
+        assert (weights > 0).tolist() == [place + i < 9 for i in range(1, 6)]
+
+
+def test_judging_stops_at_the_first_mismatch_and_after_the_end():
+    assert judge([5, 6, 7], [5, 6, 8, 9], end=2) == (2, [5, 6, 8])
+    assert judge([5, 6, 7], [5, 6, 7, 9], end=2) == (3, [5, 6, 7, 9])
+    assert judge([5, 2, 7], [5, 2, 7, 9], end=2) == (2, [5, 2])
+    assert judge([4, 2, 7], [5, 2, 7, 9], end=2) == (0, [5])
+
+
+def test_smoke_training_writes_a_whole_pair(tmp_path):
+    train_pair(Run(tmp_path / "pair", smoke=True))
+    written = {str(path.relative_to(tmp_path / "pair")) for path in (tmp_path / "pair").rglob("*") if path.is_file()}
+    assert written == {
+        "draft/config.json",
+        "draft/model.safetensors",
+        "target/config.json",
+        "target/generation_config.json",
+        "target/model.safetensors",
+        "target/tokenizer.json",
+        "target/tokenizer_config.json",
+    }
+
+
+@pytest.mark.slow
+def test_two_workers_train_a_pair_together(tmp_path):
+    train_pair(Run(tmp_path / "pair", smoke=True, workers=2))
+    assert (tmp_path / "pair" / "draft" / "model.safetensors").exists()
