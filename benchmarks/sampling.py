@@ -19,7 +19,8 @@ from dflash_backend.messages import SamplingParams
 
 # A bin of the test holds at least this many expected samples; rarer continuations share one bin.
 MIN_EXPECTED = 8.0
-PROMPT = "<|im_start|>user\n"
+# The target is unsure how to go on here, and the drafter is sometimes right: both steps of rejection sampling matter.
+PROMPT = "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\nHere"
 METHODS = ("probabilistic", "greedy")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from dflash_backend.attention import BackendError, Requirements, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
+from dflash_backend.checkpoints.weights import weight_files
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits
@@ -20,6 +21,7 @@ from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.row_parallel import num_row_workers
 
 Progress = Callable[[str, float], None]
 
@@ -76,7 +78,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         drafter = DFlashDrafter(model, target, kv.draft, backend, drafter_len)
     requests = RequestTable(config.max_num_seqs, max_model_len, k, config.kv_block_size, target_spec.vocab_size, device)
     greedy_drafts = config.draft_sample_method == "greedy"
-    runner = ModelRunner(target, drafter, kv, backend, requests, greedy_drafts, device, dtype)
+    row_workers = num_row_workers(device, _weight_bytes(pair))
+    runner = ModelRunner(target, drafter, kv, backend, requests, greedy_drafts, device, dtype, row_workers)
     limits = EngineLimits(
         num_blocks=num_blocks,
         block_size=config.kv_block_size,
@@ -102,6 +105,12 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     core = _core(limits, runner)
     report("ready", 1.0)
     return BuiltEngine(core, runner, pair, ready)
+
+
+def _weight_bytes(pair: ModelPair) -> int:
+    """Size of the weights on disk, of both models."""
+    specs = [pair.target] + ([pair.draft] if pair.draft else [])
+    return sum(file.stat().st_size for spec in specs for file in weight_files(spec.path))
 
 
 def _core(limits: EngineLimits, runner: ModelRunner) -> EngineCore:

@@ -35,9 +35,7 @@ class StepBatch:
 
     @classmethod
     def build(cls, rows: list[ScheduledRow], requests: RequestTable, block_size: int) -> StepBatch:
-        """Rows with equal numbers of tokens and similar contexts become neighbours, so that attention can pad them
-        to one batch."""
-        rows = sorted(rows, key=lambda row: (row.num_new + row.num_draft, row.num_computed))
+        """The rows in the order given: alike ones should be neighbours, so that attention can pad them to one batch."""
         fields = [(row.num_computed, row.num_new, row.num_draft, row.num_next_draft, row.sample) for row in rows]
         start, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
         table = np.array([requests.records[row.request_id].index for row in rows], dtype=np.int64)

@@ -28,7 +28,8 @@ class RequestTable:
 
     tokens: int64 `[max_num_seqs, max_len]`, on the device: prompt, output, and behind them the drafts of the step
     before, each at its position. blocks: int64 `[max_num_seqs, max_blocks]`, on the host.
-    draft_probs: float32 `[max_num_seqs, k, vocab]`, what sampled drafts were drawn from; made when first needed.
+    draft_probs: float32 `[max_num_seqs, k, vocab]`, what sampled drafts were drawn from; empty until a sampled request
+    comes, since greedy service never needs it.
     """
 
     def __init__(
@@ -41,19 +42,12 @@ class RequestTable:
         self.records: dict[str, RequestRecord] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._probs_shape = (max_num_seqs, k, vocab_size)
-        self._draft_probs: torch.Tensor | None = None
+        self.draft_probs = torch.zeros(0, k, vocab_size, dtype=torch.float32, device=device)
         self._temperature = np.ones(max_num_seqs, dtype=np.float32)
         self._top_p = np.ones(max_num_seqs, dtype=np.float32)
         self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
-
-    @property
-    def draft_probs(self) -> torch.Tensor:
-        """See the class; allocated on first use, since greedy service never needs it."""
-        if self._draft_probs is None:
-            self._draft_probs = torch.zeros(self._probs_shape, dtype=torch.float32, device=self.device)
-        return self._draft_probs
 
     def forget(self, request_id: str) -> None:
         """Drop a request. One that the worker does not hold is an error of the core."""
@@ -75,6 +69,8 @@ class RequestTable:
         self._min_p[index] = sampling.min_p
         self._top_k[index] = max(sampling.top_k, 0)
         self._seeds[index] = new.seed
+        if not sampling.greedy and len(self.draft_probs) == 0:
+            self.draft_probs = torch.zeros(self._probs_shape, dtype=torch.float32, device=self.device)
 
     def append_blocks(self, row: ScheduledRow) -> None:
         """Append the blocks that a row gained."""

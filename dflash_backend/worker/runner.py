@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend, RowLayout
-from dflash_backend.core.plan import RowResult, StepPlan, StepResult
+from dflash_backend.core.plan import RowResult, ScheduledRow, StepPlan, StepResult
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.speculative.drafter import DraftBlock, Drafter, DraftSampler
 from dflash_backend.worker.acceptance import accept_rows
 from dflash_backend.worker.batch import StepBatch, spans
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.row_parallel import RowPool
 from dflash_backend.worker.write_guard import WriteGuard
+
+PHASES = ("verify", "accept", "inject", "draft")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,14 @@ class Outcome:
     num_accepted: np.ndarray
     num_final: np.ndarray
     tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What one part of a step's rows yielded, and how long each phase took in seconds."""
+
+    rows: list[RowResult]
+    phase_seconds: dict[str, float]
 
 
 class ModelRunner:
@@ -44,6 +55,7 @@ class ModelRunner:
         greedy_drafts: bool,
         device: torch.device,
         dtype: torch.dtype,
+        num_row_workers: int = 1,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -53,8 +65,8 @@ class ModelRunner:
         self.greedy_drafts = greedy_drafts
         self.device = device
         self.dtype = dtype
+        self.rows = RowPool(num_row_workers)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See `core.plan.Worker`. Raises `KVWriteError` when the guard is on and finds a breach."""
         for request_id in plan.finished:
@@ -65,9 +77,17 @@ class ModelRunner:
             return StepResult(plan.step_id, [])
         for row in plan.rows:
             self.requests.append_blocks(row)
-        batch = StepBatch.build(plan.rows, self.requests, self.kv.block_size)
         guard = WriteGuard(plan, self.kv.block_size)
+        parts = self.rows.run(lambda rows: self._run_part(rows, guard), self.rows.split(plan.rows))
 
+        results = {result.request_id: result for part in parts for result in part.rows}
+        phases = {phase: max(part.phase_seconds[phase] for part in parts) for phase in PHASES}
+        return StepResult(plan.step_id, [results[row.request_id] for row in plan.rows], phases)
+
+    @torch.inference_mode()
+    def _run_part(self, rows: list[ScheduledRow], guard: WriteGuard) -> PartResult:
+        """All phases for some of a step's rows."""
+        batch = StepBatch.build(rows, self.requests, self.kv.block_size)
         clock = [time.perf_counter()]
         output = self._verify(batch, guard)
         clock.append(time.perf_counter())
@@ -79,13 +99,11 @@ class ModelRunner:
         if self.drafter is not None and batch.num_next_draft.any():
             self._draft(self.drafter, batch, outcome, guard)
         clock.append(time.perf_counter())
-
-        results = {
-            row.request_id: RowResult(row.request_id, tokens, int(accepted))
+        results = [
+            RowResult(row.request_id, tokens, int(accepted))
             for row, tokens, accepted in zip(batch.rows, outcome.tokens, outcome.num_accepted, strict=True)
-        }
-        phases = dict(zip(("verify", "accept", "inject", "draft"), np.diff(clock).tolist(), strict=True))
-        return StepResult(plan.step_id, [results[row.request_id] for row in plan.rows], phases)
+        ]
+        return PartResult(results, dict(zip(PHASES, np.diff(clock).tolist(), strict=True)))
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,96 @@
+"""Uses a CPU's cores for rows instead of within operations. Owned by the model runner.
+
+With a model so small that its weights stay in the cores' caches, an operation on a step's rows takes some tens of
+microseconds, less than it costs to wake a second thread for it and to wait for both, hundreds of times a step. So the
+rows of a step are cut into as many parts as there are cores, and each part runs verify, accept, inject and draft on a
+thread of its own. The parts share nothing but what nobody writes in a step: weights and published blocks (OWN). They
+meet once a step, so a core that is busy with something else costs its share and no more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from dflash_backend.core.plan import ScheduledRow
+
+Result = TypeVar("Result")
+
+# Weights up to this size are taken to stay in the caches of a server's cores.
+MAX_WEIGHT_BYTES = 64 * 1024**2
+# Smaller parts are not worth a thread each.
+MIN_PART_TOKENS = 32
+# A single row with this many tokens, a long prompt, is better served by threads within its operations.
+INTRA_OP_TOKENS = 256
+
+
+def num_row_workers(device: torch.device, weight_bytes: int) -> int:
+    """How many threads share the rows: one for each core that this process may use, for a small model on a CPU; else 1,
+    which leaves the cores to torch's own threads."""
+    if device.type != "cpu" or weight_bytes > MAX_WEIGHT_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+class RowPool:
+    """The calling thread and others, each running one part of a step with torch's own threading switched off."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers > 1:
+            self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _keep_to_one_thread)
+
+    def split(self, rows: Sequence[ScheduledRow]) -> list[list[ScheduledRow]]:
+        """Cut rows into parts of about equal numbers of tokens; alike rows stay together.
+
+        Rows are ordered by their tokens and contexts first, so that attention can pad neighbours to one batch.
+        """
+        ordered = sorted(rows, key=lambda row: (row.num_new + row.num_draft, row.num_computed))
+        total = sum(row.num_new + row.num_draft for row in ordered)
+        num_parts = max(1, min(self.num_workers, len(ordered), total // MIN_PART_TOKENS))
+        parts: list[list[ScheduledRow]] = [[] for _ in range(num_parts)]
+        before = 0
+        for row in ordered:
+            size = row.num_new + row.num_draft
+            # The part in which the middle of the row falls.
+            parts[min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))].append(row)
+            before += size
+        return [part for part in parts if part]
+
+    def run(self, work: Callable[[list[ScheduledRow]], Result], parts: list[list[ScheduledRow]]) -> list[Result]:
+        """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
+        ended."""
+        num_tokens = sum(row.num_new + row.num_draft for row in parts[0])
+        if self._pool is None or (len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS):
+            return [work(part) for part in parts]
+        futures = [self._pool.submit(work, part) for part in parts[1:]]
+        try:
+            with one_thread():
+                first = work(parts[0])
+        finally:
+            wait(futures)
+        return [first] + [future.result() for future in futures]
+
+
+def _keep_to_one_thread() -> None:
+    """For a thread of the pool: no threads within operations, ever."""
+    # A thread takes over the process's setting when it first asks; what is set before that would be lost.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """No threads within operations, for the calling thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
