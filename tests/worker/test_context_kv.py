@@ -1,0 +1,50 @@
+"""What lies in the paged K/V below `num_computed` is final: the drafter's context K/V of accepted tokens and no other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.config import asset_path
+from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.speculative import DFlashDrafter
+
+
+def reference_features(token_ids: list[int], layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """Outputs of the layers `layer_ids` for every token, by `transformers`: `[n, L * hidden]`."""
+    model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[i + 1][0] for i in layer_ids], dim=-1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24, "max_num_seqs": 4}])
+def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[str, int]) -> None:
+    """Traps 3 and 4: neither rejected drafts nor the drafter's queries survive, and hits bring the drafter's K/V too."""
+    llm = LLM(kv_write_guard=True, **settings)
+    core, runner = llm.engine.core, llm.engine.runner
+    prompts = [llm.tokenizer.encode(row.prompt) for row in load_prompts(3)]
+    prompts.append(prompts[0])
+    for index, prompt in enumerate(prompts):
+        core.add_request(GenerationRequest(str(index), prompt, SamplingParams(max_tokens=60, temperature=0.0)))
+    drafter = runner.drafter
+    assert isinstance(drafter, DFlashDrafter)
+    checked, rejected = 0, 0
+    for _ in range(8):
+        core.step()
+        rejected += core.stats().num_draft_tokens - core.stats().num_accepted_tokens
+        for request in list(core.scheduler.running.values()):
+            positions = np.arange(request.num_computed)
+            blocks = np.array(request.block_ids)
+            slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
+            features = reference_features(request.token_ids[: request.num_computed], drafter.capture)
+            expected = drafter.model.context_kv(features, torch.from_numpy(positions))
+            for layer, cache in enumerate(drafter.caches):
+                torch.testing.assert_close(cache.slots[slots], expected[layer], atol=1e-3, rtol=1e-3)
+            checked += request.num_computed
+    assert checked > 500
+    assert rejected > 0
