@@ -175,5 +175,5 @@ def test_serve_ends_cleanly_within_ten_seconds_of_a_signal(number: signal.Signal
     text = "".join(output)
     assert "loading weights 50%" in text
     if not loading:
-        assert " generate 'Tom has 3 apples" in text
+        assert " generate 'Sam fills 4 bags" in text
         assert "curl -s http://127.0.0.1:" in text

@@ -1,4 +1,4 @@
-"""What lies in the paged K/V below `num_computed` is final: the drafter's context K/V of accepted tokens and no other."""
+"""Below `num_computed` the paged K/V is final: the drafter's context K/V of accepted tokens and no other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reference_features(token_ids: list[int], layer_ids: tuple[int, ...]) -> torc
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24, "max_num_seqs": 4}])
 def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[str, int]) -> None:
-    """Traps 3 and 4: neither rejected drafts nor the drafter's queries survive, and hits bring the drafter's K/V too."""
+    """Traps 3 and 4: neither rejected drafts nor the drafter's queries survive, and hits bring drafter K/V too."""
     llm = LLM(kv_write_guard=True, **settings)
     core, runner = llm.engine.core, llm.engine.runner
     prompts = [llm.tokenizer.encode(row.prompt) for row in load_prompts(3)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dflash_client.launcher import TritonServer
     from dflash_client.server_log import LogLine
 
-EXAMPLE_PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
+EXAMPLE_PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -139,7 +139,7 @@ def _show_progress(text: str) -> None:
 
 def _endpoints(server: TritonServer) -> str:
     """What to know and one line to try, once the server is ready."""
-    body = json.dumps({"text_input": EXAMPLE_PROMPT, "max_tokens": 64, "temperature": 0})
+    body = json.dumps({"text_input": EXAMPLE_PROMPT, "max_tokens": 96, "temperature": 0})
     name = "" if server.model_name == "dflash" else f" --model-name {server.model_name}"
     return "\n".join(
         [
@@ -148,7 +148,7 @@ def _endpoints(server: TritonServer) -> str:
             f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
             f"  metrics  http://{server.metrics_url}/metrics",
             "try:",
-            f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {server.grpc_url} --max-tokens 64"
+            f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {server.grpc_url} --max-tokens 96"
             f" --temperature 0 --stats{name}",
             f"  curl -s http://{server.http_url}/v2/models/{server.model_name}/generate -d {shlex.quote(body)}",
             "Ctrl-C stops the server.",
