@@ -177,3 +177,12 @@ def test_serve_ends_cleanly_within_ten_seconds_of_a_signal(number: signal.Signal
     if not loading:
         assert " generate 'Sam fills 4 bags" in text
         assert "curl -s http://127.0.0.1:" in text
+
+
+@pytest.mark.server
+def test_an_error_that_ends_the_load_is_said_once() -> None:
+    command = [sys.executable, "-m", "dflash_client.cli", "serve", "--target", "/no/such/model"]
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    done = subprocess.run([*command, *ports], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("target_model is '/no/such/model'") == 1

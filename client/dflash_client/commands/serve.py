@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dflash_backend.config import ConfigError
     from dflash_client.launcher import LauncherError, TritonServer
 
+    log = _Log(arguments.verbose)
     try:
         server = TritonServer(
             _settings(arguments),
@@ -71,13 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
             grpc_port=arguments.grpc_port,
             metrics_port=arguments.metrics_port,
             on_progress=_show_progress,
-            on_log=_Log(arguments.verbose),
+            on_log=log,
         )
     except (ConfigError, LauncherError) as error:
         return _fail(str(error), status=2)
     with _signals_stop(server):
         try:
             server.start()
+            log.loading = False
             print(_endpoints(server), flush=True)
             status = server.wait()
             return _fail(f"the server ended by itself (status {status}): {server.failure()}")
@@ -118,18 +120,22 @@ def _signals_stop(server: TritonServer) -> Iterator[None]:
 
 
 class _Log:
-    """Shows the server's log: all of it, or what an operator must know once the server is up."""
+    """Shows the server's log: all of it, or its warnings and, once the server is up, its errors. Before that an error
+    ends the start, and is said once, with the failure."""
 
     # Said by Triton on every machine without a GPU, and on every stream that ends in an error.
     NOISE = ("pinned_memory_manager", "CudaDriverHelper", "DCGM", "NVML", "HandleCancellation called")
 
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
+        self.loading = True
 
     def __call__(self, line: LogLine) -> None:
         if self._verbose:
             print(line.raw, file=sys.stderr, flush=True)
-        elif line.level in ("W", "E", "F") and not any(words in line.raw for words in self.NOISE):
+        elif line.level in (("W",) if self.loading else ("W", "E", "F")) and not any(
+            words in line.raw for words in self.NOISE
+        ):
             _say(line.text.partition("\n")[0])
 
 
