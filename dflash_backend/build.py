@@ -80,20 +80,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     greedy_drafts = config.draft_sample_method == "greedy"
     row_workers = num_row_workers(device, _weight_bytes(pair))
     runner = ModelRunner(target, drafter, kv, backend, requests, greedy_drafts, device, dtype, row_workers)
-    limits = EngineLimits(
-        num_blocks=num_blocks,
-        block_size=config.kv_block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queue_size=config.max_queue_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        num_speculative_tokens=k,
-        lookahead_base=drafter.lookahead_base if drafter else 0,
-        drafter_max_len=drafter.max_len if drafter else 0,
-        kv_write_guard=config.kv_write_guard,
-        seed=config.seed,
-    )
+    limits = _limits(config, num_blocks, max_model_len, k, drafter)
     ready = EngineReady(
         max_model_len=max_model_len,
         num_speculative_tokens=k,
@@ -111,6 +98,25 @@ def _weight_bytes(pair: ModelPair) -> int:
     """Size of the weights on disk, of both models."""
     specs = [pair.target] + ([pair.draft] if pair.draft else [])
     return sum(file.stat().st_size for spec in specs for file in weight_files(spec.path))
+
+
+def _limits(
+    config: EngineConfig, num_blocks: int, max_model_len: int, k: int, drafter: DFlashDrafter | None
+) -> EngineLimits:
+    return EngineLimits(
+        num_blocks=num_blocks,
+        block_size=config.kv_block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queue_size=config.max_queue_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_speculative_tokens=k,
+        lookahead_base=drafter.lookahead_base if drafter else 0,
+        drafter_max_len=drafter.max_len if drafter else 0,
+        kv_write_guard=config.kv_write_guard,
+        seed=config.seed,
+    )
 
 
 def _core(limits: EngineLimits, runner: ModelRunner) -> EngineCore:

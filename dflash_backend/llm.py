@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
+
 from dflash_backend.build import BuiltEngine, Progress, build_engine
 from dflash_backend.checkpoints import resolve_target_dir
 from dflash_backend.config import EngineConfig
@@ -113,7 +115,9 @@ class LLM:
 
     def _parsed(self, params: Params) -> SamplingParams:
         if isinstance(params, SamplingParams):
-            return params
+            defaults = SamplingParams()
+            given = msgspec.structs.asdict(params)
+            params = {name: value for name, value in given.items() if value != getattr(defaults, name)}
         return parse_sampling_params(params, max_speculative_tokens=self.engine.ready.num_speculative_tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:

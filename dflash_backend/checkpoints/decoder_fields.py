@@ -66,15 +66,17 @@ def read_dtype(config: JsonReader) -> str:
     return "float32"
 
 
-def read_eos(directory: Path, config: JsonReader) -> tuple[int, ...]:
-    """End-of-sequence ids: those of `generation_config.json` where it has any, else of `config.json`."""
-    readers = [config]
-    if (directory / "generation_config.json").is_file():
-        readers.insert(0, JsonReader.load(directory / "generation_config.json"))
-    for reader in readers:
+def read_eos(directory: Path) -> tuple[int, ...]:
+    """Every id that a checkpoint calls the end of a sequence, those of `generation_config.json` before those of
+    `config.json`; either file may be missing."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if not (directory / name).is_file():
+            continue
+        reader = JsonReader.load(directory / name)
         value = reader.data.get("eos_token_id")
         if isinstance(value, list):
-            return reader.integers("eos_token_id") or ()
-        if value is not None:
-            return (reader.integer("eos_token_id", low=0),)
-    return ()
+            found += reader.integers("eos_token_id") or ()
+        elif value is not None:
+            found.append(reader.integer("eos_token_id", low=0))
+    return tuple(dict.fromkeys(found))

@@ -33,5 +33,5 @@ def read_target(directory: Path) -> TargetSpec:
         vocab_size=config.integer("vocab_size", low=2),
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
         dtype=read_dtype(config),
-        eos_token_ids=read_eos(directory, config),
+        eos_token_ids=read_eos(directory),
     )

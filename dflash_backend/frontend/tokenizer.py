@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 
+from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.errors import CheckpointError
 
 
@@ -47,7 +47,8 @@ class Tokenizer:
             ) from error
         if not getattr(template, "is_fast", False):
             raise CheckpointError(f"{directory}: the tokenizer has no fast version; it needs a tokenizer.json")
-        return cls(template, _eos_token_ids(directory, template.eos_token_id))
+        own = () if template.eos_token_id is None else (template.eos_token_id,)
+        return cls(template, tuple(dict.fromkeys((*read_eos(directory), *own))))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
@@ -84,18 +85,3 @@ class Tokenizer:
         depend on what follows it, and could not be streamed.
         """
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-
-def _eos_token_ids(directory: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Every id that a checkpoint calls the end of a sequence; generation_config.json's come first."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        if path.is_file():
-            try:
-                value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError, OSError) as error:
-                raise CheckpointError(f"{path}: eos_token_id cannot be read from it: {error}") from error
-            found += value if isinstance(value, list) else [value]
-    found.append(tokenizer_eos)  # type: ignore[arg-type]
-    return tuple(dict.fromkeys(i for i in found if isinstance(i, int) and not isinstance(i, bool)))
