@@ -4,6 +4,8 @@ Processes wait asleep where OpenMP threads spin, so a run keeps its pace on a ma
 Without workers (a single process) every function here is a no-op.
 """
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +57,9 @@ def run_workers(workers: int, function: Callable[..., None], *arguments: Any) ->
 def _worker(number: int, workers: int, meeting_point: Path, function: Callable[..., None], arguments: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=number, world_size=workers)
-    try:
-        function(*arguments)
-    finally:
-        dist.destroy_process_group()
+    function(*arguments)
+    # Gloo's threads may be in an exchange with a worker that is still at work: all come to the end first. Then the
+    # process ends without taking the group apart, in which those threads now and then abort it.
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
