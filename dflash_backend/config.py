@@ -185,8 +185,10 @@ SETTINGS: tuple[Setting, ...] = (
         help="seconds after which a request ends with what it has; 0: never",
     ),
     Setting("kv_write_guard", bool, False, "check every KV write against its owner and stop at a breach (slow)"),
-    Setting("enable_cuda_graphs", bool, True, "capture the decode cycle into CUDA graphs"),
-    Setting("enable_overlap", bool, True, "plan the next step while the device runs this one"),
+    Setting("enable_cuda_graphs", bool, True, "capture the decode cycle into CUDA graphs; no effect in this version"),
+    Setting(
+        "enable_overlap", bool, True, "plan the next step while the device runs this one; no effect in this version"
+    ),
     Setting("seed", int, 0, low=0, high=2**63 - 1, help="seeds the requests that bring no seed of their own"),
     Setting("log_level", str, "info", choices=("debug", "info", "warning", "error"), help="how much is logged"),
 )
