@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.attention import BackendError, Requirements, select_backend
+from dflash_backend.attention import AttentionPattern, BackendError, Requirements, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
 from dflash_backend.checkpoints.weights import weight_files
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits
 from dflash_backend.messages import EngineReady
-from dflash_backend.models import DFlashModel, load_target
+from dflash_backend.models import DFlashModel, draft_patterns, load_target
 from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
@@ -74,7 +74,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         model = DFlashModel.load(
             draft_spec, max_positions, dtype, device, lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done)
         )
-        drafter_len = min(draft_spec.decoder.max_position_embeddings, max_positions)
+        drafter_len = min(draft_spec.decoder.max_len, max_positions)
         drafter = DFlashDrafter(model, target, kv.draft, backend, drafter_len)
     requests = RequestTable(config.max_num_seqs, max_model_len, k, config.kv_block_size, target_spec.vocab_size, device)
     greedy_drafts = config.draft_sample_method == "greedy"
@@ -140,7 +140,7 @@ def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> to
 
 
 def _max_model_len(config: EngineConfig, target: TargetSpec) -> int:
-    trained = target.decoder.max_position_embeddings
+    trained = target.decoder.max_len
     if config.max_model_len is not None and config.max_model_len > trained:
         raise ConfigError(
             f"setting 'max_model_len' is {config.max_model_len}; the target in {target.path} was made for at most "
@@ -153,9 +153,11 @@ def _requirements(
     target: TargetSpec, draft: DraftSpec | None, dtype: torch.dtype, device: torch.device
 ) -> Requirements:
     head_dims = {target.decoder.head_dim} | ({draft.decoder.head_dim} if draft else set())
+    patterns = {AttentionPattern(True, window) for window in target.decoder.sliding_windows}
+    if draft is not None:
+        patterns |= set(draft_patterns(draft))
     return Requirements(
-        causal=True,
-        non_causal=draft is not None and not all(draft.causal),
+        patterns=frozenset(patterns),
         head_dims=frozenset(head_dims),
         dtype=dtype,
         device=device.type,

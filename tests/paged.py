@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
-from dflash_backend.attention import KVLayer, RowLayout
+from dflash_backend.attention import AttentionPattern, KVLayer, RowLayout
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
@@ -28,7 +30,12 @@ def block_tables(num_rows: int, seed: int = 3) -> np.ndarray:
     return order[: num_rows * width].reshape(num_rows, width).astype(np.int64)
 
 
-def context(tables: np.ndarray, starts: list[int], query_lens: list[int], causal: bool = True) -> PagedContext:
+def context(
+    tables: np.ndarray,
+    starts: list[int],
+    query_lens: list[int],
+    patterns: Iterable[AttentionPattern] = (AttentionPattern(True),),
+) -> PagedContext:
     """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`."""
     backend = TorchBackend(BLOCK_SIZE)
     lens = np.array(query_lens, dtype=np.int64)
@@ -36,5 +43,6 @@ def context(tables: np.ndarray, starts: list[int], query_lens: list[int], causal
     rows = np.repeat(np.arange(len(starts)), lens)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables))
-    metadata = backend.prepare(layout, causal, torch.float32)
-    return PagedContext(torch.from_numpy(positions), torch.from_numpy(slots), backend, metadata)
+    return PagedContext.prepare(
+        layout, torch.from_numpy(positions), torch.from_numpy(slots), backend, patterns, torch.float32
+    )

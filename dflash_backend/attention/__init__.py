@@ -3,6 +3,7 @@
 from dflash_backend.attention.interface import (
     AttentionBackend,
     AttentionMetadata,
+    AttentionPattern,
     Capabilities,
     KVLayer,
     Requirements,
@@ -13,6 +14,7 @@ from dflash_backend.attention.selection import BackendError, select_backend
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
+    "AttentionPattern",
     "BackendError",
     "Capabilities",
     "KVLayer",

@@ -15,11 +15,24 @@ import torch
 
 
 @dataclass(frozen=True)
+class AttentionPattern:
+    """Which positions of its row a query sees.
+
+    With `causal` those up to its own, else all. With `sliding_window` W only those less than W away from its own, so
+    W of them to the left, its own included (as in FlashAttention and `transformers`).
+    """
+
+    causal: bool
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What a backend can run. `head_dims` of None means any."""
 
     causal: bool
     non_causal: bool
+    sliding_window: bool
     head_dims: frozenset[int] | None
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str]
@@ -29,8 +42,7 @@ class Capabilities:
 class Requirements:
     """What the models of a server need of the backend."""
 
-    causal: bool
-    non_causal: bool
+    patterns: frozenset[AttentionPattern]
     head_dims: frozenset[int]
     dtype: torch.dtype
     device: str
@@ -71,9 +83,8 @@ class AttentionBackend(Protocol):
     name: str
     capabilities: Capabilities
 
-    def prepare(self, layout: RowLayout, causal: bool, dtype: torch.dtype) -> AttentionMetadata:
-        """Build what all layers of a forward pass share. With `causal`, a query sees the positions up to its own;
-        without, every position of its row."""
+    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> AttentionMetadata:
+        """Build what all layers of a forward pass that have the same pattern share."""
         ...
 
     def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:

@@ -20,10 +20,12 @@ class BackendError(ValueError):
 def lacking(capabilities: Capabilities, needs: Requirements) -> list[str]:
     """What `needs` asks for that `capabilities` does not have, in words; empty when everything is there."""
     missing = []
-    if needs.causal and not capabilities.causal:
+    if any(pattern.causal for pattern in needs.patterns) and not capabilities.causal:
         missing.append("causal attention")
-    if needs.non_causal and not capabilities.non_causal:
+    if not all(pattern.causal for pattern in needs.patterns) and not capabilities.non_causal:
         missing.append("non-causal attention")
+    if any(pattern.sliding_window for pattern in needs.patterns) and not capabilities.sliding_window:
+        missing.append("sliding-window attention")
     if capabilities.head_dims is not None:
         missing += [f"head size {size}" for size in sorted(needs.head_dims - capabilities.head_dims)]
     if needs.dtype not in capabilities.dtypes:

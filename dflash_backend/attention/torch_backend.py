@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dflash_backend.attention.interface import AttentionMetadata, Capabilities, KVLayer, RowLayout
+from dflash_backend.attention.interface import AttentionMetadata, AttentionPattern, Capabilities, KVLayer, RowLayout
 from dflash_kernels.kv_write import kv_write_reference
 
 # A group may compute this many times the K/V positions that its rows need, plus a few blocks.
@@ -50,6 +50,7 @@ class TorchBackend:
     capabilities = Capabilities(
         causal=True,
         non_causal=True,
+        sliding_window=True,
         head_dims=None,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         devices=frozenset({"cpu", "cuda"}),
@@ -58,19 +59,21 @@ class TorchBackend:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def prepare(self, layout: RowLayout, causal: bool, dtype: torch.dtype) -> TorchMetadata:
+    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
         """See `AttentionBackend.prepare`."""
         groups = []
         first_row, first_token = 0, 0
         for num_rows in split_groups(layout.query_lens, layout.seq_lens):
             rows = slice(first_row, first_row + num_rows)
-            group = self._group(layout, rows, first_token, causal, dtype)
+            group = self._group(layout, rows, first_token, pattern, dtype)
             groups.append(group)
             first_row += num_rows
             first_token += num_rows * group.query_len
         return TorchMetadata(groups)
 
-    def _group(self, layout: RowLayout, rows: slice, first_token: int, causal: bool, dtype: torch.dtype) -> RowGroup:
+    def _group(
+        self, layout: RowLayout, rows: slice, first_token: int, pattern: AttentionPattern, dtype: torch.dtype
+    ) -> RowGroup:
         query_len = int(layout.query_lens[rows.start])
         seq_lens = layout.seq_lens[rows]
         longest = int(seq_lens.max())
@@ -78,16 +81,20 @@ class TorchBackend:
         blocks = layout.block_tables[rows, :num_blocks].reshape(-1)
         num_rows = len(seq_lens)
         device = blocks.device
-        if causal and num_rows == 1 and query_len == longest:
+        window = pattern.sliding_window
+        if pattern.causal and window is None and num_rows == 1 and query_len == longest:
             return RowGroup(first_token, 1, query_len, longest, blocks, None)
         padded_len = num_blocks * self.block_size
         lens = torch.from_numpy(seq_lens).to(device)
         key = torch.arange(padded_len, device=device)
-        if causal:
-            last_seen = lens[:, None] - query_len + torch.arange(query_len, device=device)
-            hidden = key > last_seen[:, :, None]
+        # Position of each query, `[num_rows, query_len, 1]`.
+        query = (lens[:, None] - query_len + torch.arange(query_len, device=device))[:, :, None]
+        if pattern.causal:
+            hidden = key > query
         else:
             hidden = (key >= lens[:, None])[:, None, :].expand(num_rows, query_len, padded_len)
+        if window is not None:
+            hidden = hidden | ((key - query).abs() >= window)
         mask = torch.zeros(num_rows, 1, query_len, padded_len, dtype=dtype, device=device)
         mask.masked_fill_(hidden[:, None], float("-inf"))
         return RowGroup(first_token, num_rows, query_len, padded_len, blocks, mask)

@@ -25,8 +25,9 @@ def read_decoder(config: JsonReader) -> DecoderSpec:
         raise config.fail("head_dim", "an even number, as rotary embedding needs")
     if config.string("hidden_act", default="silu") != "silu":
         raise config.fail("hidden_act", "'silu'")
+    num_layers = config.integer("num_hidden_layers", high=1024)
     return DecoderSpec(
-        num_layers=config.integer("num_hidden_layers", high=1024),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
         num_heads=num_heads,
@@ -35,7 +36,9 @@ def read_decoder(config: JsonReader) -> DecoderSpec:
         rms_norm_eps=config.number("rms_norm_eps", default=1e-6),
         rope=read_rope(config),
         attention_bias=config.boolean("attention_bias", default=False),
-        max_position_embeddings=config.integer("max_position_embeddings", default=32768),
+        mlp_bias=False,
+        sliding_windows=(None,) * num_layers,
+        max_len=config.integer("max_position_embeddings", default=32768),
     )
 
 

@@ -8,14 +8,51 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding: base frequency `theta`. Scaled variants join with the other target families."""
+    """Rotary position embedding: base frequency `theta`, and how `kind` scales the frequencies.
+
+    kind: `default`; `linear` and `dynamic` (NTK) by `factor`; `yarn` (arXiv 2309.00071) by `factor`, with `beta_fast`,
+    `beta_slow` and `truncate`; `llama3` (Llama 3.1) by `factor`, `low_freq_factor` and `high_freq_factor`. The last two
+    start from `original_max_positions`. `attention_factor` multiplies cosine and sine.
+
+    `dynamic` depends on the length of the sequence, but K/V that other sequences share must not: `length` is the one
+    length that frequencies are computed for. Up to `original_max_positions` they are unscaled.
+    """
 
     theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts in place of the MLP: `sparse_layers` says in which layers.
+
+    The router takes the `experts_per_token` most likely of `num_experts`; with `norm_topk_prob` their weights are
+    scaled to sum to 1. `intermediate_size` is that of one expert.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """The shape of a Qwen3-style decoder stack, target or drafter. Sizes are numbers of elements."""
+    """The shape of a decoder stack, target or drafter. Sizes are numbers of elements.
+
+    `sliding_windows` has one entry for each layer: the number of positions that a query sees, its own included, or
+    None for all. `max_len` is the number of positions that the model can address, rotary scaling included.
+    """
 
     num_layers: int
     hidden_size: int
@@ -26,7 +63,10 @@ class DecoderSpec:
     rms_norm_eps: float
     rope: RopeSpec
     attention_bias: bool
-    max_position_embeddings: int
+    mlp_bias: bool
+    sliding_windows: tuple[int | None, ...]
+    max_len: int
+    moe: MoeSpec | None = None
 
     @property
     def query_size(self) -> int:
@@ -56,22 +96,41 @@ class TargetSpec:
 class DraftSpec:
     """A DFlash drafter.
 
-    `target_layer_ids` follow the layer-id convention: i is the output of target decoder layer i, 0-based.
-    `block_size` is 1 + the k that the drafter was trained for. `causal` says per drafter layer whether a query sees
-    only positions up to its own.
+    target_layer_ids: in the layer-id convention: i is the output of target decoder layer i, 0-based.
+    block_size: 1 + the largest k, since the anchor takes one place. num_speculative_tokens: k that the checkpoint asks
+    for. causal: per drafter layer, whether a query sees only positions up to its own.
+    vocab_size: the target's, as the drafter's config has it. draft_vocab_size: tokens that the drafter can propose;
+    fewer than vocab_size are mapped to the target's ids by the checkpoint's `d2t`.
+    target_hidden_size: width of one feature. num_target_layers, target_name: of the target that it was made for; None
+    where the checkpoint does not say.
+    has_embedding, has_lm_head: the checkpoint ships its own; else the target's serve. has_mask_embedding: a file
+    `mask_embedding.pt` lies beside the weights.
     """
 
     path: Path
     format: str
     decoder: DecoderSpec
     block_size: int
+    num_speculative_tokens: int
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    num_target_layers: int
     causal: tuple[bool, ...]
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    num_target_layers: int | None
+    target_name: str | None
+    has_embedding: bool
+    has_lm_head: bool
+    has_mask_embedding: bool
     dtype: str
 
     @property
     def max_speculative_tokens(self) -> int:
-        """k that the checkpoint was trained for: the anchor takes one place of the block."""
+        """The largest k: the anchor takes one place of the block."""
         return self.block_size - 1
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft token ids differ from the target's."""
+        return self.draft_vocab_size < self.vocab_size

@@ -27,14 +27,24 @@ def read_zlab(directory: Path, config: JsonReader) -> DraftSpec:
         layer_ids = default_layer_ids(num_target_layers, decoder.num_layers)
     if max(layer_ids) >= num_target_layers:
         raise dflash.fail("target_layer_ids", f"layer ids below num_target_layers ({num_target_layers})")
+    block_size = config.integer("block_size", low=2, high=256)
+    vocab_size = config.integer("vocab_size", low=2)
     return DraftSpec(
         path=directory,
         format="z-lab",
         decoder=decoder,
-        block_size=config.integer("block_size", low=2, high=256),
+        block_size=block_size,
+        num_speculative_tokens=block_size - 1,
         target_layer_ids=layer_ids,
         mask_token_id=dflash.integer("mask_token_id", low=0),
+        vocab_size=vocab_size,
+        draft_vocab_size=vocab_size,
+        target_hidden_size=decoder.hidden_size,
         num_target_layers=num_target_layers,
+        target_name=None,
+        has_embedding=False,
+        has_lm_head=False,
+        has_mask_embedding=False,
         causal=read_causal(config, dflash, decoder.num_layers),
         dtype=read_dtype(config),
     )

@@ -6,12 +6,10 @@ drafter layer; `forward` runs the queries of a draft block, `[anchor, mask, mask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from dflash_backend.attention import KVLayer
+from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DraftSpec
 from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext
@@ -29,9 +27,10 @@ class DFlashModel:
         self.hidden_norm = tensors.pop("hidden_norm.weight")
         self.final_norm = tensors.pop("norm.weight")
         self.rotary = Rotary(spec.decoder, max_positions, self.fc.device, dtype)
+        self.patterns = draft_patterns(spec)
         self.layers = [
-            DecoderLayer(spec.decoder, LayerWeights.take(tensors, spec.decoder, f"layers.{i}."), self.rotary)
-            for i in range(spec.decoder.num_layers)
+            DecoderLayer(spec.decoder, LayerWeights.take(tensors, spec.decoder, f"layers.{i}."), self.rotary, pattern)
+            for i, pattern in enumerate(self.patterns)
         ]
         query = spec.decoder.query_size
         # The K/V rows of every layer's fused projection as one matrix: context K/V of all layers is one product.
@@ -72,19 +71,22 @@ class DFlashModel:
         kv[:, :, 0] = self.rotary.rotate(key, (cos, sin))
         return kv
 
-    def forward(
-        self, embeddings: torch.Tensor, contexts: Sequence[PagedContext], caches: list[KVLayer]
-    ) -> torch.Tensor:
+    def forward(self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> torch.Tensor:
         """Run draft blocks: `[num_queries, hidden]` embeddings -> final-normed outputs of the same shape.
 
-        contexts: one for each layer, alike but for their metadata, since layers may differ in causality. The
-        queries' K/V goes to positions that RESERVE holds for them, and the next injection there overwrites it.
+        The queries' K/V goes to positions that RESERVE holds for them, and the next injection there overwrites it.
         """
         hidden = embeddings
-        tables = self.rotary.tables(contexts[0].positions)
-        for layer, context, cache in zip(self.layers, contexts, caches, strict=True):
+        tables = self.rotary.tables(context.positions)
+        for layer, cache in zip(self.layers, caches, strict=True):
             hidden = layer.forward(hidden, context, cache, tables)
         return F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.spec.decoder.rms_norm_eps)
+
+
+def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:
+    """What the queries of each drafter layer see."""
+    layers = zip(spec.causal, spec.decoder.sliding_windows, strict=True)
+    return tuple(AttentionPattern(causal, window) for causal, window in layers)
 
 
 def tensor_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:

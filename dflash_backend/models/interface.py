@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from dflash_backend.attention import AttentionBackend, AttentionMetadata, KVLayer
+from dflash_backend.attention import AttentionBackend, AttentionMetadata, AttentionPattern, KVLayer, RowLayout
 from dflash_backend.checkpoints.spec import TargetSpec
 
 
@@ -16,13 +17,26 @@ class PagedContext:
     """What a forward pass over paged K/V needs besides its tokens.
 
     positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's K/V goes.
-    metadata: what `backend.prepare` made of the rows.
+    metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
     """
 
     positions: torch.Tensor
     slots: torch.Tensor
     backend: AttentionBackend
-    metadata: AttentionMetadata
+    metadata: Mapping[AttentionPattern, AttentionMetadata]
+
+    @classmethod
+    def prepare(
+        cls,
+        layout: RowLayout,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        backend: AttentionBackend,
+        patterns: Iterable[AttentionPattern],
+        dtype: torch.dtype,
+    ) -> PagedContext:
+        """The context of a pass over `layout` through a model whose layers have `patterns`."""
+        return cls(positions, slots, backend, {p: backend.prepare(layout, p, dtype) for p in set(patterns)})
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,12 @@ class TargetModel(Protocol):
     """A target decoder."""
 
     spec: TargetSpec
+
+    patterns: tuple[AttentionPattern, ...]
+    """What each layer's queries see."""
+
+    lm_head: torch.Tensor
+    """`[vocab_size, hidden_size]`, the embedding itself where the two are tied."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings: int64 `[n]` -> `[n, hidden_size]`."""
@@ -55,5 +75,5 @@ class TargetModel(Protocol):
         ...
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
-        """The LM head alone, for a drafter that has a final norm of its own: `[n, hidden_size]` -> `[n, vocab]`."""
+        """The LM head alone: normed `[n, hidden_size]` -> `[n, vocab_size]`."""
         ...

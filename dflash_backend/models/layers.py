@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dflash_backend.attention import KVLayer
+from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
 
@@ -109,8 +109,9 @@ class LayerWeights:
 class DecoderLayer:
     """One pre-norm decoder layer: paged attention with q/k norm, then a SiLU-gated MLP."""
 
-    def __init__(self, spec: DecoderSpec, weights: LayerWeights, rotary: Rotary) -> None:
+    def __init__(self, spec: DecoderSpec, weights: LayerWeights, rotary: Rotary, pattern: AttentionPattern) -> None:
         self.spec = spec
+        self.pattern = pattern
         self.weights = weights
         self.rotary = rotary
 
@@ -126,7 +127,7 @@ class DecoderLayer:
         w = self.weights
         query, kv = self.project(self.norm(hidden, w.input_norm), tables)
         context.backend.write_kv(kv, context.slots, cache)
-        attended = context.backend.attend(query, cache, context.metadata)
+        attended = context.backend.attend(query, cache, context.metadata[self.pattern])
         hidden = hidden + F.linear(attended, w.output, w.output_bias)
         gate, up = F.linear(self.norm(hidden, w.post_norm), w.gate_up).chunk(2, dim=-1)
         return hidden + F.linear(F.silu(gate) * up, w.down)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from dflash_backend.attention import KVLayer
+from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext, TargetOutput
@@ -24,9 +24,10 @@ class Qwen3Target:
         self.final_norm = tensors.pop("model.norm.weight")
         rotary = Rotary(spec.decoder, max_positions, self.embedding.device, dtype)
         self.rotary = rotary
+        self.patterns = tuple(AttentionPattern(True, window) for window in spec.decoder.sliding_windows)
         self.layers = [
-            DecoderLayer(spec.decoder, LayerWeights.take(tensors, spec.decoder, f"model.layers.{i}."), rotary)
-            for i in range(spec.decoder.num_layers)
+            DecoderLayer(spec.decoder, LayerWeights.take(tensors, spec.decoder, f"model.layers.{i}."), rotary, pattern)
+            for i, pattern in enumerate(self.patterns)
         ]
 
     @classmethod

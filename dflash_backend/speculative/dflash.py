@@ -50,20 +50,16 @@ class DFlashDrafter:
         embeddings[anchor_index] = self.target.embed(block.anchors)
 
         layout = RowLayout(query_lens, block.positions + query_lens, block.block_tables)
-        contexts = self._contexts(layout, torch.from_numpy(positions).to(device), block.slots, embeddings.dtype)
-        hidden = self.model.forward(embeddings, contexts, self.caches)
+        context = PagedContext.prepare(
+            layout,
+            torch.from_numpy(positions).to(device),
+            block.slots,
+            self.backend,
+            self.model.patterns,
+            embeddings.dtype,
+        )
+        hidden = self.model.forward(embeddings, context, self.caches)
 
         masks = (offsets > 0).nonzero()[0]
         logits = self.target.head(hidden[torch.from_numpy(masks).to(device)])
         return sampler.choose(logits, rows[masks], positions[masks])
-
-    def _contexts(
-        self, layout: RowLayout, positions: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
-    ) -> list[PagedContext]:
-        """A context for each layer; layers of the same causality share one."""
-        causality = self.model.spec.causal
-        made = {
-            causal: PagedContext(positions, slots, self.backend, self.backend.prepare(layout, causal, dtype))
-            for causal in set(causality)
-        }
-        return [made[causal] for causal in causality]

@@ -119,11 +119,8 @@ class ModelRunner:
             block_tables=self._put(batch.block_tables(all_rows, int(seq_lens.max()))),
         )
         positions = self._put(batch.token_position)
-        context = PagedContext(
-            positions=positions,
-            slots=self._put(batch.token_slot),
-            backend=self.backend,
-            metadata=self.backend.prepare(layout, causal=True, dtype=self.dtype),
+        context = PagedContext.prepare(
+            layout, positions, self._put(batch.token_slot), self.backend, self.target.patterns, self.dtype
         )
         tokens = self.requests.tokens[self._put(batch.table[batch.token_row]), positions]
         capture = self.drafter.capture if self.drafter is not None else ()

@@ -7,10 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from dflash_backend.attention import BackendError, Capabilities, Requirements, select_backend
+from dflash_backend.attention import AttentionPattern, BackendError, Capabilities, Requirements, select_backend
 from dflash_backend.attention.torch_backend import TorchBackend
 
-NEEDS = Requirements(causal=True, non_causal=True, head_dims=frozenset({48, 64}), dtype=torch.float32, device="cpu")
+NEEDS = Requirements(
+    patterns=frozenset({AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 8)}),
+    head_dims=frozenset({48, 64}),
+    dtype=torch.float32,
+    device="cpu",
+)
 
 
 def limited(**changes: object) -> Capabilities:
@@ -22,6 +27,7 @@ def limited(**changes: object) -> Capabilities:
     [
         ({"non_causal": False}, "non-causal attention"),
         ({"causal": False}, "lacks causal attention"),
+        ({"sliding_window": False}, "sliding-window attention"),
         ({"head_dims": frozenset({64})}, "head size 48"),
         ({"dtypes": frozenset({torch.bfloat16})}, "float32"),
         ({"devices": frozenset({"cuda"})}, "device cpu"),

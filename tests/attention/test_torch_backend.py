@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.attention import KVLayer, RowLayout
+from dflash_backend.attention import AttentionPattern, KVLayer, RowLayout
 from dflash_backend.attention.torch_backend import TorchBackend, split_groups
 from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
@@ -42,7 +42,7 @@ def test_paged_attention_equals_dense(query_lens: list[int], seq_lens: list[int]
         expected.append(dense(query[first : first + q], kv[:, 0], kv[:, 1], causal))
         first += q
     layout = RowLayout(np.array(query_lens), np.array(seq_lens), torch.from_numpy(tables[: len(seq_lens)]))
-    actual = backend.attend(query, layer, backend.prepare(layout, causal, torch.float32))
+    actual = backend.attend(query, layer, backend.prepare(layout, AttentionPattern(causal), torch.float32))
     torch.testing.assert_close(actual, torch.cat(expected).float(), atol=1e-5, rtol=1e-5)
 
 

@@ -82,6 +82,6 @@ def test_draft_blocks_equal_a_dense_implementation_after_any_acceptance(tmp_path
             inject.backend.write_kv(layer_kv, inject.slots, cache)
         done += accepted
         block = torch.randn(8, spec.decoder.hidden_size, generator=torch.Generator().manual_seed(done))
-        output = model.forward(block, [context(tables, [done], [8], causal)] * len(kv), kv)
+        output = model.forward(block, context(tables, [done], [8], model.patterns), kv)
         expected = dense_draft(weights, spec.decoder, features[:done], block, causal)
         torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
