@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from dflash_backend.attention import AttentionPattern, BackendError, Requirements, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
-from dflash_backend.checkpoints.weights import weight_files
+from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
+from dflash_backend.checkpoints.files import weight_files
+from dflash_backend.checkpoints.headers import read_headers
+from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits
@@ -27,6 +33,7 @@ Progress = Callable[[str, float], None]
 
 GIB = 1024**3
 DEFAULT_CPU_KV_GIB = 4.0
+MIN_MODEL_LEN = 2  # a token of prompt and one of output
 
 # What can be wrong with a start, each with a sentence for the operator.
 LOAD_ERRORS = (ConfigError, CheckpointError, BackendError)
@@ -42,33 +49,41 @@ class BuiltEngine:
     ready: EngineReady
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How long a request may be and how many blocks there are for all. `cut_from`: the length that the target could
+    address, where the K/V memory holds less."""
+
+    max_model_len: int
+    num_blocks: int
+    cut_from: int | None = None
+
+
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
 
-    `progress` hears `(message, fraction)`. Raises one of `LOAD_ERRORS`.
+    `progress` hears `(message, fraction)`: what was read of each checkpoint, line by line, then the files that are
+    loaded. Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)
-    target_spec, draft_spec = pair.target, pair.draft
-    if pair.warning:
-        report(f"warning: {pair.warning}", 0.0)
+    _report_pair(pair, report)
     device = _device(config)
-    dtype = _dtype(config, target_spec, device)
-    max_model_len = _max_model_len(config, target_spec)
+    dtype = _dtype(config, pair.target, device)
+    sizes = _sizes(config, pair, dtype, device)
+    pair = _at_length(pair, sizes.max_model_len)
+    target_spec, draft_spec = pair.target, pair.draft
     backend = select_backend(
         config.attention_backend, _requirements(target_spec, draft_spec, dtype, device), config.kv_block_size
     )
     k = pair.num_speculative_tokens
-    max_positions = max_model_len + k + 1
+    max_positions = sizes.max_model_len + k + 1
 
     target = load_target(
         target_spec, max_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)
     )
-    num_blocks = _num_blocks(config, target_spec, draft_spec, max_model_len, dtype, device)
-    kv = PagedKVCache.allocate(
-        target_spec.decoder, draft_spec.decoder if draft_spec else None, num_blocks, config.kv_block_size, dtype, device
-    )
+    kv = _allocate_kv(config, pair, sizes.num_blocks, dtype, device)
     drafter = None
     if draft_spec is not None:
         model = DFlashModel.load(
@@ -76,28 +91,38 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         )
         drafter_len = min(draft_spec.decoder.max_len, max_positions)
         drafter = DFlashDrafter(model, target, kv.draft, backend, drafter_len)
-    requests = RequestTable(config.max_num_seqs, max_model_len, k, config.kv_block_size, target_spec.vocab_size, device)
+    requests = RequestTable(
+        config.max_num_seqs, sizes.max_model_len, k, config.kv_block_size, target_spec.vocab_size, device
+    )
     greedy_drafts = config.draft_sample_method == "greedy"
-    row_workers = num_row_workers(device, _weight_bytes(pair))
+    row_workers = num_row_workers(device, sum(weight_bytes(directory) for directory in _directories(pair)))
     runner = ModelRunner(target, drafter, kv, backend, requests, greedy_drafts, device, dtype, row_workers)
-    limits = _limits(config, num_blocks, max_model_len, k, drafter)
+    limits = _limits(config, sizes.num_blocks, sizes.max_model_len, k, drafter)
     ready = EngineReady(
-        max_model_len=max_model_len,
+        max_model_len=sizes.max_model_len,
         num_speculative_tokens=k,
-        num_kv_blocks=num_blocks,
+        num_kv_blocks=sizes.num_blocks,
         kv_block_size=config.kv_block_size,
         vocab_size=target_spec.vocab_size,
-        description=_describe(pair, device, dtype, backend.name, num_blocks, config.kv_block_size),
+        description=_describe(pair, device, dtype, backend.name, sizes, config.kv_block_size),
     )
     core = _core(limits, runner)
     report("ready", 1.0)
     return BuiltEngine(core, runner, pair, ready)
 
 
-def _weight_bytes(pair: ModelPair) -> int:
-    """Size of the weights on disk, of both models."""
-    specs = [pair.target] + ([pair.draft] if pair.draft else [])
-    return sum(file.stat().st_size for spec in specs for file in weight_files(spec.path))
+def _report_pair(pair: ModelPair, report: Progress) -> None:
+    """Say what the checkpoints are and how they were read."""
+    if pair.warning:
+        report(f"warning: {pair.warning}", 0.0)
+    for label, text in target_facts(pair.target):
+        report(f"target: {label}: {text}", 0.05)
+    for label, text in draft_facts(pair.draft) if pair.draft else []:
+        report(f"drafter: {label}: {text}", 0.1)
+
+
+def _directories(pair: ModelPair) -> list[Path]:
+    return [spec.path for spec in (pair.target, pair.draft) if spec is not None]
 
 
 def _limits(
@@ -139,14 +164,53 @@ def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> to
     return dtypes[name]
 
 
-def _max_model_len(config: EngineConfig, target: TargetSpec) -> int:
-    trained = target.decoder.max_len
-    if config.max_model_len is not None and config.max_model_len > trained:
+def _sizes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device) -> Sizes:
+    """Settle the longest request and the number of blocks. Raises `ConfigError` when they cannot be had.
+
+    No request's blocks ever cover more than `max_model_len` positions (`core.row_shape.peak_positions`), so the pool
+    must hold that many. Where the setting is auto, the length gives way to the pool.
+    """
+    addressable = pair.target.decoder.max_len
+    wanted = config.max_model_len
+    if wanted is not None and wanted > addressable:
         raise ConfigError(
-            f"setting 'max_model_len' is {config.max_model_len}; the target in {target.path} was made for at most "
-            f"{trained} positions"
+            f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
+            f"{addressable} positions"
         )
-    return config.max_model_len or trained
+    longest = wanted or _unscaled_len(pair.target.decoder)
+    num_blocks = _num_blocks(config, pair, longest, dtype, device)
+    held = num_blocks * config.kv_block_size
+    if longest <= held:
+        return Sizes(longest, num_blocks)
+    if wanted is None and held >= MIN_MODEL_LEN:
+        return Sizes(held, num_blocks, cut_from=longest)
+    needed = -(-longest // config.kv_block_size)
+    raise ConfigError(
+        f"setting 'max_model_len' is {'auto' if wanted is None else wanted}, and a request of {longest} tokens takes "
+        f"{needed} KV blocks of {config.kv_block_size} tokens; there is memory for {num_blocks}, which hold {held} "
+        "tokens: lower max_model_len or raise kv_cache_gb"
+    )
+
+
+def _unscaled_len(decoder: DecoderSpec) -> int:
+    """The length that auto takes: all that the model can address, but with dynamic scaling, which changes every
+    frequency past the original length, what it was trained for."""
+    return decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len
+
+
+def _at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
+    """The pair with dynamic frequencies for the longest sequence that is served: K/V of a prefix must be the same for
+    every sequence that shares it."""
+
+    def scaled(decoder: DecoderSpec) -> DecoderSpec:
+        length = min(max_model_len, decoder.max_len)
+        if decoder.rope.kind != "dynamic" or length <= decoder.rope.length:
+            return decoder
+        return dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, length=length))
+
+    target = dataclasses.replace(pair.target, decoder=scaled(pair.target.decoder))
+    draft = pair.draft and dataclasses.replace(pair.draft, decoder=scaled(pair.draft.decoder))
+    return dataclasses.replace(pair, target=target, draft=draft)
 
 
 def _requirements(
@@ -165,28 +229,24 @@ def _requirements(
 
 
 def _num_blocks(
-    config: EngineConfig,
-    target: TargetSpec,
-    draft: DraftSpec | None,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: EngineConfig, pair: ModelPair, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """How many blocks the K/V memory holds; never more than all running requests at full length could use."""
-    block_bytes = bytes_per_block(target.decoder, draft.decoder if draft else None, config.kv_block_size, dtype)
+    draft = pair.draft
+    block_bytes = bytes_per_block(pair.target.decoder, draft.decoder if draft else None, config.kv_block_size, dtype)
     lookahead = draft.block_size if draft else 0
     wanted = config.max_num_seqs * -(-(max_model_len + lookahead) // config.kv_block_size)
     if config.kv_cache_gb is not None:
         size, source = config.kv_cache_gb * GIB, f"kv_cache_gb = {config.kv_cache_gb:g}"
-        num_blocks = int(size // block_bytes)
     elif device.type == "cpu":
         size, source = DEFAULT_CPU_KV_GIB * GIB, f"the default of {DEFAULT_CPU_KV_GIB:g} GiB"
-        num_blocks = min(wanted, int(size // block_bytes))
     else:
         free, total = torch.cuda.mem_get_info(device)
-        size = free - (1.0 - config.gpu_memory_utilization) * total
+        size = free - (1.0 - config.gpu_memory_utilization) * total - _model_bytes(pair, dtype)
         source = f"gpu_memory_utilization = {config.gpu_memory_utilization:g}"
-        num_blocks = min(wanted, int(size // block_bytes))
+    num_blocks = int(size // block_bytes)
+    if config.kv_cache_gb is None:
+        num_blocks = min(wanted, num_blocks)
     if num_blocks < 1:
         raise ConfigError(
             f"the KV cache has no room for a single block: {source} leaves {max(size, 0) / 1024**2:.1f} MiB, a block "
@@ -195,8 +255,29 @@ def _num_blocks(
     return num_blocks
 
 
+def _allocate_kv(
+    config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> PagedKVCache:
+    """The K/V tensors. Raises `ConfigError` when the device has no room for them."""
+    draft = pair.draft.decoder if pair.draft else None
+    try:
+        return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)
+    except RuntimeError as error:  # torch says so when an allocation fails
+        size = num_blocks * bytes_per_block(pair.target.decoder, draft, config.kv_block_size, dtype)
+        raise ConfigError(
+            f"a KV cache of {num_blocks} blocks of {config.kv_block_size} tokens takes {size / GIB:.1f} GiB, which "
+            f"{device} does not have; lower kv_cache_gb ({str(error).partition(chr(10))[0]})"
+        ) from None
+
+
+def _model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
+    """Memory that the weights of both models will take, which are not loaded yet."""
+    headers = [header for path in _directories(pair) for header in read_headers(weight_files(path)).values()]
+    return sum(math.prod(header.shape) for header in headers) * dtype.itemsize
+
+
 def _describe(
-    pair: ModelPair, device: torch.device, dtype: torch.dtype, backend: str, num_blocks: int, block_size: int
+    pair: ModelPair, device: torch.device, dtype: torch.dtype, backend: str, sizes: Sizes, block_size: int
 ) -> str:
     draft = pair.draft
     drafting = "no speculation"
@@ -206,8 +287,11 @@ def _describe(
             f"{pair.num_speculative_tokens}, target layers {list(draft.target_layer_ids)})"
         )
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
+    length = f"requests of up to {sizes.max_model_len} tokens"
+    if sizes.cut_from is not None:
+        length += f" (the target could do {sizes.cut_from}; the KV cache holds no more, raise kv_cache_gb)"
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
         f"{drafting}; {device.type}, {str(dtype).removeprefix('torch.')}, attention {backend}{threads}; "
-        f"KV cache of {num_blocks} blocks of {block_size} tokens"
+        f"KV cache of {sizes.num_blocks} blocks of {block_size} tokens; {length}"
     )

@@ -19,7 +19,7 @@ ENV_PREFIX = "DFLASH_"
 AUTO = "auto"
 
 # Environment names under our prefix that are not settings of the engine.
-RESERVED_ENV = frozenset({"DFLASH_REAL_WEIGHTS_TARGET", "DFLASH_REAL_WEIGHTS_DRAFT"})
+RESERVED_ENV_PREFIX = "DFLASH_REAL_WEIGHTS_"  # tests/test_real_weights.py
 
 
 class ConfigError(ValueError):
@@ -110,7 +110,12 @@ def _parse_number(value: Any, kind: type) -> int | float | None:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("target_model", str, "", "directory or hub id of the target; empty: the embedded demo target"),
+    Setting(
+        "target_model",
+        str,
+        "",
+        "directory or hub id of the target, or of a speculators drafter that names its target; empty: the demo target",
+    ),
     Setting(
         "draft_model",
         str,
@@ -172,7 +177,14 @@ SETTINGS: tuple[Setting, ...] = (
         low_open=True,
         help="size of the KV cache in GiB; auto on cpu: what max_num_seqs requests of max_model_len need, at most 4",
     ),
-    Setting("max_model_len", int, None, auto=True, low=2, help="prompt plus output; auto: what the target can do"),
+    Setting(
+        "max_model_len",
+        int,
+        None,
+        auto=True,
+        low=2,
+        help="prompt plus output; auto: what the target can do and the KV cache holds",
+    ),
     Setting("max_num_seqs", int, 64, low=1, high=4096, help="requests that run at the same time"),
     Setting("max_num_batched_tokens", int, 8192, low=1, help="tokens of one step; longer prompts are chunked"),
     Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
@@ -281,7 +293,7 @@ def environment_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name[len(ENV_PREFIX) :].lower(): value
         for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and name not in RESERVED_ENV
+        if name.startswith(ENV_PREFIX) and not name.startswith(RESERVED_ENV_PREFIX)
     }
 
 

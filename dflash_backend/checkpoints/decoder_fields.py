@@ -1,31 +1,66 @@
-"""The fields that Qwen3-style targets and drafters share in `config.json`."""
+"""The fields that targets and drafters share in `config.json`: the shape of the decoder stack, dtype, end of sequence.
+
+A field that is missing takes the value that `transformers` 5 gives it for this family, so that a checkpoint means the
+same here and there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.headers import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec
+from dflash_backend.checkpoints.rope import addressable_positions, read_rope
+from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "swish")  # two names of one function
+MAX_LAYERS = 1024
+MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# Fields that change the arithmetic in a way that is not built here. Ignoring one would only show as worse output.
+UNSUPPORTED = {
+    "quantization_config": "quantised weights are not supported",
+    "compression_config": "quantised weights are not supported",
+    "attn_logit_softcapping": "soft-capping of attention scores is not supported",
+    "final_logit_softcapping": "soft-capping of logits is not supported",
+    "logits_soft_cap": "soft-capping of logits is not supported",
+    "attention_sink_bias": "attention sinks are not supported",
+    "add_swa_attention_sink_bias": "attention sinks are not supported",
+    "add_full_attention_sink_bias": "attention sinks are not supported",
+    "attention_sinks": "attention sinks are not supported",
+}
 
 
-def read_decoder(config: JsonReader) -> DecoderSpec:
+@dataclass(frozen=True)
+class Family:
+    """What one family's config class gives to fields that are missing, and which fields it reads.
+
+    head_dim, num_kv_heads: None where they follow from the hidden size and the query heads.
+    """
+
+    windows: Callable[[JsonReader, int], tuple[int | None, ...]]
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int = 32768
+    reads_attention_bias: bool = False
+    reads_mlp_bias: bool = False
+
+
+def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> DecoderSpec:
     """Read and check the shape of the decoder stack. Raises `CheckpointError`."""
+    refuse_unsupported(config)
+    if config.string("hidden_act", default="silu") not in ACTIVATIONS:
+        raise config.fail("hidden_act", "'silu'; other activations are not supported")
     hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    if config.data.get("head_dim") is None and hidden_size % num_heads:
-        raise config.fail("hidden_size", f"a multiple of num_attention_heads ({num_heads}) where head_dim is missing")
-    head_dim = config.integer("head_dim", default=hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.fail("head_dim", "an even number, as rotary embedding needs")
-    if config.string("hidden_act", default="silu") != "silu":
-        raise config.fail("hidden_act", "'silu'")
-    num_layers = config.integer("num_hidden_layers", high=1024)
+    num_heads, num_kv_heads, head_dim = _read_heads(config, family, hidden_size)
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    max_positions = config.integer("max_position_embeddings", default=family.max_positions, high=MAX_POSITIONS)
+    rope = read_rope(config, head_dim, max_positions, drafter)
     return DecoderSpec(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -33,39 +68,132 @@ def read_decoder(config: JsonReader) -> DecoderSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.number("rms_norm_eps", default=1e-6),
-        rope=read_rope(config),
-        attention_bias=config.boolean("attention_bias", default=False),
-        mlp_bias=False,
-        sliding_windows=(None,) * num_layers,
-        max_len=config.integer("max_position_embeddings", default=32768),
+        rms_norm_eps=config.number("rms_norm_eps", default=1e-6, high=1.0),
+        rope=rope,
+        attention_bias=family.reads_attention_bias and config.boolean("attention_bias", default=False),
+        mlp_bias=family.reads_mlp_bias and config.boolean("mlp_bias", default=False),
+        sliding_windows=family.windows(config, num_layers),
+        max_len=addressable_positions(rope, max_positions),
     )
 
 
-def read_rope(config: JsonReader) -> RopeSpec:
-    """The rotary base, from `rope_parameters` where it is given, else from `rope_theta`.
-
-    Scaled rotary embeddings are refused by name rather than ignored: they would only show as lower quality.
-    """
-    scaling = config.object("rope_scaling")
-    parameters = config.object("rope_parameters")
-    for reader in (scaling, parameters):
-        for key in ("rope_type", "type"):
-            kind = reader.string(key, default="default")
-            if kind != "default":
-                raise CheckpointError(f"{reader.where}: rotary scaling '{kind}' is not supported; expected 'default'")
-    top = config.number("rope_theta", default=10000.0)
-    return RopeSpec(theta=parameters.number("rope_theta", default=top))
+def refuse_unsupported(config: JsonReader) -> None:
+    """Raise `CheckpointError` for a field that changes the arithmetic in a way that is not built here."""
+    for field, reason in UNSUPPORTED.items():
+        value = config.data.get(field)
+        if value is not None and value is not False:
+            raise config.fail(field, f"no such field: {reason}")
+    if not config.boolean("is_neox_style", default=True):
+        raise config.fail("is_neox_style", "true: interleaved rotary embedding is not supported")
 
 
-def read_dtype(config: JsonReader) -> str:
-    """The checkpoint's own dtype, from `dtype` or the older `torch_dtype`; `float32` where it says none."""
-    for field in ("dtype", "torch_dtype"):
-        if config.data.get(field) is not None:
-            name = config.string(field).removeprefix("torch.")
-            if name not in DTYPES:
-                raise config.fail(field, "one of " + ", ".join(DTYPES))
-            return name
+def _read_heads(config: JsonReader, family: Family, hidden_size: int) -> tuple[int, int, int]:
+    """Query heads, key heads and the size of one."""
+    num_heads = config.integer("num_attention_heads")
+    missing = family.num_kv_heads if family.num_kv_heads and "num_key_value_heads" not in config else num_heads
+    num_kv_heads = config.integer("num_key_value_heads", default=missing)
+    if num_heads % num_kv_heads:
+        raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    fixed = family.head_dim if "head_dim" not in config else None
+    if fixed is None and not config.given("head_dim") and hidden_size % num_heads:
+        raise config.fail("hidden_size", f"a multiple of num_attention_heads ({num_heads}) where head_dim is missing")
+    head_dim = config.integer("head_dim", default=fixed or hidden_size // num_heads)
+    if head_dim % 2 or not head_dim:
+        raise config.fail("head_dim", "an even number, as rotary embedding needs")
+    return num_heads, num_kv_heads, head_dim
+
+
+def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | None:
+    """`layer_types`, one for each layer, full or sliding attention; None when the field is missing."""
+    if not config.given("layer_types"):
+        return None
+    types = config.strings("layer_types")
+    if len(types) != num_layers or any(name not in (SLIDING, FULL) for name in types):
+        raise config.fail("layer_types", f"'{FULL}' or '{SLIDING}' for each of the {num_layers} layers")
+    return types
+
+
+def no_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Llama: every layer sees everything."""
+    return _agreeing(config, (None,) * num_layers)
+
+
+def mistral_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral: `sliding_window` in all layers unless it is null; 4096 where the field is missing."""
+    missing = 4096 if "sliding_window" not in config else None
+    window = config.integer("sliding_window") if config.given("sliding_window") else missing
+    return _agreeing(config, (window,) * num_layers)
+
+
+def qwen_moe_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`."""
+    return _agreeing(config, (_qwen_window(config),) * num_layers)
+
+
+def qwen_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen2 and Qwen3: `sliding_window` in the layers that `layer_types` calls sliding, without it in those from
+    `max_window_layers` on; none of it without `use_sliding_window`."""
+    window = _qwen_window(config)
+    types = read_layer_types(config, num_layers)
+    if types is None:
+        first = config.integer("max_window_layers", default=28, low=0)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if SLIDING in types and window is None:
+        raise config.fail("layer_types", f"no '{SLIDING}' where use_sliding_window and sliding_window give no window")
+    return tuple(window if name == SLIDING else None for name in types)
+
+
+def _qwen_window(config: JsonReader) -> int | None:
+    if not config.boolean("use_sliding_window", default=False):
+        return None
+    if config.given("sliding_window"):
+        return config.integer("sliding_window")
+    return None if "sliding_window" in config else 4096
+
+
+def _agreeing(config: JsonReader, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """`windows` of a family that does not read `layer_types`, refused where the field says otherwise."""
+    types = read_layer_types(config, len(windows))
+    if types is not None and any((name == SLIDING) != (w is not None) for name, w in zip(types, windows, strict=True)):
+        raise config.fail("layer_types", "the windows that sliding_window gives: this family does not mix layers")
+    return windows
+
+
+def read_moe(config: JsonReader, num_layers: int) -> MoeSpec:
+    """The experts of Qwen3-MoE: in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    # Published configs have the first name, what `transformers` 5 saves has the second.
+    field = "num_experts" if config.given("num_experts") else "num_local_experts"
+    num_experts = config.integer(field, default=128, high=MAX_LAYERS)
+    step = config.integer("decoder_sparse_step", default=1)
+    dense = _mlp_only_layers(config, num_layers)
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=config.integer("num_experts_per_tok", default=8, high=num_experts),
+        intermediate_size=config.integer("moe_intermediate_size", default=768),
+        norm_topk_prob=config.boolean("norm_topk_prob", default=False),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    )
+
+
+def _mlp_only_layers(config: JsonReader, num_layers: int) -> frozenset[int]:
+    if config.data.get("mlp_only_layers") == []:
+        return frozenset()
+    layers = frozenset(config.integers("mlp_only_layers") or ())
+    if any(layer >= num_layers for layer in layers):
+        raise config.fail("mlp_only_layers", f"layers below num_hidden_layers ({num_layers})")
+    return layers
+
+
+def read_dtype(*configs: JsonReader) -> str:
+    """The checkpoint's own dtype, from `dtype` or the older `torch_dtype` of the first of `configs` that has one;
+    `float32` where none says it."""
+    for config in configs:
+        for field in ("dtype", "torch_dtype"):
+            if config.given(field):
+                name = config.string(field).removeprefix("torch.")
+                if name not in DTYPES:
+                    raise config.fail(field, "one of " + ", ".join(DTYPES))
+                return name
     return "float32"
 
 
@@ -83,3 +211,22 @@ def read_eos(directory: Path) -> tuple[int, ...]:
         elif value is not None:
             found.append(reader.integer("eos_token_id", low=0))
     return tuple(dict.fromkeys(found))
+
+
+def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: Mapping[str, TensorHeader]) -> None:
+    """Check that the weights hold as many layers, and K/V of the size, that the config says, before anything is sized
+    by it. `prefix` begins the layers' names, up to the number. Raises `CheckpointError`."""
+    found = {name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)}
+    if len(found) < decoder.num_layers:
+        raise CheckpointError(
+            f"{config.where}: field 'num_hidden_layers' is {decoder.num_layers}; the weights beside it hold "
+            f"{len(found)} layers"
+        )
+    for part, rows in (("q_proj", decoder.query_size), ("k_proj", decoder.kv_size)):
+        name = f"{prefix}0.self_attn.{part}.weight"
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.shape[:1] != (rows,):
+            raise CheckpointError(
+                f"{tensor.file}: tensor '{name}' has shape {list(tensor.shape)}; the heads in {config.where} ask for "
+                f"{rows} rows"
+            )

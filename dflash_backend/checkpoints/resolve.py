@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_backend.checkpoints.errors import CheckpointError
-from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.files import READ_PATTERNS, check_files
+from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.pairing import check_pair
 from dflash_backend.checkpoints.spec import DraftSpec, TargetSpec
+from dflash_backend.checkpoints.speculators import MODEL_TYPE, is_speculators, read_speculators, verifier_name
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.checkpoints.zlab import is_zlab, read_zlab
+from dflash_backend.checkpoints.zlab import ARCHITECTURE, read_zlab
 from dflash_backend.config import EngineConfig, asset_path
 
 
@@ -24,60 +26,130 @@ class ModelPair:
     warning: str | None = None
 
 
+@dataclass(frozen=True)
+class ModelDirs:
+    """Where the models of a configuration lie. `warning` is for the log."""
+
+    target: Path
+    draft: Path | None
+    warning: str | None = None
+
+
 def resolve_target_dir(config: EngineConfig) -> Path:
     """The directory of the target and its tokenizer. Raises `CheckpointError`."""
-    if not config.target_model:
-        return asset_path("demo", "pair", "target")
-    return find_model(config.target_model, "target_model")
+    return resolve_dirs(config).target
 
 
 def resolve_pair(config: EngineConfig) -> ModelPair:
     """Read both checkpoints that the settings name and check that they fit. Raises `CheckpointError`."""
-    target = read_target(resolve_target_dir(config))
-    draft_dir, warning = _draft_dir(config)
-    if draft_dir is None:
+    dirs = resolve_dirs(config)
+    target = read_target(dirs.target)
+    if dirs.draft is None:
         if config.num_speculative_tokens:
             raise CheckpointError(
                 f"num_speculative_tokens is {config.num_speculative_tokens} but there is no drafter; set draft_model"
             )
-        return ModelPair(target, None, 0, warning)
-    draft = read_draft(draft_dir)
-    if config.causal is not None:
-        draft = dataclasses.replace(draft, causal=(config.causal,) * draft.decoder.num_layers)
+        return ModelPair(target, None, 0, dirs.warning)
+    draft = read_draft(dirs.draft, config.causal)
     check_pair(target, draft)
     k = _speculative_tokens(config, draft)
-    return ModelPair(target, draft if k else None, k)
+    return ModelPair(target, draft if k else None, k, dirs.warning)
 
 
-def _draft_dir(config: EngineConfig) -> tuple[Path | None, str | None]:
+def resolve_dirs(config: EngineConfig) -> ModelDirs:
+    """Find both models. Raises `CheckpointError`.
+
+    A speculators drafter names its target: given as `target_model`, or as `draft_model` with `target_model` unset, it
+    is enough. A target that is set by hand wins over the one that the drafter names.
+    """
+    if config.target_model:
+        directory = find_model(config.target_model, "target_model")
+        if not is_drafter(directory):
+            return _with_target(config, directory)
+        if config.draft_model == "":
+            return ModelDirs(verifier_dir(directory), None)
+        if config.draft_model:
+            raise CheckpointError(
+                f"target_model is '{config.target_model}', which is a drafter, and draft_model is "
+                f"'{config.draft_model}'; set target_model to the target, or leave draft_model unset"
+            )
+        return ModelDirs(verifier_dir(directory), directory)
     if config.draft_model:
-        return find_model(config.draft_model, "draft_model"), None
+        directory = find_model(config.draft_model, "draft_model")
+        if _names_verifier(directory):
+            return ModelDirs(verifier_dir(directory), directory)
+        return ModelDirs(asset_path("demo", "pair", "target"), directory)
+    target = asset_path("demo", "pair", "target")
+    return ModelDirs(target, None if config.draft_model == "" else asset_path("demo", "pair", "draft"))
+
+
+def _with_target(config: EngineConfig, target: Path) -> ModelDirs:
+    if config.draft_model:
+        return ModelDirs(target, find_model(config.draft_model, "draft_model"))
     if config.draft_model == "":
-        return None, None
-    if not config.target_model:
-        return asset_path("demo", "pair", "draft"), None
-    return None, f"no draft_model is set for {config.target_model}: it is served without speculation"
+        return ModelDirs(target, None)
+    return ModelDirs(target, None, f"no draft_model is set for {config.target_model}: it is served without speculation")
+
+
+def verifier_dir(directory: Path) -> Path:
+    """The target that the drafter in `directory` was made for: an absolute directory, one relative to the drafter's
+    own, or a hub id. Raises `CheckpointError`."""
+    config = JsonReader.load(directory / "config.json")
+    name = verifier_name(config) if is_speculators(config) else None
+    where = f"{config.where}: speculators_config.verifier.name_or_path"
+    if name is None:
+        raise CheckpointError(f"{where} is missing, so the drafter does not say its target; set target_model")
+    if "\0" not in name and (directory / name).is_dir():
+        found = (directory / name).resolve()
+        if found == directory.resolve():
+            raise CheckpointError(f"{where} is '{name}', the drafter itself; set target_model to its target")
+        check_files(found)
+        return found
+    return find_model(name, where)
+
+
+def is_drafter(directory: Path) -> bool:
+    """Whether a directory holds a drafter of a known format or a model of the speculators library."""
+    config = JsonReader.load(directory / "config.json")
+    return is_speculators(config) or ARCHITECTURE in config.strings("architectures")
+
+
+def _names_verifier(directory: Path) -> bool:
+    """Whether a drafter directory says which target it was made for."""
+    config = JsonReader.load(directory / "config.json")
+    return is_speculators(config) and verifier_name(config) is not None
 
 
 def _speculative_tokens(config: EngineConfig, draft: DraftSpec) -> int:
     wanted = config.num_speculative_tokens
-    trained = draft.max_speculative_tokens
+    possible = draft.max_speculative_tokens
     if wanted is None:
-        return trained
-    if wanted > trained:
+        return draft.num_speculative_tokens
+    if wanted > possible:
         raise CheckpointError(
             f"num_speculative_tokens is {wanted}; the drafter in {draft.path} was trained for blocks of "
-            f"{draft.block_size}, so at most {trained} are possible"
+            f"{draft.block_size}, so at most {possible} are possible: the anchor takes one place"
         )
     return wanted
 
 
 def find_model(name: str, setting: str) -> Path:
-    """A directory, or a hub id that the hub or its local cache has. Raises `CheckpointError`."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    """A directory, or a hub id that the hub or its local cache has, with its files checked. Raises
+    `CheckpointError`."""
+    path = _find(name, setting)
+    check_files(path)
+    return path
+
+
+def _find(name: str, setting: str) -> Path:
+    try:
+        path = Path(name).expanduser()
+        is_dir, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user
+        raise CheckpointError(f"{setting} is {shown(name)}, which cannot be a path ({error})") from None
+    if is_dir:
         return path
-    if path.exists():
+    if exists:
         raise CheckpointError(f"{setting} is '{name}', which is a file; expected a model directory or a hub id")
     looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not looks_like_id:
@@ -90,46 +162,28 @@ def _from_hub(name: str, setting: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(READ_PATTERNS)))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{setting} is '{name}': no such directory, and the hub gave no model of that id ({reason}); "
             "check the name, or download the model and give its directory"
         ) from None
 
 
-def read_draft(directory: Path) -> DraftSpec:
-    """Read a drafter of any supported format. Raises `CheckpointError`."""
+def read_draft(directory: Path, causal: bool | None = None) -> DraftSpec:
+    """Read a drafter of any supported format. `causal` is the server's setting, None for auto. Raises
+    `CheckpointError`."""
+    check_files(directory)
     config = JsonReader.load(directory / "config.json")
-    if is_zlab(config):
-        return read_zlab(directory, config)
+    if is_speculators(config):
+        return read_speculators(directory, config, causal)
+    architectures = config.strings("architectures")
+    if ARCHITECTURE in architectures:
+        return read_zlab(directory, config, causal)
+    code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(
-        f"{config.where}: architectures is {list(config.strings('architectures'))}; a drafter in the z-lab format has "
-        "'DFlashDraftModel'"
+        f"{config.where}: architectures is {shown(list(architectures))}; a drafter in the z-lab format has "
+        f"'{ARCHITECTURE}', one of speculators has {MODEL_TYPE} 'dflash'{code}"
     )
-
-
-def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
-    """Check that a drafter was made for this target. Raises `CheckpointError` that names both."""
-    both = f"the drafter in {draft.path} does not fit the target in {target.path}: "
-    if draft.num_target_layers != target.decoder.num_layers:
-        raise CheckpointError(
-            f"{both}it was made for {draft.num_target_layers} target layers, the target has {target.decoder.num_layers}"
-        )
-    if max(draft.target_layer_ids) >= target.decoder.num_layers:
-        raise CheckpointError(
-            f"{both}target_layer_ids {list(draft.target_layer_ids)}, the target has layers 0 to "
-            f"{target.decoder.num_layers - 1}"
-        )
-    if draft.decoder.hidden_size != target.decoder.hidden_size:
-        raise CheckpointError(
-            f"{both}hidden_size is {draft.decoder.hidden_size}, the target's is {target.decoder.hidden_size}, and the "
-            "drafter uses the target's embedding"
-        )
-    if draft.mask_token_id >= target.vocab_size:
-        raise CheckpointError(
-            f"{both}mask_token_id is {draft.mask_token_id}, the target's vocabulary has {target.vocab_size} tokens"
-        )

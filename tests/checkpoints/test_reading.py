@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash_backend.build import LOAD_ERRORS, build_engine
 from dflash_backend.checkpoints import CheckpointError, resolve_pair
-from dflash_backend.checkpoints.zlab import default_layer_ids
 from dflash_backend.config import EngineConfig
+from tests.checkpoints.drafts import edit
 from tests.tiny_models import MASK_TOKEN_ID, make_draft, make_target
 
 
@@ -32,13 +31,6 @@ def config(pair: Path, **settings: Any) -> EngineConfig:
     return EngineConfig.from_values(values)
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a JSON file in place."""
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
-
-
 def test_a_pair_is_read_with_k_from_the_block_size(pair: Path) -> None:
     read = resolve_pair(config(pair))
     assert read.draft is not None
@@ -47,51 +39,6 @@ def test_a_pair_is_read_with_k_from_the_block_size(pair: Path) -> None:
     assert read.draft.mask_token_id == MASK_TOKEN_ID
     assert read.draft.causal == (False, False)
     assert read.target.eos_token_ids == (0,)
-
-
-@pytest.mark.parametrize("absent", ["missing", "null"])
-def test_target_layer_ids_that_are_absent_take_the_default(pair: Path, absent: str) -> None:
-    def change(data: dict[str, Any]) -> None:
-        data["dflash_config"]["target_layer_ids"] = None
-        if absent == "missing":
-            del data["dflash_config"]["target_layer_ids"]
-
-    edit(pair / "d" / "config.json", change)
-    draft = resolve_pair(config(pair)).draft
-    assert draft is not None
-    assert draft.target_layer_ids == (1, 2)
-
-
-def test_default_layer_ids_are_those_of_the_method() -> None:
-    assert default_layer_ids(36, 5) == (1, 9, 17, 25, 33)
-    assert default_layer_ids(36, 1) == (18,)
-    assert default_layer_ids(4, 2) == (1, 1)
-    with pytest.raises(CheckpointError, match="no default for a target of 3 layers"):
-        default_layer_ids(3, 2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "setting", "expected"),
-    [
-        ({}, "auto", False),
-        ({"is_causal": True}, "auto", True),
-        ({"is_causal": False, "dflash": {"causal": True}}, "auto", False),
-        ({"dflash": {"causal": True}}, "auto", True),
-        ({"is_causal": True}, "false", False),
-        ({}, "true", True),
-    ],
-)
-def test_the_first_rule_of_causality_that_is_present_decides(
-    pair: Path, fields: dict[str, Any], setting: str, expected: bool
-) -> None:
-    def change(data: dict[str, Any]) -> None:
-        data["dflash_config"] |= fields.pop("dflash", {})
-        data |= fields
-
-    edit(pair / "d" / "config.json", change)
-    draft = resolve_pair(config(pair, causal=setting)).draft
-    assert draft is not None
-    assert set(draft.causal) == {expected}
 
 
 def test_an_empty_draft_model_is_no_speculation_and_an_unset_one_warns(pair: Path) -> None:
@@ -146,7 +93,10 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "other target": (target_field("architectures", ["GPT2LMHeadModel"]), "GPT2LMHeadModel.*runs Qwen3ForCausalLM"),
     "text for a size": (target_field("hidden_size", "32"), "'hidden_size' is '32'; expected an integer"),
     "heads that do not divide": (target_field("num_key_value_heads", 3), "'num_key_value_heads' is 3.*divisor"),
-    "scaled rotary": (target_field("rope_scaling", {"rope_type": "yarn"}), "rotary scaling 'yarn'"),
+    "scaled rotary": (
+        target_field("rope_scaling", {"rope_type": "longrope"}),
+        "'rope_type' is 'longrope'.*yarn, llama3",
+    ),
     "no mask token": (draft_field("dflash_config", {}), "dflash_config: field 'mask_token_id' is missing"),
     "no dflash_config": (draft_field("dflash_config", None), "'dflash_config' is missing"),
     "mask past the vocabulary": (draft_field("dflash_config", {"mask_token_id": 97}), "mask_token_id is 97.*97 tokens"),
@@ -157,7 +107,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "hidden size of another target": (draft_field("hidden_size", 64), "hidden_size is 64, the target's is 32"),
     "no drafter": (draft_field("architectures", ["Qwen3ForCausalLM"]), "z-lab format has 'DFlashDraftModel'"),
-    "sliding window": (draft_field("layer_types", ["sliding_attention"] * 2), "sliding-window layers"),
+    "a window of no size": (draft_field("layer_types", ["sliding_attention"] * 2), "'sliding_window' is missing"),
     "truncated weights": (truncate, r"model\.safetensors cannot be read as safetensors"),
     "garbage weights": (garbage, r"model\.safetensors cannot be read as safetensors"),
     "no weights": (lambda pair: (pair / "d" / "model.safetensors").unlink(), "has no .safetensors file"),

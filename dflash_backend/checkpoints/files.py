@@ -1,0 +1,102 @@
+"""Which files of a model directory are read, and that they may be.
+
+A checkpoint comes from elsewhere: its links must not lead us to files that are not part of it, and nothing in it is
+executed. Every reader of a model directory calls `check_files` first.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.json_reader import JsonReader, shown
+
+# What we and the tokenizer read, as patterns of a hub download.
+MASK_EMBEDDING = "mask_embedding.pt"
+READ_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", MASK_EMBEDDING)
+TEMPLATE_FOLDER = "additional_chat_templates"
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def check_files(directory: Path) -> None:
+    """Check that every file that may be read is a plain file in the directory or in the hub's cache, whose snapshots
+    are links to its blobs. Raises `CheckpointError` with the link and where it leads."""
+    home = directory.resolve()
+    for path in _readable(directory):
+        try:
+            real = path.resolve()
+            mode = real.stat().st_mode
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is a link to {path.readlink()}, which does not exist") from None
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            raise CheckpointError(f"{path} cannot be followed to a file: {error}") from None
+        if not (real.is_relative_to(home) or real.is_relative_to(_hub_cache())):
+            raise CheckpointError(
+                f"{path} is a link that leads to {real}, outside the model directory and the hub cache "
+                f"({_hub_cache()}); copy the file into the directory"
+            )
+        if not (stat.S_ISREG(mode) or (path.name == TEMPLATE_FOLDER and stat.S_ISDIR(mode))):
+            raise CheckpointError(f"{path} is no plain file; a model directory holds plain files")
+
+
+def _readable(directory: Path) -> Iterator[Path]:
+    try:
+        for pattern in READ_PATTERNS:
+            yield from directory.glob(pattern)
+        templates = directory / TEMPLATE_FOLDER
+        if templates.is_symlink() or templates.is_dir():
+            yield templates
+            yield from templates.glob("*.jinja")
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be listed: {error.strerror}") from None
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE).expanduser().resolve()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of its index where it has one, else `model.safetensors`, else all
+    of them. Raises `CheckpointError`, by name where there are only pickled weights."""
+    index = directory / INDEX
+    if index.is_file():
+        return _indexed_files(directory, JsonReader.load(index))
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(p.name for p in directory.glob("*") if p.suffix in PICKLED and p.name != MASK_EMBEDDING)
+    if pickled:
+        raise CheckpointError(
+            f"{directory} has pickled weights only ({pickled[0]}); loading them could run code, so only .safetensors "
+            "files are loaded: convert the checkpoint"
+        )
+    raise CheckpointError(f"{directory} has no .safetensors file; other weight formats are not loaded")
+
+
+def _indexed_files(directory: Path, index: JsonReader) -> list[Path]:
+    weight_map = index.object("weight_map", required=True)
+    names = sorted({weight_map.string(key) for key in weight_map.data})
+    if not names:
+        raise CheckpointError(f"{index.where}: 'weight_map' is empty; expected the file of every tensor")
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
+            raise CheckpointError(
+                f"{index.where}: {shown(name)} is no file name of a safetensors file in this directory"
+            )
+        if not (directory / name).is_file():
+            raise CheckpointError(f"{directory / name} is named by {INDEX} but does not exist")
+    return [directory / name for name in names]
+
+
+def code_files(directory: Path) -> list[str]:
+    """The Python files of a checkpoint, which are never run."""
+    return sorted(path.name for path in directory.glob("*.py"))

@@ -1,0 +1,175 @@
+"""Rotary position embedding as `config.json` describes it, in any of the spellings that are in use.
+
+`rope_theta` and `rope_scaling` are the older ones, `rope_parameters` holds both in one object. What is missing is
+filled as `transformers` 5 fills it, so that a checkpoint gives the same frequencies here and there.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import RopeSpec
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+DEFAULT_THETA = 10000.0
+# Beyond these a float32 frequency would be 0 or infinite.
+MAX_THETA = 1e12
+MAX_FACTOR = 1e6
+MIN_BETA, MAX_BETA = 1e-6, 1e6
+SLIDING = "sliding_attention"
+
+
+def read_rope(config: JsonReader, head_dim: int, max_positions: int, drafter: bool) -> RopeSpec:
+    """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`.
+
+    An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
+    speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind
+    that is not known here rather than ignore it: a wrong rotation still runs, only quality falls.
+    """
+    _check_whole_head(config)
+    scaling, parameters = (
+        [_read_entry(entry, config, head_dim, max_positions) for entry in _entries(config.object(field), drafter)]
+        for field in ("rope_scaling", "rope_parameters")
+    )
+    if scaling:
+        # A scaling that was added to a config with plain parameters is what counts.
+        plain = RopeSpec(theta=scaling[0].theta)
+        parameters = [rope for rope in parameters if rope != plain]
+    found = scaling + parameters or [RopeSpec(theta=_theta(config, DEFAULT_THETA))]
+    if any(other != found[0] for other in found[1:]):
+        raise CheckpointError(
+            f"{config.where}: the entries of rope_scaling and rope_parameters say different things "
+            f"({' and '.join(rope_in_words(rope) for rope in dict.fromkeys(found))}); expected one rotary embedding "
+            "for all layers"
+        )
+    return found[0]
+
+
+def rope_in_words(rope: RopeSpec) -> str:
+    """A rotary embedding as it was read, for people."""
+    text = f"theta {rope.theta:g}"
+    if rope.kind == "default":
+        return text
+    text += f", {rope.kind} scaling by {rope.factor:g}"
+    if rope.kind in ("yarn", "llama3"):
+        text += f" from {rope.original_max_positions} positions"
+    if rope.kind == "yarn":
+        text += f", attention factor {rope.attention_factor:g}"
+    return text
+
+
+def addressable_positions(rope: RopeSpec, max_positions: int) -> int:
+    """How many positions a model can address whose `max_position_embeddings` is `max_positions`.
+
+    default and llama3: that number (published Llama 3 configs give the scaled length). linear and dynamic: times the
+    factor. yarn: `original_max_positions * factor` when that is more, since configs give either length.
+    """
+    if rope.kind in ("linear", "dynamic"):
+        return int(max_positions * rope.factor)
+    if rope.kind == "yarn":
+        return max(max_positions, int(rope.original_max_positions * rope.factor))
+    return max_positions
+
+
+def _check_whole_head(config: JsonReader) -> None:
+    """Every dimension of a head must be rotated."""
+    nested = [config.object(name) for name in ("rope_scaling", "rope_parameters")]
+    for reader in (config, *nested):
+        factor = reader.data.get("partial_rotary_factor")
+        if factor is not None and factor != 1:
+            raise reader.fail("partial_rotary_factor", "1: rotary embedding of a part of the head is not supported")
+
+
+def _entries(parameters: JsonReader, drafter: bool) -> list[JsonReader]:
+    """The embeddings in an object: none when it is empty, itself when it is flat, else those of its layer types."""
+    if not parameters.data:
+        return []
+    nested = [name for name, value in parameters.data.items() if isinstance(value, dict)]
+    if not nested:
+        return [parameters]
+    if drafter and SLIDING in nested:
+        nested = [SLIDING]
+    readers = [parameters.object(name) for name in nested]
+    for reader in readers:
+        _check_whole_head(reader)
+    return readers
+
+
+def _kind(entry: JsonReader) -> str:
+    names = {field: entry.string(field) for field in ("rope_type", "type") if entry.given(field)}
+    for field, name in names.items():
+        if name not in KINDS:
+            raise entry.fail(field, "one of " + ", ".join(KINDS) + "; other rotary scaling is not supported")
+    if len(set(names.values())) > 1:
+        raise entry.fail("rope_type", f"the same as 'type' ({names['type']})")
+    if entry.given("mrope_section"):
+        raise entry.fail("mrope_section", "no such field: multimodal rotary embedding (mrope) is not supported")
+    return next(iter(names.values()), "default")
+
+
+def _read_entry(entry: JsonReader, config: JsonReader, head_dim: int, max_positions: int) -> RopeSpec:
+    theta = _theta(entry, _theta(config, DEFAULT_THETA))
+    kind = _kind(entry)
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind=kind, factor=entry.number("factor", low=1.0, high=MAX_FACTOR))
+    if kind == "dynamic":
+        if head_dim <= 2:
+            raise config.fail("head_dim", "more than 2, as dynamic rotary scaling needs")
+        factor = entry.number("factor", low=1.0, high=MAX_FACTOR)
+        return RopeSpec(
+            theta=theta, kind=kind, factor=factor, original_max_positions=max_positions, length=max_positions
+        )
+    original = _original_positions(entry, config, max_positions)
+    if kind == "yarn":
+        return _read_yarn(entry, theta, original, max_positions)
+    low, high = (entry.number(field, low=MIN_BETA, high=MAX_BETA) for field in ("low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise entry.fail("high_freq_factor", f"more than low_freq_factor ({low:g})")
+    return RopeSpec(
+        theta=theta,
+        kind=kind,
+        factor=entry.number("factor", low=1.0, high=MAX_FACTOR),
+        original_max_positions=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _theta(reader: JsonReader, default: float) -> float:
+    return reader.number("rope_theta", default=default, low=1.0, high=MAX_THETA)
+
+
+def _original_positions(entry: JsonReader, config: JsonReader, max_positions: int) -> int:
+    """The length before scaling: a field beside the scaling wins over one inside it (Phi writes it so)."""
+    field = "original_max_position_embeddings"
+    return config.integer(field, default=entry.integer(field, default=max_positions))
+
+
+def _read_yarn(entry: JsonReader, theta: float, original: int, max_positions: int) -> RopeSpec:
+    """yarn, with the attention factor of DeepSeek's `mscale` and `mscale_all_dim` where a checkpoint has both."""
+    if theta <= 1:
+        raise entry.fail("rope_theta", "a number above 1, as yarn needs")
+    factor = entry.number("factor", default=max(1.0, max_positions / original), low=1.0, high=MAX_FACTOR)
+    attention_factor = _mscale(factor, 1.0)
+    if entry.data.get("mscale") and entry.data.get("mscale_all_dim"):
+        mscale, all_dim = (entry.number(field, high=MAX_FACTOR) for field in ("mscale", "mscale_all_dim"))
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=entry.number("attention_factor", default=attention_factor, high=MAX_FACTOR),
+        beta_fast=entry.number("beta_fast", default=32.0, low=MIN_BETA, high=MAX_BETA),
+        beta_slow=entry.number("beta_slow", default=1.0, low=MIN_BETA, high=MAX_BETA),
+        truncate=entry.boolean("truncate", default=True),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """How much longer contexts sharpen attention (arXiv 2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

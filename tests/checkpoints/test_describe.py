@@ -1,0 +1,68 @@
+"""What the server says of a checkpoint is what it read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_backend.build import build_engine
+from dflash_backend.checkpoints import draft_facts, read_draft, read_target, target_facts
+from dflash_backend.config import EngineConfig
+from tests.checkpoints.drafts import edit, make_speculators, put
+from tests.tiny_models import make_draft, make_target
+
+
+def test_a_zlab_drafter_in_words(tmp_path: Path) -> None:
+    make_draft(tmp_path, layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+    facts = dict(draft_facts(read_draft(tmp_path)))
+    assert facts["format"] == "z-lab"
+    assert facts["made for"] == "a target of 5 layers, hidden size 32, 97 tokens"
+    assert facts["causality"] == "causal in layer 0, not causal in layer 1"
+    assert facts["attention"] == "window of 8 in layer 0, full in layer 1"
+    assert facts["features"] == "layer ids [1, 3] of the target, which are boundary ids [2, 4]"
+    assert facts["block"] == "8 places: the anchor and up to 7 drafts"
+    assert facts["vocabulary"] == "all 97 tokens"
+    assert facts["embedding"] == facts["LM head"] == "the target's"
+    assert facts["rotary embedding"] == "theta 10000"
+    assert "code" not in facts
+
+
+def test_a_speculators_drafter_in_words(tmp_path: Path) -> None:
+    make_speculators(tmp_path, target="example/target")
+    put(tmp_path / "config.json", auto_map={"AutoModel": "x.Y"})
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 1.5}
+    edit(tmp_path / "config.json", lambda data: data["transformer_layer_config"].update(rope_scaling=yarn))
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    facts = dict(draft_facts(read_draft(tmp_path)))
+    assert facts["made for"] == "example/target, hidden size 32, 97 tokens"
+    assert facts["vocabulary"] == "proposes 24 of 97 tokens, mapped by d2t"
+    assert facts["LM head"] == "its own"
+    assert facts["mask token"] == "96, with an embedding of its own (mask_embedding.pt)"
+    assert facts["rotary embedding"] == "theta 10000, yarn scaling by 4 from 512 positions, attention factor 1.5"
+    assert facts["positions"] == "2048"
+    assert facts["causality"] == "not causal in all layers"
+    assert facts["speculative tokens"] == "5, as the checkpoint asks"
+    assert facts["code"] == "named by auto_map: never run, and not needed"
+
+
+def test_a_target_in_words(tmp_path: Path) -> None:
+    make_target(tmp_path, architecture="Qwen3MoeForCausalLM")
+    facts = dict(target_facts(read_target(tmp_path)))
+    assert facts["architecture"] == "Qwen3MoeForCausalLM"
+    assert facts["heads"] == "4 for queries, 2 for keys and values, of size 16"
+    assert facts["experts"] == "6 of size 24, 2 for a token, in 5 of 5 layers; weights scaled to sum to 1"
+    assert facts["vocabulary"] == "97 tokens, tied: the LM head is the embedding"
+    assert facts["weights"].startswith("float32, ")
+    assert facts["end of sequence"] == "0"
+
+
+def test_loading_says_how_both_checkpoints_were_read(tmp_path: Path) -> None:
+    make_target(tmp_path / "t")
+    make_draft(tmp_path / "d")
+    heard: list[tuple[str, float]] = []
+    settings = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "kv_cache_gb": 0.01}
+    build_engine(EngineConfig.from_values(settings), lambda *report: heard.append(report))
+    messages = [message for message, _ in heard]
+    assert "drafter: features: layer ids [1, 3] of the target, which are boundary ids [2, 4]" in messages
+    assert "target: architecture: Qwen3ForCausalLM" in messages
+    fractions = [fraction for _, fraction in heard]
+    assert fractions == sorted(fractions)

@@ -1,0 +1,179 @@
+"""Targets of every family are read as `transformers` reads them; others are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, TargetSpec, read_target
+from dflash_backend.models.registry import TARGETS
+
+MODEL_TYPES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read(directory: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> TargetSpec:
+    """Read a config with the fields that every checkpoint has, and `fields`; `...` leaves one out."""
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 97,
+    } | fields
+    config = {name: value for name, value in config.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({f"model.layers.{i}.x": torch.zeros(1) for i in range(4)}, directory / "model.safetensors")
+    return read_target(directory)
+
+
+def test_every_architecture_that_is_read_can_be_run() -> None:
+    assert set(TARGET_ARCHITECTURES) == set(TARGETS) == set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"),
+    [(name, ...) for name in MODEL_TYPES] + [("LlamaForCausalLM", None), ("MistralForCausalLM", None)],
+)
+def test_missing_fields_take_the_defaults_of_transformers(tmp_path: Path, architecture: str, head_dim: Any) -> None:
+    heads = {"num_attention_heads": 32, "hidden_size": 256}
+    theirs_own = {} if head_dim is ... else {"head_dim": None}
+    theirs = AutoConfig.for_model(MODEL_TYPES[architecture], **heads, **theirs_own)
+    ours = read(tmp_path, architecture, **heads, num_key_value_heads=..., head_dim=head_dim).decoder
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 256 // 32)
+    assert ours.max_len == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
+    window = theirs.sliding_window if architecture == "MistralForCausalLM" else None
+    assert ours.sliding_windows == (window,) * 4
+
+
+def test_null_key_heads_are_as_many_as_query_heads(tmp_path: Path) -> None:
+    assert read(tmp_path, "MistralForCausalLM", num_key_value_heads=None).decoder.num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (None, None, None, 8)),
+        ({"use_sliding_window": True, "sliding_window": 8}, (None,) * 4),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None,) * 4),
+        ({"use_sliding_window": True, "max_window_layers": 1}, (None, 4096, 4096, 4096)),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
+            (8, None, 8, None),
+        ),
+        ({"layer_types": [FULL] * 4}, (None,) * 4),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM"])
+def test_qwen_windows_are_those_of_transformers(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], expected: tuple[int | None, ...]
+) -> None:
+    theirs = AutoConfig.for_model(MODEL_TYPES[architecture], num_hidden_layers=4, **fields)
+    windows = tuple(theirs.sliding_window if kind == SLIDING else None for kind in theirs.layer_types)
+    assert read(tmp_path, architecture, **fields).decoder.sliding_windows == expected == windows
+
+
+def test_mistral_and_qwen_moe_have_one_window_for_all_layers(tmp_path: Path) -> None:
+    assert read(tmp_path, "MistralForCausalLM", sliding_window=8).decoder.sliding_windows == (8,) * 4
+    assert read(tmp_path, "MistralForCausalLM", sliding_window=None).decoder.sliding_windows == (None,) * 4
+    moe = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28}
+    assert read(tmp_path, "Qwen3MoeForCausalLM", **moe).decoder.sliding_windows == (8,) * 4
+
+
+def test_llama_biases_are_what_the_config_says(tmp_path: Path) -> None:
+    decoder = read(tmp_path, "LlamaForCausalLM", attention_bias=True, mlp_bias=True).decoder
+    assert (decoder.attention_bias, decoder.mlp_bias) == (True, True)
+    decoder = read(tmp_path, "MistralForCausalLM", attention_bias=True, mlp_bias=True).decoder
+    assert (decoder.attention_bias, decoder.mlp_bias) == (False, False), "Mistral reads neither field"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (True,) * 4),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, (False, False, False, True)),
+    ],
+)
+def test_experts_are_in_the_layers_that_the_config_says(tmp_path: Path, fields: dict[str, Any], expected: Any) -> None:
+    own = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    moe = read(tmp_path, "Qwen3MoeForCausalLM", **own, **fields).decoder.moe
+    assert moe is not None
+    assert moe.sparse_layers == expected
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.norm_topk_prob) == (8, 2, 24, True)
+
+
+def test_missing_fields_of_experts_take_the_defaults_of_transformers(tmp_path: Path) -> None:
+    moe = read(tmp_path, "Qwen3MoeForCausalLM").decoder.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.norm_topk_prob) == (128, 8, 768, False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_read_under_both_names(tmp_path: Path, dtype: str) -> None:
+    assert read(tmp_path, dtype=dtype).dtype == dtype
+    assert read(tmp_path, torch_dtype=dtype).dtype == dtype
+
+
+def test_another_architecture_is_refused_with_the_list(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="GemmaForCausalLM.*this server runs " + ", ".join(TARGET_ARCHITECTURES)):
+        read(tmp_path, "GemmaForCausalLM")
+
+
+def test_code_of_a_checkpoint_is_ignored_where_the_architecture_is_known(tmp_path: Path) -> None:
+    auto_map = {"AutoModel": "modeling.Model"}
+    assert read(tmp_path, auto_map=auto_map).architecture == "Qwen3ForCausalLM"
+    with pytest.raises(CheckpointError, match=r"auto_map\) is not run"):
+        read(tmp_path, "MyForCausalLM", auto_map=auto_map)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("Qwen3ForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; expected 'silu'"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+        ("LlamaForCausalLM", {"final_logit_softcapping": 30.0}, "soft-capping of logits"),
+        ("LlamaForCausalLM", {"attn_logit_softcapping": 50.0}, "soft-capping of attention scores"),
+        ("Qwen3ForCausalLM", {"attention_sink_bias": True}, "attention sinks"),
+        ("Qwen3ForCausalLM", {"layer_types": [SLIDING] * 4}, "'layer_types' is .*give no window"),
+        ("Qwen3ForCausalLM", {"layer_types": [FULL]}, "each of the 4 layers"),
+        ("Qwen3ForCausalLM", {"layer_types": ["chunked_attention"] * 4}, "each of the 4 layers"),
+        ("LlamaForCausalLM", {"layer_types": [SLIDING] * 4}, "this family does not mix layers"),
+        ("MistralForCausalLM", {"sliding_window": 8, "layer_types": [SLIDING, FULL] * 2}, "does not mix layers"),
+        ("Qwen3MoeForCausalLM", {"num_experts": 2, "num_experts_per_tok": 3}, "'num_experts_per_tok' is 3"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [4]}, "'mlp_only_layers' is .4.; expected layers below"),
+        ("Qwen3ForCausalLM", {"head_dim": 15}, "an even number"),
+        ("LlamaForCausalLM", {"head_dim": None, "num_attention_heads": 6}, "a multiple of num_attention_heads"),
+        ("Qwen3ForCausalLM", {"num_hidden_layers": 5}, "'num_hidden_layers' is 5; the weights beside it hold 4"),
+        ("Qwen3ForCausalLM", {"max_position_embeddings": 2**31}, "'max_position_embeddings' is 2147483648"),
+        ("Qwen3ForCausalLM", {"dtype": "float8_e4m3fn"}, "'dtype' is .*one of float32, bfloat16, float16"),
+    ],
+)
+def test_what_would_be_misread_is_refused(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        read(tmp_path, architecture, **fields)
+    assert str(tmp_path / "config.json") in str(caught.value)

@@ -1,0 +1,114 @@
+"""Tensors come in the dtype that is asked for, checked, and in no more memory than one file above their own size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.checkpoints.weights import load_weights
+
+CPU = torch.device("cpu")
+MIB = 1024**2
+NUM_SHARDS, SHARD_MIB = 4, 48
+
+# Loads a checkpoint and prints: the peak above the start, in bytes; whether a file is still mapped; fractions.
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from dflash_backend.checkpoints.weights import load_weights
+
+def peak():
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+directory, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+torch.ones(8).to(torch.bfloat16)
+Path("/proc/self/clear_refs").write_text("5")
+before, heard = peak(), []
+expected = {f"t{i}.{j}": (4, 1024, 1024) for i in range(4) for j in range(3)}
+tensors = load_weights(directory, expected, dtype, torch.device("cpu"), progress=lambda f, d: heard.append(round(d, 2)))
+mapped = ".safetensors" in Path("/proc/self/maps").read_text()
+print(peak() - before, mapped, heard)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "own_mib"), [("float32", 192), ("bfloat16", 96)])
+def test_loading_takes_at_most_one_shard_above_the_models_own_size(tmp_path: Path, dtype: str, own_mib: int) -> None:
+    for i in range(NUM_SHARDS):
+        tensors = {f"t{i}.{j}": torch.full((4, 1024, 1024), float(i + j)) for j in range(3)}
+        save_file(tensors, tmp_path / f"{i}.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path), dtype], capture_output=True, text=True, check=True, timeout=120
+    )
+    used, mapped, heard = done.stdout.split(maxsplit=2)
+    slack = 24
+    assert int(used) / MIB < own_mib + SHARD_MIB + slack
+    assert int(used) / MIB > own_mib / 2, "what is measured must see the tensors"
+    assert mapped == "False", "a tensor that looks into a file keeps it mapped"
+    assert heard.strip() == "[0.25, 0.5, 0.75, 1.0]"
+
+
+def load(directory: Path, expected: dict[str, tuple[int, ...]], **options: object) -> dict[str, torch.Tensor]:
+    return load_weights(directory, expected, torch.float32, CPU, **options)  # type: ignore[arg-type]
+
+
+def test_values_survive_and_are_cast(tmp_path: Path) -> None:
+    tensor = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    save_file({"a": tensor.to(torch.bfloat16), "b": tensor.half(), "c": tensor}, tmp_path / "model.safetensors")
+    found = load(tmp_path, dict.fromkeys("abc", (3, 4)))
+    assert torch.equal(found["a"], tensor.to(torch.bfloat16).float())
+    assert torch.equal(found["b"], tensor.half().float())
+    assert torch.equal(found["c"], tensor)
+    assert all(t.dtype == torch.float32 for t in found.values())
+
+
+@pytest.mark.parametrize("stored", [torch.int64, torch.int32])
+def test_integers_stay_integers(tmp_path: Path, stored: torch.dtype) -> None:
+    values = torch.tensor([-5, 2**30 + 1])  # not a float32
+    save_file({"d2t": values.to(stored), "w": torch.ones(2)}, tmp_path / "model.safetensors")
+    found = load(tmp_path, {"d2t": (2,), "w": (2,)}, integers=frozenset({"d2t"}))
+    assert found["d2t"].dtype == torch.int64
+    assert torch.equal(found["d2t"], values)
+
+
+def test_ignored_names_are_skipped_whatever_they_hold(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2), "t2d": torch.ones(3, dtype=torch.bool)}, tmp_path / "model.safetensors")
+    assert set(load(tmp_path, {"w": (2,)}, ignored=lambda name: name == "t2d")) == {"w"}
+
+
+def test_an_expected_name_is_never_ignored(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert set(load(tmp_path, {"w": (2,)}, ignored=lambda name: True)) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ({}, "tensor 'd2t' and 1 more is missing"),
+        ({"d2t": torch.ones(2, dtype=torch.int64)}, "tensor 'w' is missing"),
+        ({"w": torch.ones(3)}, r"tensor 'w' has shape \[3\]; config.json asks for \[2\]"),
+        ({"w": torch.ones(2, dtype=torch.int64)}, "tensor 'w' is I64; expected one of F32, BF16, F16"),
+        ({"w": torch.ones(2, dtype=torch.float64)}, "tensor 'w' is F64"),
+        ({"d2t": torch.ones(2)}, "tensor 'd2t' is F32; expected one of I64, I32"),
+        ({"x": torch.ones(2)}, r"tensor 'x' of shape \[2\] is not part of this model"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        load(tmp_path, {"w": (2,), "d2t": (2,)}, integers=frozenset({"d2t"}))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_the_largest_of_several_files_without_an_index_is_not_guessed(tmp_path: Path) -> None:
+    """`model.safetensors` is the checkpoint; a second copy in another layout beside it is not read."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"layers.0.w": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    assert set(load(tmp_path, {"w": (2,)})) == {"w"}
