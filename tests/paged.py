@@ -16,11 +16,11 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 
 
-def caches(spec: DecoderSpec) -> list[KVLayer]:
+def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> list[KVLayer]:
     """Empty K/V of every layer, filled with noise: whatever is read without having been written shows."""
     shape = (NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
     generator = torch.Generator().manual_seed(7)
-    return [KVLayer(torch.randn(shape, generator=generator) * 10) for _ in range(spec.num_layers)]
+    return [KVLayer((torch.randn(shape, generator=generator) * 10).to(dtype)) for _ in range(spec.num_layers)]
 
 
 def block_tables(num_rows: int, seed: int = 3) -> np.ndarray:
@@ -35,6 +35,7 @@ def context(
     starts: list[int],
     query_lens: list[int],
     patterns: Iterable[AttentionPattern] = (AttentionPattern(True),),
+    dtype: torch.dtype = torch.float32,
 ) -> PagedContext:
     """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`."""
     backend = TorchBackend(BLOCK_SIZE)
@@ -43,6 +44,4 @@ def context(
     rows = np.repeat(np.arange(len(starts)), lens)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables))
-    return PagedContext.prepare(
-        layout, torch.from_numpy(positions), torch.from_numpy(slots), backend, patterns, torch.float32
-    )
+    return PagedContext.prepare(layout, torch.from_numpy(positions), torch.from_numpy(slots), backend, patterns, dtype)

@@ -8,7 +8,20 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB_SIZE = 97
 MASK_TOKEN_ID = 96
@@ -16,8 +29,23 @@ TARGET_LAYERS = 5
 TARGET_LAYER_IDS = [1, 3]
 
 
-def qwen3_config(**changes: Any) -> Qwen3Config:
-    """A five-layer Qwen3 with grouped-query attention and an odd vocabulary."""
+# Each family's model, its config, and what that has beyond the fields below.
+FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[str, Any]]] = {
+    "Qwen3ForCausalLM": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "Qwen2ForCausalLM": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "LlamaForCausalLM": (LlamaForCausalLM, LlamaConfig, {}),
+    "MistralForCausalLM": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "Qwen3MoeForCausalLM": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+}
+
+
+def target_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> PretrainedConfig:
+    """Five layers with grouped-query attention and an odd vocabulary."""
+    _, config, own = FAMILIES[architecture]
     fields = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -30,21 +58,27 @@ def qwen3_config(**changes: Any) -> Qwen3Config:
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
         "eos_token_id": 0,
-    } | changes
-    return Qwen3Config(**fields)
+    }
+    return config(**(fields | own | changes))
 
 
-def make_target(directory: Path, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+def make_target(
+    directory: Path,
+    seed: int = 0,
+    architecture: str = "Qwen3ForCausalLM",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> PreTrainedModel:
     """Save a random target and return it. Weights are larger than at initialisation, so that logits differ clearly."""
     torch.manual_seed(seed)
-    config = qwen3_config(**changes)
-    model = Qwen3ForCausalLM(config).eval()
+    model = FAMILIES[architecture][0](target_config(architecture, **changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.25)
+    model = model.to(dtype)
     model.save_pretrained(directory)
     return model
 

@@ -1,23 +1,37 @@
 """The DFlash draft model (arXiv 2602.06036): a Qwen3-style stack that reads the context from the target's features.
 
 It has no token input for the context. `context_kv` turns captured target features into keys and values of every
-drafter layer; `forward` runs the queries of a draft block, `[anchor, mask, mask, ...]`, over them.
+drafter layer; `forward` runs the queries of a draft block, `[anchor, mask, mask, ...]`, over them. Built by `build`,
+run by `speculative.DFlashDrafter`.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, weight_files
+from dflash_backend.checkpoints.headers import read_headers
+from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
 from dflash_backend.checkpoints.spec import DraftSpec
 from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.layers import DecoderLayer, LayerWeights, Rotary, head_norm
+from dflash_backend.models.layers import DecoderLayer, LayerWeights, head_norm
+from dflash_backend.models.qwen3 import layer_form
+from dflash_backend.models.rope import Rotary
 
 
 class DFlashModel:
-    """The drafter's weights and arithmetic. Embedding and LM head are the target's, so they are not here."""
+    """The drafter's weights and arithmetic.
+
+    What the checkpoint does not ship is None, and the target's serves: embedding `[vocab_size, hidden]`, lm_head
+    `[draft_vocab_size, hidden]`. mask_embedding: `[hidden]`, where it was trained apart. id_map: int64
+    `[draft_vocab_size]`, the target's id of each draft id; None where they are the same.
+    """
 
     def __init__(
         self, spec: DraftSpec, tensors: dict[str, torch.Tensor], max_positions: int, dtype: torch.dtype
@@ -26,19 +40,27 @@ class DFlashModel:
         self.fc = tensors.pop("fc.weight")
         self.hidden_norm = tensors.pop("hidden_norm.weight")
         self.final_norm = tensors.pop("norm.weight")
+        self.embedding = tensors.pop("embed_tokens.weight", None)
+        self.lm_head = tensors.pop("lm_head.weight", None)
+        self.mask_embedding: torch.Tensor | None = None
+        if spec.has_mask_embedding:
+            vector = load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
+            self.mask_embedding = vector.to(self.fc.device, dtype)
+        self.id_map = vocabulary_map(spec, tensors.pop("d2t")) if spec.maps_vocabulary else None
         self.rotary = Rotary(spec.decoder, max_positions, self.fc.device, dtype)
         self.patterns = draft_patterns(spec)
-        self.layers = [
-            DecoderLayer(spec.decoder, LayerWeights.take(tensors, spec.decoder, f"layers.{i}."), self.rotary, pattern)
-            for i, pattern in enumerate(self.patterns)
-        ]
+        self.layers = []
+        for i, pattern in enumerate(self.patterns):
+            weights = LayerWeights.take(tensors, spec.decoder, layer_form(spec.decoder, i), f"layers.{i}.")
+            self.layers.append(DecoderLayer(spec.decoder, weights, self.rotary, pattern))
         query = spec.decoder.query_size
         # The K/V rows of every layer's fused projection as one matrix: context K/V of all layers is one product.
         self.context_weight = torch.cat([layer.weights.qkv[query:] for layer in self.layers])
         biases = [layer.weights.qkv_bias for layer in self.layers]
         self.context_bias = torch.cat([b[query:] for b in biases if b is not None]) if biases[0] is not None else None
         heads = spec.decoder.num_heads
-        self.context_k_norm = torch.stack([layer.weights.qk_norm[heads:] for layer in self.layers])
+        norms = [layer.weights.qk_norm for layer in self.layers]
+        self.context_k_norm = torch.stack([norm[heads:] for norm in norms if norm is not None])
 
     @classmethod
     def load(
@@ -50,7 +72,15 @@ class DFlashModel:
         progress: Progress | None = None,
     ) -> DFlashModel:
         """Load the weights of `spec.path`. Raises `CheckpointError`."""
-        tensors = load_weights(spec.path, tensor_shapes(spec), dtype, device, progress=progress)
+        tensors = load_weights(
+            spec.path,
+            tensor_shapes(spec),
+            dtype,
+            device,
+            integers=frozenset({"d2t"}),
+            ignored=lambda name: is_unused(spec, name),
+            progress=progress,
+        )
         return cls(spec, tensors, max_positions, dtype)
 
     def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -90,14 +120,56 @@ def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:
 
 
 def tensor_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors of a DFlash checkpoint and their shapes. The drafter reads `len(target_layer_ids)` features of the
-    target's hidden size, which is the drafter's own here."""
+    """The tensors of a DFlash checkpoint and their shapes."""
     hidden = spec.decoder.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(spec.target_layer_ids) * hidden),
+        "fc.weight": (hidden, len(spec.target_layer_ids) * spec.target_hidden_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if spec.has_embedding:
+        shapes["embed_tokens.weight"] = (spec.vocab_size, hidden)
+    if spec.has_lm_head:
+        shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
+    if spec.maps_vocabulary:
+        shapes["d2t"] = (spec.draft_vocab_size,)
     for i in range(spec.decoder.num_layers):
-        shapes |= LayerWeights.shapes(spec.decoder, f"layers.{i}.")
+        shapes |= LayerWeights.shapes(spec.decoder, layer_form(spec.decoder, i), f"layers.{i}.")
     return shapes
+
+
+def is_unused(spec: DraftSpec, name: str) -> bool:
+    """Whether a tensor of the checkpoint has no part in serving: what only training needs, and maps from a vocabulary
+    to itself."""
+    return name == "t2d" or name.startswith("verifier_") or (name == "d2t" and not spec.maps_vocabulary)
+
+
+def vocabulary_map(spec: DraftSpec, offsets: torch.Tensor) -> torch.Tensor:
+    """The target's id of each draft id, from `d2t` (int64 `[draft_vocab_size]`, what to add to a draft id).
+
+    Raises `CheckpointError` when an id is outside the target's vocabulary or two draft ids share one: the draft's
+    distribution would not be what it was drawn from (LOSSLESS).
+    """
+    draft_ids = torch.arange(len(offsets), device=offsets.device)
+    # Compared before the sum, which could overflow.
+    outside = ((offsets < -draft_ids) | (offsets >= spec.vocab_size - draft_ids)).nonzero().flatten()
+    if len(outside):
+        draft_id = int(outside[0])
+        raise CheckpointError(
+            f"{_file_of_map(spec)}: tensor 'd2t' is {int(offsets[draft_id])} at draft id {draft_id}; expected a target "
+            f"id (draft id + d2t) from 0 to {spec.vocab_size - 1}"
+        )
+    ids = draft_ids + offsets
+    ordered, order = ids.sort(stable=True)
+    repeats = (ordered[1:] == ordered[:-1]).nonzero().flatten()
+    if len(repeats):
+        first, second = order[repeats[0] : repeats[0] + 2].tolist()
+        raise CheckpointError(
+            f"{_file_of_map(spec)}: tensor 'd2t' maps the draft ids {first} (d2t {int(offsets[first])}) and {second} "
+            f"(d2t {int(offsets[second])}) both to the target id {int(ids[first])}; expected one draft id for each"
+        )
+    return ids
+
+
+def _file_of_map(spec: DraftSpec) -> Path:
+    return read_headers(weight_files(spec.path))["d2t"].file

@@ -1,7 +1,8 @@
-"""The pieces of a Qwen3-style decoder layer, on plain tensors: used by the targets and by the DFlash drafter.
+"""The decoder layer that the targets and the DFlash drafter share, on plain tensors.
 
-Projections that read the same input are one matrix product (q, k and v; gate and up), and q and k are normalised and
-rotated together as the heads of one tensor: few calls, since at small batches a call costs more than its arithmetic.
+Families differ in a few places, which `LayerForm` names; everything else is here once. Projections that read the same
+input are one matrix product (q, k and v; gate and up), and q and k are normalised and rotated together as the heads of
+one tensor: few calls, since at small batches a call costs more than its arithmetic.
 """
 
 from __future__ import annotations
@@ -12,102 +13,94 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.models.interface import PagedContext
+from dflash_backend.models.mlp import DenseMlp, Shapes, Tensors, take_fused
+from dflash_backend.models.moe import SparseMlp
+from dflash_backend.models.rope import Rotary
+
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
-class Rotary:
-    """Rotary position embedding with precomputed tables (Su et al., arXiv 2104.09864; half-split pairing).
+@dataclass(frozen=True)
+class LayerForm:
+    """What distinguishes a family's decoder layer.
 
-    Tables are float32 `[max_positions, head_dim]`; the sine's first half is negated, so that a rotation is
-    `x * cos + swap_halves(x) * sin`.
+    qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias, output_bias, mlp_bias: the
+    projections into attention, the one out of it and those of the MLP have biases. moe: experts in place of the MLP.
     """
 
-    def __init__(self, spec: DecoderSpec, max_positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        half = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] / spec.rope.theta**half
-        cos, sin = angles.cos(), angles.sin()
-        self.cos = torch.cat([cos, cos], dim=1).to(device=device, dtype=dtype)
-        self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)
-        self.half = spec.head_dim // 2
-
-    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for `positions` (int64 `[n]`): each `[n, 1, head_dim]`, to be shared by all layers."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-    def rotate(self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate `heads` `[n, num_heads, head_dim]`."""
-        cos, sin = tables
-        return torch.addcmul(heads * cos, heads.roll(self.half, -1), sin)
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    moe: MoeSpec | None = None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The tensors of one decoder layer.
+    """The tensors of one decoder layer; None where its form has no such tensor.
 
-    qkv: `[query_size + 2 * kv_size, hidden]`; output: `[hidden, query_size]`; gate_up: `[2 * intermediate, hidden]`;
-    down: `[hidden, intermediate]`. qk_norm: `[num_heads + num_kv_heads, head_dim]`, the q norm's weight for the query
-    heads, then the k norm's. Biases are None without `attention_bias`.
+    qkv: `[query_size + 2 * kv_size, hidden]`; output: `[hidden, query_size]`. qk_norm:
+    `[num_heads + num_kv_heads, head_dim]`, the q norm's weight for the query heads, then the k norm's.
     """
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor
+    qk_norm: torch.Tensor | None
     output: torch.Tensor
     output_bias: torch.Tensor | None
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    mlp: DenseMlp | SparseMlp
 
     @staticmethod
-    def shapes(spec: DecoderSpec, prefix: str) -> dict[str, tuple[int, ...]]:
-        """The checkpoint tensors of a Qwen3 layer whose names begin with `prefix`, with their shapes."""
+    def shapes(spec: DecoderSpec, form: LayerForm, prefix: str) -> Shapes:
+        """The checkpoint tensors of a layer of this form whose names begin with `prefix`, with their shapes."""
         hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
-        shapes: dict[str, tuple[int, ...]] = {
+        shapes: Shapes = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
             "self_attn.q_proj.weight": (query, hidden),
             "self_attn.k_proj.weight": (kv, hidden),
             "self_attn.v_proj.weight": (kv, hidden),
             "self_attn.o_proj.weight": (hidden, query),
-            "self_attn.q_norm.weight": (spec.head_dim,),
-            "self_attn.k_norm.weight": (spec.head_dim,),
-            "mlp.gate_proj.weight": (spec.intermediate_size, hidden),
-            "mlp.up_proj.weight": (spec.intermediate_size, hidden),
-            "mlp.down_proj.weight": (hidden, spec.intermediate_size),
         }
-        if spec.attention_bias:
-            sizes = {"q": query, "k": kv, "v": kv, "o": hidden}
-            shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+        if form.qk_norm:
+            shapes |= {f"self_attn.{name}_norm.weight": (spec.head_dim,) for name in "qk"}
+        if form.qkv_bias:
+            shapes |= {f"self_attn.{name}.bias": (size,) for name, size in zip(QKV, (query, kv, kv), strict=True)}
+        if form.output_bias:
+            shapes["self_attn.o_proj.bias"] = (hidden,)
+        mlp = SparseMlp.shapes(spec, form.moe) if form.moe else DenseMlp.shapes(spec, form.mlp_bias)
+        shapes |= {f"mlp.{name}": shape for name, shape in mlp.items()}
         return {prefix + name: shape for name, shape in shapes.items()}
 
     @classmethod
-    def take(cls, tensors: dict[str, torch.Tensor], spec: DecoderSpec, prefix: str) -> LayerWeights:
-        """Fuse the layer's tensors, removing them from `tensors` so that no second copy stays in memory."""
-
-        def pop(*names: str) -> torch.Tensor:
-            parts = [tensors.pop(prefix + name) for name in names]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        bias = spec.attention_bias
-        q_norm, k_norm = pop("self_attn.q_norm.weight"), pop("self_attn.k_norm.weight")
-        heads = [q_norm.expand(spec.num_heads, -1), k_norm.expand(spec.num_kv_heads, -1)]
+    def take(cls, tensors: Tensors, spec: DecoderSpec, form: LayerForm, prefix: str) -> LayerWeights:
+        """Fuse the layer's tensors, removing them from `tensors`: a model in the making takes one layer's memory more
+        than the model."""
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return cls(
-            input_norm=pop("input_layernorm.weight"),
-            post_norm=pop("post_attention_layernorm.weight"),
-            qkv=pop("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-            qkv_bias=pop("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias") if bias else None,
-            qk_norm=torch.cat(heads),
-            output=pop("self_attn.o_proj.weight"),
-            output_bias=pop("self_attn.o_proj.bias") if bias else None,
-            gate_up=pop("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down=pop("mlp.down_proj.weight"),
+            input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
+            post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
+            qkv=take_fused(tensors, attention, *(f"{name}.weight" for name in QKV)),
+            qkv_bias=take_fused(tensors, attention, *(f"{name}.bias" for name in QKV)) if form.qkv_bias else None,
+            qk_norm=cls._take_qk_norm(tensors, spec, attention) if form.qk_norm else None,
+            output=tensors.pop(f"{attention}o_proj.weight"),
+            output_bias=tensors.pop(f"{attention}o_proj.bias") if form.output_bias else None,
+            mlp=SparseMlp.take(tensors, mlp, form.moe) if form.moe else DenseMlp.take(tensors, mlp, form.mlp_bias),
         )
+
+    @staticmethod
+    def _take_qk_norm(tensors: Tensors, spec: DecoderSpec, prefix: str) -> torch.Tensor:
+        query = tensors.pop(f"{prefix}q_norm.weight").expand(spec.num_heads, -1)
+        key = tensors.pop(f"{prefix}k_norm.weight").expand(spec.num_kv_heads, -1)
+        return torch.cat([query, key])
 
 
 class DecoderLayer:
-    """One pre-norm decoder layer: paged attention with q/k norm, then a SiLU-gated MLP."""
+    """One pre-norm decoder layer: paged attention, then the MLP."""
 
     def __init__(self, spec: DecoderSpec, weights: LayerWeights, rotary: Rotary, pattern: AttentionPattern) -> None:
         self.spec = spec
@@ -129,8 +122,7 @@ class DecoderLayer:
         context.backend.write_kv(kv, context.slots, cache)
         attended = context.backend.attend(query, cache, context.metadata[self.pattern])
         hidden = hidden + F.linear(attended, w.output, w.output_bias)
-        gate, up = F.linear(self.norm(hidden, w.post_norm), w.gate_up).chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, w.down)
+        return hidden + w.mlp.forward(self.norm(hidden, w.post_norm))
 
     def project(
         self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
@@ -138,9 +130,11 @@ class DecoderLayer:
         """Queries `[n, num_heads, head_dim]` and K/V `[n, 2, num_kv_heads, head_dim]` of `normed` `[n, hidden]`."""
         s, w = self.spec, self.weights
         heads = F.linear(normed, w.qkv, w.qkv_bias).view(len(normed), -1, s.head_dim)
-        num_rotated = s.num_heads + s.num_kv_heads
-        rotated = self.rotary.rotate(head_norm(heads[:, :num_rotated], w.qk_norm, s.rms_norm_eps), tables)
-        kv = torch.stack([rotated[:, s.num_heads :], heads[:, num_rotated:]], dim=1)
+        rotated = heads[:, : s.num_heads + s.num_kv_heads]
+        if w.qk_norm is not None:
+            rotated = head_norm(rotated, w.qk_norm, s.rms_norm_eps)
+        rotated = self.rotary.rotate(rotated, tables)
+        kv = torch.stack([rotated[:, s.num_heads :], heads[:, s.num_heads + s.num_kv_heads :]], dim=1)
         return rotated[:, : s.num_heads], kv
 
     def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

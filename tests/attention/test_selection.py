@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from dflash_backend.attention import AttentionPattern, BackendError, Capabilities, Requirements, select_backend
+from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.build import build_engine
+from dflash_backend.config import EngineConfig
+from tests.tiny_models import make_draft, make_target
 
 NEEDS = Requirements(
     patterns=frozenset({AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 8)}),
@@ -50,3 +56,98 @@ def test_auto_says_what_each_backend_lacks_when_none_can() -> None:
 def test_a_backend_that_is_not_installed_is_named() -> None:
     with pytest.raises(BackendError, match="'flash_attn' is not available.*would do: torch"):
         select_backend("flash_attn", NEEDS, 16)
+
+
+class CausalOnly(TorchBackend):
+    """A backend as some are: no query sees past its own position."""
+
+    name = "triton"
+    capabilities = limited(non_causal=False)
+
+
+class NonCausalOnly(TorchBackend):
+    name = "triton"
+    capabilities = limited(causal=False)
+
+
+class NoWindows(TorchBackend):
+    name = "triton"
+    capabilities = limited(sliding_window=False)
+
+
+Prefer = Callable[[type[TorchBackend]], None]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    make_target(folder / "target")
+    make_target(folder / "windowed", architecture="MistralForCausalLM", sliding_window=8)
+    make_draft(folder / "draft")
+    return folder
+
+
+@pytest.fixture
+def prefer(monkeypatch: pytest.MonkeyPatch) -> Prefer:
+    """Installs a backend that `auto` asks before torch."""
+
+    def install(backend: type[TorchBackend]) -> None:
+        monkeypatch.delitem(BACKENDS, TorchBackend.name)
+        monkeypatch.setitem(BACKENDS, backend.name, (backend.capabilities, backend))
+        monkeypatch.setitem(BACKENDS, TorchBackend.name, (TorchBackend.capabilities, TorchBackend))
+
+    return install
+
+
+def load(pair: Path, target: str = "target", **settings: object) -> str:
+    """The name of the backend that an engine for the pair takes."""
+    values = {"target_model": pair / target, "draft_model": pair / "draft", "max_model_len": 64, "device": "cpu"}
+    return build_engine(EngineConfig.from_values(values | settings)).runner.backend.name
+
+
+def test_a_non_causal_drafter_is_refused_at_load_on_a_causal_backend(pair: Path, prefer: Prefer) -> None:
+    prefer(CausalOnly)
+    with pytest.raises(BackendError, match="'triton' lacks non-causal attention.*these would do: torch"):
+        load(pair, attention_backend="triton")
+    assert load(pair, attention_backend="auto") == "torch"
+
+
+def test_the_causal_setting_makes_a_causal_backend_do(pair: Path, prefer: Prefer) -> None:
+    prefer(CausalOnly)
+    assert load(pair, attention_backend="triton", causal="true") == "triton"
+    assert load(pair, causal="true") == "triton"
+    assert load(pair, draft_model="") == "triton"
+
+
+def test_causal_layers_are_refused_at_load_on_a_backend_without_them(pair: Path, prefer: Prefer) -> None:
+    prefer(NonCausalOnly)
+    with pytest.raises(BackendError, match="'triton' lacks causal attention.*these would do: torch"):
+        load(pair, attention_backend="triton", causal="true")
+    assert load(pair, causal="true") == "torch"
+
+
+def test_windows_are_refused_at_load_on_a_backend_without_them(pair: Path, prefer: Prefer) -> None:
+    prefer(NoWindows)
+    with pytest.raises(BackendError, match="'triton' lacks sliding-window attention.*these would do: torch"):
+        load(pair, "windowed", attention_backend="triton")
+    assert load(pair, "windowed") == "torch"
+    assert load(pair) == "triton"
+
+
+def test_the_causality_of_a_drafter_alone_decides() -> None:
+    """Without a target, whose causal layers every backend must run anyway."""
+    for causal, lacks in ((True, "causal attention"), (False, "non-causal attention")):
+        needs = dataclasses.replace(NEEDS, patterns=frozenset({AttentionPattern(causal)}))
+        assert lacking(limited(causal=False, non_causal=False), needs) == [lacks]
+        assert lacking(limited(**{"non_causal" if causal else "causal": False}), needs) == []
+
+
+def test_everything_that_is_lacking_is_named() -> None:
+    capabilities = limited(non_causal=False, sliding_window=False, head_dims=frozenset({128}), devices=frozenset())
+    assert lacking(capabilities, NEEDS) == [
+        "non-causal attention",
+        "sliding-window attention",
+        "head size 48",
+        "head size 64",
+        "device cpu",
+    ]

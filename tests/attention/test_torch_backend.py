@@ -1,4 +1,4 @@
-"""Paged attention in torch equals dense attention, row by row, however rows are grouped."""
+"""Paged attention in torch equals dense attention row by row, whatever a query sees and however rows are grouped."""
 
 from __future__ import annotations
 
@@ -7,43 +7,122 @@ import pytest
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer, RowLayout
-from dflash_backend.attention.torch_backend import TorchBackend, split_groups
+from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks, split_groups
 from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
+HEAD_DIM = 8
+ROWS = [
+    ([1], [1]),
+    ([5], [5]),
+    ([1, 1, 1], [9, 10, 12]),
+    ([4, 4, 3, 11], [4, 15, 3, 15]),
+    ([3, 3], [16, 5]),
+    # As a decode step has them: one length of query, contexts far apart.
+    ([1, 1, 1, 1], [1, 4, 37, 61]),
+    ([9, 9, 9, 9], [9, 33, 38, 64]),
+    ([23], [64]),
+]
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Attention of one row: query `[q, heads, dim]` over key, value `[n, kv_heads, dim]`, in float64."""
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: AttentionPattern) -> torch.Tensor:
+    """Attention of one row: query `[q, heads, dim]` over key, value `[n, kv_heads, dim]`, in float64, one query at a
+    time over the very keys it may see."""
     query, key, value = query.double(), key.double(), value.double()
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
-    if causal:
-        first = len(key) - len(query)
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(first + 1), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+    outputs = []
+    for position, one in enumerate(query, start=len(key) - len(query)):
+        window = pattern.sliding_window or len(key)
+        first = max(0, position - window + 1)
+        last = position if pattern.causal else min(len(key) - 1, position + window - 1)
+        seen = slice(first, last + 1)
+        scores = torch.einsum("hd,khd->hk", one, key[seen]) / query.shape[2] ** 0.5
+        outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[seen]).flatten())
+    return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("query_lens", "seq_lens"),
-    [([1], [1]), ([5], [5]), ([1, 1, 1], [9, 10, 12]), ([4, 4, 3, 11], [4, 15, 3, 15]), ([3, 3], [16, 5])],
-)
-def test_paged_attention_equals_dense(query_lens: list[int], seq_lens: list[int], kv_heads: int, causal: bool) -> None:
+def run_and_compare(
+    query_lens: list[int],
+    seq_lens: list[int],
+    pattern: AttentionPattern,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+) -> TorchMetadata:
+    """Attend over scattered blocks full of other rows' noise and compare with `dense`."""
     generator = torch.Generator().manual_seed(1)
     backend, tables = TorchBackend(BLOCK_SIZE), block_tables(4)
-    layer = KVLayer(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, kv_heads, 8, generator=generator))
-    query = torch.randn(sum(query_lens), 4, 8, generator=generator)
+    layer = KVLayer(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, kv_heads, HEAD_DIM, generator=generator).to(dtype))
+    query = torch.randn(sum(query_lens), 4, HEAD_DIM, generator=generator).to(dtype)
     expected, first = [], 0
     for row, (q, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
         slots = torch.from_numpy(tables[row, np.arange(n) // BLOCK_SIZE] * BLOCK_SIZE + np.arange(n) % BLOCK_SIZE)
-        kv = torch.randn(n, 2, kv_heads, 8, generator=generator)
+        kv = torch.randn(n, 2, kv_heads, HEAD_DIM, generator=generator).to(dtype)
         backend.write_kv(kv, slots, layer)
-        expected.append(dense(query[first : first + q], kv[:, 0], kv[:, 1], causal))
+        expected.append(dense(query[first : first + q], kv[:, 0], kv[:, 1], pattern))
         first += q
     layout = RowLayout(np.array(query_lens), np.array(seq_lens), torch.from_numpy(tables[: len(seq_lens)]))
-    actual = backend.attend(query, layer, backend.prepare(layout, AttentionPattern(causal), torch.float32))
-    torch.testing.assert_close(actual, torch.cat(expected).float(), atol=1e-5, rtol=1e-5)
+    metadata = backend.prepare(layout, pattern, dtype)
+    actual = backend.attend(query, layer, metadata)
+    torch.testing.assert_close(actual.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    return metadata
+
+
+@pytest.mark.parametrize("causal", [True, False])
+# None, itself alone, less than a block, a block, less than some rows, more than any row.
+@pytest.mark.parametrize("window", [None, 1, 3, BLOCK_SIZE, 11, 1000])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), ROWS)
+def test_paged_attention_equals_dense(
+    query_lens: list[int], seq_lens: list[int], window: int | None, causal: bool
+) -> None:
+    run_and_compare(query_lens, seq_lens, AttentionPattern(causal, window))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("pattern", [AttentionPattern(True), AttentionPattern(False, 6)])
+def test_any_grouping_of_heads_equals_dense(kv_heads: int, pattern: AttentionPattern) -> None:
+    run_and_compare([4, 4, 3, 11], [4, 15, 3, 15], pattern, kv_heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pattern", [AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 6)])
+def test_half_precision_equals_dense_within_its_rounding(dtype: torch.dtype, pattern: AttentionPattern) -> None:
+    run_and_compare([9, 9, 23], [9, 33, 38], pattern, dtype=dtype, tolerance=2e-2)
+
+
+def test_a_window_wider_than_every_row_hides_nothing() -> None:
+    generator = torch.Generator().manual_seed(2)
+    backend, tables = TorchBackend(BLOCK_SIZE), torch.from_numpy(block_tables(2))
+    layer = KVLayer(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, 2, HEAD_DIM, generator=generator))
+    layout = RowLayout(np.array([30, 3]), np.array([30, 12]), tables)
+    query = torch.randn(33, 4, HEAD_DIM, generator=generator)
+    for causal in (True, False):
+        full, wide = (
+            backend.attend(query, layer, backend.prepare(layout, AttentionPattern(causal, window), torch.float32))
+            for window in (None, 30)
+        )
+        torch.testing.assert_close(full, wide, atol=1e-6, rtol=0)
+
+
+def test_only_blocks_that_a_query_sees_are_gathered() -> None:
+    metadata = run_and_compare([1, 1, 1, 1], [1, 4, 37, 61], AttentionPattern(True, 5))
+    # Five positions lie in at most two blocks of four; rows that see equally much are one batch.
+    (group,) = metadata.groups
+    assert group.padded_len == 2 * BLOCK_SIZE
+
+
+def test_the_first_block_seen_is_that_of_the_first_querys_window() -> None:
+    layout = RowLayout(np.array([1, 1, 3]), np.array([8, 9, 11]), torch.zeros(3, 4, dtype=torch.int64))
+
+    def first_blocks(window: int | None) -> list[int] | None:
+        blocks = first_visible_blocks(layout, AttentionPattern(True, window), 4)
+        return None if blocks is None else blocks.tolist()
+
+    # With a window of 4: positions from 4, 5 and, for the queries 8, 9 and 10, from 5 on.
+    assert first_blocks(4) == [1, 1, 1]
+    assert first_blocks(5) == [0, 1, 1]
+    assert first_blocks(9) is None
+    assert first_blocks(None) is None
 
 
 def test_rows_are_grouped_by_query_length_and_not_padded_much() -> None:

@@ -1,0 +1,115 @@
+"""The target decoder over paged attention, with capture of hidden states for the drafter.
+
+One class runs every family: `registry.py` gives it the family's layer forms. The worker knows it as `TargetModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
+from dflash_backend.checkpoints.weights import Progress, load_weights
+from dflash_backend.models.interface import PagedContext, TargetOutput
+from dflash_backend.models.layers import DecoderLayer, LayerForm, LayerWeights
+from dflash_backend.models.mlp import Shapes, Tensors
+from dflash_backend.models.rope import Rotary
+
+Family = Callable[[DecoderSpec, int], LayerForm]
+"""The form of the layer with this index in a decoder of this shape."""
+
+
+class DecoderTarget:
+    """See `TargetModel` for the interface."""
+
+    def __init__(
+        self, spec: TargetSpec, family: Family, tensors: Tensors, max_positions: int, dtype: torch.dtype
+    ) -> None:
+        """Empties `tensors`: layer by layer, what is fused is freed."""
+        self.spec = spec
+        self.embedding = tensors.pop("model.embed_tokens.weight")
+        self.lm_head = self.embedding if spec.tie_word_embeddings else tensors.pop("lm_head.weight")
+        self.final_norm = tensors.pop("model.norm.weight")
+        self.rotary = Rotary(spec.decoder, max_positions, self.embedding.device, dtype)
+        self.patterns = tuple(AttentionPattern(True, window) for window in spec.decoder.sliding_windows)
+        self.layers = []
+        for index, pattern in enumerate(self.patterns):
+            form = family(spec.decoder, index)
+            weights = LayerWeights.take(tensors, spec.decoder, form, layer_prefix(index))
+            self.layers.append(DecoderLayer(spec.decoder, weights, self.rotary, pattern))
+
+    @classmethod
+    def load(
+        cls,
+        spec: TargetSpec,
+        family: Family,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> DecoderTarget:
+        """Load the weights of `spec.path`. Raises `CheckpointError`."""
+        tensors = load_weights(
+            spec.path,
+            tensor_shapes(spec, family),
+            dtype,
+            device,
+            ignored=lambda name: is_unused(spec, name),
+            progress=progress,
+        )
+        return cls(spec, family, tensors, max_positions, dtype)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `TargetModel.embed`."""
+        return F.embedding(token_ids, self.embedding)
+
+    def forward(
+        self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+    ) -> TargetOutput:
+        """See `TargetModel.forward`."""
+        hidden = self.embed(token_ids)
+        tables = self.rotary.tables(context.positions)
+        captured: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            hidden = layer.forward(hidden, context, caches[index], tables)
+            if index in capture:
+                captured[index] = hidden
+        features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
+        return TargetOutput(hidden, features)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `TargetModel.logits`."""
+        normed = F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.spec.decoder.rms_norm_eps)
+        return self.head(normed)
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """See `TargetModel.head`."""
+        return F.linear(normed, self.lm_head)
+
+
+def layer_prefix(index: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{index}."
+
+
+def tensor_shapes(spec: TargetSpec, family: Family) -> Shapes:
+    """The tensors of a checkpoint and their shapes."""
+    hidden = spec.decoder.hidden_size
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for index in range(spec.decoder.num_layers):
+        shapes |= LayerWeights.shapes(spec.decoder, family(spec.decoder, index), layer_prefix(index))
+    return shapes
+
+
+def is_unused(spec: TargetSpec, name: str) -> bool:
+    """Whether a tensor of the checkpoint is left out: frequencies, which follow from config.json and which some older
+    exports store, and a tied head, which repeats the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")

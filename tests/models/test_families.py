@@ -1,0 +1,231 @@
+"""Every target family computes what `transformers` computes, through paged K/V in any division of the work.
+
+Each case is a small random checkpoint that `transformers` saved; the tests below run all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from dflash_backend.attention import KVLayer
+from dflash_backend.checkpoints.targets import TARGET_ARCHITECTURES, read_target
+from dflash_backend.models import TARGETS, TargetModel, load_target
+from tests.paged import BLOCK_SIZE, block_tables, caches, context
+from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_target
+
+CPU = torch.device("cpu")
+TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
+NUM_TOKENS = 61
+MAX_POSITIONS = 128
+# Longer than a block, no multiple of it, and far shorter than the contexts.
+WINDOW = 7
+
+LLAMA, MISTRAL, MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": (QWEN3, {}),
+    "qwen3 untied": (QWEN3, {"tie_word_embeddings": False}),
+    "qwen3 attention bias": (QWEN3, {"attention_bias": True}),
+    "qwen3 windows in the upper layers": (QWEN3, WINDOWED | {"max_window_layers": 2}),
+    "qwen3 yarn": (QWEN3, {"rope_parameters": YARN}),
+    "qwen2": (QWEN2, {}),
+    "qwen2 untied": (QWEN2, {"tie_word_embeddings": False}),
+    "qwen2 windows in the upper layers": (QWEN2, WINDOWED | {"max_window_layers": 3}),
+    "llama": (LLAMA, {}),
+    "llama untied": (LLAMA, {"tie_word_embeddings": False}),
+    "llama biases": (LLAMA, {"attention_bias": True, "mlp_bias": True}),
+    "llama mlp bias": (LLAMA, {"mlp_bias": True}),
+    "llama one kv head": (LLAMA, {"num_key_value_heads": 1}),
+    "llama a kv head for each": (LLAMA, {"num_key_value_heads": 4}),
+    "llama head size from the hidden size": (LLAMA, {"head_dim": 8}),
+    "llama theta": (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama linear": (LLAMA, {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
+    "llama dynamic": (LLAMA, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama yarn": (LLAMA, {"rope_parameters": YARN | {"attention_factor": 0.8, "beta_fast": 16.0}}),
+    "llama3": (LLAMA, {"rope_parameters": LLAMA3}),
+    "mistral": (MISTRAL, {}),
+    "mistral untied": (MISTRAL, {"tie_word_embeddings": False}),
+    "mistral windows": (MISTRAL, {"sliding_window": WINDOW}),
+    "qwen3-moe": (MOE, {}),
+    "qwen3-moe untied": (MOE, {"tie_word_embeddings": False}),
+    "qwen3-moe router weights as they are": (MOE, {"norm_topk_prob": False}),
+    "qwen3-moe experts in every second layer": (MOE, {"decoder_sparse_step": 2}),
+    "qwen3-moe dense layers": (MOE, {"mlp_only_layers": [0, 3], "attention_bias": True}),
+    "qwen3-moe windows": (MOE, WINDOWED),
+}
+
+
+@dataclass
+class Reference:
+    """What `transformers` says of one sequence: logits `[n, vocab]`; outputs of each decoder layer `[n, hidden]`."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    layers: list[torch.Tensor]
+
+    @classmethod
+    def run(cls, model: PreTrainedModel, ids: torch.Tensor) -> Reference:
+        layers: list[torch.Tensor] = []
+        # Its own `hidden_states` has the last layer's output after the final norm.
+        hooks = [
+            layer.register_forward_hook(lambda module, args, output: layers.append(output[0]))
+            for layer in model.model.layers
+        ]
+        with torch.inference_mode():
+            output = model(ids[None], output_hidden_states=True)
+        for hook in hooks:
+            hook.remove()
+        for boundary, layer in enumerate(layers[:-1], start=1):
+            assert torch.equal(layer, output.hidden_states[boundary][0])
+        return cls(ids, output.logits[0], layers)
+
+
+@dataclass
+class Pair:
+    """A model of `transformers`, ours from the checkpoint that it saved, and two sequences with one beginning."""
+
+    model: PreTrainedModel
+    target: TargetModel
+    first: Reference
+    second: Reference
+    dtype: torch.dtype = torch.float32
+    kv: list[KVLayer] = field(default_factory=list)
+
+    def run(self, tables: np.ndarray, rows: list[tuple[int, torch.Tensor]], capture: tuple[int, ...] = ()) -> Any:
+        """One pass in which row r runs the given tokens from the given position on: logits of each row, features."""
+        starts, lens = [start for start, _ in rows], [len(ids) for _, ids in rows]
+        paged = context(tables, starts, lens, self.target.patterns, self.dtype)
+        output = self.target.forward(torch.cat([ids for _, ids in rows]), paged, self.kv, capture)
+        return self.target.logits(output.hidden).split(lens), output.features
+
+
+SHARED = 5 * BLOCK_SIZE
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    architecture, changes = CASES[request.param]
+    directory = tmp_path_factory.mktemp("target")
+    model = make_target(directory, architecture=architecture, **changes)
+    target = load_target(read_target(directory), MAX_POSITIONS, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randint(0, VOCAB_SIZE, (2, NUM_TOKENS), generator=generator)
+    second[:SHARED] = first[:SHARED]
+    return Pair(model, target, Reference.run(model, first), Reference.run(model, second))
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(request: pytest.FixtureRequest) -> None:
+    """Each test starts with K/V that holds noise."""
+    if "pair" in request.fixturenames:
+        pair: Pair = request.getfixturevalue("pair")
+        pair.kv = caches(pair.target.spec.decoder)
+
+
+@torch.inference_mode()
+def test_a_whole_prompt_gives_the_logits_of_transformers(pair: Pair) -> None:
+    (logits,), _ = pair.run(block_tables(1), [(0, pair.first.ids)])
+    torch.testing.assert_close(logits, pair.first.logits, **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_chunks_beside_another_row_give_the_same_logits(pair: Pair) -> None:
+    tables = block_tables(2)
+    cuts = [(0, 13), (13, 40), (40, 41), (41, NUM_TOKENS)], [(0, 5), (5, 6), (6, 7), (7, NUM_TOKENS)]
+    logits: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for (a, b), (c, d) in zip(*cuts, strict=True):
+        both, _ = pair.run(tables, [(a, pair.first.ids[a:b]), (c, pair.second.ids[c:d])])
+        for row, part in enumerate(both):
+            logits[row].append(part)
+    torch.testing.assert_close(torch.cat(logits[0]), pair.first.logits, **TOLERANCE)
+    torch.testing.assert_close(torch.cat(logits[1]), pair.second.logits, **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_decode_one_token_at_a_time_gives_the_same_logits(pair: Pair) -> None:
+    tables = block_tables(2)
+    pair.run(tables, [(0, pair.first.ids[:18]), (0, pair.second.ids[:31])])
+    for step in range(18, 48):
+        (first, second), _ = pair.run(
+            tables, [(step, pair.first.ids[step : step + 1]), (step + 13, pair.second.ids[step + 13 : step + 14])]
+        )
+        torch.testing.assert_close(first[0], pair.first.logits[step], **TOLERANCE)
+        torch.testing.assert_close(second[0], pair.second.logits[step + 13], **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_verify_blocks_give_the_same_logits_whatever_was_rejected_before(pair: Pair) -> None:
+    tables, rng = block_tables(1), np.random.default_rng(4)
+    pair.run(tables, [(0, pair.first.ids[:10])])
+    done = 10
+    while done < NUM_TOKENS - 8:
+        good = int(rng.integers(1, 9))
+        block = pair.first.ids[done : done + 8].clone()
+        block[good:] = (block[good:] + 1) % VOCAB_SIZE
+        (logits,), _ = pair.run(tables, [(done, block)])
+        torch.testing.assert_close(logits[:good], pair.first.logits[done : done + good], **TOLERANCE)
+        done += good
+
+
+@torch.inference_mode()
+def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
+    tables = block_tables(2)
+    pair.run(tables[:1], [(0, pair.first.ids)])
+    tables[1, : SHARED // BLOCK_SIZE] = tables[0, : SHARED // BLOCK_SIZE]
+    (logits,), _ = pair.run(tables[1:], [(SHARED, pair.second.ids[SHARED:])])
+    torch.testing.assert_close(logits, pair.second.logits[SHARED:], **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> None:
+    layer_ids = (3, 0, 4, 2, 1)
+    assert sorted(layer_ids) == list(range(TARGET_LAYERS))
+    tables, features = block_tables(1), []
+    for start, end in ((0, 22), (22, NUM_TOKENS)):
+        features.append(pair.run(tables, [(start, pair.first.ids[start:end])], layer_ids)[1])
+    expected = torch.cat([pair.first.layers[i] for i in layer_ids], dim=-1)
+    torch.testing.assert_close(torch.cat(features), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", TARGETS)
+@torch.inference_mode()
+def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
+    tmp_path_factory: pytest.TempPathFactory, architecture: str, dtype: torch.dtype
+) -> None:
+    directory = tmp_path_factory.mktemp("target")
+    # Every expert is asked, so that rounding cannot change which ones are.
+    changes = {"num_experts_per_tok": 6} if architecture == MOE else {}
+    model = make_target(directory, architecture=architecture, dtype=dtype, **changes)
+    spec = read_target(directory)
+    assert spec.dtype == str(dtype).removeprefix("torch.")
+    ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    half = Reference.run(model, ids)
+    exact = Reference.run(model.float(), ids)
+    target = load_target(spec, MAX_POSITIONS, dtype, CPU)
+    pair = Pair(model, target, half, half, dtype, caches(spec.decoder, dtype))
+    (logits,), _ = pair.run(block_tables(1), [(0, ids)])
+    assert logits.dtype == dtype
+    error, theirs = ((x.float() - exact.logits).abs().mean() for x in (logits, half.logits))
+    assert error < 1.25 * theirs
+
+
+def test_the_architectures_accepted_at_the_edge_are_those_the_registry_runs() -> None:
+    assert set(TARGET_ARCHITECTURES) == set(TARGETS)
+    assert {architecture for architecture, _ in CASES.values()} == set(TARGETS)

@@ -1,0 +1,80 @@
+"""LOSSLESS for every family: the whole engine gives the tokens of `transformers`, alone and with any drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from dflash_backend.build import BuiltEngine, build_engine
+from dflash_backend.config import EngineConfig
+from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.models import TARGETS
+from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+
+MAX_TOKENS = 24
+CASES: list[tuple[str, dict[str, Any]]] = [(architecture, {}) for architecture in TARGETS] + [
+    ("MistralForCausalLM", {"sliding_window": 9}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+]
+
+
+def prompts() -> list[list[int]]:
+    """Four, of which two share a beginning of more than two blocks and one is prefilled in chunks."""
+    generator = torch.Generator().manual_seed(11)
+    ids = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (5, 21, 90, 30)]
+    return [*ids[:3], ids[1][:12] + ids[3]]
+
+
+def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """What `transformers` generates; no token ends it."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=VOCAB_SIZE
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """All prompts at once; the second pair arrives when the first is under way, so that it can hit the prefix cache."""
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+
+    def step() -> None:
+        for delta in built.core.step():
+            outputs[delta.request_id] += delta.token_ids
+
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        built.core.add_request(GenerationRequest(str(index), prompt, params, ()))
+        step()
+        step()
+    while built.core.has_unfinished():
+        step()
+    return list(outputs.values())
+
+
+@pytest.mark.parametrize(("architecture", "changes"), CASES)
+def test_greedy_output_is_that_of_transformers_with_and_without_a_drafter(
+    tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    model = make_target(tmp_path / "target", architecture=architecture, **changes)
+    make_draft(tmp_path / "draft")
+    wanted = [expected(model, prompt) for prompt in prompts()]
+    for draft in ("", str(tmp_path / "draft")):
+        settings = {
+            "target_model": tmp_path / "target",
+            "draft_model": draft,
+            "kv_block_size": 4,
+            "max_num_batched_tokens": 64,
+            "max_model_len": 128,
+            "kv_write_guard": True,
+            "device": "cpu",
+        }
+        built = build_engine(EngineConfig.from_values(settings))
+        assert generate(built, prompts()) == wanted
+        stats = built.core.stats()
+        assert stats.prefix_cache_hits > 0
+        assert (stats.num_drafts > 0) == bool(draft)
