@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionBackend, KVLayer, RowLayout
 from dflash_backend.models.dflash import DFlashModel
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.speculative.drafter import DraftBlock, DraftSampler
+from dflash_backend.speculative.vocabulary import VocabularyMap
 
 
 class DFlashDrafter:
     """See `Drafter` for the interface. `caches` are the drafter's layers of the paged K/V, under the target's block
-    ids (TOGETHER)."""
+    ids (TOGETHER).
+
+    Embedding and LM head are the checkpoint's own where it ships them, else the target's; a smaller draft vocabulary
+    then takes its rows of the target's head.
+    """
 
     lookahead_base = 1
 
@@ -26,9 +32,11 @@ class DFlashDrafter:
         self.backend = backend
         self.max_len = max_len
         self.capture = model.spec.target_layer_ids
-        self.mask_embedding = target.embed(
-            torch.tensor([model.spec.mask_token_id], device=model.fc.device)
-        )  # [1, hidden]
+        self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
+        self.lm_head = model.lm_head  # [draft_vocab, hidden]
+        if self.lm_head is None and model.id_map is not None:
+            self.lm_head = target.lm_head[model.id_map]
+        self.mask_embedding = self._embed(torch.tensor([model.spec.mask_token_id], device=model.fc.device))
 
     def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """See `Drafter.inject`."""
@@ -47,7 +55,7 @@ class DFlashDrafter:
 
         embeddings = self.mask_embedding.repeat(len(rows), 1)
         anchor_index = torch.from_numpy((offsets == 0).nonzero()[0]).to(device)
-        embeddings[anchor_index] = self.target.embed(block.anchors)
+        embeddings[anchor_index] = self._embed(block.anchors)
 
         layout = RowLayout(query_lens, block.positions + query_lens, block.block_tables)
         context = PagedContext.prepare(
@@ -61,5 +69,19 @@ class DFlashDrafter:
         hidden = self.model.forward(embeddings, context, self.caches)
 
         masks = (offsets > 0).nonzero()[0]
-        logits = self.target.head(hidden[torch.from_numpy(masks).to(device)])
-        return sampler.choose(logits, rows[masks], positions[masks])
+        logits = self._head(hidden[torch.from_numpy(masks).to(device)])
+        return sampler.choose(logits, rows[masks], positions[masks], self.vocabulary)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
+        which is no other token's."""
+        own = self.model.embedding
+        embeddings = self.target.embed(token_ids) if own is None else F.embedding(token_ids, own)
+        vector = self.model.mask_embedding
+        if vector is None:
+            return embeddings
+        return torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)
+
+    def _head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
+        return self.target.head(normed) if self.lm_head is None else F.linear(normed, self.lm_head)

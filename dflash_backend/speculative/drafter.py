@@ -10,6 +10,7 @@ import torch
 
 from dflash_backend.speculative.random import Stream, uniform
 from dflash_backend.speculative.sampling import SamplingRows, draw, probabilities
+from dflash_backend.speculative.vocabulary import VocabularyMap
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,43 @@ class DraftSampler:
         self.probs: torch.Tensor | None = None
         self.sampled_flat: np.ndarray = np.empty(0, dtype=np.int64)
 
-    def choose(self, logits: torch.Tensor, row_index: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Draft tokens, int64 `[n]`, for `logits` `[n, vocab]`.
+    def choose(
+        self,
+        logits: torch.Tensor,
+        row_index: np.ndarray,
+        positions: np.ndarray,
+        vocabulary: VocabularyMap | None = None,
+    ) -> torch.Tensor:
+        """Draft tokens in the target's ids, int64 `[n]`, for `logits` `[n, draft vocab]`.
 
-        row_index, positions: int64 `[n]`, on the host: row of the block and position of each token. Afterwards `probs`
-        `[m, vocab]` holds the distributions of the sampled ones and `sampled_flat` their indices into the n.
+        row_index, positions: int64 `[n]`, on the host: row of the block and position of each token. vocabulary: None
+        where draft ids are the target's. Afterwards `probs` `[m, target vocab]` holds the distributions of the sampled
+        ones and `sampled_flat` their indices into the n. Temperature, top-k and the like act on the draft vocabulary,
+        before the map: any distribution will do, as long as it is the one that is drawn from.
         """
         tokens = logits.argmax(dim=-1)
-        if self.rows is None or len(self.sampled_rows) == 0:
+        if self.rows is not None and len(self.sampled_rows) > 0:
+            tokens = self._draw(self.rows, tokens, logits, row_index, positions)
+        if vocabulary is None:
             return tokens
+        if self.probs is not None:
+            self.probs = vocabulary.probabilities(self.probs)
+        return vocabulary.tokens(tokens)
+
+    def _draw(
+        self,
+        rows: SamplingRows,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        row_index: np.ndarray,
+        positions: np.ndarray,
+    ) -> torch.Tensor:
+        """`tokens` with those of the sampled rows drawn; sets `probs` and `sampled_flat`."""
         place = np.full(int(row_index.max()) + 1, -1, dtype=np.int64)
         place[self.sampled_rows] = np.arange(len(self.sampled_rows))
         self.sampled_flat = (place[row_index] >= 0).nonzero()[0]
         flat = torch.from_numpy(self.sampled_flat).to(logits.device)
-        parameters = self.rows.select(torch.from_numpy(place[row_index[self.sampled_flat]]).to(logits.device))
+        parameters = rows.select(torch.from_numpy(place[row_index[self.sampled_flat]]).to(logits.device))
         self.probs = probabilities(logits[flat], parameters)
         where = torch.from_numpy(positions[self.sampled_flat]).to(logits.device)
         tokens[flat] = draw(self.probs, uniform(parameters.seeds, where, Stream.DRAFT))

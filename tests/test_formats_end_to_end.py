@@ -1,0 +1,198 @@
+"""The demo drafter as a speculators checkpoint: the same weights in another format serve the same tokens, from the one
+directory alone, with the same acceptance; and what a cut vocabulary, another k or misread layers change is speed only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy import stats
+
+from benchmarks.acceptance import shifted_drafter
+from benchmarks.sampling import PROMPT, exact_distribution
+from benchmarks.workload import held_out_dir, load_prompts
+from dflash_backend import LLM
+from dflash_backend.checkpoints import CheckpointError, speculators
+from dflash_backend.config import asset_path
+from dflash_backend.evaluation.figures import SpecCounts
+from dflash_backend.llm import RequestOutput
+from dflash_backend.messages import SamplingParams
+from dflash_backend.speculative.vocabulary import VocabularyMap
+from tests.server.conftest import new_server
+from tests.speculators_checkpoint import frequent_tokens, rewrite
+
+DRAFT, TARGET = asset_path("demo", "pair", "draft"), asset_path("demo", "pair", "target")
+VOCAB_SIZE = 1024
+CUT_VOCAB = VOCAB_SIZE // 10
+NUM_PROMPTS = 24
+MAX_TOKENS = 96
+NUM_SAMPLES = 6_000
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Greedy answers to the same prompts, and how many drafts stood in each."""
+
+    token_ids: list[list[int]]
+    counts: list[SpecCounts]
+
+    @property
+    def acceptance_length(self) -> float:
+        return SpecCounts.total(self.counts).acceptance_length
+
+
+def answers(**settings: Any) -> Answers:
+    """What an engine with these settings makes of the first held-out prompts."""
+    prompts = [row.prompt for row in load_prompts(NUM_PROMPTS)]
+    outputs = LLM(max_model_len=512, **settings).generate(prompts, max_tokens=MAX_TOKENS, temperature=0)
+    return Answers([output.token_ids for output in outputs], counts_of(outputs))
+
+
+def counts_of(outputs: list[RequestOutput]) -> list[SpecCounts]:
+    return [SpecCounts.of(output.stats) for output in outputs if output.stats is not None]
+
+
+@pytest.fixture(scope="module")
+def original() -> Answers:
+    return answers()
+
+
+@pytest.fixture(scope="module")
+def rewritten(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rewrite(DRAFT, TARGET, tmp_path_factory.mktemp("speculators"))
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the draft vocabulary cut to a tenth."""
+    kept = frequent_tokens(TARGET, sorted(held_out_dir().glob("*.jsonl")), CUT_VOCAB)
+    return rewrite(DRAFT, TARGET, tmp_path_factory.mktemp("cut"), kept)
+
+
+@pytest.mark.parametrize("setting", ["target", "draft"])
+def test_the_speculators_directory_alone_serves_the_same_with_the_same_acceptance(
+    setting: str, rewritten: Path, original: Answers
+) -> None:
+    assert answers(**{setting: str(rewritten)}) == original
+
+
+def test_with_a_tenth_of_the_vocabulary_the_output_is_the_same(cut: Path, original: Answers) -> None:
+    found = answers(target=str(cut))
+    assert found.token_ids == original.token_ids
+    assert 1.5 < found.acceptance_length < original.acceptance_length
+
+
+def test_a_checkpoint_can_ask_for_a_smaller_k(tmp_path: Path) -> None:
+    llm = LLM(target=str(rewrite(DRAFT, TARGET, tmp_path, num_speculative_tokens=7)))
+    assert llm.engine.ready.num_speculative_tokens == 7
+
+
+@pytest.mark.parametrize("k", [1, 6])
+def test_a_smaller_k_gives_the_same_output(k: int, rewritten: Path, original: Answers) -> None:
+    found = answers(target=str(rewritten), num_speculative_tokens=k)
+    assert found.token_ids == original.token_ids
+    assert 1.5 < found.acceptance_length <= 1 + k
+
+
+@pytest.mark.parametrize("which", ["rewritten", "z-lab"])
+def test_a_larger_k_is_refused_with_the_reason(which: str, rewritten: Path) -> None:
+    draft = rewritten if which == "rewritten" else DRAFT
+    with pytest.raises(CheckpointError, match=r"num_speculative_tokens is 16; .*blocks? of 16.* 15"):
+        LLM(draft=str(draft), num_speculative_tokens=16)
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_layers_off_by_one_in_either_convention_cost_acceptance_and_nothing_else(
+    offset: int, tmp_path: Path, original: Answers
+) -> None:
+    boundary_ids = answers(target=str(rewrite(DRAFT, TARGET, tmp_path / "s", boundary_offset=1 + offset)))
+    layer_ids = answers(draft=str(shifted_drafter(offset, tmp_path)))
+    assert boundary_ids == layer_ids
+    assert layer_ids.token_ids == original.token_ids
+    assert layer_ids.acceptance_length <= 0.95 * original.acceptance_length
+
+
+def test_a_converter_that_is_off_by_one_is_noticed(
+    rewritten: Path, original: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison of the two formats above can fail."""
+    monkeypatch.setattr(speculators, "to_layer_ids", tuple)
+    found = answers(target=str(rewritten))
+    assert found.token_ids == original.token_ids
+    assert found.acceptance_length <= 0.95 * original.acceptance_length
+
+
+def test_a_mask_embedding_beside_the_weights_takes_the_place_of_the_tables_row(
+    rewritten: Path, tmp_path: Path, original: Answers
+) -> None:
+    draft = Path(shutil.copytree(rewritten, tmp_path / "d"))
+    mask_token_id = json.loads((draft / "config.json").read_text())["mask_token_id"]
+    row = load_file(draft / "model.safetensors")["embed_tokens.weight"][mask_token_id].clone()
+    torch.save(row, draft / "mask_embedding.pt")
+    assert answers(target=str(draft)) == original
+    torch.save({"embedding": -row, "mask_token_id": mask_token_id}, draft / "mask_embedding.pt")
+    found = answers(target=str(draft))
+    assert found.token_ids == original.token_ids
+    assert found.acceptance_length < 0.9 * original.acceptance_length
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the first three tokens, as far as it is likely."""
+    return exact_distribution(LLM(draft="").tokenizer.encode(PROMPT), NUM_SAMPLES)
+
+
+def fit_of_samples(draft: Path, exact: dict[tuple[int, ...], float], **settings: Any) -> float:
+    """p-value of a chi-square test of the first three tokens, sampled `NUM_SAMPLES` times, against `exact`."""
+    llm = LLM(draft=str(draft), num_speculative_tokens=3, max_num_seqs=256, max_model_len=256, **settings)
+    params = [SamplingParams(max_tokens=3, temperature=1.0, seed=i, ignore_eos=True) for i in range(NUM_SAMPLES)]
+    outputs = llm.generate([llm.tokenizer.encode(PROMPT)] * NUM_SAMPLES, params)
+    counted = Counter(tuple(output.token_ids) for output in outputs)
+    observed = [counted[key] for key in exact]
+    expected = [probability * NUM_SAMPLES for probability in exact.values()]
+    # What is left is one bin: unlikely continuations.
+    observed.append(NUM_SAMPLES - sum(observed))
+    expected.append(NUM_SAMPLES - sum(expected))
+    assert SpecCounts.total(counts_of(outputs)).acceptance_length > 1.1
+    return float(stats.chisquare(observed, expected).pvalue)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+def test_sampling_with_a_cut_vocabulary_keeps_the_targets_distribution(
+    method: str, cut: Path, exact: dict[tuple[int, ...], float]
+) -> None:
+    assert len(exact) >= 10
+    assert fit_of_samples(cut, exact, draft_sample_method=method) > 0.01
+
+
+@pytest.mark.slow
+def test_the_distribution_is_wrong_when_probabilities_stay_at_draft_ids(
+    cut: Path, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail."""
+
+    def left_where_they_are(vocabulary: VocabularyMap, draft_probs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(draft_probs, (0, vocabulary.target_size - draft_probs.shape[1]))
+
+    monkeypatch.setattr(VocabularyMap, "probabilities", left_where_they_are)
+    assert fit_of_samples(cut, exact) < 1e-4
+
+
+@pytest.mark.server
+def test_a_server_given_the_speculators_directory_alone_answers(rewritten: Path, original: Answers) -> None:
+    body = {"text_input": load_prompts(1)[0].prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    asked = {"return_token_ids": True, "return_spec_stats": True}
+    with new_server({"target_model": str(rewritten)}) as server, httpx.Client(trust_env=False, timeout=60) as http:
+        answer = http.post(f"http://{server.http_url}/v2/models/dflash/generate", json=body | asked).json()
+    assert answer["token_ids"] == original.token_ids[0]
+    assert SpecCounts.from_spec_stats(json.loads(answer["spec_stats"])) == original.counts[0]
