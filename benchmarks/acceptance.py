@@ -1,71 +1,33 @@
-"""Accuracy and acceptance length of the demo pair on its held-out sets, through the engine.
+"""What a wrong layer index costs: acceptance of the demo pair as it is, and with the drafter's features taken one layer
+off. Such a mistake still runs and stays lossless, so that nothing but acceptance shows it.
 
-`python -m benchmarks.acceptance` prints them by category and by position, and what is left of the acceptance length
-when every feature layer of the drafter is shifted by one: a wrong layer index still runs, and shows nowhere else.
+`python -m benchmarks.acceptance` prints what `dflash-triton eval` does, for all three.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import tempfile
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.workload import CATEGORIES, HeldOutPrompt, load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
-from dflash_backend.llm import RequestOutput
-
-ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Counts over some requests. `per_position[i]` counts drafts whose token i (0-based) stood."""
-
-    num_drafts: int
-    num_accepted: int
-    per_position: list[int]
-
-    @property
-    def length(self) -> float:
-        """1 + accepted / drafts."""
-        return 1 + self.num_accepted / self.num_drafts
-
-    @property
-    def position_rates(self) -> list[float]:
-        """For each position, the share of drafts whose token there stood."""
-        return [count / self.num_drafts for count in self.per_position]
+from dflash_backend.evaluation import Evaluation, Question, Sampling, evaluate
+from dflash_backend.evaluation.datasets import EMBEDDED_SETS, Source, load_questions
+from dflash_backend.evaluation.engine import EngineAnswerer
+from dflash_backend.evaluation.report import tables
 
 
-def acceptance_of(outputs: list[RequestOutput]) -> Acceptance:
-    """Sum over finished requests."""
-    stats = [output.stats for output in outputs if output.stats is not None]
-    columns = zip(*(one.num_accepted_tokens_per_pos for one in stats), strict=True)
-    return Acceptance(
-        sum(one.num_drafts for one in stats),
-        sum(one.num_accepted_tokens for one in stats),
-        [sum(column) for column in columns],
-    )
+def held_out(per_set: int) -> list[Question]:
+    """The first `per_set` questions of each embedded set."""
+    return load_questions([Source(name) for name in EMBEDDED_SETS], per_set)
 
 
-def is_correct(output: RequestOutput, prompt: HeldOutPrompt) -> bool:
-    """Whether the text ends with the right answer."""
-    found = ANSWER.search(output.text)
-    return found is not None and found.group(1) == prompt.answer
-
-
-def answer_all(llm: LLM, prompts: list[HeldOutPrompt], max_tokens: int = 256) -> dict[str, list[RequestOutput]]:
-    """Greedy answers by category."""
-    outputs = llm.generate([prompt.prompt for prompt in prompts], max_tokens=max_tokens, temperature=0)
-    by_category: dict[str, list[RequestOutput]] = defaultdict(list)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        by_category[prompt.category].append(output)
-    return by_category
+def measure(llm: LLM, questions: list[Question]) -> Evaluation:
+    """Greedy answers and what they cost."""
+    return evaluate(EngineAnswerer(llm), questions, Sampling())
 
 
 def shifted_drafter(offset: int, folder: Path) -> Path:
@@ -80,31 +42,19 @@ def shifted_drafter(offset: int, folder: Path) -> Path:
     return directory
 
 
-def overall(by_category: dict[str, list[RequestOutput]]) -> Acceptance:
-    """Acceptance over all categories."""
-    return acceptance_of([output for outputs in by_category.values() for output in outputs])
-
-
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=300, help="held-out prompts, over all categories")
-    args = parser.parse_args()
-    prompts = load_prompts(args.prompts)
-    by_category = answer_all(LLM(), prompts)
-    math = [prompt for prompt in prompts if prompt.category == "math"]
-    correct = sum(is_correct(output, prompt) for output, prompt in zip(by_category["math"], math, strict=True))
-    print(f"accuracy on word problems: {correct} of {len(math)} ({correct / len(math):.1%})")
-    for category in CATEGORIES:
-        print(f"acceptance length, {category}: {acceptance_of(by_category[category]).length:.2f}")
-    total = overall(by_category)
-    print(f"acceptance length, overall: {total.length:.2f}")
-    print("acceptance rate by position: " + " ".join(f"{rate:.2f}" for rate in total.position_rates))
+    parser.add_argument("--prompts", type=int, default=100, help="held-out prompts of each set (%(default)s)")
+    questions = held_out(parser.parse_args().prompts)
+    found = measure(LLM(), questions)
+    print(tables(found, {"drafter": "as it is"}))
+    length = found.overall.counts.acceptance_length
     with tempfile.TemporaryDirectory() as folder:
         for offset in (-1, 1):
-            shifted = overall(answer_all(LLM(draft=str(shifted_drafter(offset, Path(folder)))), prompts))
-            change = shifted.length / total.length - 1
-            print(f"acceptance length, layer ids {offset:+d}: {shifted.length:.2f} ({change:+.1%})")
+            llm = LLM(draft=str(shifted_drafter(offset, Path(folder))))
+            shifted = measure(llm, questions).overall.counts.acceptance_length
+            print(f"acceptance length, layer ids {offset:+d}: {shifted:.3f} ({shifted / length - 1:+.1%})")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dflash_backend import LLM
+from dflash_backend.evaluation import SpecCounts
 from dflash_backend.frontend.detokenizer import Detokenizer
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
@@ -68,7 +69,7 @@ def run_engine(system: str, llm: LLM, prompts: list[list[int]], streams: int, ma
     result = Measurement(system, streams)
     core, eos = llm.engine.core, tuple(llm.tokenizer.eos_token_ids)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    before = core.stats()
+    before = SpecCounts.of(core.stats())
     waiting = list(enumerate(prompts))[::-1]
     in_flight: dict[str, tuple[int, float, Detokenizer]] = {}
     started = time.perf_counter()
@@ -88,9 +89,8 @@ def run_engine(system: str, llm: LLM, prompts: list[list[int]], streams: int, ma
             if delta.finish_reason is not None:
                 del in_flight[delta.request_id]
     result.seconds = time.perf_counter() - started
-    after = core.stats()
+    drafted = SpecCounts.of(core.stats()) - before
     result.num_tokens = sum(len(tokens) for tokens in result.outputs.values())
-    drafts = after.num_drafts - before.num_drafts
-    if drafts:
-        result.acceptance_length = 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / drafts
+    if drafted.num_drafts:
+        result.acceptance_length = drafted.acceptance_length
     return result

@@ -9,9 +9,9 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.acceptance import acceptance_of
 from benchmarks.workload import HeldOutPrompt, load_prompts
 from dflash_backend import LLM
+from dflash_backend.evaluation import SpecCounts
 from dflash_backend.llm import RequestOutput
 
 
@@ -62,10 +62,15 @@ def measure_prefix(prompts: list[HeldOutPrompt], repeats: int = 12, prefix_token
         repeats=repeats,
         miss_first_token_s=statistics.median(output.first_token_s for output in miss),
         hit_first_token_s=statistics.median(output.first_token_s for output in hit),
-        miss_acceptance_length=acceptance_of(miss).length,
-        hit_acceptance_length=acceptance_of(hit).length,
+        miss_acceptance_length=acceptance_length(miss),
+        hit_acceptance_length=acceptance_length(hit),
         outputs_equal=[output.token_ids for output in miss] == [output.token_ids for output in hit],
     )
+
+
+def acceptance_length(outputs: list[RequestOutput]) -> float:
+    """Over all requests together."""
+    return SpecCounts.total(SpecCounts.of(output.stats) for output in outputs if output.stats).acceptance_length
 
 
 def main() -> None:

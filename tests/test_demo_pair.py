@@ -6,52 +6,52 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.acceptance import answer_all, is_correct, overall, shifted_drafter
+from benchmarks.acceptance import held_out, measure, shifted_drafter
 from benchmarks.prefix import measure_prefix
-from benchmarks.workload import HeldOutPrompt, load_prompts
+from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.llm import RequestOutput
+from dflash_backend.evaluation import Evaluation, Question
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[HeldOutPrompt]:
-    return load_prompts(150)
+def questions() -> list[Question]:
+    return held_out(50)
 
 
 @pytest.fixture(scope="module")
-def answers(prompts: list[HeldOutPrompt]) -> dict[str, list[RequestOutput]]:
-    return answer_all(LLM(), prompts)
+def found(questions: list[Question]) -> Evaluation:
+    return measure(LLM(), questions)
 
 
-def test_word_problems_are_answered_right(
-    prompts: list[HeldOutPrompt], answers: dict[str, list[RequestOutput]]
-) -> None:
-    math = [prompt for prompt in prompts if prompt.category == "math"]
-    correct = sum(is_correct(output, prompt) for output, prompt in zip(answers["math"], math, strict=True))
-    assert correct / len(math) >= 0.9
+def test_word_problems_are_answered_right(found: Evaluation) -> None:
+    math = next(group for group in found.categories if group.name == "math")
+    assert math.num_judged == 50
+    assert math.accuracy is not None
+    assert math.accuracy >= 0.9
 
 
-def test_acceptance_length_is_at_least_5_of_16(answers: dict[str, list[RequestOutput]]) -> None:
-    total = overall(answers)
-    assert total.length >= 5.0
-    assert total.position_rates == sorted(total.position_rates, reverse=True)
+def test_acceptance_length_is_at_least_5_of_16(found: Evaluation) -> None:
+    counts = found.overall.counts
+    assert counts.acceptance_length >= 5.0
+    rates = list(counts.per_position_rates)
+    assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_features_of_the_wrong_layers_cost_acceptance(
-    offset: int, tmp_path: Path, prompts: list[HeldOutPrompt], answers: dict[str, list[RequestOutput]]
+    offset: int, tmp_path: Path, questions: list[Question], found: Evaluation
 ) -> None:
     """A layer index that is off by one still runs and stays lossless: only acceptance tells."""
-    shifted = answer_all(LLM(draft=str(shifted_drafter(offset, tmp_path))), prompts)
-    assert overall(shifted).length <= 0.95 * overall(answers).length
-    for category, outputs in shifted.items():
-        assert [output.token_ids for output in outputs] == [output.token_ids for output in answers[category]]
+    shifted = measure(LLM(draft=str(shifted_drafter(offset, tmp_path))), questions)
+    assert shifted.overall.counts.acceptance_length <= 0.95 * found.overall.counts.acceptance_length
+    texts = [[result.answers[0].text for result in one.results] for one in (found, shifted)]
+    assert texts[0] == texts[1]
 
 
-def test_a_prefix_hit_is_fast_and_accepts_as_much_as_a_miss(prompts: list[HeldOutPrompt]) -> None:
-    result = measure_prefix(prompts, repeats=8)
+def test_a_prefix_hit_is_fast_and_accepts_as_much_as_a_miss() -> None:
+    result = measure_prefix(load_prompts(150), repeats=8)
     assert result.outputs_equal
     assert result.first_token_ratio <= 0.2
     assert result.hit_acceptance_length == pytest.approx(result.miss_acceptance_length, rel=0.02)

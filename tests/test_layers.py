@@ -20,6 +20,9 @@ ALLOWED = {
     "attention": LEAVES | {"kernels"},
     "models": LEAVES | {"attention", "kernels"},
     "speculative": LEAVES | {"models", "attention", "kernels"},
+    "inspection": LEAVES | {"attention", "models"},
+    # Whoever measures is a user of the offline API; the figures themselves need nothing of the engine.
+    "evaluation": {"config", "frontend", "llm"},
     # Of the core the worker knows the plan alone.
     "worker": LEAVES | {"core.plan", "speculative", "models", "attention", "kernels"},
 }

@@ -1,0 +1,53 @@
+"""Answers the questions of an evaluation on a running server. Used by `dflash-triton eval --url`.
+
+Not imported by `dflash_client`: it knows `dflash_backend.evaluation`, which a plain client does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest, SpecCounts
+from dflash_client.client import DFlashClient
+from dflash_client.errors import ClientError
+
+Encode = Callable[[ModelRequest], list[int]]
+
+
+class ServerAnswerer:
+    """An `Answerer` over a client: `concurrency` requests are in flight at a time.
+
+    With `encode` the prompts are sent as token ids; without it messages are sent as such, and the server's chat
+    template decides what becomes of them.
+    """
+
+    def __init__(self, client: DFlashClient, concurrency: int, encode: Encode | None = None) -> None:
+        self._client = client
+        self._concurrency = concurrency
+        self._encode = encode
+
+    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
+        """See `Answerer.answer`. The first request that fails ends it: the others are not started any more."""
+        pool = ThreadPoolExecutor(self._concurrency)
+        try:
+            futures = [pool.submit(self._answer, request) for request in requests]
+            for future in as_completed(futures):
+                future.result()
+                on_answer()
+            return [future.result() for future in futures]
+        finally:
+            # Not waited for: closing the client cancels those that still run.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, request: ModelRequest) -> Answer:
+        try:
+            if self._encode is not None:
+                result = self._client.generate(self._encode(request), **request.sampling)
+            elif request.prompt is not None:
+                result = self._client.generate(request.prompt, **request.sampling)
+            else:
+                result = self._client.generate(messages=request.messages, **request.sampling)
+        except ClientError as error:
+            raise EvaluationError(f"{request.where}: {error}") from None
+        return Answer(result.text, result.num_output_tokens, SpecCounts.from_spec_stats(result.spec_stats))

@@ -1,0 +1,24 @@
+"""Measures a drafter on a set of prompts: how many tokens a step yields, and how many answers are right.
+
+`dflash-triton eval`, `benchmarks` and the test of the published figures use it. `datasets` and `hub_sets` read
+questions, `run` has them answered, `scoring` judges the answers, `figures` counts, `report` and `plot` show. `engine`
+answers in this process; whoever brings another `Answerer` measures that instead. Nothing here but `engine` imports the
+engine, so that a running server can be measured from a machine without torch.
+"""
+
+from dflash_backend.evaluation.errors import EvaluationError
+from dflash_backend.evaluation.figures import SpecCounts
+from dflash_backend.evaluation.questions import Question
+from dflash_backend.evaluation.run import Answer, Answerer, Evaluation, ModelRequest, Sampling, evaluate
+
+__all__ = [
+    "Answer",
+    "Answerer",
+    "Evaluation",
+    "EvaluationError",
+    "ModelRequest",
+    "Question",
+    "Sampling",
+    "SpecCounts",
+    "evaluate",
+]

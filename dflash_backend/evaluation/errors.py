@@ -1,0 +1,7 @@
+"""The error of everything that can stop an evaluation."""
+
+from __future__ import annotations
+
+
+class EvaluationError(Exception):
+    """A data set or an answer cannot be used. The message is a sentence for whoever started the evaluation."""

@@ -1,0 +1,113 @@
+"""GSM8K, HumanEval and MT-Bench: where they lie on the hub, and the prompts that the DFlash authors make of them.
+
+The rows come through the `datasets` library (`pip install 'dflash-triton[eval]'`), or from a file that has them as
+published. Called by `datasets.load_questions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_backend.evaluation.errors import EvaluationError
+from dflash_backend.evaluation.questions import Question, Row, category_of, read_rows
+
+# What the DFlash authors let a model write for each turn.
+MAX_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class HubSet:
+    """A published data set. `read` makes a question of one of its rows; `number` counts them from 1."""
+
+    name: str
+    repository: str
+    config: str | None
+    split: str
+    read: Callable[[Row, int], Question]
+
+
+def _gsm8k(row: Row, number: int) -> Question:
+    """Grade-school word problems (arXiv 2110.14168). The answer follows `####` in the published solution."""
+    solution = row.text("answer")
+    if "####" not in solution:
+        raise row.fail("answer", "a solution that ends in '#### ANSWER', as in the published set")
+    ask = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    return Question(
+        id=f"gsm8k-{number}",
+        dataset="gsm8k",
+        category="gsm8k",
+        messages=({"role": "user", "content": row.text("question") + ask},),
+        answer=solution.rpartition("####")[2].strip(),
+        max_tokens=MAX_TOKENS,
+    )
+
+
+def _humaneval(row: Row, number: int) -> Question:
+    """Python functions to complete (arXiv 2107.03374). Whether they pass their tests is not judged: that would mean to
+    run what a model wrote."""
+    ask = "Write a solution to the following problem and make sure that it passes the tests:\n"
+    return Question(
+        id=row.text("task_id", f"humaneval-{number}"),
+        dataset="humaneval",
+        category="humaneval",
+        messages=({"role": "user", "content": f"{ask}```python\n{row.text('prompt')}\n```"},),
+        max_tokens=MAX_TOKENS,
+    )
+
+
+def _mt_bench(row: Row, number: int) -> Question:
+    """Conversations of two turns in eight categories (arXiv 2306.05685). The hub's copy calls the turns `prompt`, the
+    authors' own file `turns`."""
+    first, *rest = row.texts("turns" if row.has("turns") else "prompt")
+    return Question(
+        id=f"mt-bench-{number}",
+        dataset="mt-bench",
+        category=category_of("mt-bench", row.text("category", "mt-bench")),
+        messages=({"role": "user", "content": first},),
+        follow_ups=tuple(rest),
+        max_tokens=MAX_TOKENS,
+    )
+
+
+HUB_SETS: dict[str, HubSet] = {
+    one.name: one
+    for one in (
+        HubSet("gsm8k", "openai/gsm8k", "main", "test", _gsm8k),
+        HubSet("humaneval", "openai/openai_humaneval", None, "test", _humaneval),
+        HubSet("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
+    )
+}
+
+
+def read_hub_set(hub_set: HubSet, file: Path | None) -> Iterator[Question]:
+    """The questions of a set, from `file` where it is given, else from the hub. Raises `EvaluationError`."""
+    rows: Iterable[Row] = read_rows(file) if file is not None else _fetch(hub_set)
+    for number, row in enumerate(rows, 1):
+        yield hub_set.read(row, number)
+
+
+def _fetch(hub_set: HubSet) -> Iterator[Row]:
+    """The rows of a set from the hub, or from the local cache where it has them."""
+    name = hub_set.name
+    instead = f"or give the published rows as a file: --dataset {name}=FILE.jsonl"
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError:
+        raise EvaluationError(
+            f"{name} comes from the hub through the 'datasets' library, which is not installed; run pip install "
+            f"'dflash-triton[eval]', {instead}"
+        ) from None
+    # The bases of the hub's own error are those of whichever HTTP library its client uses.
+    try:
+        rows = load_dataset(hub_set.repository, hub_set.config, split=hub_set.split)
+    except (OSError, ValueError, RuntimeError, DatasetsError, *HfHubHTTPError.__bases__) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EvaluationError(
+            f"{name} ({hub_set.repository}) cannot be had from the hub ({reason}); connect to it, {instead}"
+        ) from None
+    for number, data in enumerate(rows, 1):
+        yield Row(data, f"{hub_set.repository}, row {number}")

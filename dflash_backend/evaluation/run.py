@@ -1,0 +1,170 @@
+"""Has questions answered and adds up what came of it. Called by `dflash-triton eval`, `benchmarks` and tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dflash_backend.evaluation.figures import SpecCounts
+from dflash_backend.evaluation.questions import Message, Question
+from dflash_backend.evaluation.scoring import is_correct
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn. `max_tokens` of None takes each question's own. Request i of a round is given `seed` + i,
+    so that a run can be repeated; at temperature 0 no seed has an effect."""
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """One answer that is wanted: `prompt`, or `messages` when it is None. `where` names the question in errors;
+    `sampling` has the names of the serving contract."""
+
+    where: str
+    prompt: str | None
+    messages: tuple[Message, ...]
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said to one request, and what it cost."""
+
+    text: str
+    num_tokens: int
+    counts: SpecCounts
+
+
+class Answerer(Protocol):
+    """A model that answers: the engine in this process, or a server."""
+
+    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
+        """Answer all requests, in their order, and call `on_answer` for each one that is done.
+
+        Raises `EvaluationError`, or what the model itself raises.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionResult:
+    """A question with its answers, one for each turn. `correct` is None where no right answer is known."""
+
+    question: Question
+    answers: tuple[Answer, ...]
+
+    @property
+    def correct(self) -> bool | None:
+        """Whether the last answer is the right one."""
+        expected = self.question.answer
+        return None if expected is None else is_correct(self.answers[-1].text, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """What a group of questions came to; `num_judged` of them have a known answer."""
+
+    name: str
+    num_questions: int
+    num_tokens: int
+    counts: SpecCounts
+    num_judged: int
+    num_correct: int
+
+    @classmethod
+    def of(cls, name: str, results: Sequence[QuestionResult]) -> GroupResult:
+        """The sum over `results`."""
+        answers = [answer for result in results for answer in result.answers]
+        judged = [result.correct for result in results if result.correct is not None]
+        return cls(
+            name=name,
+            num_questions=len(results),
+            num_tokens=sum(answer.num_tokens for answer in answers),
+            counts=SpecCounts.total(answer.counts for answer in answers),
+            num_judged=len(judged),
+            num_correct=sum(judged),
+        )
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of right answers among those that are known; None where none is."""
+        return self.num_correct / self.num_judged if self.num_judged else None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """All results, in the order of the questions, and the seconds from the first request to the last answer."""
+
+    results: tuple[QuestionResult, ...]
+    seconds: float
+
+    @property
+    def overall(self) -> GroupResult:
+        """All questions together."""
+        return GroupResult.of("overall", self.results)
+
+    @property
+    def datasets(self) -> list[GroupResult]:
+        """One group for each data set."""
+        return self._grouped(lambda question: question.dataset)
+
+    @property
+    def categories(self) -> list[GroupResult]:
+        """One group for each category."""
+        return self._grouped(lambda question: question.category)
+
+    def _grouped(self, key: Callable[[Question], str]) -> list[GroupResult]:
+        groups: dict[str, list[QuestionResult]] = {}
+        for result in self.results:
+            groups.setdefault(key(result.question), []).append(result)
+        return [GroupResult.of(name, results) for name, results in groups.items()]
+
+
+def evaluate(
+    answerer: Answerer, questions: Sequence[Question], sampling: Sampling, progress: Progress | None = None
+) -> Evaluation:
+    """Have all questions answered, turn by turn: a round asks every question that has that many turns.
+
+    `progress` hears `(answers so far, answers in all)`. Raises what `Answerer.answer` does.
+    """
+    answers: list[list[Answer]] = [[] for _ in questions]
+    done, total = 0, sum(question.num_turns for question in questions)
+
+    def on_answer() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    started = time.perf_counter()
+    for turn in range(max((question.num_turns for question in questions), default=0)):
+        asked = [i for i, question in enumerate(questions) if turn < question.num_turns]
+        requests = [_request(questions[i], answers[i], sampling, i) for i in asked]
+        for i, answer in zip(asked, answerer.answer(requests, on_answer), strict=True):
+            answers[i].append(answer)
+    seconds = time.perf_counter() - started
+    results = (QuestionResult(question, tuple(said)) for question, said in zip(questions, answers, strict=True))
+    return Evaluation(tuple(results), seconds)
+
+
+def _request(question: Question, said: Sequence[Answer], sampling: Sampling, index: int) -> ModelRequest:
+    """The next turn of a question, after the model has `said` its answers to the earlier ones."""
+    messages = list(question.messages)
+    for answer, follow_up in zip(said, question.follow_ups, strict=False):
+        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": follow_up}]
+    parameters = {
+        "max_tokens": sampling.max_tokens or question.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed + index,
+    }
+    where = question.id if question.num_turns == 1 else f"{question.id}, turn {len(said) + 1}"
+    return ModelRequest(where, question.prompt, tuple(messages), parameters)

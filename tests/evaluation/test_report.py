@@ -1,0 +1,84 @@
+"""Tables, JSON and plot say the same, also where there was no draft at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash_backend.evaluation import Answer, Evaluation, EvaluationError, Question, SpecCounts
+from dflash_backend.evaluation.report import as_dict, markdown_table, prepare, tables, write
+from dflash_backend.evaluation.run import QuestionResult
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def result(dataset: str, category: str, counts: SpecCounts, answer: str | None = None) -> QuestionResult:
+    return QuestionResult(Question("q", dataset, category, prompt="x", answer=answer), (Answer("4", 3, counts),))
+
+
+TWO_SETS = Evaluation(
+    (
+        result("own", "own/a", SpecCounts(2, 6, 3, (2, 1, 0)), "4"),
+        result("own", "own/b", SpecCounts(1, 3, 3, (1, 1, 1)), "5"),
+        result("math", "math", SpecCounts(1, 1, 0, (0,))),
+    ),
+    seconds=1.5,
+)
+NO_DRAFTS = Evaluation((result("own", "own", SpecCounts()),), seconds=0.5)
+
+
+def cells(text: str) -> dict[str, list[list[str]]]:
+    """The rows of all Markdown tables by their first cell."""
+    rows: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith("| -"):
+            first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+            rows.setdefault(first, []).append(rest)
+    return rows
+
+
+def test_table_and_json_agree_for_every_group() -> None:
+    rows, data = cells(tables(TWO_SETS, {})), as_dict(TWO_SETS, {})
+    assert list(rows)[1:6] == ["overall", "own", "math", "own/a", "own/b"]
+    groups = {"overall": data["overall"], **data["datasets"], **data["categories"]}
+    header = rows["set"][0]
+    for name, (figures, rates) in ((name, rows[name]) for name in groups):
+        shown = dict(zip(header, figures, strict=True))
+        group = groups[name]
+        for count in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            assert shown[count] == str(group[count])
+        for figure in ("acceptance_length", "draft_tokens_per_step", "acceptance_rate"):
+            assert shown[figure] == f"{group[figure]:.3f}"
+        assert [rate for rate in rates if rate != "-"] == [f"{rate:.3f}" for rate in group["per_position_rates"]]
+    assert dict(zip(header, rows["own"][0], strict=True))["accuracy"] == "1 of 2 (50.0%)"
+    assert data["datasets"]["math"]["accuracy"] is None
+
+
+def test_without_drafts_nothing_is_divided_by_zero(tmp_path: Path) -> None:
+    text = tables(NO_DRAFTS, {})
+    assert "no rates by position" in text
+    assert as_dict(NO_DRAFTS, {})["overall"]["per_position_rates"] == []
+    write(tmp_path, NO_DRAFTS, {})
+    assert (tmp_path / "eval.png").read_bytes().startswith(PNG)
+
+
+def test_the_files_hold_what_is_printed(tmp_path: Path) -> None:
+    about = {"engine": "a | b", "limit": None, "max_tokens": [256]}
+    prepare(tmp_path / "new" / "folder")
+    write(tmp_path / "new" / "folder", TWO_SETS, about)
+    folder = tmp_path / "new" / "folder"
+    assert json.loads((folder / "eval.json").read_text()) == as_dict(TWO_SETS, about)
+    assert tables(TWO_SETS, about) in (folder / "eval.md").read_text()
+    assert (folder / "eval.png").read_bytes().startswith(PNG)
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(EvaluationError, match="cannot be made"):
+        prepare(tmp_path / "file" / "folder")
+
+
+def test_a_cell_cannot_break_the_table() -> None:
+    assert markdown_table([("a", "b"), ("x|y", "1\n2")]) == "| a    |   b |\n| ---- | --- |\n| x\\|y | 1 2 |"

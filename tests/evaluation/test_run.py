@@ -1,0 +1,79 @@
+"""Rounds of questions and the sums over them, with a model that says what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dflash_backend.evaluation import Answer, ModelRequest, Question, Sampling, SpecCounts, evaluate
+
+
+class Parrot:
+    """Answers with the last thing it was told, one token and one draft of two each time."""
+
+    def __init__(self) -> None:
+        self.asked: list[ModelRequest] = []
+
+    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
+        self.asked += requests
+        for _ in requests:
+            on_answer()
+        return [Answer(self._text(request), 1, SpecCounts(1, 2, 1, (1, 0))) for request in requests]
+
+    @staticmethod
+    def _text(request: ModelRequest) -> str:
+        return request.prompt or request.messages[-1]["content"]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+QUESTIONS = [
+    Question("a", "own", "own/x", prompt="4", answer="4"),
+    Question("b", "own", "own/y", messages=(user("one"),), follow_ups=("two", "3"), answer="3"),
+    Question("c", "more", "more", messages=(user("five"),), answer="6", max_tokens=9),
+    Question("d", "more", "more", messages=(user("seven"),)),
+]
+
+
+def test_every_turn_is_answered_with_the_history() -> None:
+    model = Parrot()
+    evaluate(model, QUESTIONS, Sampling())
+    assert [request.where for request in model.asked] == ["a", "b, turn 1", "c", "d", "b, turn 2", "b, turn 3"]
+    said = {"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two"}
+    assert model.asked[-1].messages == (user("one"), said[0], user("two"), said[1], user("3"))
+
+
+def test_results_are_summed_by_data_set_and_category() -> None:
+    found = evaluate(Parrot(), QUESTIONS, Sampling())
+    assert found.overall.counts == SpecCounts(6, 12, 6, (6, 0))
+    assert (found.overall.num_questions, found.overall.num_tokens) == (4, 6)
+    assert [(g.name, g.counts.num_drafts, g.num_judged, g.num_correct) for g in found.datasets] == [
+        ("own", 4, 2, 2),
+        ("more", 2, 1, 0),
+    ]
+    assert [(g.name, g.counts.num_drafts, g.accuracy) for g in found.categories] == [
+        ("own/x", 1, 1.0),
+        ("own/y", 3, 1.0),
+        ("more", 2, 0.0),
+    ]
+
+
+def test_no_known_answer_is_no_accuracy() -> None:
+    assert evaluate(Parrot(), QUESTIONS[-1:], Sampling()).overall.accuracy is None
+
+
+def test_a_question_keeps_its_own_seed_and_limit_unless_one_is_asked_for() -> None:
+    model = Parrot()
+    evaluate(model, QUESTIONS, Sampling(temperature=0.5, seed=10))
+    first = {request.where: request.sampling for request in model.asked}
+    assert first["c"] == {"max_tokens": 9, "temperature": 0.5, "seed": 12}
+    assert first["b, turn 3"]["seed"] == 11
+    evaluate(model, QUESTIONS, Sampling(max_tokens=5))
+    assert model.asked[-1].sampling["max_tokens"] == 5
+
+
+def test_progress_counts_answers_not_questions() -> None:
+    heard: list[tuple[int, int]] = []
+    evaluate(Parrot(), QUESTIONS, Sampling(), lambda done, total: heard.append((done, total)))
+    assert heard == [(done, 6) for done in range(1, 7)]

@@ -1,0 +1,45 @@
+"""Which texts count as right, for answers that are numbers and for those that are words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_backend.evaluation.scoring import is_correct
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Step 2: 24 - 7 = 17.\nAnswer: 17", "17"),
+        ("So the total is \\boxed{1,234} dollars. Step 5 is not needed.", "1234"),
+        ("First \\boxed{3}, no: $\\boxed{18.00}$", "18"),
+        ("\\boxed{\\$18 \\text{ dollars}}", "18"),
+        ("It costs $1,234.50 in the end.", "1234.5"),
+        ("We end at -4", "-4"),
+        ("**Answer:** 12\nThat was 3 steps.", "12"),
+        ("\\boxed{12} and an open \\boxed{13", "12"),
+        ("The city is\nParis.", "paris"),
+        ("Final answer:  New   York", "new york"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("It takes 30 %.", "30%"),
+    ],
+)
+def test_right_answers_are_seen(text: str, answer: str) -> None:
+    assert is_correct(text, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", "17"),
+        ("Answer: 18", "17"),
+        ("17 marbles, but \\boxed{18}", "17"),
+        ("17 it is.\nAnswer: unknown", "17"),
+        ("17, then 18", "17"),
+        ("117", "17"),
+        ("Paris\nor Rome", "Paris"),
+        ("", "Paris"),
+    ],
+)
+def test_wrong_answers_are_not(text: str, answer: str) -> None:
+    assert not is_correct(text, answer)
