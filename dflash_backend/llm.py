@@ -8,7 +8,7 @@ print(llm.generate("Write a function that adds 3.", max_tokens=64, temperature=0
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,24 +27,103 @@ from dflash_backend.messages import (
     RequestStats,
     SamplingParams,
     TokenDelta,
+    TokenLogprobs,
 )
-from dflash_backend.sampling_params import parse_sampling_params
+from dflash_backend.sampling_params import child, parse_sampling_params
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any]
 
 
 @dataclass
-class RequestOutput:
-    """One finished prompt. Times are seconds since `generate` was called."""
+class Completion:
+    """One continuation of a prompt. Times are seconds since `generate` was called.
 
-    prompt_token_ids: list[int]
+    `logprobs` has an entry for each of `token_ids`; None unless the sampling parameter `logprobs` asked for them.
+    """
+
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    logprobs: list[TokenLogprobs] | None = None
     first_token_s: float = 0.0
     finished_s: float = 0.0
+
+    def add(self, delta: TokenDelta, text: str, now: float) -> None:
+        """Take what a step yielded; `now` is in seconds since `generate` was called."""
+        if not self.token_ids:
+            self.first_token_s = now
+        self.token_ids += delta.token_ids
+        self.text += text
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stats, self.finished_s = delta.finish_reason, delta.stats, now
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all tokens together; None as for `logprobs`."""
+        return None if self.logprobs is None else sum(entry.logprobs[0] for entry in self.logprobs)
+
+
+@dataclass
+class RequestOutput:
+    """One finished prompt and its `n` completions. What belongs to a completion can be asked of the output itself too,
+    and is then that of the first, which is the only one unless `n` says otherwise."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first completion's tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first completion ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stats(self) -> RequestStats | None:
+        """What the first completion cost."""
+        return self.outputs[0].stats
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """The first completion's log-probabilities."""
+        return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of the first completion."""
+        return self.outputs[0].cumulative_logprob
+
+    @property
+    def first_token_s(self) -> float:
+        """When the first completion's first token came."""
+        return self.outputs[0].first_token_s
+
+    @property
+    def finished_s(self) -> float:
+        """When the first completion ended."""
+        return self.outputs[0].finished_s
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One completion to make: of which output, with which parameters."""
+
+    index: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    completion: Completion
 
 
 class LLM:
@@ -71,27 +150,35 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
+        on_finished: Callable[[int], None] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids); the outputs come in the order of the prompts.
 
         `params` is one set for all prompts or one each; `sampling` gives single parameters instead:
-        `generate("...", max_tokens=8, temperature=0)`. Raises `ParameterError` for a bad parameter and `RequestError`
-        for a prompt that cannot be served; the other prompts are given up then.
+        `generate("...", max_tokens=8, temperature=0)`. With `n` above 1 an output has so many completions, each with a
+        seed of its own. `on_finished` hears the index of each prompt that is done. Raises `ParameterError` for a bad
+        parameter and `RequestError` for a prompt that cannot be served; the other prompts are given up then.
         """
         batch = _as_batch(prompts)
         parameters = self._parameters(params, sampling, len(batch))
-        outputs = [RequestOutput(self._encode(prompt)) for prompt in batch]
+        outputs = [
+            RequestOutput(self._encode(prompt), [Completion() for _ in range(one.n)])
+            for prompt, one in zip(batch, parameters, strict=True)
+        ]
+        jobs = [
+            _Job(index, output.prompt_token_ids, child(parameters[index], place), completion)
+            for index, output in enumerate(outputs)
+            for place, completion in enumerate(output.outputs)
+        ]
+        num_open = [len(output.outputs) for output in outputs]
         started = time.perf_counter()
-        for index, delta, text in self._run(outputs, parameters):
-            now = time.perf_counter() - started
-            output = outputs[index]
-            if not output.token_ids:
-                output.first_token_s = now
-            output.token_ids += delta.token_ids
-            output.text += text
+        for job, delta, text in self._run(jobs):
+            job.completion.add(delta, text, time.perf_counter() - started)
             if delta.finish_reason is not None:
-                output.finish_reason, output.stats, output.finished_s = delta.finish_reason, delta.stats, now
+                num_open[job.index] -= 1
+                if num_open[job.index] == 0 and on_finished is not None:
+                    on_finished(job.index)
         return outputs
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> RequestOutput:
@@ -118,7 +205,10 @@ class LLM:
             defaults = SamplingParams()
             given = msgspec.structs.asdict(params)
             params = {name: value for name, value in given.items() if value != getattr(defaults, name)}
-        return parse_sampling_params(params, max_speculative_tokens=self.engine.ready.num_speculative_tokens)
+        ready = self.engine.ready
+        return parse_sampling_params(
+            params, max_speculative_tokens=ready.num_speculative_tokens, vocab_size=ready.vocab_size
+        )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -129,48 +219,50 @@ class LLM:
             raise ValueError(f"token id {strange} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
         return list(prompt)
 
-    def _run(
-        self, outputs: list[RequestOutput], parameters: list[SamplingParams]
-    ) -> Iterator[tuple[int, TokenDelta, str]]:
-        """Feed the engine as its queue has room, step it, and yield `(index, delta, text)` as tokens come."""
+    def _run(self, jobs: list[_Job]) -> Iterator[tuple[_Job, TokenDelta, str]]:
+        """Feed the engine as its queue has room, step it, and yield `(job, delta, text)` as tokens come."""
         core = self.engine.core
-        detokenizers: dict[str, tuple[int, Detokenizer]] = {}
-        waiting = iter(range(len(outputs)))
+        running: dict[str, tuple[_Job, Detokenizer]] = {}
+        waiting = iter(jobs)
         try:
-            self._feed(waiting, outputs, parameters, detokenizers)
+            self._feed(waiting, running)
             while core.has_unfinished():
                 for delta in core.step():
-                    index, detokenizer = detokenizers[delta.request_id]
+                    job, detokenizer = running[delta.request_id]
                     text = detokenizer.append(delta.token_ids, delta.finish_reason is not None)
                     if text.stopped:
                         stats = delta.stats or core.stop([delta.request_id])[0].stats
-                        delta = TokenDelta(delta.request_id, delta.token_ids, "stop", stats)
+                        delta = _cut(delta, text.num_tokens, stats)
                     if delta.finish_reason is not None:
-                        del detokenizers[delta.request_id]
-                    yield index, delta, text.text
-                self._feed(waiting, outputs, parameters, detokenizers)
+                        del running[delta.request_id]
+                    yield job, delta, text.text
+                self._feed(waiting, running)
         finally:
-            core.abort(list(detokenizers))
+            core.abort(list(running))
 
-    def _feed(
-        self,
-        waiting: Iterator[int],
-        outputs: list[RequestOutput],
-        parameters: list[SamplingParams],
-        detokenizers: dict[str, tuple[int, Detokenizer]],
-    ) -> None:
-        """Queue prompts until the engine's queue is full."""
+    def _feed(self, waiting: Iterator[_Job], running: dict[str, tuple[_Job, Detokenizer]]) -> None:
+        """Queue jobs until the engine's queue is full."""
         while self.stats().num_requests_waiting < self.config.max_queue_size:
-            index = next(waiting, None)
-            if index is None:
+            job = next(waiting, None)
+            if job is None:
                 return
             request_id = f"offline-{self._num_requests}"
             self._num_requests += 1
-            prompt, sampling = outputs[index].prompt_token_ids, parameters[index]
             self.engine.core.add_request(
-                GenerationRequest(request_id, prompt, sampling, tuple(self.tokenizer.eos_token_ids))
+                GenerationRequest(request_id, job.prompt_token_ids, job.sampling, tuple(self.tokenizer.eos_token_ids))
             )
-            detokenizers[request_id] = (index, Detokenizer(self.tokenizer, sampling))
+            running[request_id] = (job, Detokenizer(self.tokenizer, job.sampling))
+
+
+def _cut(delta: TokenDelta, num_tokens: int, stats: RequestStats | None) -> TokenDelta:
+    """The last delta of a completion that a stop string ended: tokens past it are not part of the answer."""
+    return msgspec.structs.replace(
+        delta,
+        token_ids=delta.token_ids[:num_tokens],
+        logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
+        finish_reason="stop",
+        stats=stats,
+    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -182,4 +274,4 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-__all__ = ["LLM", "RequestError", "RequestOutput"]
+__all__ = ["LLM", "Completion", "RequestError", "RequestOutput"]

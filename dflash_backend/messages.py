@@ -21,15 +21,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Bounds are checked where the values come in (`frontend.parameters`, `LLM.generate`), by
     `dflash_backend.sampling_params.parse_sampling_params`.
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
-    takes the server's.
+    takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
+    those of the new tokens, of m also those of the m most likely ones. The engine runs one completion a request: for
+    `n` of them, whoever takes the request in sends it n times (`dflash_backend.sampling_params.child`).
     """
 
+    n: int = 1
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -43,6 +51,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         """Temperature 0: the most likely token is taken, and no random number is used."""
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 class EngineSetup(msgspec.Struct, frozen=True):
@@ -108,13 +121,30 @@ class RequestStats(msgspec.Struct, frozen=True):
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position of the output: the new token first, then the most likely ones without it.
+
+    They are the model's own, of the logits before penalties, bias and temperature, as vLLM's are. A rank is 1 for the
+    most likely token. The most likely ones are ranked by their place; a new token that is not among them has the number
+    of tokens that are at least as likely. All three lists have the same length, at least 1.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
 class TokenDelta(msgspec.Struct, frozen=True):
-    """New tokens of one request from one step. The last one of a request has a finish reason and stats."""
+    """New tokens of one request from one step. The last one of a request has a finish reason and stats.
+
+    `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none.
+    """
 
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
@@ -145,11 +175,15 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """Everything that one engine step, or the intake before it, has to say to the frontend."""
+    """Everything that one engine step, or the intake before it, has to say to the frontend.
+
+    `phase_seconds` has the step's time by phase: verify, accept, inject, draft; empty when there was no step.
+    """
 
     deltas: list[TokenDelta] = []
     rejected: list[RequestRejected] = []
     stats: EngineStats | None = None
+    phase_seconds: dict[str, float] = {}
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -171,9 +205,11 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start or go on; `message` is for the operator."""
+    """The engine cannot start or go on; `message` is for the operator. `setup_error` says that its settings or files
+    are at fault, so that it will fail again until somebody changes them."""
 
     message: str
+    setup_error: bool = False
 
 
 EngineInput = GenerationRequest | StopRequests | AbortRequests | Shutdown

@@ -59,6 +59,27 @@ def test_sampled_output_survives_preemption_unchanged() -> None:
     assert [output.token_ids for output in preempted] == [output.token_ids for output in calm]
 
 
+def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm: LLM) -> None:
+    params = {"max_tokens": 20, "temperature": 1.5, "seed": 7, "logprobs": 0}
+    finished: list[int] = []
+    several, one = llm.generate(["Tell me"] * 2, [params | {"n": 6}, params], finished.append)
+    assert len(several.outputs) == 6
+    assert sorted(finished) == [0, 1]
+    assert (several.text, several.token_ids) == (one.text, one.token_ids)
+    assert several.cumulative_logprob == pytest.approx(one.cumulative_logprob)
+    assert len({tuple(completion.token_ids) for completion in several.outputs}) == 6
+    third = llm.generate("Tell me", params | {"seed": 9})[0]
+    assert several.outputs[2].token_ids == third.token_ids
+    assert all(completion.finish_reason and completion.stats for completion in several.outputs)
+
+
+def test_logprobs_come_with_a_stop_string_too(llm: LLM) -> None:
+    output = llm.generate(QUESTION, max_tokens=96, temperature=0, stop="Step 2", logprobs=2)[0]
+    assert output.finish_reason == "stop"
+    assert output.logprobs is not None
+    assert [entry.token_ids[0] for entry in output.logprobs] == output.token_ids
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "error", "message"),
     [
@@ -68,6 +89,8 @@ def test_sampled_output_survives_preemption_unchanged() -> None:
         ("x", {"temperatur": 1}, ParameterError, "temperature"),
         ("x", {"params": SamplingParams(top_p=0.0)}, ParameterError, "top_p"),
         ("x", {"num_speculative_tokens": 16}, ParameterError, "num_speculative_tokens"),
+        ("x", {"logit_bias": {1024: 5}}, ParameterError, "logit_bias.*token ids from 0 to 1023"),
+        ("x", {"logprobs": 21}, ParameterError, "logprobs"),
         ("x", {"params": [{}, {}]}, ValueError, "2 sets of parameters for 1 prompts"),
     ],
 )

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.speculative.sampling import probabilities
 from dflash_backend.speculative.verify import VerifyLayout, verify_greedy, verify_sampled
 from dflash_backend.worker.batch import StepBatch, spans
+from dflash_backend.worker.logits import adjust, token_logprobs
 from dflash_backend.worker.request_table import RequestTable
+
+
+@dataclass(frozen=True)
+class AcceptedRows:
+    """What the accept phase decided for n rows, on the host.
+
+    num_accepted: int64 `[n]`, the drafts that stand. tokens: each row's new tokens, those drafts and the token that
+    follows. logprobs: an entry for each new token, or None for rows that did not ask.
+    """
+
+    num_accepted: np.ndarray
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
 
 
 def accept_rows(
@@ -20,19 +37,18 @@ def accept_rows(
     requests: RequestTable,
     greedy: bool,
     greedy_drafts: bool,
-) -> tuple[np.ndarray, list[list[int]]]:
+) -> AcceptedRows:
     """Verify the drafts of the batch's `rows` (int64 `[n]`) and write the token after them into the request table.
 
-    hidden: `[num_tokens, hidden_size]`, the target's output for the whole step. Returns the number of drafts that
-    stand, int64 `[n]` on the host, and each row's new tokens: those drafts and the token that follows.
+    hidden: `[num_tokens, hidden_size]`, the target's output for the whole step.
     """
     device = hidden.device
     num_draft = batch.num_draft[rows]
     last_known = batch.first_token[rows] + batch.num_new[rows] - 1
     _, flat = spans(last_known, num_draft + 1)
-    logits = target.logits(hidden[torch.from_numpy(flat).to(device)])
+    raw_logits = target.logits(hidden[torch.from_numpy(flat).to(device)])
+    logits = adjust(raw_logits, batch, rows, requests)
     first_position = batch.start[rows] + batch.num_new[rows]
-    _forbid_stops(logits, batch, rows, first_position, requests)
 
     layout = VerifyLayout.build(num_draft, device)
     table = torch.from_numpy(batch.table[rows]).to(device)
@@ -52,20 +68,7 @@ def accept_rows(
     requests.tokens[table, positions + accepted] = following
 
     columns = torch.arange(layout.max_draft + 1, device=device)
-    new_tokens = requests.tokens[table[:, None], positions[:, None] + columns].tolist()
+    rows_of_tokens = requests.tokens[table[:, None], positions[:, None] + columns].tolist()
     counts = accepted.cpu().numpy()
-    return counts, [tokens[: count + 1] for tokens, count in zip(new_tokens, counts.tolist(), strict=True)]
-
-
-def _forbid_stops(
-    logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, first_position: np.ndarray, requests: RequestTable
-) -> None:
-    """Hide the stop tokens at output positions below `min_tokens`. logits: `[sum(num_draft + 1), vocab]`, changed."""
-    flat = 0
-    for row, position in zip(rows.tolist(), first_position.tolist(), strict=True):
-        record = requests.records[batch.request_ids[row]]
-        size = int(batch.num_draft[row]) + 1
-        below = record.num_prompt_tokens + record.sampling.min_tokens - position
-        if below > 0 and len(record.stop_ids):
-            logits[flat : flat + min(below, size)].index_fill_(1, record.stop_ids, float("-inf"))
-        flat += size
+    new_tokens = [tokens[: count + 1] for tokens, count in zip(rows_of_tokens, counts.tolist(), strict=True)]
+    return AcceptedRows(counts, new_tokens, token_logprobs(raw_logits, batch, rows, requests, new_tokens))

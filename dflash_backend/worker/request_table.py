@@ -14,12 +14,17 @@ from dflash_backend.speculative.sampling import SamplingRows
 
 @dataclass
 class RequestRecord:
-    """The host's side of one request; `index` is its row in the table's arrays."""
+    """What there is of one request beside its row in the table's arrays, whose number is `index`.
+
+    stop_ids: int64, the tokens that end it. bias_ids int64 and bias float32, of one length: its logit bias. All three
+    are on the device.
+    """
 
     index: int
-    num_prompt_tokens: int
     sampling: SamplingParams
     stop_ids: torch.Tensor
+    bias_ids: torch.Tensor
+    bias: torch.Tensor
     num_blocks: int = 0
 
 
@@ -30,6 +35,10 @@ class RequestTable:
     before, each at its position. blocks: int64 `[max_num_seqs, max_blocks]`, on the host.
     draft_probs: float32 `[max_num_seqs, k, vocab]`, what sampled drafts were drawn from; empty until a sampled request
     comes, since greedy service never needs it.
+
+    On the host, one entry for each row, what `worker.logits` looks at in every step: num_prompt_tokens int64; min_end
+    int64, the position below which stop tokens are hidden; biased and penalised bool; penalties float32
+    `[max_num_seqs, 3]`, repetition, frequency, presence; num_logprobs int64, -1 for none.
     """
 
     def __init__(
@@ -48,6 +57,12 @@ class RequestTable:
         self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_end = np.zeros(max_num_seqs, dtype=np.int64)
+        self.biased = np.zeros(max_num_seqs, dtype=bool)
+        self.penalised = np.zeros(max_num_seqs, dtype=bool)
+        self.penalties = np.zeros((max_num_seqs, 3), dtype=np.float32)
+        self.num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
 
     def forget(self, request_id: str) -> None:
         """Drop a request. One that the worker does not hold is an error of the core."""
@@ -57,12 +72,8 @@ class RequestTable:
         """Take a request in."""
         index = self._free.pop()
         sampling = new.sampling
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(new.eos_token_ids))
-        vocab_size = self._probs_shape[2]
-        # A stop id that is no token never comes, and must not be looked up in the logits either.
-        known = sorted(i for i in stops if 0 <= i < vocab_size)
-        stop_ids = torch.tensor(known, dtype=torch.int64, device=self.device)
-        self.records[new.request_id] = RequestRecord(index, new.num_prompt_tokens, sampling, stop_ids)
+        record = self._record(index, new)
+        self.records[new.request_id] = record
         self.tokens[index, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int64)
         self._temperature[index] = sampling.temperature or 1.0
         self._top_p[index] = sampling.top_p
@@ -71,6 +82,27 @@ class RequestTable:
         self._seeds[index] = new.seed
         if not sampling.greedy and len(self.draft_probs) == 0:
             self.draft_probs = torch.zeros(self._probs_shape, dtype=torch.float32, device=self.device)
+        self.num_prompt_tokens[index] = new.num_prompt_tokens
+        min_end = min(new.num_prompt_tokens + sampling.min_tokens, self.tokens.shape[1])
+        self.min_end[index] = min_end if len(record.stop_ids) else 0
+        self.biased[index] = len(record.bias_ids) > 0
+        self.penalised[index] = sampling.penalised
+        self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
+
+    def _record(self, index: int, new: NewRequest) -> RequestRecord:
+        sampling, vocab_size = new.sampling, self._probs_shape[2]
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(new.eos_token_ids))
+        # An id that is no token never comes, and must not be looked up in the logits either.
+        stop_ids = sorted(i for i in stops if 0 <= i < vocab_size)
+        bias = {i: value for i, value in sampling.logit_bias.items() if 0 <= i < vocab_size}
+        return RequestRecord(
+            index,
+            sampling,
+            torch.tensor(stop_ids, dtype=torch.int64, device=self.device),
+            torch.tensor(list(bias), dtype=torch.int64, device=self.device),
+            torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
+        )
 
     def append_blocks(self, row: ScheduledRow) -> None:
         """Append the blocks that a row gained."""

@@ -10,6 +10,7 @@ import torch
 
 from dflash_backend.attention import AttentionBackend, RowLayout
 from dflash_backend.core.plan import RowResult, ScheduledRow, StepPlan, StepResult
+from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.speculative.drafter import DraftBlock, Drafter, DraftSampler
 from dflash_backend.worker.acceptance import accept_rows
@@ -27,11 +28,13 @@ class Outcome:
     """What the accept phase decided, on the host, int64 `[num_rows]` in the batch's order.
 
     num_accepted: drafts that stand. num_final: positions of the row whose K/V is final, `num_new + num_accepted`.
+    tokens and logprobs are as in `RowResult`.
     """
 
     num_accepted: np.ndarray
     num_final: np.ndarray
     tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class ModelRunner:
             self._draft(self.drafter, batch, outcome, guard)
         clock.append(time.perf_counter())
         results = [
-            RowResult(row.request_id, tokens, int(accepted))
-            for row, tokens, accepted in zip(batch.rows, outcome.tokens, outcome.num_accepted, strict=True)
+            RowResult(row.request_id, outcome.tokens[i], int(outcome.num_accepted[i]), outcome.logprobs[i])
+            for i, row in enumerate(batch.rows)
         ]
         return PartResult(results, dict(zip(PHASES, np.diff(clock).tolist(), strict=True)))
 
@@ -130,18 +133,19 @@ class ModelRunner:
         """Decide the new tokens of the rows that sample and put them into the request table."""
         num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
         tokens: list[list[int]] = [[] for _ in batch.rows]
+        logprobs: list[list[TokenLogprobs] | None] = [None] * len(batch.rows)
         greedy = np.array([self.requests.records[request_id].sampling.greedy for request_id in batch.request_ids])
         for is_greedy, kind in ((True, greedy), (False, ~greedy)):
             rows = (batch.sample & kind).nonzero()[0]
             if len(rows) == 0:
                 continue
-            accepted, lists = accept_rows(
+            accepted = accept_rows(
                 batch, rows, output.hidden, self.target, self.requests, is_greedy, self.greedy_drafts
             )
-            num_accepted[rows] = accepted
-            for row, new_tokens in zip(rows, lists, strict=True):
-                tokens[row] = new_tokens
-        return Outcome(num_accepted, batch.num_new + num_accepted, tokens)
+            num_accepted[rows] = accepted.num_accepted
+            for i, row in enumerate(rows.tolist()):
+                tokens[row], logprobs[row] = accepted.tokens[i], accepted.logprobs[i]
+        return Outcome(num_accepted, batch.num_new + num_accepted, tokens, logprobs)
 
     def _inject(
         self, drafter: Drafter, batch: StepBatch, outcome: Outcome, features: torch.Tensor, guard: WriteGuard

@@ -1,0 +1,109 @@
+"""`worker.logits` on made-up logits: rows that ask for nothing keep theirs, and ties have a rank that is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_backend.core.plan import NewRequest, ScheduledRow
+from dflash_backend.messages import SamplingParams
+from dflash_backend.worker.batch import StepBatch
+from dflash_backend.worker.logits import PENALISED_ROWS_AT_A_TIME, adjust, token_logprobs
+from dflash_backend.worker.request_table import RequestTable
+
+VOCAB = 11
+K = 3
+PROMPT = [1, 2, 2]
+OUTPUT = [3, 4, 3]
+
+
+def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[StepBatch, np.ndarray, RequestTable]:
+    """A decode row with drafts 5, 3, 5 for each set of sampling parameters."""
+    requests = RequestTable(32, 32, K, 4, VOCAB, torch.device("cpu"))
+    rows = []
+    for i, changes in enumerate(asked):
+        sampling = SamplingParams(**({"temperature": 0.0} | changes))
+        requests.learn(NewRequest(str(i), PROMPT + OUTPUT, len(PROMPT), sampling, (0,), 0))
+        requests.tokens[requests.records[str(i)].index, 6 : 6 + K] = torch.tensor([5, 3, 5])
+        rows.append(ScheduledRow(str(i), 5, 1, num_draft, True, K, []))
+    return StepBatch.build(rows, requests, 4), np.arange(len(rows)), requests
+
+
+def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(num_rows * (K + 1), VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 1.0, "top_p": 0.5}, {"min_tokens": 3}, {"logprobs": 5}, {"logit_bias": {99: 5.0}}]
+)
+def test_a_batch_in_which_nobody_asks_gets_its_logits_back_untouched(changes: dict[str, Any]) -> None:
+    """`min_tokens` of 3 are there already, and 99 is no token."""
+    logits = random_logits(2)
+    assert adjust(logits, *make_batch([changes, {}])) is logits
+
+
+def test_only_rows_that_ask_are_changed_and_the_models_logits_never() -> None:
+    logits = random_logits(3, torch.bfloat16)
+    before = logits.clone()
+    adjusted = adjust(logits, *make_batch([{}, {"presence_penalty": 1.0}, {}]))
+    assert torch.equal(logits, before)
+    assert torch.equal(adjusted[:4], before[:4].float())
+    assert torch.equal(adjusted[8:], before[8:].float())
+    assert not torch.equal(adjusted[4:8], before[4:8].float())
+
+
+def test_a_distribution_counts_the_drafts_before_it_as_output() -> None:
+    adjusted = adjust(torch.zeros(K + 1, VOCAB), *make_batch([{"frequency_penalty": 1.0, "presence_penalty": 0.25}]))
+    expected = torch.zeros(K + 1, VOCAB)
+    expected[:, 4] = -1.25
+    expected[:, 3] = torch.tensor([-2.25, -2.25, -3.25, -3.25])
+    expected[:, 5] = torch.tensor([0.0, -1.25, -1.25, -2.25])
+    assert torch.equal(adjusted, expected)
+
+
+def test_repetition_divides_what_is_positive_and_multiplies_what_is_not() -> None:
+    logits = torch.stack([torch.ones(VOCAB), -torch.ones(VOCAB), torch.ones(VOCAB), torch.ones(VOCAB)])
+    adjusted = adjust(logits, *make_batch([{"repetition_penalty": 2.0}]))
+    seen = torch.zeros(K + 1, VOCAB, dtype=torch.bool)
+    seen[:, 1:5] = True
+    seen[1:, 5] = True
+    assert torch.equal(adjusted, torch.where(seen, torch.where(logits > 0, logits / 2, logits * 2), logits))
+
+
+def test_more_rows_than_are_penalised_at_a_time_get_the_same_as_one() -> None:
+    num_rows = PENALISED_ROWS_AT_A_TIME + 3
+    changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    alone = adjust(random_logits(1), *make_batch([changes]))
+    together = adjust(random_logits(1).repeat(num_rows, 1), *make_batch([changes] * num_rows))
+    assert torch.equal(together, alone.repeat(num_rows, 1))
+
+
+def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
+    changes = {"min_tokens": 5, "stop_token_ids": (7,), "logit_bias": {7: 100.0, 8: 2.0}}
+    adjusted = adjust(torch.zeros(K + 1, VOCAB), *make_batch([changes]))
+    assert adjusted[:, 0].isinf().tolist() == adjusted[:, 7].isinf().tolist() == [True, True, False, False]
+    assert adjusted[2:, 7].tolist() == [100.0, 100.0]
+    assert adjusted[:, 8].tolist() == [2.0] * 4
+
+
+def test_ranks_count_what_is_at_least_as_likely_and_places_among_the_most_likely() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :4] = torch.tensor([1.0, 3.0, 3.0, 5.0])
+    batch, rows, requests = make_batch([{"logprobs": 2}], num_draft=0)
+    (entries,) = token_logprobs(logits, batch, rows, requests, [[0]])
+    assert entries is not None
+    assert entries[0].token_ids[:2] == [0, 3]
+    assert entries[0].ranks == [4, 1, 2]
+    (entries,) = token_logprobs(logits, batch, rows, requests, [[3]])
+    assert entries is not None
+    assert (entries[0].token_ids[0], entries[0].ranks) == (3, [1, 2])
+
+
+def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:
+    batch, rows, requests = make_batch([{"logprobs": 20}], num_draft=0)
+    (entries,) = token_logprobs(random_logits(1)[:1], batch, rows, requests, [[4]])
+    assert entries is not None
+    assert sorted(entries[0].token_ids) == list(range(VOCAB))
