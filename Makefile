@@ -6,11 +6,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Arguments for `make serve`, as in: make serve ARGS="--http-port 9000"
 ARGS ?=
+# For `make load`, as in: make load SCENARIO=chat USERS=16 DURATION=60 SETTINGS="max_num_seqs=8 kv_cache_gb=1"
+SCENARIO ?= list
+LOAD_OPTIONS = $(if $(USERS),--users $(USERS)) $(if $(DURATION),--duration $(DURATION)) $(if $(RATE),--rate $(RATE)) \
+  $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(SEED),--seed $(SEED)) $(if $(PROTOCOL),--protocol $(PROTOCOL)) \
+  $(if $(SETTINGS),--settings "$(SETTINGS)") $(if $(COMPARE),--compare $(COMPARE)) $(if $(NAME),--name $(NAME))
 # A package index that has the CPU build of torch, where the usual one does not: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help setup serve test lint format docs bench demo-model clean
+.PHONY: help setup serve test lint format docs bench mutants load demo-model clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -37,7 +42,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	    echo "The package index has no CPU build; taking its default, which may be large (see TORCH_INDEX in the Makefile)."; \
 	    $(PIP) install -q -c $(VENV)/constraints.txt torch==2.13.0; }; \
 	fi
-	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[server,bench,dev]"
+	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[server,bench,load,dev]"
 	$(PIP) install -q --no-deps nvidia-pytriton==0.7.0
 	@touch $@
 
@@ -59,8 +64,14 @@ format: setup ## Format the code
 docs: setup ## Write the generated pages of docs/
 	$(BIN)/python docs/write_settings.py
 
+mutants: setup ## Put known defects back into a copy of the source and show that the tests notice
+	$(BIN)/python -m tests.mutations.run
+
 bench: setup ## Run the benchmark; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.run
+
+load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
+	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)
 
 demo-model: setup ## Train the demo pair again
 	$(BIN)/python -m demo.train --out demo/pair

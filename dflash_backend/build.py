@@ -21,6 +21,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.trace import StepTrace
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import DFlashModel, draft_patterns, load_target
 from dflash_backend.speculative import DFlashDrafter
@@ -33,6 +34,8 @@ Progress = Callable[[str, float], None]
 
 GIB = 1024**3
 DEFAULT_CPU_KV_GIB = 4.0
+# Prompt tokens that a step may take on such a device beside decode rows, however few these are (docs/scheduling.md).
+MIN_PREFILL_TOKENS = {"cpu": 64, "cuda": 256}
 MIN_MODEL_LEN = 2  # a token of prompt and one of output
 
 # What can be wrong with a start, each with a sentence for the operator.
@@ -47,6 +50,7 @@ class BuiltEngine:
     runner: ModelRunner
     pair: ModelPair
     ready: EngineReady
+    trace: StepTrace | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     greedy_drafts = config.draft_sample_method == "greedy"
     row_workers = num_row_workers(device, sum(weight_bytes(directory) for directory in _directories(pair)))
     runner = ModelRunner(target, drafter, kv, backend, requests, greedy_drafts, device, dtype, row_workers)
-    limits = _limits(config, sizes.num_blocks, sizes.max_model_len, k, drafter)
+    limits = _limits(config, sizes.num_blocks, sizes.max_model_len, k, drafter, device)
     ready = EngineReady(
         max_model_len=sizes.max_model_len,
         num_speculative_tokens=k,
@@ -106,9 +110,10 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         vocab_size=target_spec.vocab_size,
         description=_describe(pair, device, dtype, backend.name, sizes, config.kv_block_size),
     )
-    core = _core(limits, runner)
+    trace = _trace(config)
+    core = _core(limits, runner, trace)
     report("ready", 1.0)
-    return BuiltEngine(core, runner, pair, ready)
+    return BuiltEngine(core, runner, pair, ready, trace)
 
 
 def _report_pair(pair: ModelPair, report: Progress) -> None:
@@ -126,7 +131,12 @@ def _directories(pair: ModelPair) -> list[Path]:
 
 
 def _limits(
-    config: EngineConfig, num_blocks: int, max_model_len: int, k: int, drafter: DFlashDrafter | None
+    config: EngineConfig,
+    num_blocks: int,
+    max_model_len: int,
+    k: int,
+    drafter: DFlashDrafter | None,
+    device: torch.device,
 ) -> EngineLimits:
     return EngineLimits(
         num_blocks=num_blocks,
@@ -139,14 +149,28 @@ def _limits(
         num_speculative_tokens=k,
         lookahead_base=drafter.lookahead_base if drafter else 0,
         drafter_max_len=drafter.max_len if drafter else 0,
+        max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+        min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[device.type],
         kv_write_guard=config.kv_write_guard,
         seed=config.seed,
     )
 
 
-def _core(limits: EngineLimits, runner: ModelRunner) -> EngineCore:
+def _trace(config: EngineConfig) -> StepTrace | None:
+    if not config.trace_dir:
+        return None
     try:
-        return EngineCore(limits, runner)
+        return StepTrace(Path(config.trace_dir), config.trace_steps)
+    except OSError as error:
+        raise ConfigError(
+            f"setting 'trace_dir' is {config.trace_dir!r}, where no trace can be written ({error.strerror}); name a "
+            "folder that the server may write to, or leave it empty"
+        ) from None
+
+
+def _core(limits: EngineLimits, runner: ModelRunner, trace: StepTrace | None) -> EngineCore:
+    try:
+        return EngineCore(limits, runner, trace=trace)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

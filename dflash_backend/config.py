@@ -186,7 +186,22 @@ SETTINGS: tuple[Setting, ...] = (
         help="prompt plus output; auto: what the target can do and the KV cache holds",
     ),
     Setting("max_num_seqs", int, 64, low=1, high=4096, help="requests that run at the same time"),
-    Setting("max_num_batched_tokens", int, 8192, low=1, help="tokens of one step; longer prompts are chunked"),
+    Setting(
+        "max_num_batched_tokens",
+        int,
+        8192,
+        low=1,
+        help="tokens of one step; longer prompts are chunked, and no more requests run than can decode in one step",
+    ),
+    Setting(
+        "max_prefill_tokens_per_step",
+        int,
+        None,
+        auto=True,
+        low=1,
+        help="prompt tokens of a step that other requests decode in, so that a long prompt does not hold them up; "
+        "auto: half as many as they decode, at least 64 on cpu and 256 on cuda",
+    ),
     Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
     Setting("max_queue_size", int, 1024, low=1, help="requests that may wait; more are refused as UNAVAILABLE"),
     Setting(
@@ -202,7 +217,26 @@ SETTINGS: tuple[Setting, ...] = (
         "enable_overlap", bool, True, "plan the next step while the device runs this one; no effect in this version"
     ),
     Setting("seed", int, 0, low=0, high=2**63 - 1, help="seeds the requests that bring no seed of their own"),
-    Setting("log_level", str, "info", choices=("debug", "info", "warning", "error"), help="how much is logged"),
+    Setting(
+        "trace_dir",
+        str,
+        "",
+        "folder for a trace of the engine's steps, for chrome://tracing and Perfetto; empty: no trace",
+    ),
+    Setting(
+        "trace_steps",
+        int,
+        5000,
+        low=1,
+        help="steps that a trace keeps at least; twice as many at most are on the disk",
+    ),
+    Setting(
+        "log_level",
+        str,
+        "info",
+        choices=("debug", "info", "warning", "error"),
+        help="the least of our own lines in the server's log; debug shows prompts, and Triton's verbose lines too",
+    ),
 )
 
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -226,6 +260,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
+    max_prefill_tokens_per_step: int | None = None
     enable_prefix_caching: bool = True
     max_queue_size: int = 1024
     request_timeout_s: float = 0.0
@@ -233,6 +268,8 @@ class EngineConfig:
     enable_cuda_graphs: bool = True
     enable_overlap: bool = True
     seed: int = 0
+    trace_dir: str = ""
+    trace_steps: int = 5000
     log_level: str = "info"
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 

@@ -57,6 +57,11 @@ def check_prompt(request: GenerationRequest, limits: EngineLimits) -> None:
             "INVALID_ARGUMENT",
             f"num_speculative_tokens is {k}; this server allows 0 to {limits.num_speculative_tokens}",
         )
+    if request.sampling.n != 1:
+        raise RequestError(
+            "INVALID_ARGUMENT",
+            f"n is {request.sampling.n}; the engine makes one completion of a request, so send it once for each",
+        )
 
 
 def check_fits_alone(request: Request, limits: EngineLimits) -> None:

@@ -14,7 +14,8 @@ from dflash_backend.core.admission import RequestError, check_fits_alone, check_
 from dflash_backend.core.plan import EngineLimits, RowResult, ScheduledRow, StepPlan, StepResult, Worker
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
-from dflash_backend.messages import EngineStats, FinishReason, GenerationRequest, TokenDelta
+from dflash_backend.core.trace import StepTimes, StepTrace
+from dflash_backend.messages import EngineStats, FinishReason, GenerationRequest, TokenDelta, TokenLogprobs
 
 __all__ = ["EngineCore", "RequestError"]
 
@@ -22,16 +23,25 @@ __all__ = ["EngineCore", "RequestError"]
 class EngineCore:
     """Owns all requests from admission to their last token, and drives one worker."""
 
-    def __init__(self, limits: EngineLimits, worker: Worker, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds and never goes back. Raises ValueError for limits that cannot work."""
+    def __init__(
+        self,
+        limits: EngineLimits,
+        worker: Worker,
+        clock: Callable[[], float] = time.monotonic,
+        trace: StepTrace | None = None,
+    ) -> None:
+        """`clock` gives seconds and never goes back; `trace` hears of requests and steps, in the same clock. Raises
+        ValueError for limits that cannot work."""
         check_limits(limits)
         self.limits = limits
         self.scheduler = Scheduler(limits)
         self._worker = worker
         self._clock = clock
+        self._trace = trace
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        # (deadline in s, arrival, id). An entry outlives its request; the arrival number tells whether it still counts.
+        # (deadline in s, arrival, id), a heap. An entry may outlive its request; the arrival number tells whether it
+        # still counts.
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_drafts = 0
         self._num_draft_tokens = 0
@@ -40,12 +50,15 @@ class EngineCore:
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
+        # Of the last step, by phase; empty when it had nothing to do.
+        self.phase_seconds: dict[str, float] = {}
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `RequestError`, and queues nothing, when it cannot be taken:
 
-        INVALID_ARGUMENT for an id in use, an empty or too long prompt, too many speculative tokens, or a request that
-        the KV pool could never hold; UNAVAILABLE when `max_queue_size` requests wait already.
+        INVALID_ARGUMENT for an id in use, an empty or too long prompt, too many speculative tokens, more than one
+        completion, or a request that the KV pool could never hold; UNAVAILABLE when `max_queue_size` requests wait
+        already.
         """
         if request.request_id in self._requests:
             raise RequestError("INVALID_ARGUMENT", f"a request with the id '{request.request_id}' is in progress")
@@ -61,8 +74,10 @@ class EngineCore:
         self._num_arrived += 1
         self._requests[state.request_id] = state
         self.scheduler.add(state)
+        if self._trace is not None:
+            self._trace.request_arrived(state.request_id, state.num_prompt_tokens, state.arrival_s)
         if state.deadline_s is not None:
-            heapq.heappush(self._deadlines, (state.deadline_s, state.arrival, state.request_id))
+            self._add_deadline(state, state.deadline_s)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests and free their blocks. No delta is sent; ids that are not in progress are ignored."""
@@ -70,6 +85,7 @@ class EngineCore:
             request = self._requests.pop(request_id, None)
             if request is not None:
                 self.scheduler.remove(request)
+                self._trace_end(request, "abort", self._clock())
 
     def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]:
         """End these requests because their text reached a stop string, and free their blocks.
@@ -87,13 +103,21 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Run one step and return what it yielded, at most one delta a request; [] when there was nothing to do."""
         started = self._clock()
+        self.phase_seconds = {}
         deltas = self._expire(started)
         plan = self.scheduler.plan(started)
         if plan is None:
             return deltas
-        deltas += self._apply(plan, self._worker.execute(plan))
+        planned = self._clock()
+        result = self._worker.execute(plan)
+        executed = self._clock()
+        self.phase_seconds = result.phase_seconds
+        deltas += self._apply(plan, result)
+        ended = self._clock()
         self._num_steps += 1
-        self._step_seconds += self._clock() - started
+        self._step_seconds += ended - started
+        if self._trace is not None:
+            self._trace.step(plan, result, StepTimes(started, planned, executed, ended))
         return deltas
 
     def has_unfinished(self) -> bool:
@@ -120,6 +144,11 @@ class EngineCore:
             step_seconds=self._step_seconds,
         )
 
+    @property
+    def num_deadlines(self) -> int:
+        """Deadlines that are kept, some of requests that have ended: at most about twice the requests in progress."""
+        return len(self._deadlines)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
         scheduler = self.scheduler
@@ -135,13 +164,25 @@ class EngineCore:
             assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
         scheduler.kv.check(scheduler.running.values())
 
+    def _add_deadline(self, request: Request, deadline_s: float) -> None:
+        """Keep a deadline; now and then drop those of requests that have ended, at O(1) for each that was added."""
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [entry for entry in self._deadlines if self._request_of(entry) is not None]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, request.arrival, request.request_id))
+
+    def _request_of(self, deadline: tuple[float, int, str]) -> Request | None:
+        """The request in progress that a deadline belongs to, if it has not ended."""
+        _, arrival, request_id = deadline
+        request = self._requests.get(request_id)
+        return request if request is not None and request.arrival == arrival else None
+
     def _expire(self, now: float) -> list[TokenDelta]:
         """End the requests whose deadline has passed, with what they have."""
         deltas = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is not None and request.arrival == arrival:
+            request = self._request_of(heapq.heappop(self._deadlines))
+            if request is not None:
                 deltas.append(self._finish(request, [], "abort", now))
         return deltas
 
@@ -175,9 +216,11 @@ class EngineCore:
             token_ids, finish_reason = request.append(result.token_ids, self.limits.max_model_len)
             self._num_generation_tokens += len(token_ids)
         self.scheduler.kv.publish(request)
+        # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
+        logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         if finish_reason is not None:
-            return self._finish(request, token_ids, finish_reason, now)
-        return TokenDelta(request.request_id, token_ids) if token_ids else None
+            return self._finish(request, token_ids, finish_reason, now, logprobs)
+        return TokenDelta(request.request_id, token_ids, logprobs=logprobs) if token_ids else None
 
     def _count_draft(self, request: Request, num_draft: int, num_accepted: int) -> None:
         request.count_draft(num_draft, num_accepted)
@@ -187,10 +230,22 @@ class EngineCore:
         for position in range(num_accepted):
             self._num_accepted_tokens_per_pos[position] += 1
 
-    def _finish(self, request: Request, token_ids: list[int], reason: FinishReason, now: float) -> TokenDelta:
+    def _finish(
+        self,
+        request: Request,
+        token_ids: list[int],
+        reason: FinishReason,
+        now: float,
+        logprobs: list[TokenLogprobs] | None = None,
+    ) -> TokenDelta:
         del self._requests[request.request_id]
         self.scheduler.remove(request)
-        return TokenDelta(request.request_id, token_ids, reason, request.stats(now))
+        self._trace_end(request, reason, now)
+        return TokenDelta(request.request_id, token_ids, reason, request.stats(now), logprobs)
+
+    def _trace_end(self, request: Request, reason: str, now: float) -> None:
+        if self._trace is not None:
+            self._trace.request_ended(request.request_id, reason, request.num_tokens - request.num_prompt_tokens, now)
 
 
 def _check_row_result(row: ScheduledRow, result: RowResult) -> None:
@@ -200,5 +255,6 @@ def _check_row_result(row: ScheduledRow, result: RowResult) -> None:
         result.request_id != row.request_id
         or not 0 <= result.num_accepted <= row.num_draft
         or len(result.token_ids) != expected
+        or (result.logprobs is not None and len(result.logprobs) != expected)
     ):
         raise RuntimeError(f"the worker answered {result} to {row}, which does not fit it")

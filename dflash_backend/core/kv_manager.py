@@ -57,15 +57,20 @@ class KVManager:
         return self.blocks_for(num_positions) - len(hit) <= self.pool.num_free - hit_from_free
 
     def start(self, request: Request, hit: list[int]) -> None:
-        """Hold the hit; the request counts as computed up to its end."""
-        self.pool.touch(hit)
+        """Hold the hit; the request counts as computed up to its end.
+
+        A preempted request that finds its own blocks says nothing about how often others will.
+        """
+        self.pool.touch(hit, found=request.num_preemptions == 0)
         request.block_ids = list(hit)
         request.num_published_blocks = len(hit)
         request.num_computed = len(hit) * self._block_size
 
     def reserve(self, request: Request, num_positions: int) -> list[int] | None:
         """Extend the block table to cover `num_positions`; the blocks added, or None when the pool has too few."""
-        missing = max(0, self.blocks_for(num_positions) - len(request.block_ids))
+        missing = self.blocks_for(num_positions) - len(request.block_ids)
+        if missing <= 0:
+            return []
         if missing > self.pool.num_free:
             return None
         new_block_ids = self.pool.allocate(missing)
@@ -83,7 +88,8 @@ class KVManager:
         if num_full > request.num_published_blocks:
             digests = request.chain.first(num_full, request.token_ids)
             for index in range(request.num_published_blocks, num_full):
-                self.pool.publish(request.block_ids[index], digests[index])
+                before = request.block_ids[index - 1] if index else None
+                self.pool.publish(request.block_ids[index], digests[index], before)
             request.num_published_blocks = num_full
 
     def release(self, request: Request) -> None:

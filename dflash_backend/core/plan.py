@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_backend.messages import SamplingParams
+import msgspec
+
+from dflash_backend.messages import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,8 @@ class NewRequest:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
-    """One request's part in a step.
+class ScheduledRow(msgspec.Struct, frozen=True):
+    """One request's part in a step. (A msgspec struct, since a step has hundreds and they are cheap to make.)
 
     The target runs the positions `[num_computed, num_computed + num_new + num_draft)`: `num_new` tokens whose
     values are known, then `num_draft` tokens that the worker proposed for this request in the step before.
@@ -74,12 +75,14 @@ class StepPlan:
 class RowResult:
     """What a row yielded: `token_ids` are the accepted drafts and the token after them; empty without `sample`.
 
-    `num_accepted` of the row's drafts stood: `len(token_ids) == num_accepted + 1` for a row that sampled.
+    `num_accepted` of the row's drafts stood: `len(token_ids) == num_accepted + 1` for a row that sampled. `logprobs`
+    has an entry for each of `token_ids` when the request asked for them, else it is None.
     """
 
     request_id: str
     token_ids: list[int]
     num_accepted: int
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,9 @@ class EngineLimits:
 
     `num_speculative_tokens` is k (0: no drafter); `lookahead(k)` positions are reserved past the tokens of a step
     for the drafter's queries (invariant RESERVE): `lookahead_base + k` when k > 0 (DFlash: base 1), else 0.
-    `drafter_max_len` bounds drafting (invariant WINDOW).
+    `drafter_max_len` bounds drafting (invariant WINDOW). A step that decodes runs no more than
+    `max_prefill_tokens_per_step` prompt tokens beside; None: half as many as it decodes, and at
+    least `min_prefill_tokens_per_step`.
     """
 
     num_blocks: int
@@ -119,8 +124,15 @@ class EngineLimits:
     num_speculative_tokens: int = 0
     lookahead_base: int = 1
     drafter_max_len: int = 0
+    max_prefill_tokens_per_step: int | None = None
+    min_prefill_tokens_per_step: int = 64
     kv_write_guard: bool = False
     seed: int = 0
+
+    @property
+    def max_drafting_len(self) -> int:
+        """No draft and no anchor's query lies past this many positions."""
+        return min(self.drafter_max_len, self.max_model_len)
 
     def lookahead(self, k: int) -> int:
         """Positions reserved for the drafter's queries when it proposes k tokens."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dflash_backend.core.block_pool import BlockPool
 
 _ROOT_TAG = b"dflash prefix cache root\0"
+_TOKEN_BYTES = 8  # wide enough that no two token ids look alike
 
 
 def root_digest(cache_salt: str) -> bytes:
@@ -22,18 +23,23 @@ def root_digest(cache_salt: str) -> bytes:
     return hashlib.sha256(_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
-def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The digest of a full block that follows the one with digest `parent`; 32 bytes."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """The bytes that a digest is taken of; all blocks of a prompt are packed at once."""
+    return array("q", token_ids).tobytes()
+
+
+def block_digest(parent: bytes, packed: bytes) -> bytes:
+    """The digest of a full block, its tokens packed, that follows the one with digest `parent`; 32 bytes."""
+    return hashlib.sha256(parent + packed).digest()
 
 
 class DigestChain:
     """The digests of one request's full blocks, computed once each as its tokens become known."""
 
-    __slots__ = ("_block_size", "_digests", "_root")
+    __slots__ = ("_block_size", "_digests", "_last")
 
     def __init__(self, cache_salt: str, block_size: int) -> None:
-        self._root = root_digest(cache_salt)
+        self._last = root_digest(cache_salt)
         self._block_size = block_size
         self._digests: list[bytes] = []
 
@@ -42,10 +48,13 @@ class DigestChain:
 
         `token_ids` only ever grows between calls, so what was computed stays right.
         """
-        for index in range(len(self._digests), num_blocks):
-            start = index * self._block_size
-            parent = self._digests[-1] if self._digests else self._root
-            self._digests.append(block_digest(parent, token_ids[start : start + self._block_size]))
+        known = len(self._digests)
+        if known < num_blocks:
+            packed = pack_tokens(token_ids[known * self._block_size : num_blocks * self._block_size])
+            size = self._block_size * _TOKEN_BYTES
+            for start in range(0, len(packed), size):
+                self._last = block_digest(self._last, packed[start : start + size])
+                self._digests.append(self._last)
         return self._digests
 
 
@@ -55,11 +64,4 @@ def longest_cached_prefix(pool: BlockPool, chain: DigestChain, token_ids: Sequen
     Nothing is dropped from the end of the hit: a cached block has the drafter's context K/V too (PUBLISH, TOGETHER), so
     DFlash can go on from its very last position. (EAGLE could not: it needs the next token at each position.)
     """
-    hit: list[int] = []
-    digests = chain.first(num_blocks, token_ids)
-    for index in range(num_blocks):
-        block_id = pool.lookup(digests[index])
-        if block_id is None:
-            break
-        hit.append(block_id)
-    return hit
+    return pool.find_chain(chain.first(num_blocks, token_ids), num_blocks)

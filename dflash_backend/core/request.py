@@ -96,6 +96,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of its decode row at most: the anchor and all drafts."""
+        return 1 + self.num_speculative_tokens
+
+    @property
     def prefill_end(self) -> int:
         """Positions that a prefill of this request computes.
 

@@ -7,14 +7,13 @@ by the scheduler for every row and by admission.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class RowShape:
+class RowShape(msgspec.Struct, frozen=True, gc=False):
     """A row before it has blocks; the counts are those of `ScheduledRow`.
 
     `num_positions` is what invariant RESERVE asks for: the request's blocks must cover every position below it.
@@ -26,36 +25,28 @@ class RowShape:
     num_next_draft: int
     num_positions: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the target runs for this row."""
-        return self.num_new + self.num_draft
 
+def shape_decode(request: Request, limits: EngineLimits) -> RowShape:
+    """The row of a request whose last token alone is not computed: that token and all of its drafts.
 
-def shape_row(request: Request, limits: EngineLimits, budget: int) -> RowShape | None:
-    """The request's next row within `budget` tokens, or None when it has to wait for a step with more room.
-
-    A prefill takes what it gets. A decode row takes its anchor and all of its drafts or waits: trimming drafts would
-    make a sampled output depend on the other rows.
+    Trimming drafts would make a sampled output depend on the other rows.
     """
-    uncomputed = request.num_tokens - request.num_computed
-    if uncomputed == 1:
-        num_new, num_draft = 1, request.pending_draft
-    else:
-        num_new, num_draft = min(request.prefill_end - request.num_computed, budget), 0
-    if num_new + num_draft > budget or num_new == 0:
-        return None
+    num_draft = request.pending_draft
+    end = request.num_computed + 1 + num_draft
+    k = next_draft_length(request, end + 1, limits)
+    return RowShape(1, num_draft, True, k, end + limits.lookahead(k))
 
-    end = request.num_computed + num_new + num_draft
-    sample = num_new == uncomputed
-    if uncomputed > 1 and request.pending_draft:
-        k = request.pending_draft
-    else:
-        # What the step can at most leave: every draft stands and one more token is drawn. A chunk is judged by what
-        # its prefill will leave, so that all chunks of a prompt agree.
-        k = next_draft_length(request, max(end, request.num_tokens) + 1, limits)
-    finishes = end >= request.prefill_end
-    return RowShape(num_new, num_draft, sample, k if finishes else 0, end + limits.lookahead(k))
+
+def shape_prefill(request: Request, limits: EngineLimits, budget: int) -> RowShape:
+    """The next chunk of a request's prefill, of `budget` tokens at most and one at least."""
+    num_tokens = request.num_tokens
+    num_new = min(request.prefill_end - request.num_computed, budget)
+    end = request.num_computed + num_new
+    # A chunk is judged by what its prefill will leave, so that all chunks of a prompt agree. Drafts that were pending
+    # when the request was preempted are proposed again from the same anchor.
+    k = request.pending_draft or next_draft_length(request, num_tokens + 1, limits)
+    finishes = end == request.prefill_end
+    return RowShape(num_new, 0, end == num_tokens, k if finishes else 0, end + limits.lookahead(k))
 
 
 def next_draft_length(request: Request, num_tokens: int, limits: EngineLimits) -> int:
@@ -84,13 +75,9 @@ def peak_positions(request: Request, limits: EngineLimits) -> int:
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
     reach = k + limits.lookahead(k)
     by_tokens = request.num_prompt_tokens + request.sampling.max_tokens - 2 + reach
-    by_window = _draft_limit(limits) + limits.lookahead(k) - k - 2
+    by_window = limits.max_drafting_len + limits.lookahead(k) - k - 2
     return max(target, min(by_tokens, by_window))
 
 
 def _in_window(k: int, num_tokens: int, limits: EngineLimits) -> bool:
-    return num_tokens + k + 1 <= _draft_limit(limits)
-
-
-def _draft_limit(limits: EngineLimits) -> int:
-    return min(limits.drafter_max_len, limits.max_model_len)
+    return num_tokens + k + 1 <= limits.max_drafting_len

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dflash_backend.core.block_pool import BlockPool
+from dflash_backend.core.block_pool import HOT_LIFE_IN_POOLS, BlockPool
 
 
 def _cached_then_freed(pool: BlockPool, *names: bytes) -> list[int]:
@@ -46,10 +46,74 @@ def test_the_longest_free_cached_block_is_evicted_first() -> None:
     (first,) = _cached_then_freed(pool, b"first")
     (second,) = _cached_then_freed(pool, b"second")
     (third,) = _cached_then_freed(pool, b"third")
-    pool.touch([first])
+    pool.touch([first], found=False)
     pool.free([first])
     assert pool.allocate(3) == [second, third, first]
     assert pool.lookup(b"first") is None
+
+
+def _use_again(pool: BlockPool, *block_ids: int) -> None:
+    pool.touch(block_ids)
+    pool.free(block_ids)
+
+
+def _cold_prompt(pool: BlockPool, number: int) -> None:
+    """Cache a block that nobody asks for again."""
+    _cached_then_freed(pool, b"cold %d" % number)
+
+
+def test_blocks_that_were_found_outlive_any_number_of_cold_ones() -> None:
+    pool = BlockPool(16)
+    shared = _cached_then_freed(pool, b"a", b"b")
+    _use_again(pool, *shared)
+    for number in range(3 * 16):
+        _cold_prompt(pool, number)
+    assert [pool.lookup(b"a"), pool.lookup(b"b")] == shared
+
+
+def test_a_block_that_nobody_found_goes_when_the_pool_has_been_filled_once() -> None:
+    pool = BlockPool(16)
+    _cached_then_freed(pool, b"a")
+    for number in range(16):
+        _cold_prompt(pool, number)
+    assert pool.lookup(b"a") is None
+
+
+def test_a_block_that_was_found_long_ago_goes_in_the_end() -> None:
+    pool = BlockPool(16)
+    shared = _cached_then_freed(pool, b"a", b"b")
+    _use_again(pool, *shared)
+    for number in range((HOT_LIFE_IN_POOLS + 2) * 16):
+        _cold_prompt(pool, number)
+    assert [pool.lookup(b"a"), pool.lookup(b"b")] == [None, None]
+
+
+def test_a_found_block_that_is_found_again_in_time_stays_for_good() -> None:
+    pool = BlockPool(16)
+    shared = _cached_then_freed(pool, b"a")
+    for number in range(20 * 16):
+        if number % 32 == 0:
+            _use_again(pool, *shared)
+        _cold_prompt(pool, number)
+    assert pool.lookup(b"a") == shared[0]
+
+
+def test_found_blocks_leave_a_quarter_of_the_pool_to_new_prompts() -> None:
+    pool = BlockPool(16)
+    _use_again(pool, *_cached_then_freed(pool, *[b"hot %d" % index for index in range(16)]))
+    for number in range(8):
+        _cold_prompt(pool, number)
+    assert [pool.lookup(b"cold %d" % number) is not None for number in range(8)] == [False] * 4 + [True] * 4
+    assert sum(pool.lookup(b"hot %d" % index) is not None for index in range(16)) == 12
+    assert pool.lookup(b"hot 0") is not None, "it was the tails that had to go"
+
+
+def test_hot_blocks_are_given_out_when_there_are_no_others() -> None:
+    pool = BlockPool(4)
+    blocks = _cached_then_freed(pool, b"a", b"b", b"c")
+    _use_again(pool, *blocks)
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+    assert pool.lookup(b"a") is None
 
 
 def test_a_tail_is_evicted_before_its_head() -> None:
@@ -113,11 +177,11 @@ class PoolMachine(RuleBasedStateMachine):
         if count <= self.pool.num_free:
             self.tables.append(self.pool.allocate(count))
 
-    @rule(name=st.sampled_from([b"a", b"b", b"c", b"d"]))
-    def share(self, name: bytes) -> None:
+    @rule(name=st.sampled_from([b"a", b"b", b"c", b"d"]), found=st.booleans())
+    def share(self, name: bytes, found: bool) -> None:
         block_id = self.pool.lookup(name)
         if block_id is not None:
-            self.pool.touch([block_id])
+            self.pool.touch([block_id], found)
             self.tables.append([block_id])
 
     @precondition(lambda self: self.tables)

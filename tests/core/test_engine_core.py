@@ -8,6 +8,7 @@ from toy_core import EOS, Engine, ToyWorker, greedy_continuation, make_limits, m
 from dflash_backend.core.engine import EngineCore, RequestError
 from dflash_backend.core.plan import RowResult, StepPlan, StepResult
 from dflash_backend.core.request import derive_seed
+from dflash_backend.messages import TokenLogprobs
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
@@ -295,6 +296,47 @@ def test_a_sampled_output_does_not_depend_on_what_else_runs() -> None:
         assert output.token_ids == run_alone(request, limits).token_ids
 
 
+class _TellingWorker(ToyWorker):
+    """A toy that says of each token how likely it was: always the same. Counts the tokens that it yielded."""
+
+    num_tokens = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        self.num_tokens += sum(len(row.token_ids) for row in result.rows)
+        return StepResult(result.step_id, [self._tell(row) for row in result.rows])
+
+    def _tell(self, row: RowResult) -> RowResult:
+        logprobs = [TokenLogprobs([token_id], [-0.5], [1]) for token_id in row.token_ids]
+        return RowResult(row.request_id, row.token_ids, row.num_accepted, logprobs)
+
+
+def test_logprobs_are_cut_with_the_tokens_at_the_end_of_a_request() -> None:
+    limits = make_limits()
+    worker = _TellingWorker(limits)
+    core = EngineCore(limits, worker)
+    continuation = greedy_continuation(PROMPT, 12)
+    core.add_request(make_request("long", PROMPT, max_tokens=11))
+    core.add_request(make_request("stopped", PROMPT, stop_token_ids=(continuation[5],), max_tokens=12))
+    told: dict[str, list[int]] = {"long": [], "stopped": []}
+    while core.has_unfinished():
+        for delta in core.step():
+            assert delta.logprobs is not None
+            assert [entry.token_ids[0] for entry in delta.logprobs] == delta.token_ids
+            told[delta.request_id] += delta.token_ids
+    assert told["long"] == continuation[:11]
+    assert told["stopped"] == continuation[: continuation.index(continuation[5]) + 1]
+    assert worker.num_tokens > len(told["long"]) + len(told["stopped"])
+
+
+def test_a_request_for_several_completions_is_refused() -> None:
+    core = EngineCore(make_limits(), ToyWorker(make_limits()))
+    with pytest.raises(RequestError, match="n is 2; the engine makes one completion of a request") as caught:
+        core.add_request(make_request("a", PROMPT, n=2))
+    assert caught.value.status == "INVALID_ARGUMENT"
+    assert not core.has_unfinished()
+
+
 class _WrongWorker:
     """Answers a step with whatever it was given."""
 
@@ -313,6 +355,7 @@ class _WrongWorker:
         [RowResult("a", [], 0)],
         [RowResult("a", [1, 2], 1)],
         [RowResult("a", [1, 2], 0)],
+        [RowResult("a", [1], 0, [])],
     ],
 )
 def test_an_answer_that_does_not_fit_the_plan_stops_the_engine(rows: list[RowResult]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_backend.core.block_pool import BlockPool
-from dflash_backend.core.prefix_cache import DigestChain, block_digest, longest_cached_prefix, root_digest
+from dflash_backend.core.prefix_cache import DigestChain, block_digest, longest_cached_prefix, pack_tokens, root_digest
 
 
 def _digests(token_ids: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:
@@ -14,6 +14,7 @@ def test_a_digest_covers_everything_before_it() -> None:
     ours, theirs = _digests([1, 2, 3, 4, 5, 6]), _digests([9, 2, 3, 4, 5, 6])
     assert all(a != b for a, b in zip(ours, theirs, strict=True))
     assert _digests([1, 2, 3, 4, 5, 7])[:2] == ours[:2]
+    assert _digests([1, 2, 9, 4, 5, 6])[2] != ours[2], "also what lies between"
 
 
 def test_the_order_of_tokens_counts_and_equal_blocks_differ_by_place() -> None:
@@ -36,7 +37,7 @@ def test_digests_are_the_same_whenever_they_are_computed() -> None:
 
 def test_a_large_token_id_does_not_collide() -> None:
     root = root_digest("")
-    assert block_digest(root, [2**32]) != block_digest(root, [0])
+    assert block_digest(root, pack_tokens([2**32])) != block_digest(root, pack_tokens([0]))
 
 
 def _pool_with(token_ids: list[int], blocks: list[int]) -> BlockPool:

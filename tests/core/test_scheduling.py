@@ -101,12 +101,87 @@ def test_decode_rows_come_before_prefill_chunks() -> None:
 
 
 def test_drafts_are_never_trimmed_by_the_budget() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=6))
+    engine = Engine(make_limits(max_num_batched_tokens=9))
     engine.run(*[make_request(name, PROMPT[:2], temperature=1.0, seed=2) for name in "abc"])
     rows = [row for plan in engine.worker.plans for row in plan.rows if row.num_draft]
     assert {row.num_draft for row in rows} == {3}
-    waited = [plan for plan in engine.worker.plans if len(plan.rows) == 1]
-    assert waited, "two decode rows of four tokens do not fit six, so one had to wait"
+
+
+def test_no_more_requests_run_than_can_decode_in_one_step() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=10))
+    requests = [make_request(name, PROMPT, max_tokens=12, seed=0) for name in "abcde"]
+    requests[2] = make_request("c", PROMPT, max_tokens=12, seed=0, num_speculative_tokens=1)
+    engine.run(*requests)
+    assert max(len(plan.rows) for plan in engine.worker.plans) == 3, "4 + 4 + 2 tokens"
+
+
+def test_whoever_runs_has_a_row_in_every_step() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=13, num_blocks=40))
+    for request in [make_request(f"r{i}", [i, *range(30)], max_tokens=20, seed=i) for i in range(9)]:
+        engine.add(request)
+    while engine.core.has_unfinished():
+        before = set(engine.core.scheduler.running)
+        engine.step()
+        stayed = before & set(engine.core.scheduler.running)
+        assert stayed <= {row.request_id for row in engine.worker.plans[-1].rows}
+
+
+def _chunks_beside_streams(num_streams: int, prompt_len: int, **changes: object) -> list[int]:
+    """How a prompt is cut that arrives while streams decode four tokens a step each."""
+    engine = Engine(make_limits(num_blocks=200, **changes))
+    for index in range(num_streams):
+        engine.add(make_request(f"s{index}", [index], max_tokens=100, seed=0))
+    engine.step()
+    engine.add(make_request("long", [1] * prompt_len, max_tokens=1))
+    while "long" in engine.core.scheduler.running or "long" in engine.core.scheduler.waiting:
+        engine.step()
+    return [row.num_new for row in engine.rows_of("long")]
+
+
+def test_beside_streams_a_long_prompt_gets_no_more_than_the_setting_allows() -> None:
+    assert _chunks_beside_streams(3, 50, max_prefill_tokens_per_step=20) == [20, 20, 10]
+
+
+def test_the_automatic_share_of_a_prompt_is_half_of_what_decodes_and_has_a_floor() -> None:
+    assert _chunks_beside_streams(7, 50, min_prefill_tokens_per_step=4) == [14, 14, 14, 8]
+    assert _chunks_beside_streams(2, 50, min_prefill_tokens_per_step=16) == [16, 16, 16, 2]
+
+
+def test_with_no_stream_to_hold_up_a_prompt_gets_the_whole_step() -> None:
+    assert _chunks_beside_streams(0, 50, max_prefill_tokens_per_step=5) == [50]
+
+
+def test_prompts_share_what_a_step_has_for_them_in_order_of_arrival() -> None:
+    engine = Engine(make_limits(max_prefill_tokens_per_step=10, num_blocks=100))
+    engine.add(make_request("stream", [1], max_tokens=60, seed=0))
+    engine.step()
+    for index in range(3):
+        engine.add(make_request(f"p{index}", [index] * 6, max_tokens=1))
+    engine.step()
+    assert [(row.request_id, row.num_new) for row in engine.worker.plans[-1].rows[1:]] == [("p0", 6), ("p1", 4)]
+    engine.step()
+    assert [(row.request_id, row.num_new) for row in engine.worker.plans[-1].rows[1:]] == [("p1", 2), ("p2", 6)]
+
+
+def test_cold_prompts_do_not_evict_a_prefix_that_was_shared() -> None:
+    engine = Engine(make_limits(num_blocks=40))
+    shared = list(range(1, 17))
+    for index in range(2):
+        engine.run(make_request(f"tenant {index}", [*shared, 40 + index], max_tokens=2))
+    for index in range(30):
+        engine.run(make_request(f"cold {index}", [index, *range(20, 36)], max_tokens=2))
+    (again,) = engine.run(make_request("again", [*shared, 45], max_tokens=2))
+    assert _cached(again) == 16
+    assert engine.core.scheduler.kv.pool.num_evicted > 40
+
+
+def test_a_preempted_request_that_finds_its_own_blocks_does_not_make_them_hot() -> None:
+    engine = Engine(make_limits(num_blocks=22))
+    engine.run(*_crowd())
+    assert engine.core.stats().num_preemptions > 0
+    assert engine.core.stats().prefix_cache_hits == 0
+    for block_id in range(22):
+        assert not engine.core.scheduler.kv.pool._found[block_id]
 
 
 def test_max_num_seqs_bounds_who_runs() -> None:
@@ -235,7 +310,7 @@ def test_a_preempted_request_waits_until_its_decode_row_fits_too() -> None:
 def test_preemption_changes_no_output() -> None:
     for temperature in (0.0, 1.0):
         for caching in (False, True):
-            limits = make_limits(num_blocks=20, enable_prefix_caching=caching, max_num_batched_tokens=11)
+            limits = make_limits(num_blocks=20, enable_prefix_caching=caching, max_num_batched_tokens=17)
             engine = Engine(limits)
             requests = _crowd(temperature=temperature)
             outputs = engine.run(*requests)

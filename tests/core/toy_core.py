@@ -1,13 +1,16 @@
 """A worker without a model, and the few helpers that the core's tests share.
 
-The toy really keeps K/V: a map from (block, offset) to the position and token written there, for the target and for the
-drafter. Before a row "attends" it reads every earlier position through the row's own block table and stops when one
-holds anything else, so a block that is shared, freed or reserved wrongly is found where it would do harm. The drafter's
-queries overwrite whatever lies at their positions, as they do on a device.
+The toy really keeps K/V: for every slot of the target's and of the drafter's cache the *prefix state* of what was
+written there, a number that stands for the salt of the request that wrote it and for all of its tokens up to that
+position. Before a row "attends" it reads every earlier position through the row's own block table and stops when one
+holds anything else, so a block that is shared, freed or reserved wrongly is found where it would do harm. Two requests
+agree on a slot only when salt and prefix are the same. The drafter's queries overwrite whatever lies at their
+positions, as they do on a device.
 
 Its target's next token is a function of the prefix. A greedy request gets just that. For a sampled one the toy mimics
 rejection sampling with random numbers fixed by seed and position: the tokens depend on where draft blocks start, as
 they do in truth, so an output that survives batching, chunking and preemption shows that the alignment survived too.
+`toy_reference.py` has the same arithmetic without an engine.
 """
 
 from __future__ import annotations
@@ -15,66 +18,110 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits, NewRequest, RowResult, ScheduledRow, StepPlan, StepResult
 from dflash_backend.messages import GenerationRequest, RequestStats, SamplingParams
 
 VOCAB = 50
 EOS = 0
-QUERY = "a drafter's query"
+EMPTY = 0  # a slot that was never written
+QUERY = -1  # a slot that holds the K/V of a drafter's query
 
-_KV = dict[tuple[int, int], Any]  # (block, offset) -> (position, token) or QUERY
+ACCEPTANCE_PERCENT = (0, 35, 75, 100)  # by the request's seed
 
 
-def prefix_state(token_ids: list[int], state: int = 1) -> int:
-    """A number that stands for all of `token_ids`; pass the state of a prefix to go on from it."""
+def root_state(salt: str = "") -> int:
+    """The prefix state before the first token."""
+    return hash((17, *map(ord, salt)))
+
+
+def next_state(state: int, token_id: int) -> int:
+    """The prefix state after one token more. Hashes of integers are the same in every process."""
+    return hash((state, token_id))
+
+
+def prefix_states(token_ids: list[int], state: int) -> list[int]:
+    """The state after each of `token_ids`, from the state before them."""
+    states = []
     for token_id in token_ids:
         state = hash((state, token_id))
-    return state
+        states.append(state)
+    return states
 
 
 def greedy_token(state: int) -> int:
-    """The target's next token after a prefix."""
+    """The target's next token after a prefix, whatever its salt."""
     return hash((11, state)) % VOCAB
 
 
-def greedy_continuation(prompt: list[int], count: int) -> list[int]:
-    """What the target alone yields, with no engine in between."""
-    state, tokens = prefix_state(prompt), []
-    for _ in range(count):
-        tokens.append(greedy_token(state))
-        state = prefix_state(tokens[-1:], state)
+def verify(seed: int, greedy: bool, position: int, state: int, drafts: list[int]) -> list[int]:
+    """The drafts that stand and the token after them, from the state of the anchor; `position` is the first draft's."""
+    tokens: list[int] = []
+    for draft in drafts:
+        if greedy:
+            token = hash((11, state)) % VOCAB
+            stands = token == draft
+        else:
+            stands = hash((12, seed, position, state, draft)) % 100 < ACCEPTANCE_PERCENT[seed % 4]
+            token = draft if stands else hash((13, seed, position, state)) % VOCAB
+        tokens.append(token)
+        if not stands:
+            return tokens
+        state = hash((state, token))
+        position += 1
+    tokens.append(hash((11, state)) % VOCAB if greedy else hash((14, seed, position, state)) % VOCAB)
     return tokens
+
+
+def propose(seed: int, greedy: bool, anchor: int, state: int, k: int) -> list[int]:
+    """k drafts after the anchor at position `anchor`, from its state."""
+    drafts, anchor_state = [], state
+    for i in range(k):
+        token = hash((15, seed, anchor_state, anchor, i)) % VOCAB
+        if greedy and hash((16, seed, anchor, i)) % 100 < ACCEPTANCE_PERCENT[seed % 4]:
+            token = hash((11, state)) % VOCAB
+        drafts.append(token)
+        state = hash((state, token))
+    return drafts
 
 
 @dataclass
 class _Held:
-    """What the worker keeps of a request."""
+    """What the worker keeps of a request. `plain` are states without the salt, which tokens depend on."""
 
     new: NewRequest
     token_ids: list[int]
+    states: list[int]
+    plain: int
     block_ids: list[int] = field(default_factory=list)
     num_computed: int | None = None
     drafts: list[int] = field(default_factory=list)
 
-    @property
-    def greedy(self) -> bool:
-        return self.new.sampling.greedy
-
-    @property
-    def acceptance_percent(self) -> int:
-        return (0, 35, 75, 100)[self.new.seed % 4]
+    def extend(self, token_ids: list[int]) -> None:
+        self.token_ids += token_ids
+        self.states += prefix_states(token_ids, self.states[-1])
+        for token_id in token_ids:
+            self.plain = hash((self.plain, token_id))
 
 
 class ToyWorker:
-    """Runs step plans on a made-up target and drafter, checking every K/V read and write. Keeps the plans it saw."""
+    """Runs step plans on a made-up target and drafter, checking every K/V read and write. Keeps the plans it saw.
+
+    `pool` is the core's, once there is one: a write to a block that is in the prefix cache is a breach of OWN whatever
+    the plan says.
+    """
 
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self._held: dict[str, _Held] = {}
-        self._target_kv: _KV = {}
-        self._drafter_kv: _KV = {}
+        num_slots = limits.num_blocks * limits.block_size
+        self.target_kv = [EMPTY] * num_slots
+        self.drafter_kv = [EMPTY] * num_slots
+        self.pool: BlockPool | None = None
+        self.keep_plans = True
         self.plans: list[StepPlan] = []
+        self.num_steps = 0
 
     @property
     def held_ids(self) -> set[str]:
@@ -82,35 +129,39 @@ class ToyWorker:
         return set(self._held)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
+        self.num_steps += 1
+        if self.keep_plans:
+            self.plans.append(plan)
         for request_id in plan.finished:
             del self._held[request_id]
         for new in plan.new:
             assert new.request_id not in self._held, f"{new.request_id} is new and already held"
-            self._held[new.request_id] = _Held(new, list(new.token_ids))
+            states = prefix_states(new.token_ids, root_state(new.sampling.cache_salt))
+            plain = prefix_states(new.token_ids, root_state())[-1]
+            self._held[new.request_id] = _Held(new, list(new.token_ids), states, plain)
         assert plan.num_tokens <= self._limits.max_num_batched_tokens
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
-        for row in plan.rows:
-            self._take_row(row)
+        helds = [self._take_row(row) for row in plan.rows]
+        self._check_owners(plan, helds)
 
-        for row in plan.rows:
-            self._write(plan, row, self._target_kv, row.num_computed, self._row_tokens(row))
-        for row in plan.rows:
-            self._read(row, self._target_kv, row.num_computed + row.num_new + row.num_draft, self._row_tokens(row))
-        results = [self._accept(row) for row in plan.rows]
-        for row, result in zip(plan.rows, results, strict=True):
-            held = self._held[row.request_id]
+        row_states = [self._row_states(row, held) for row, held in zip(plan.rows, helds, strict=True)]
+        for row, held, states in zip(plan.rows, helds, row_states, strict=True):
+            self._write(held, self.target_kv, row.num_computed, states)
+        for row, held, states in zip(plan.rows, helds, row_states, strict=True):
+            self._read(held, self.target_kv, held.states[: row.num_computed] + states)
+        results = [self._accept(row, held) for row, held in zip(plan.rows, helds, strict=True)]
+        for row, held, result in zip(plan.rows, helds, results, strict=True):
             final = row.num_computed + row.num_new + result.num_accepted
-            held.token_ids += result.token_ids
+            held.extend(result.token_ids)
             held.drafts = []
             held.num_computed = final
-            self._write(plan, row, self._drafter_kv, row.num_computed, held.token_ids[row.num_computed : final])
-        for row in plan.rows:
+            self._write(held, self.drafter_kv, row.num_computed, held.states[row.num_computed : final])
+        for row, held in zip(plan.rows, helds, strict=True):
             if row.num_next_draft:
-                self._propose(plan, row)
+                self._propose(row, held)
         return StepResult(plan.step_id, results)
 
-    def _take_row(self, row: ScheduledRow) -> None:
+    def _take_row(self, row: ScheduledRow) -> _Held:
         held = self._held[row.request_id]
         held.block_ids += row.new_block_ids
         assert held.num_computed in (None, row.num_computed)
@@ -121,75 +172,70 @@ class ToyWorker:
             assert known == len(held.token_ids) - 1, "a resumed request drafts from its last token"
         end = known + row.num_draft
         covered = len(held.block_ids) * self._limits.block_size
-        assert covered >= end + self._limits.lookahead(row.num_next_draft), "RESERVE"
+        assert covered >= end + self._num_queries(row), "RESERVE"
         assert end <= self._limits.max_model_len
         if row.num_next_draft:
-            assert end + row.sample + row.num_next_draft <= self._limits.drafter_max_len, "WINDOW"
+            # The row leaves `end + 1` tokens at most, and the 1 after k is the slot of the anchor that follows.
+            longest = end + 1 + row.num_next_draft + 1
+            assert longest <= min(self._limits.drafter_max_len, self._limits.max_model_len), "WINDOW"
+        return held
 
-    def _row_tokens(self, row: ScheduledRow) -> list[int]:
-        held = self._held[row.request_id]
-        return held.token_ids[row.num_computed : row.num_computed + row.num_new] + held.drafts[: row.num_draft]
+    def _num_queries(self, row: ScheduledRow) -> int:
+        """Positions that the drafter's queries write: k masks, and for DFlash the anchor. The toy counts for itself."""
+        return row.num_next_draft + self._limits.lookahead_base if row.num_next_draft else 0
 
-    def _slot(self, row: ScheduledRow, position: int) -> tuple[int, int]:
-        index, offset = divmod(position, self._limits.block_size)
-        return self._held[row.request_id].block_ids[index], offset
-
-    def _write(self, plan: StepPlan, row: ScheduledRow, kv: _KV, start: int, tokens: list[Any]) -> None:
-        for position, token in enumerate(tokens, start):
-            block_id, offset = self._slot(row, position)
+    def _check_owners(self, plan: StepPlan, helds: list[_Held]) -> None:
+        """OWN: what a row may write (from its first uncomputed position on) is in no other request's table, not in the
+        prefix cache, and in the guard's set when there is one."""
+        num_holders: dict[int, int] = {}
+        for held in self._held.values():
+            for block_id in held.block_ids:
+                num_holders[block_id] = num_holders.get(block_id, 0) + 1
+        for row, held in zip(plan.rows, helds, strict=True):
+            written = held.block_ids[row.num_computed // self._limits.block_size :]
+            for block_id in written:
+                assert num_holders[block_id] == 1, f"OWN: {row} writes block {block_id}, which others hold"
+                assert self.pool is None or not self.pool.is_cached(block_id), f"OWN: {row} writes a cached block"
             if plan.writable_block_ids is not None:
-                assert block_id in plan.writable_block_ids[row.request_id], "OWN: not in the guard's set"
-            kv[block_id, offset] = token if token is QUERY else (position, token)
-        first = start // self._limits.block_size
-        written = set(self._held[row.request_id].block_ids[first:])
-        for request_id, other in self._held.items():
-            assert request_id == row.request_id or written.isdisjoint(other.block_ids), "OWN: shared with a live row"
+                assert plan.writable_block_ids[row.request_id] >= set(written), "OWN: not in the guard's set"
 
-    def _read(self, row: ScheduledRow, kv: _KV, end: int, row_tokens: list[int]) -> None:
-        tokens = self._held[row.request_id].token_ids[: row.num_computed] + row_tokens
-        for position in range(end):
-            found = kv.get(self._slot(row, position))
-            assert found == (position, tokens[position]), f"{row} reads {found} at {position}, not {tokens[position]}"
+    def _row_states(self, row: ScheduledRow, held: _Held) -> list[int]:
+        known = row.num_computed + row.num_new
+        states = held.states[row.num_computed : known]
+        return states + prefix_states(held.drafts, states[-1]) if row.num_draft else states
 
-    def _accept(self, row: ScheduledRow) -> RowResult:
+    def _write(self, held: _Held, kv: list[int], start: int, values: list[int]) -> None:
+        block_size = self._limits.block_size
+        for position, value in enumerate(values, start):
+            kv[held.block_ids[position // block_size] * block_size + position % block_size] = value
+
+    def _read(self, held: _Held, kv: list[int], expected: list[int]) -> None:
+        """Every position through the block table, a block at a time."""
+        block_size, start = self._limits.block_size, 0
+        for block_id in held.block_ids:
+            wanted = expected[start : start + block_size]
+            found = kv[block_id * block_size : block_id * block_size + len(wanted)]
+            assert found == wanted, f"{held.new.request_id} reads {found} from {start} on, not {wanted}"
+            start += block_size
+            if start >= len(expected):
+                return
+
+    def _accept(self, row: ScheduledRow, held: _Held) -> RowResult:
         if not row.sample:
             return RowResult(row.request_id, [], 0)
-        held = self._held[row.request_id]
-        state, tokens = prefix_state(held.token_ids), []
-        for draft in held.drafts:
-            position = len(held.token_ids) + len(tokens)
-            if held.greedy:
-                token = greedy_token(state)
-                stands = token == draft
-            else:
-                stands = hash((12, held.new.seed, position, state, draft)) % 100 < held.acceptance_percent
-                token = draft if stands else hash((13, held.new.seed, position, state)) % VOCAB
-            tokens.append(token)
-            state = prefix_state([token], state)
-            if not stands:
-                return RowResult(row.request_id, tokens, len(tokens) - 1)
-        position = len(held.token_ids) + len(tokens)
-        tokens.append(greedy_token(state) if held.greedy else hash((14, held.new.seed, position, state)) % VOCAB)
+        tokens = verify(held.new.seed, held.new.sampling.greedy, len(held.token_ids), held.plain, held.drafts)
         return RowResult(row.request_id, tokens, len(tokens) - 1)
 
-    def _propose(self, plan: StepPlan, row: ScheduledRow) -> None:
-        held = self._held[row.request_id]
-        assert held.num_computed is not None
+    def _propose(self, row: ScheduledRow, held: _Held) -> None:
         anchor = held.num_computed
+        assert anchor is not None
         assert anchor == len(held.token_ids) - 1
-        queries = [QUERY] * self._limits.lookahead(row.num_next_draft)
-        self._write(plan, row, self._drafter_kv, anchor, queries)
+        queries = [QUERY] * self._num_queries(row)
+        self._write(held, self.drafter_kv, anchor, queries)
         # Stricter than a device: the target must not need anything there either, for it has yet to run the anchor.
-        self._write(plan, row, self._target_kv, anchor, queries)
-        context = held.token_ids[row.num_computed : anchor]
-        self._read(row, self._drafter_kv, anchor, context)
-        state = anchor_state = prefix_state(held.token_ids)
-        for i in range(row.num_next_draft):
-            token = hash((15, held.new.seed, anchor_state, anchor, i)) % VOCAB
-            if held.greedy and hash((16, held.new.seed, anchor, i)) % 100 < held.acceptance_percent:
-                token = greedy_token(state)
-            held.drafts.append(token)
-            state = prefix_state([token], state)
+        self._write(held, self.target_kv, anchor, queries)
+        self._read(held, self.drafter_kv, held.states[:anchor])
+        held.drafts = propose(held.new.seed, held.new.sampling.greedy, anchor, held.plain, row.num_next_draft)
 
 
 class Clock:
@@ -243,6 +289,7 @@ class Engine:
         self.clock = Clock()
         self.worker = ToyWorker(limits)
         self.core = EngineCore(limits, self.worker, self.clock)
+        self.worker.pool = self.core.scheduler.kv.pool
         self.outputs: dict[str, Output] = {}
 
     def add(self, request: GenerationRequest) -> None:
@@ -250,7 +297,11 @@ class Engine:
         self.outputs[request.request_id] = Output()
 
     def step(self) -> None:
-        deltas = self.core.step()
+        self.take(self.core.step())
+        self.core.check_invariants()
+
+    def take(self, deltas: list[Any]) -> None:
+        """Join deltas to the outputs."""
         assert len({delta.request_id for delta in deltas}) == len(deltas), "two deltas for one request in a step"
         for delta in deltas:
             output = self.outputs[delta.request_id]
@@ -258,7 +309,6 @@ class Engine:
             output.token_ids += delta.token_ids
             output.finish_reason, output.stats = delta.finish_reason, delta.stats
             assert (delta.stats is None) == (delta.finish_reason is None)
-        self.core.check_invariants()
 
     def run(self, *requests: GenerationRequest, max_steps: int = 10_000) -> list[Output]:
         """Add the requests, run until nothing is left, and return their outputs."""
@@ -282,3 +332,12 @@ def run_alone(request: GenerationRequest, limits: EngineLimits) -> Output:
         **(changes | {"num_blocks": 512, "max_num_batched_tokens": 4096, "enable_prefix_caching": False})
     )
     return Engine(roomy).run(request)[0]
+
+
+def greedy_continuation(prompt: list[int], count: int) -> list[int]:
+    """What the target alone yields, with no engine in between."""
+    state, tokens = prefix_states(prompt, root_state())[-1], []
+    for _ in range(count):
+        tokens.append(greedy_token(state))
+        state = next_state(state, tokens[-1])
+    return tokens

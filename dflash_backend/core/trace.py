@@ -1,0 +1,156 @@
+"""A trace of the step loop in Chrome's trace format, for `chrome://tracing` and https://ui.perfetto.dev.
+
+Made by `build_engine` when the setting `trace_dir` names a folder, and fed by `EngineCore` (requests and steps) and by
+`engine_process` (messages). Without the setting there is no trace object and nothing is measured for it.
+
+The files are in the JSON array format, one event a line, and every step is flushed: a viewer accepts an array that was
+never closed, so the file of a process that was killed can be read too. At most two files exist: when the current one
+has `max_steps` steps, the next one is begun and the one before it is deleted: between `max_steps` and twice as many
+of the last steps are there whatever happens. Every file begins with the requests that were under way.
+
+Tracks: "steps" has a slice for each step with its rows as arguments; "phases" has schedule, the worker's phases and
+apply below it; "messages" has what passed between the engine and the frontend; each request is an asynchronous slice
+from its arrival to its end. The worker tells how long its phases took and not when they began, so they are drawn one
+after the other from when it was called; what is left of its time is drawn last, as "other".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from dflash_backend.core.plan import StepPlan, StepResult
+
+STEPS, PHASES, MESSAGES = 1, 2, 3
+BUFFER_BYTES = 4 << 20
+_SEPARATOR = ",\n"
+_TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When a step began, had its plan, had its result and was applied; seconds of the engine's clock."""
+
+    started: float
+    planned: float
+    executed: float
+    applied: float
+
+
+class StepTrace:
+    """Writes events to `trace-<pid>-<n>.json` in `directory`. For one thread."""
+
+    def __init__(self, directory: Path, max_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is the engine's. Raises OSError when the folder cannot be made or written to."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._max_steps = max_steps
+        self.clock = clock
+        self._open_requests: dict[str, dict[str, Any]] = {}
+        self._number = 0
+        self._num_steps = 0
+        self._paths: list[Path] = []
+        self._file = self._begin_file()
+
+    def request_arrived(self, request_id: str, num_prompt_tokens: int, at: float) -> None:
+        """A request was queued."""
+        event = self._request_event("b", request_id, at, {"prompt tokens": num_prompt_tokens})
+        self._open_requests[request_id] = event
+        self._write(event)
+
+    def request_ended(self, request_id: str, reason: str, num_output_tokens: int, at: float) -> None:
+        """A request finished or was aborted."""
+        if self._open_requests.pop(request_id, None) is not None:
+            args = {"reason": reason, "output tokens": num_output_tokens}
+            self._write(self._request_event("e", request_id, at, args))
+
+    def step(self, plan: StepPlan, result: StepResult, times: StepTimes) -> None:
+        """A step was run and applied."""
+        rows = {
+            row.request_id: {
+                "computed": row.num_computed,
+                "new": row.num_new,
+                "drafts": row.num_draft,
+                "accepted": row_result.num_accepted,
+                "yielded": len(row_result.token_ids),
+                "drafts next": row.num_next_draft,
+            }
+            for row, row_result in zip(plan.rows, result.rows, strict=True)
+        }
+        args = {"tokens": plan.num_tokens, "new requests": [new.request_id for new in plan.new], "rows": rows}
+        self._slice(STEPS, f"step {plan.step_id}", times.started, times.applied, args)
+        self._slice(PHASES, "schedule", times.started, times.planned)
+        at = times.planned
+        for phase, seconds in result.phase_seconds.items():
+            end = min(at + seconds, times.executed)
+            self._slice(PHASES, phase, at, end)
+            at = end
+        self._slice(PHASES, "other", at, times.executed)
+        self._slice(PHASES, "apply", times.executed, times.applied)
+        self._file.flush()
+        self._num_steps += 1
+        if self._num_steps == self._max_steps:
+            self.close()
+            self._file = self._begin_file()
+
+    def messages(self, name: str, started: float, count: int) -> None:
+        """`count` messages were handled, from `started` until now."""
+        self._slice(MESSAGES, name, started, self.clock(), {"count": count})
+
+    def close(self) -> None:
+        """End the array and close the file. Nothing is written afterwards."""
+        self._file.write("\n]\n")
+        self._file.close()
+
+    def _begin_file(self) -> TextIO:
+        self._paths.append(self._directory / f"trace-{os.getpid()}-{self._number}.json")
+        if len(self._paths) > 2:
+            self._paths.pop(0).unlink(missing_ok=True)
+        self._number += 1
+        self._num_steps = 0
+        # A buffer larger than what a step writes: the system gets whole lines only, so a kill leaves whole lines.
+        file = self._paths[-1].open("w", encoding="utf-8", buffering=BUFFER_BYTES)
+        file.write("[\n" + _SEPARATOR.join(map(_encoded, self._opening_events())))
+        file.flush()
+        return file
+
+    def _opening_events(self) -> Iterable[dict[str, Any]]:
+        """The names of the tracks, and the requests that began in an earlier file."""
+        pid = os.getpid()
+        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "dflash engine"}}
+        for track, name in _TRACKS.items():
+            yield {"ph": "M", "pid": pid, "tid": track, "name": "thread_name", "args": {"name": name}}
+        yield from self._open_requests.values()
+
+    def _request_event(self, kind: str, request_id: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "ph": kind,
+            "cat": "request",
+            "id": request_id,
+            "name": request_id,
+            "pid": os.getpid(),
+            "tid": STEPS,
+            "ts": _microseconds(at),
+            "args": args,
+        }
+
+    def _slice(self, track: int, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
+        duration = max(_microseconds(end) - _microseconds(start), 0.0)
+        event = {"ph": "X", "name": name, "pid": os.getpid(), "tid": track, "ts": _microseconds(start)}
+        self._write({**event, "dur": duration, "args": args or {}})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(_SEPARATOR + _encoded(event))
+
+
+def _encoded(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"))
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

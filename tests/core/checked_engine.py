@@ -1,0 +1,117 @@
+"""An engine core on the toy worker whose every invariant is checked by content after every step.
+
+Called by the model-based tests: `test_core_machine.py` lets hypothesis choose what happens and shrinks what breaks,
+`test_core_random.py` runs many more steps from seeds. What the toy checks while a step runs (OWN, RESERVE, WINDOW, and
+that every row reads its own K/V) is checked here as well, by running it; what must hold between steps is below.
+"""
+
+from __future__ import annotations
+
+from toy_core import Engine, prefix_states, root_state
+from toy_reference import expected_output
+
+from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.request import Request
+from dflash_backend.messages import GenerationRequest
+
+
+class CheckedEngine(Engine):
+    """`Engine` with the checks of a model: which K/V lies where, and what every request must yield."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(limits)
+        self.worker.keep_plans = False
+        self.requests: dict[str, GenerationRequest] = {}
+        # Requests that may have published in the last step: those that run, and those that ran before it.
+        self._seen: dict[str, Request] = {}
+        self._states: dict[str, list[int]] = {}
+        self._seeds: dict[str, int] = {}
+        self._cut: set[str] = set()
+        self._oldest_progress: tuple[str, int, int] | None = None
+
+    def add(self, request: GenerationRequest) -> None:
+        super().add(request)
+        self.requests[request.request_id] = request
+        state = self.core.scheduler.waiting[request.request_id]
+        self._seeds[request.request_id] = state.seed
+        self._states[request.request_id] = [root_state(request.sampling.cache_salt)]
+
+    def abort(self, request_id: str) -> None:
+        if self.outputs[request_id].finish_reason is None:
+            self._cut.add(request_id)
+        self.core.abort([request_id])
+        self._check_between_steps()
+
+    def stop(self, request_id: str) -> None:
+        deltas = self.core.stop([request_id])
+        self._cut.update(delta.request_id for delta in deltas)
+        self.take(deltas)
+        self._check_between_steps()
+
+    def step(self) -> None:
+        scheduler = self.core.scheduler
+        self._seen = dict(scheduler.running)
+        self.take(self.core.step())
+        self._seen.update(scheduler.running)
+        self._check_between_steps()
+        self._check_oldest()
+
+    def finish(self) -> None:
+        """Run until nothing is left, and check what all requests yielded."""
+        while self.core.has_unfinished():
+            self.clock.now += 1.0
+            self.step()
+        pool = self.core.scheduler.kv.pool
+        pool.check([])
+        assert pool.num_free == pool.num_blocks, "RETURN"
+        for request_id in self.requests:
+            self._check_output(request_id)
+
+    def _check_between_steps(self) -> None:
+        self.core.check_invariants()
+        self._check_published()
+        salt_of: dict[int, str] = {}
+        for request in self.core.scheduler.running.values():
+            for block_id in request.block_ids:
+                salt = request.sampling.cache_salt
+                assert salt_of.setdefault(block_id, salt) == salt, "ISOLATE"
+
+    def _check_published(self) -> None:
+        """PUBLISH, TOGETHER: under every name that a request would look for lies a block that holds, for target and
+        drafter, the final K/V of exactly its tokens: no query, no rejected draft, no other prefix, no other salt."""
+        worker, pool = self.worker, self.core.scheduler.kv.pool
+        block_size = self.core.limits.block_size
+        for request in self._seen.values():
+            states = self._states[request.request_id]
+            states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
+            for index, digest in enumerate(request.chain.first(0, ())):
+                block_id = pool.lookup(digest)
+                if block_id is None:
+                    continue
+                expected = states[index * block_size + 1 : (index + 1) * block_size + 1]
+                start = block_id * block_size
+                assert worker.target_kv[start : start + block_size] == expected, f"PUBLISH: target, block {block_id}"
+                assert worker.drafter_kv[start : start + block_size] == expected, f"PUBLISH: drafter, block {block_id}"
+
+    def _check_oldest(self) -> None:
+        """The oldest request came nearer to its end in this step, whatever the others do."""
+        oldest = next(iter(self.core.scheduler.running.values()), None)
+        if oldest is None:
+            self._oldest_progress = None
+            return
+        before, self._oldest_progress = (
+            self._oldest_progress,
+            (oldest.request_id, oldest.num_tokens, oldest.num_computed),
+        )
+        if before is not None and before[0] == oldest.request_id:
+            assert before[1:] < self._oldest_progress[1:], f"the oldest request {before} made no progress"
+            assert oldest.num_computed > before[2], f"the oldest request {before} computed nothing"
+
+    def _check_output(self, request_id: str) -> None:
+        """LOSSLESS: the output is the model's own; a prefix of it where the request was cut short from outside."""
+        output = self.outputs[request_id]
+        tokens, reason = expected_output(self.requests[request_id], self.core.limits, self._seeds[request_id])
+        if request_id in self._cut or output.finish_reason == "abort":
+            assert output.token_ids == tokens[: len(output.token_ids)]
+        else:
+            assert (output.token_ids, output.finish_reason) == (tokens, reason)

@@ -1,0 +1,140 @@
+"""The step trace: what it says, that it can always be read, and that it stays small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend import LLM
+from dflash_backend.config import ConfigError
+from dflash_backend.core.engine import EngineCore
+from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.trace import StepTrace
+from dflash_backend.messages import GenerationRequest, SamplingParams
+from tests.core.toy_core import ToyWorker
+
+LIMITS = EngineLimits(
+    num_blocks=64,
+    block_size=4,
+    max_model_len=96,
+    max_num_seqs=4,
+    max_num_batched_tokens=64,
+    max_queue_size=16,
+    enable_prefix_caching=True,
+    num_speculative_tokens=3,
+    lookahead_base=1,
+    drafter_max_len=96,
+)
+
+
+class Ticks:
+    """A clock that moves on by a millisecond each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def traced_core(directory: Path, max_steps: int = 1000) -> tuple[EngineCore, StepTrace]:
+    clock = Ticks()
+    trace = StepTrace(directory, max_steps, clock)
+    return EngineCore(LIMITS, ToyWorker(LIMITS), clock, trace), trace
+
+
+def run(core: EngineCore, request_id: str, max_tokens: int = 12) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    core.add_request(GenerationRequest(request_id, list(range(1, 10)), sampling, ()))
+    while core.has_unfinished():
+        core.step()
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """As a viewer reads it: the end of the array may be missing."""
+    text = path.read_text()
+    return json.loads(text if text.endswith("]\n") else text + "]")
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
+
+
+def named(found: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
+    return [event for event in found if event["name"].startswith(prefix)]
+
+
+def test_a_step_shows_its_rows_and_what_was_accepted(tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path)
+    run(core, "a")
+    trace.close()
+    steps = named(events(files(tmp_path)[0]), "step ")
+    assert len(steps) == core.stats().num_steps
+    assert steps[0]["args"]["rows"]["a"]["new"] == 9
+    rows = [step["args"]["rows"]["a"] for step in steps]
+    assert sum(row["accepted"] for row in rows) == core.stats().num_accepted_tokens
+    assert sum(row["drafts"] for row in rows) == core.stats().num_draft_tokens
+
+
+def test_the_phases_fill_the_step_from_its_start_to_its_end(tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path)
+    run(core, "a")
+    trace.close()
+    found = events(files(tmp_path)[0])
+    step = named(found, "step 2")[0]
+    inside = [
+        e for e in found if e.get("tid") == 2 and e["ph"] == "X" and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]
+    ]
+    assert [event["name"] for event in inside][:1] == ["schedule"]
+    assert inside[-1]["name"] == "apply"
+    assert sum(event["dur"] for event in inside) == pytest.approx(step["dur"])
+
+
+def test_a_request_lasts_from_its_arrival_to_its_end(tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path)
+    run(core, "a", max_tokens=5)
+    core.add_request(GenerationRequest("b", [1, 2], SamplingParams(max_tokens=5), ()))
+    core.abort(["b"])
+    trace.close()
+    lives = [(e["ph"], e["id"]) for e in events(files(tmp_path)[0]) if e.get("cat") == "request"]
+    assert lives == [("b", "a"), ("e", "a"), ("b", "b"), ("e", "b")]
+    ends = {e["id"]: e["args"] for e in events(files(tmp_path)[0]) if e["ph"] == "e"}
+    assert ends == {"a": {"reason": "length", "output tokens": 5}, "b": {"reason": "abort", "output tokens": 0}}
+
+
+def test_a_trace_that_was_never_closed_can_be_read_up_to_its_last_step(tmp_path: Path) -> None:
+    core, _ = traced_core(tmp_path)
+    run(core, "a")
+    assert len(named(events(files(tmp_path)[0]), "step ")) == core.stats().num_steps
+
+
+def test_only_the_last_two_files_are_kept_and_each_begins_with_what_runs(tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path, max_steps=2)
+    run(core, "a", max_tokens=40)
+    trace.close()
+    kept = [events(path) for path in files(tmp_path)]
+    assert len(kept) == 2
+    last = [int(event["name"].split()[1]) for found in kept for event in named(found, "step ")]
+    assert last == list(range(core.stats().num_steps - len(last) + 1, core.stats().num_steps + 1))
+    assert [e["id"] for e in kept[0] if e["ph"] == "b"] == ["a"]
+
+
+def test_the_engine_traces_its_phases_when_the_setting_names_a_folder(tmp_path: Path) -> None:
+    llm = LLM(trace_dir=str(tmp_path / "trace"), kv_cache_gb=0.05, max_model_len=256)
+    llm.generate("What is 3 + 4?", max_tokens=8, temperature=0)
+    names = {event["name"] for event in events(files(tmp_path / "trace")[0])}
+    assert {"schedule", "verify", "accept", "inject", "draft", "apply"} <= names
+
+
+def test_without_the_setting_there_is_no_trace() -> None:
+    assert LLM(kv_cache_gb=0.05, max_model_len=256).engine.trace is None
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_load_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="trace_dir"):
+        LLM(trace_dir=str(tmp_path / "file" / "trace"), kv_cache_gb=0.05, max_model_len=256)

@@ -1,0 +1,313 @@
+"""The defects that the tests must notice, each an exact replacement of text in one file.
+
+Called by `run.py`, which applies them, and by `test_mutants.py`, which keeps their texts in step with the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAPS = "tests/core/test_traps.py"
+SCHEDULING = "tests/core/test_scheduling.py"
+POOL = "tests/core/test_block_pool.py"
+PREFIX = "tests/core/test_prefix_cache.py"
+ENGINE = "tests/core/test_engine_core.py"
+PROGRESS = "tests/core/test_progress.py"
+MODEL_BASED = "tests/core/test_core_random.py"
+CONTEXT_KV = "tests/worker/test_context_kv.py"
+DRAFTS = "tests/worker/test_draft_alignment.py"
+KV_WRITE = "tests/kernels/test_kv_write.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect: `before`, which occurs once in `file`, becomes `after`; `tests` are the ones that should fail."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+def _core(name: str, module: str, before: str, after: str, *tests: str) -> Mutant:
+    return Mutant(name, f"dflash_backend/core/{module}.py", before, after, tests or (MODEL_BASED,))
+
+
+_TRAPS = (
+    _core(
+        "trap 1: lookahead of k instead of k + 1",
+        "plan",
+        "return k + self.lookahead_base if k > 0 else 0",
+        "return k",
+        TRAPS,
+    ),
+    _core(
+        "trap 1: no lookahead on a prefill",
+        "row_shape",
+        "k if finishes else 0, end + limits.lookahead(k))",
+        "k if finishes else 0, end)",
+        TRAPS,
+    ),
+    _core(
+        "trap 1: no lookahead behind verified drafts",
+        "row_shape",
+        "RowShape(1, num_draft, True, k, end + limits.lookahead(k))",
+        "RowShape(1, num_draft, True, k, end)",
+        TRAPS,
+    ),
+    _core(
+        "trap 2: maximum length without the anchor's slot",
+        "row_shape",
+        "num_tokens + k + 1 <= limits.max_drafting_len",
+        "num_tokens + k <= limits.max_drafting_len",
+        TRAPS,
+    ),
+    _core(
+        "trap 2: drafting past max_model_len",
+        "plan",
+        "return min(self.drafter_max_len, self.max_model_len)",
+        "return self.drafter_max_len",
+        SCHEDULING,
+    ),
+    _core(
+        "trap 3: rejected positions count as computed",
+        "engine",
+        "request.num_computed += row.num_new + result.num_accepted",
+        "request.num_computed += row.num_new + row.num_draft",
+        TRAPS,
+    ),
+    Mutant(
+        "trap 3: rejected positions injected, and the drafter goes on behind them",
+        "dflash_backend/worker/runner.py",
+        "return Outcome(num_accepted, batch.num_new + num_accepted, tokens, logprobs)",
+        "return Outcome(num_accepted, batch.num_new + batch.num_draft, tokens, logprobs)",
+        (DRAFTS,),
+    ),
+    Mutant(
+        "trap 4: prefill chunks bring no drafter K/V",
+        "dflash_backend/worker/runner.py",
+        "final = batch.token_position < (batch.start + outcome.num_final)[batch.token_row]",
+        "final = (batch.token_position < (batch.start + outcome.num_final)[batch.token_row]) & batch.sample["
+        "batch.token_row]",
+        (CONTEXT_KV,),
+    ),
+    _core(
+        "trap 4: a block is published before its last token was run",
+        "kv_manager",
+        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
+        "num_full = request.num_tokens // self._block_size",
+        TRAPS,
+    ),
+    _core(
+        "trap 5: the last full block of a hit is dropped",
+        "kv_manager",
+        "num_blocks = (request.prefill_end - 1) // self._block_size",
+        "num_blocks = max(0, (request.prefill_end - 1) // self._block_size - 1)",
+        TRAPS,
+    ),
+    Mutant(
+        "trap 7: padding rows are written",
+        "kernels/dflash_kernels/kv_write.py",
+        "if slot >= 0:",
+        "if slot >= -1:",
+        (KV_WRITE,),
+    ),
+)
+
+_CACHE = (
+    _core(
+        "a block that is not full is published",
+        "kv_manager",
+        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
+        "num_full = -(-min(request.num_computed, request.num_tokens) // self._block_size)",
+    ),
+    _core(
+        "the last full block is not published",
+        "kv_manager",
+        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
+        "num_full = (min(request.num_computed, request.num_tokens) - 1) // self._block_size",
+        SCHEDULING,
+    ),
+    _core(
+        "accepted tokens past a stop are published",
+        "kv_manager",
+        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
+        "num_full = request.num_computed // self._block_size",
+        SCHEDULING,
+    ),
+    _core(
+        "a hit leaves nothing to compute",
+        "kv_manager",
+        "num_blocks = (request.prefill_end - 1) // self._block_size",
+        "num_blocks = request.prefill_end // self._block_size",
+        SCHEDULING,
+    ),
+    _core(
+        "the salt is not hashed", "prefix_cache", '_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")', "_ROOT_TAG"
+    ),
+    _core(
+        "a digest is not chained to its parent",
+        "prefix_cache",
+        "hashlib.sha256(parent + packed)",
+        "hashlib.sha256(packed)",
+    ),
+    _core(
+        "the chain does not move on",
+        "prefix_cache",
+        "self._last = block_digest(self._last, packed[start : start + size])\n",
+        "self._last = block_digest(self._digests[0] if self._digests else self._last, packed[start : start + size])\n",
+        PREFIX,
+    ),
+    _core(
+        "no reference is taken on a hit",
+        "block_pool",
+        "self._ref_counts[block_id] += 1",
+        "self._ref_counts[block_id] += 0",
+    ),
+    _core(
+        "a block that is held stays in the eviction list",
+        "block_pool",
+        "if self._ref_counts[block_id] == 0:\n                self._take_out(block_id)",
+        "if self._ref_counts[block_id] < 0:\n                self._take_out(block_id)",
+    ),
+    _core(
+        "a freed block that is cached counts as unused",
+        "block_pool",
+        "if self._digests[block_id] is None:\n                    self._unused.append(block_id)",
+        "if block_id >= 0:\n                    self._unused.append(block_id)",
+    ),
+    _core(
+        "a block is found by its place and not by its digest",
+        "block_pool",
+        "hint if hint >= 0 and digest_of[hint] == digest else cached.get(digest)",
+        "hint if hint >= 0 else cached.get(digest)",
+    ),
+    _core("an evicted block can still be found", "block_pool", "        del self._cached[digest]\n", ""),
+    _core(
+        "a second block takes over a digest",
+        "block_pool",
+        "        if digest in self._cached:\n            return False\n",
+        "",
+    ),
+    _core("a chain's head is evicted before its tail", "block_pool", "in reversed(block_ids)", "in block_ids", POOL),
+    _core("the newest cold block is evicted", "block_lists", "return self._next[", "return self._prev[", POOL),
+    _core(
+        "a hit does not make a block hot", "block_pool", "self._found[block_id] = 1", "self._found[block_id] = 0", POOL
+    ),
+    _core("hot blocks never grow old", "block_pool", "age > HOT_LIFE_IN_POOLS * self.num_blocks", "age < 0", POOL),
+    _core(
+        "hot blocks may fill the pool", "block_pool", "if self._num_hot > self._max_hot:", "if self._num_hot < 0:", POOL
+    ),
+    _core(
+        "preempted requests make their own blocks hot",
+        "kv_manager",
+        "found=request.num_preemptions == 0",
+        "found=True",
+        SCHEDULING,
+    ),
+)
+
+_SCHEDULER = (
+    _core(
+        "the oldest request is preempted",
+        "scheduler",
+        "_, latest = self.running.popitem()",
+        "latest = self.running.pop(next(iter(self.running)))",
+        PROGRESS,
+    ),
+    _core("a preempted request goes to the end of the queue", "scheduler", "last=False", "last=True", PROGRESS),
+    _core(
+        "a preempted request forgets its drafts",
+        "scheduler",
+        "request.num_preemptions += 1",
+        "request.num_preemptions += 1\n        request.pending_draft = 0",
+        SCHEDULING,
+    ),
+    _core(
+        "a resumed request runs its anchor again",
+        "request",
+        "return self.num_tokens - 1 if self.pending_draft else self.num_tokens",
+        "return self.num_tokens",
+        SCHEDULING,
+    ),
+    _core("a finished request keeps its blocks", "scheduler", "        self.kv.release(request)\n", "", ENGINE),
+    _core(
+        "the worker is not told who is gone",
+        "scheduler",
+        "        self._forgotten.append(request.request_id)\n",
+        "",
+        ENGINE,
+    ),
+    _core(
+        "more requests run than can decode together",
+        "scheduler",
+        "if self._num_running_tokens + request.max_decode_tokens > limits.max_num_batched_tokens:",
+        "if self._num_running_tokens < 0:",
+        SCHEDULING,
+    ),
+    _core(
+        "tokens of those who left are not given back",
+        "scheduler",
+        "self._num_running_tokens -= request.max_decode_tokens",
+        "self._num_running_tokens -= 0",
+        SCHEDULING,
+    ),
+    _core(
+        "a long prompt takes the whole step beside streams",
+        "scheduler",
+        "return min(room, share - self.num_prefill_tokens)",
+        "return room",
+        SCHEDULING,
+    ),
+    _core(
+        "free blocks of a hit are counted twice at admission",
+        "kv_manager",
+        "<= self.pool.num_free - hit_from_free",
+        "<= self.pool.num_free",
+    ),
+    _core(
+        "a request is admitted that cannot decode",
+        "scheduler",
+        "self.kv.fits(min(until_decode, peak_positions(request, limits)), hit)",
+        "self.kv.fits(whole.num_positions, hit)",
+        SCHEDULING,
+    ),
+    _core(
+        "max_num_seqs is exceeded by one", "scheduler", "< limits.max_num_seqs", "<= limits.max_num_seqs", SCHEDULING
+    ),
+    _core("deadlines are ignored", "engine", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < 0", ENGINE),
+    _core(
+        "the queue's bound is off by one",
+        "engine",
+        ">= self.limits.max_queue_size:",
+        "> self.limits.max_queue_size:",
+        ENGINE,
+    ),
+    _core("a stop token is not sent", "request", 'token_ids[:count], "stop"', 'token_ids[: count - 1], "stop"', ENGINE),
+    _core("tokens behind a stop token are sent", "request", 'token_ids[:count], "stop"', 'token_ids, "stop"', ENGINE),
+    _core(
+        "a stop token counts before min_tokens",
+        "request",
+        "token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens",
+        "token_id in self.stop_ids",
+        ENGINE,
+    ),
+    _core(
+        "the pool a request needs is underestimated",
+        "row_shape",
+        "reach = k + limits.lookahead(k)",
+        "reach = limits.lookahead(k)",
+        ENGINE,
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER
+
+# Applied in continuous integration too: a trap, a defect of the cache and one of the scheduler, all cheap to find.
+SMOKE = (
+    "trap 1: lookahead of k instead of k + 1",
+    "trap 5: the last full block of a hit is dropped",
+    "hot blocks never grow old",
+    "the oldest request is preempted",
+)

@@ -1,0 +1,167 @@
+"""Apply each mutant to a copy of the source, run the tests that should notice, and list who was killed.
+
+`python -m tests.mutations.run` (or `make mutants`) runs all, `--only WORDS` those with the words in their name. Exits 1
+when a mutant survives, when its text is not in the source exactly once, or when the tests fail without any mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutations.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("dflash_backend", "kernels", "client", "tests", "benchmarks", "pyproject.toml")
+LINKED = ("demo", "model_repository")  # large, and no mutant touches them
+TIMEOUT_S = 240
+PYTEST_FAILED = 1  # pytest's exit status when tests ran and some failed; below 0 when a signal ended it
+
+
+class MutantError(Exception):
+    """A mutant cannot be applied, or the tests do not pass without it. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant. `word` is killed, crashed or timed out, which the tests noticed, or SURVIVED."""
+
+    mutant: Mutant
+    word: str
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        """Whether the tests noticed."""
+        return self.word != "SURVIVED"
+
+
+def mutate(mutant: Mutant, root: Path) -> str:
+    """The text of the mutant's file under `root` with the defect in it. Raises MutantError when it does not apply."""
+    text = (root / mutant.file).read_text()
+    count = text.count(mutant.before)
+    if count != 1:
+        raise MutantError(
+            f"mutant '{mutant.name}': its text occurs {count} times in {mutant.file} and must occur once; bring "
+            f"tests/mutations/mutants.py in step with the source"
+        )
+    return text.replace(mutant.before, mutant.after)
+
+
+def make_copy(folder: Path) -> None:
+    """Copy what the tests need into `folder`."""
+    ignore = shutil.ignore_patterns("__pycache__", ".hypothesis", "_assets")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore)
+        else:
+            shutil.copy(source, folder / name)
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """pytest's exit status for `tests` in the copy, None when they took too long, and the end of what it printed. It
+    stops at the first failure."""
+    path = os.pathsep.join(str(folder / part) for part in (".", "kernels", "client"))
+    # Bytecode is matched to its source by time and size, which two mutants of one file may share.
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"not done after {TIMEOUT_S} s"
+    output = done.stdout.decode(errors="replace")[-3000:]
+    if done.returncode > PYTEST_FAILED:
+        raise MutantError(f"pytest {' '.join(tests)} could not run:\n{output}")
+    return done.returncode, output
+
+
+def try_mutant(mutant: Mutant, folder: Path) -> Verdict:
+    """Put the defect into the copy, run its tests, and put the file back."""
+    mutated, file = mutate(mutant, folder), folder / mutant.file
+    original = file.read_text()
+    started = time.monotonic()
+    file.write_text(mutated)
+    try:
+        status, _ = run_tests(folder, mutant.tests)
+    finally:
+        file.write_text(original)
+    return Verdict(mutant, _word(status), time.monotonic() - started)
+
+
+def _word(status: int | None) -> str:
+    if status is None:
+        return "timed out"
+    if status == 0:
+        return "SURVIVED"
+    return "killed" if status == PYTEST_FAILED else "crashed"
+
+
+def check_copy(folder: Path, mutants: Sequence[Mutant]) -> None:
+    """Raise MutantError unless the tests of `mutants` pass in the copy as it is: else a failure would show nothing."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    status, output = run_tests(folder, tests)
+    if status != 0:
+        raise MutantError(f"tests fail without any mutant, so they can show nothing:\n{output}")
+
+
+def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
+    """Try all mutants, `jobs` at a time, each job in a copy of its own; prints a line each."""
+    for mutant in mutants:
+        mutate(mutant, ROOT)
+    with tempfile.TemporaryDirectory(prefix="dflash-mutants-") as name:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for job in range(jobs):
+            folder = Path(name, str(job))
+            folder.mkdir()
+            make_copy(folder)
+            copies.put(folder)
+
+        def attempt(mutant: Mutant) -> Verdict:
+            folder = copies.get()
+            try:
+                verdict = try_mutant(mutant, folder)
+            finally:
+                copies.put(folder)
+            print(f"{verdict.word:9} {verdict.seconds:5.1f} s  {mutant.name}", flush=True)
+            return verdict
+
+        check_copy(Path(name, "0"), mutants)
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(attempt, mutants))
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", metavar="WORDS", help="run the mutants whose name contains this")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="mutants at a time")
+    arguments = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
+    if not mutants:
+        parser.error(f"no mutant's name contains '{arguments.only}'")
+    try:
+        verdicts = run(mutants, max(1, arguments.jobs))
+    except MutantError as error:
+        sys.exit(str(error))
+    survivors = [verdict.mutant.name for verdict in verdicts if not verdict.killed]
+    print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants killed")
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
