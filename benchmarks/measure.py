@@ -36,6 +36,11 @@ class Measurement:
         return self.num_tokens / self.seconds
 
     @property
+    def client_cpu_share(self) -> float | None:
+        """The client's CPU time over the time of the run: 1 is one core. None where there is no client of its own."""
+        return None if self.client_cpu_s is None else self.client_cpu_s / self.seconds
+
+    @property
     def first_token_p50_s(self) -> float | None:
         """Median time to first token; None where the system gives all tokens at once."""
         return statistics.median(self.first_token_s) if self.first_token_s else None

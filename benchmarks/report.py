@@ -49,14 +49,18 @@ def table(runs: list[Measurement]) -> str:
     """All runs as a Markdown table."""
     agrees = agreement(runs)
     lines = [
-        "| system | streams | tokens/s | acceptance length | time to first token, median | equal to transformers |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| system | streams | tokens/s | acceptance length | time to first token, median | client's CPU, of a core | "
+        "equal to transformers |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for run in runs:
         first = f"{run.first_token_p50_s * 1e3:.1f} ms" if run.first_token_p50_s is not None else "-"
         accepted = f"{run.acceptance_length:.2f}" if run.acceptance_length is not None else "-"
         same = agrees[f"{run.system}, {run.streams} streams"]
-        lines.append(f"| {run.system} | {run.streams} | {run.tokens_per_s:.0f} | {accepted} | {first} | {same} |")
+        client = f"{run.client_cpu_share:.0%}" if run.client_cpu_share is not None else "-"
+        lines.append(
+            f"| {run.system} | {run.streams} | {run.tokens_per_s:.0f} | {accepted} | {first} | {client} | {same} |"
+        )
     return "\n".join(lines)
 
 
@@ -80,7 +84,11 @@ def write(directory: Path, runs: list[Measurement], prefix: PrefixMeasurement, s
     (directory / "bench.md").write_text(text, encoding="utf-8")
     rows = []
     for run in runs:
-        row = asdict(run) | {"tokens_per_s": run.tokens_per_s, "first_token_p50_s": run.first_token_p50_s}
+        row = asdict(run) | {
+            "tokens_per_s": run.tokens_per_s,
+            "first_token_p50_s": run.first_token_p50_s,
+            "client_cpu_share": run.client_cpu_share,
+        }
         del row["outputs"]
         rows.append(row)
     data = {

@@ -83,7 +83,11 @@ def run_all(prompts: list[list[int]], max_tokens: int, repeats: int) -> list[Mea
         through_triton(server.grpc_url, prompts[:4], 2, 16)  # warm-up
         for streams in STREAMS:
             runs.append(best_of(repeats, partial(through_triton, server.grpc_url, prompts, streams, max_tokens)))
-            print(f"{report.TRITON}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
+            print(
+                f"{report.TRITON}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s, the client takes "
+                f"{runs[-1].client_cpu_share:.0%} of a core",
+                flush=True,
+            )
     return runs
 
 

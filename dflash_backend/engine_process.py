@@ -8,6 +8,7 @@ decides.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import zmq
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
+from dflash_backend.core.trace import StepTrace
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_INPUT,
@@ -61,6 +63,8 @@ class Core(Protocol):
     def step(self) -> list[TokenDelta]: ...
     def has_unfinished(self) -> bool: ...
     def stats(self) -> EngineStats: ...
+    @property
+    def phase_seconds(self) -> dict[str, float]: ...
 
 
 class Built(Protocol):
@@ -70,6 +74,8 @@ class Built(Protocol):
     def core(self) -> Core: ...
     @property
     def ready(self) -> EngineReady: ...
+    @property
+    def trace(self) -> StepTrace | None: ...
 
 
 Builder = Callable[[EngineConfig, Callable[[str, float], None]], Built]
@@ -108,9 +114,10 @@ class Channel:
 class EngineLoop:
     """Takes what the frontend sent, steps the engine while it has work, and sends what came of it."""
 
-    def __init__(self, core: Core, channel: Channel) -> None:
+    def __init__(self, core: Core, channel: Channel, trace: StepTrace | None = None) -> None:
         self._core = core
         self._channel = channel
+        self._trace = trace
         self._ending = False
         self._stats_sent_at = 0.0
 
@@ -127,12 +134,16 @@ class EngineLoop:
                 return
             if self._core.has_unfinished():
                 deltas = self._core.step()
-                self._send(deltas, [], idle=not self._core.has_unfinished())
+                started = time.monotonic()
+                self._send(deltas, self._core.phase_seconds, idle=not self._core.has_unfinished())
+                if self._trace is not None:
+                    self._trace.messages("send", started, len(deltas))
             elif busy:
-                self._send([], [], idle=True)
+                self._send([], {}, idle=True)
 
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
+        started = time.monotonic()
         deltas: list[TokenDelta] = []
         rejected: list[RequestRejected] = []
         for raw in messages:
@@ -150,15 +161,17 @@ class EngineLoop:
                 self._ending = True
         if deltas or rejected:
             self._channel.send(StepOutputs(deltas, rejected))
+        if messages and self._trace is not None:
+            self._trace.messages("receive", started, len(messages))
 
-    def _send(self, deltas: list[TokenDelta], rejected: list[RequestRejected], idle: bool) -> None:
+    def _send(self, deltas: list[TokenDelta], phase_seconds: dict[str, float], idle: bool) -> None:
         """Send a step's outputs, with stats now and then and always before the engine goes quiet."""
         now = time.monotonic()
         stats = None
         if idle or now - self._stats_sent_at >= STATS_INTERVAL_S:
             stats, self._stats_sent_at = self._core.stats(), now
-        if deltas or rejected or stats:
-            self._channel.send(StepOutputs(deltas, rejected, stats))
+        if deltas or phase_seconds or stats:
+            self._channel.send(StepOutputs(deltas, [], stats, phase_seconds))
 
 
 class _FailureReport:
@@ -192,15 +205,19 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
         with _FailureReport(channel, "the engine could not start"):
             try:
                 config = EngineConfig.from_values(setup.settings)
+                # What libraries have to say goes to standard error, which is the server's.
+                logging.basicConfig(level=config.log_level.upper(), format="dflash: engine: %(name)s: %(message)s")
                 built = build(config, lambda message, fraction: channel.send(LoadProgress(message, fraction)))
             except load_errors as error:
-                channel.send(EngineFailed(str(error)))
+                channel.send(EngineFailed(str(error), setup_error=True))
                 return 1
-        loop = EngineLoop(built.core, channel)
+        loop = EngineLoop(built.core, channel, built.trace)
         signal.signal(signal.SIGTERM, _ender(loop))
         channel.send(built.ready)
         with _FailureReport(channel, "the engine stopped"):
             loop.run()
+        if built.trace is not None:
+            built.trace.close()
         return 0
     finally:
         channel.close()

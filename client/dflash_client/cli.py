@@ -9,7 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dflash_client.commands import generate, serve
+from dflash_client.commands import chat, generate, inspect, serve
+from dflash_client.commands import eval as eval_command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         description="Serve language models through Triton with DFlash speculative decoding, and talk to them.",
     )
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, generate):
+    for command in (serve, generate, chat, eval_command, inspect):
         command.add_parser(commands)
     return root
 

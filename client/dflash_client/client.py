@@ -1,90 +1,115 @@
-"""`DFlashClient`: the client that programs, the command line and the benchmarks use."""
+"""`DFlashClient` and `AsyncDFlashClient`: the clients that programs and the command line use."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Generator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
+from dflash_client.address import ProtocolName, parse_url
+from dflash_client.errors import RequestTimeout
+from dflash_client.grpc_aio_transport import AsyncGrpcTransport
 from dflash_client.grpc_transport import GrpcTransport
+from dflash_client.http_aio_transport import AsyncHttpTransport
 from dflash_client.http_transport import HttpTransport
 from dflash_client.request import Request
 from dflash_client.results import Delta, GenerationResult
+from dflash_client.retry import RetryPolicy
+from dflash_client.stream import AsyncStream, Plan, Stream
+from dflash_client.transport import CONNECT_TIMEOUT_S, AsyncTransport, Transport
 
-Protocols = Literal["grpc", "http"]
-DEFAULT_PORTS: dict[str, int] = {"grpc": 8001, "http": 8000}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from dflash_client.sampling import Sampling
 
-class Transport(Protocol):
-    """How requests travel. Closing the iterator that `send` returns cancels the request at the server."""
+READY_POLL_S = 0.1
 
-    def send(self, request: Request, deadline: float) -> Generator[Delta, None, None]:
-        """Send and yield what comes back until `deadline` (`time.monotonic()`); raises `ClientError`."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection."""
-        ...
+Prompt = str | Sequence[int] | None
+Messages = Sequence[Mapping[str, Any]] | None
 
 
-class DFlashClient:
+class _Endpoint:
+    """What both clients hold: which model of which server, and how long and how often to try."""
+
+    def __init__(self, url: str, protocol: ProtocolName, model: str, timeout_s: float, retries: int) -> None:
+        self.protocol, self.address = parse_url(url, protocol)
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
+        self.model = model
+        self.timeout_s = timeout_s
+        self.retry = RetryPolicy(retries)
+
+    def _plan(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> Plan:
+        return Plan(Request.build(self.model, stream, prompt, messages, sampling), self.timeout_s, self.retry)
+
+    def _never_ready(self, timeout_s: float) -> RequestTimeout:
+        return RequestTimeout(f"the model '{self.model}' at {self.address} was not ready within {timeout_s:g} s")
+
+
+class DFlashClient(_Endpoint):
     """A synchronous client of one model. Safe to share between threads; a context manager.
 
     `url` is `host:port`, or `grpc://host:port` or `http://host:port`, which also chooses the protocol; without a
-    port it is Triton's usual one. `timeout_s` bounds each request as a whole, connecting included.
+    port it is Triton's usual one. `timeout_s` bounds each request as a whole: connecting, retries and reading included.
+    Requests that the server did not begin (its queue is full, it is stopping, it is not there) are sent again up to
+    `retries` times, after waits that grow. Raises `ValueError` for arguments that make no sense.
     """
 
     def __init__(
         self,
         url: str = "localhost",
-        protocol: Protocols = "grpc",
+        protocol: ProtocolName = "grpc",
         model: str = "dflash",
         timeout_s: float = 300.0,
+        retries: int = 0,
     ) -> None:
-        self.protocol, self.address = parse_url(url, protocol)
-        self.model = model
-        self.timeout_s = timeout_s
+        super().__init__(url, protocol, model, timeout_s, retries)
         self._transport: Transport = (
             GrpcTransport(self.address) if self.protocol == "grpc" else HttpTransport(self.address)
         )
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
     def generate(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        **sampling: Any,
+        self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]
     ) -> GenerationResult:
         """Complete a prompt (text or token ids) or answer chat messages, and wait for the end.
 
         `sampling` takes the names of the serving contract (`max_tokens=64, temperature=0, stop=["."]`); those that
-        are None are not sent. Raises `ClientError`.
+        are None are not sent. Raises `ClientError`, or `ValueError` for what cannot be sent.
         """
-        request = Request.build(self.model, False, prompt, messages, sampling)
-        return GenerationResult.from_deltas(self._transport.send(request, self._deadline()))
+        with self._start(self._plan(False, prompt, messages, sampling)) as stream:
+            return GenerationResult.from_deltas(stream)
 
-    def stream(
-        self,
-        prompt: str | Sequence[int] | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        **sampling: Any,
-    ) -> Generator[Delta, None, None]:
-        """As `generate`, but yields what is new as it comes.
+    def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> Stream:
+        """As `generate`, but yields what is new as it comes. See `Stream` for how to cancel it."""
+        return self._start(self._plan(True, prompt, messages, sampling))
 
-        Closing the generator, or leaving it to be collected, cancels the request. Raises `ClientError`, also after
-        some deltas.
-        """
-        request = Request.build(self.model, True, prompt, messages, sampling)
-        return self._transport.send(request, self._deadline())
+    def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
+        """Whether the server is there and says that the model can take requests."""
+        return self._transport.ready(self.model, timeout_s)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until `ready`. Raises `RequestTimeout`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.ready(min(CONNECT_TIMEOUT_S, timeout_s)):
+            if time.monotonic() + READY_POLL_S > deadline:
+                raise self._never_ready(timeout_s)
+            time.sleep(READY_POLL_S)
 
     def close(self) -> None:
-        """Close the connection; requests that still run are cancelled."""
+        """Close the connections; requests that still run are cancelled."""
+        for stream in list(self._streams):
+            stream.cancel()
         self._transport.close()
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.timeout_s
+    def _start(self, plan: Plan) -> Stream:
+        stream = Stream(self._transport, plan)
+        self._streams.add(stream)
+        return stream
 
     def __enter__(self) -> DFlashClient:
         return self
@@ -93,29 +118,62 @@ class DFlashClient:
         self.close()
 
 
-def parse_url(url: str, protocol: str) -> tuple[str, str]:
-    """The protocol and `host:port` of a URL. Raises `ValueError` with what is allowed."""
-    scheme, separator, rest = url.partition("://")
-    if separator:
-        if scheme not in DEFAULT_PORTS:
-            raise ValueError(f"the URL {url!r} begins with '{scheme}://'; allowed: grpc:// or http://, or no scheme")
-        protocol, url = scheme, rest
-    if protocol not in DEFAULT_PORTS:
-        raise ValueError(f"unknown protocol {protocol!r}; allowed: grpc or http")
-    host, port = _split_port(url.rstrip("/"))
-    if not host or any(c in host for c in "/?# @"):
-        raise ValueError(f"{url!r} is not an address; give HOST:PORT")
-    if port is None:
-        return protocol, f"{host}:{DEFAULT_PORTS[protocol]}"
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"the port {port!r} in {url!r} is not a number from 1 to 65535")
-    return protocol, f"{host}:{int(port)}"
+class AsyncDFlashClient(_Endpoint):
+    """As `DFlashClient`, for one event loop; an asynchronous context manager."""
 
+    def __init__(
+        self,
+        url: str = "localhost",
+        protocol: ProtocolName = "grpc",
+        model: str = "dflash",
+        timeout_s: float = 300.0,
+        retries: int = 0,
+    ) -> None:
+        super().__init__(url, protocol, model, timeout_s, retries)
+        self._transport: AsyncTransport = (
+            AsyncGrpcTransport(self.address) if self.protocol == "grpc" else AsyncHttpTransport(self.address)
+        )
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
-def _split_port(address: str) -> tuple[str, str | None]:
-    """Host and port; an IPv6 host is in brackets, as in `[::1]:8001`."""
-    end = address.rfind("]")
-    host, separator, port = address[end + 1 :].rpartition(":")
-    if not separator:
-        return address, None
-    return address[: end + 1] + host, port
+    async def generate(
+        self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]
+    ) -> GenerationResult:
+        """As `DFlashClient.generate`. Cancelling the task that waits cancels the request."""
+        async with self._start(self._plan(False, prompt, messages, sampling)) as stream:
+            deltas: list[Delta] = [delta async for delta in stream]
+        return GenerationResult.from_deltas(deltas)
+
+    def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> AsyncStream:
+        """As `DFlashClient.stream`. See `AsyncStream` for how to cancel it."""
+        return self._start(self._plan(True, prompt, messages, sampling))
+
+    async def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
+        """As `DFlashClient.ready`."""
+        return await self._transport.ready(self.model, timeout_s)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """As `DFlashClient.wait_ready`."""
+        deadline = time.monotonic() + timeout_s
+        while not await self.ready(min(CONNECT_TIMEOUT_S, timeout_s)):
+            if time.monotonic() + READY_POLL_S > deadline:
+                raise self._never_ready(timeout_s)
+            await asyncio.sleep(READY_POLL_S)
+
+    async def close(self) -> None:
+        """As `DFlashClient.close`."""
+        for stream in list(self._streams):
+            await stream.aclose()
+        await self._transport.close()
+
+    def _start(self, plan: Plan) -> AsyncStream:
+        stream = AsyncStream(self._transport, plan)
+        self._streams.add(stream)
+        return stream
+
+    async def __aenter__(self) -> AsyncDFlashClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()

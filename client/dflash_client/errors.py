@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as exceptions. Raised by `DFlashClient`, shown by the command line."""
+"""What can go wrong with a request, as exceptions. Raised by both clients, shown by the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotFound(ClientError):
 
 
 class Unavailable(ClientError):
-    """The server cannot take the request now: its queue is full, or it is starting or stopping."""
+    """The server did not take the request: its queue is full, or it is starting or stopping."""
 
     status = "UNAVAILABLE"
 
@@ -48,17 +48,46 @@ class Internal(ClientError):
 
 
 class ConnectionFailed(ClientError):
-    """No server could be reached, or the connection broke."""
+    """No server could be reached; the request was not sent."""
 
     status = "CONNECTION_FAILED"
 
 
+class ConnectionLost(ConnectionFailed):
+    """The connection broke after the request was sent; the server may have worked on it."""
+
+    status = "CONNECTION_LOST"
+
+
 _BY_STATUS: dict[str, type[ClientError]] = {
-    kind.status: kind
-    for kind in (InvalidArgument, NotFound, Unavailable, Cancelled, RequestTimeout, Internal, ConnectionFailed)
+    kind.status: kind for kind in (InvalidArgument, NotFound, Unavailable, Cancelled, RequestTimeout, Internal)
 }
+# How Triton 2.51 words the errors of its own that are not the fault of what was sent. The first that fits counts.
+_TRITONS_WORDS = (("no available versions", "UNAVAILABLE"), ("unknown model", "NOT_FOUND"))
 
 
 def error_for(status: str, message: str) -> ClientError:
     """The exception for a gRPC status name; kinds without a class of their own are `Internal`."""
     return _BY_STATUS.get(status, Internal)(message)
+
+
+def error_in_text(message: str, otherwise: str = "INVALID_ARGUMENT") -> ClientError:
+    """The exception for an error of which only the text came.
+
+    The model's own errors begin with their status; what Triton refuses before the model sees it does not, and has the
+    status `otherwise` unless its words say more.
+    """
+    status, colon, rest = message.partition(": ")
+    if colon and status in _BY_STATUS:
+        return _BY_STATUS[status](rest)
+    return error_for(next((kind for words, kind in _TRITONS_WORDS if words in message), otherwise), message)
+
+
+def timed_out() -> RequestTimeout:
+    """The error of a request that the client gave up."""
+    return RequestTimeout("the request took longer than the client's timeout_s; it was cancelled")
+
+
+def cancelled_here() -> Cancelled:
+    """The error of a request that this client cancelled."""
+    return Cancelled("the request was cancelled")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -49,12 +50,15 @@ MODEL_PACKAGES = ("dflash_backend", "dflash_kernels")
 
 
 class TritonServer:
-    """One server process with one model. A context manager; `start` returns when requests can be sent.
+    """One server process with a DFlash model. A context manager; `start` returns when requests can be sent.
 
     `settings` are strings by name, as for `--set`, and win over the environment's. A port of 0 takes a free one:
     read `http_port`, `grpc_port` and `metrics_port` after the start. `model_repository` is a folder that holds one
     model folder, by default the project's own; it is served as `model_name`. `on_progress` gets a line whenever the
     load has something to say and every few seconds; `on_log` gets every line of the server's log, in another thread.
+    `instances` engines share the model's requests. `more_models` are further models from the same folder, by name, with
+    the settings that go into their config.pbtxt; those of `settings` and the environment are the server's and win.
+    With `explicit`, clients may load and unload models through Triton's repository API; without it they may not.
     `stopping` says that `stop` has begun. Raises `LauncherError` or `ConfigError`, with a sentence for the operator.
     """
 
@@ -68,14 +72,23 @@ class TritonServer:
         http_port: int = 8000,
         grpc_port: int = 8001,
         metrics_port: int = 8002,
+        instances: int = 1,
+        more_models: Mapping[str, Mapping[str, str]] | None = None,
+        explicit: bool = False,
         ready_timeout_s: float = 1800.0,
         exit_timeout_s: int = 5,
         environ: Mapping[str, str] | None = None,
         on_progress: Callable[[str], None] | None = None,
         on_log: Callable[[LogLine], None] | None = None,
     ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", model_name):
-            raise LauncherError(f"the model name {model_name!r} is not allowed; use letters, digits, '_', '-' and '.'")
+        self._models: dict[str, Mapping[str, str]] = {model_name: {}, **(more_models or {})}
+        for name, own_settings in self._models.items():
+            for setting, value in own_settings.items():
+                check_setting(setting, value, f"model {name}")
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+                raise LauncherError(f"the model name {name!r} is not allowed; use letters, digits, '_', '-' and '.'")
+        self._instances = instances
+        self._explicit = explicit
         self.model_name = model_name
         self.host = host
         self.http_port, self.grpc_port, self.metrics_port = http_port, grpc_port, metrics_port
@@ -175,7 +188,10 @@ class TritonServer:
     def _launch(self, install: TritonInstall) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix=f"dflash-triton-{os.getpid()}-"))
         repository = self._directory / "models"
-        _copy_model(self._model_repository or asset_path("model_repository"), repository / self.model_name)
+        source = self._model_repository or asset_path("model_repository")
+        for name, settings in self._models.items():
+            _copy_model(source, repository / name)
+            _adapt(repository / name / "config.pbtxt", settings, self._instances)
         command = [
             str(install.binary),
             f"--model-repository={repository}",
@@ -199,8 +215,12 @@ class TritonServer:
 
     def _options(self) -> list[str]:
         debug = self._environ.get(environment_name("log_level"), "").strip() == "debug"
+        if self._explicit:
+            control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in self._models)]
+        else:
+            control = ["--model-control-mode=none"]
         return [
-            "--model-control-mode=none",
+            *control,
             "--disable-auto-complete-config",
             f"--backend-config=python,shm-region-prefix-name={self._shared_memory_prefix}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
@@ -247,7 +267,7 @@ class TritonServer:
 
     def _answers(self, http: httpx.Client) -> bool:
         try:
-            paths = ("/v2/health/ready", f"/v2/models/{self.model_name}/ready")
+            paths = ("/v2/health/ready", *(f"/v2/models/{name}/ready" for name in self._models))
             return all(http.get(path).status_code == 200 for path in paths)
         except httpx.TransportError:
             return False
@@ -308,3 +328,16 @@ def _copy_model(repository: Path, destination: Path) -> None:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:
             (destination / "1" / package).symlink_to(next(iter(spec.submodule_search_locations)))
+
+
+def _adapt(config: Path, settings: Mapping[str, str], instances: int) -> None:
+    """Write settings, which were checked, and the number of instances into a model's config.pbtxt."""
+    text = config.read_text(encoding="utf-8")
+    for name, value in settings.items():
+        text = re.sub(rf'(?m)^parameters\s*{{\s*key:\s*"{re.escape(name)}".*\n?', "", text)
+        text += f'\nparameters {{ key: "{name}" value {{ string_value: {json.dumps(value)} }} }}'
+    if instances != 1:
+        text, found = re.subn(r"(instance_group\s*\[\s*{\s*count:\s*)\d+", rf"\g<1>{instances}", text, count=1)
+        if not found:
+            raise LauncherError(f"{config.parent.name}/config.pbtxt has no instance_group with a count to change")
+    config.write_text(text, encoding="utf-8")

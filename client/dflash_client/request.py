@@ -1,13 +1,14 @@
-"""One generation request, before it is put on a wire: built by `DFlashClient`, encoded by the transports."""
+"""One generation request, before it is put on a wire: built by the clients, encoded by the transports."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
-# Asked for with every request: they cost a few bytes, and `Delta` has a place for each.
+# Asked for with every request: they cost a few bytes, and `Delta` has a place for each. The log-probabilities cost more
+# and come with the sampling parameter `logprobs`.
 RETURNED = (
     "return_finish_reason",
     "return_num_input_tokens",
@@ -15,18 +16,23 @@ RETURNED = (
     "return_token_ids",
     "return_spec_stats",
 )
+RETURNED_WITH_LOGPROBS = ("return_logprobs", "return_cumulative_logprob")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The inputs of the serving contract. Exactly one of `text`, `token_ids` and `messages` is set."""
+    """The inputs of the serving contract. Exactly one of `text`, `token_ids` and `messages` (JSON) is set.
+
+    `sampling` is the JSON object of the sampling parameters, or None where there are none.
+    """
 
     model: str
     stream: bool
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: str | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: str | None = None
+    wants_logprobs: bool = False
 
     @classmethod
     def build(
@@ -37,27 +43,28 @@ class Request:
         messages: Sequence[Mapping[str, Any]] | None,
         sampling: Mapping[str, Any],
     ) -> Request:
-        """Check what the caller passed and sort it into the inputs.
+        """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out.
 
-        Raises `ValueError` unless exactly one of `prompt` and `messages` is given, and for text that has no UTF-8
-        form.
+        Raises `ValueError` unless exactly one of `prompt` and `messages` is given, and for what no request can carry:
+        text without a UTF-8 form, values without a JSON form, ids that are no 64-bit integers.
         """
         if (prompt is None) == (messages is None):
             raise ValueError("give exactly one of prompt and messages")
         given = {name: value for name, value in sampling.items() if value is not None}
-        if messages is not None:
-            return cls(model, stream, messages=json.dumps(list(messages)), sampling=given)
-        if isinstance(prompt, str):
-            try:
-                prompt.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise ValueError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
-            return cls(model, stream, text=prompt, sampling=given)
-        return cls(model, stream, token_ids=tuple(prompt or ()), sampling=given)
+        return cls(
+            model,
+            stream,
+            text=_text(prompt) if isinstance(prompt, str) else None,
+            token_ids=None if prompt is None or isinstance(prompt, str) else _token_ids(prompt),
+            messages=None if messages is None else _json(list(messages), "messages"),
+            sampling=_json(given, "sampling parameters") if given else None,
+            wants_logprobs="logprobs" in given,
+        )
 
     def flags(self) -> dict[str, bool]:
         """The boolean inputs. The prompt is never wanted back; when streaming, the server leaves it out by itself."""
-        flags = dict.fromkeys(RETURNED, True)
+        names = RETURNED + (RETURNED_WITH_LOGPROBS if self.wants_logprobs else ())
+        flags = dict.fromkeys(names, True)
         flags["stream"] = self.stream
         if not self.stream:
             flags["exclude_input_in_output"] = True
@@ -65,6 +72,27 @@ class Request:
 
     def strings(self) -> dict[str, str]:
         """The string inputs that are set."""
-        strings = {"text_input": self.text, "messages": self.messages}
-        strings["sampling_parameters"] = json.dumps(self.sampling) if self.sampling else None
+        strings = {"text_input": self.text, "messages": self.messages, "sampling_parameters": self.sampling}
         return {name: value for name, value in strings.items() if value is not None}
+
+
+def _text(prompt: str) -> str:
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
+    return prompt
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    for position, token_id in enumerate(prompt):
+        if not isinstance(token_id, SupportsIndex) or not -(2**63) <= token_id.__index__() < 2**63:
+            raise ValueError(f"the prompt has {token_id!r} at position {position}; allowed: token ids, or one text")
+    return tuple(token_id.__index__() for token_id in prompt)
+
+
+def _json(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the {what} cannot be sent as JSON: {error}") from None

@@ -8,11 +8,26 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """One response of the server: the new text, and the new tokens that it came from.
+class Logprob:
+    """The log-probability of a token at one position, and its rank there (1: the likeliest)."""
 
-    `finish_reason` and `spec_stats` are set on the last delta only. `num_output_tokens` counts `token_ids`.
-    `spec_stats` has the fields of the serving contract, such as `acceptance_length` and `num_cached_tokens`.
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# By token id: the token that was chosen, and the likeliest ones beside it.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one response of the server has that is new for one completion: text, and the tokens that it came from.
+
+    `index` numbers the completions of a request, 0 to n - 1. `finish_reason` and `spec_stats` are set on the last delta
+    of a completion only. `num_output_tokens` counts `token_ids`; `logprobs` has an entry for each of them, if they
+    were asked for. `cumulative_logprob` is that of the completion so far. `spec_stats` has the fields of the serving
+    contract, such as `acceptance_length` and `num_cached_tokens`.
     """
 
     text: str
@@ -21,32 +36,95 @@ class Delta:
     num_input_tokens: int | None = None
     finish_reason: str | None = None
     spec_stats: dict[str, Any] | None = None
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished completion. `finish_reason` is `stop`, `length` or `abort`."""
+
+    text: str
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] = ()
+    num_output_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    spec_stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A finished generation. `text` is the completion alone; `finish_reason` is `stop`, `length` or `abort`."""
+    """A finished request: its `n` completions, without the prompt. What is said of one is said of the first."""
 
-    text: str
-    finish_reason: str | None
-    num_input_tokens: int
-    num_output_tokens: int
-    token_ids: tuple[int, ...] = ()
-    spec_stats: dict[str, Any] = field(default_factory=dict)
+    completions: tuple[Completion, ...]
+    num_input_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The first completion's text."""
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first completion ended."""
+        return self.completions[0].finish_reason
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first completion's tokens."""
+        return self.completions[0].token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens the first completion has."""
+        return self.completions[0].num_output_tokens
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities for each token of the first completion, if `logprobs` was asked for."""
+        return self.completions[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log-probabilities of the first completion's tokens, if `logprobs` was asked for."""
+        return self.completions[0].cumulative_logprob
+
+    @property
+    def spec_stats(self) -> dict[str, Any]:
+        """What speculation and the prefix cache did for the first completion."""
+        return self.completions[0].spec_stats
 
     @classmethod
     def from_deltas(cls, deltas: Iterable[Delta]) -> GenerationResult:
-        """Join the deltas of one generation."""
-        text: list[str] = []
-        token_ids: list[int] = []
-        finish_reason: str | None = None
-        num_input_tokens = num_output_tokens = 0
-        spec_stats: dict[str, Any] = {}
+        """Join the deltas of one request."""
+        by_index: dict[int, list[Delta]] = {0: []}
+        num_input_tokens = 0
         for delta in deltas:
-            text.append(delta.text)
-            token_ids.extend(delta.token_ids)
-            num_output_tokens += delta.num_output_tokens
+            by_index.setdefault(delta.index, []).append(delta)
             num_input_tokens = delta.num_input_tokens if delta.num_input_tokens is not None else num_input_tokens
-            finish_reason = delta.finish_reason or finish_reason
-            spec_stats = delta.spec_stats if delta.spec_stats is not None else spec_stats
-        return cls("".join(text), finish_reason, num_input_tokens, num_output_tokens, tuple(token_ids), spec_stats)
+        return cls(tuple(_joined(by_index[index]) for index in sorted(by_index)), num_input_tokens)
+
+
+def _joined(deltas: list[Delta]) -> Completion:
+    """The deltas of one completion as a whole; of what is set now and then, the last counts."""
+    finish_reason: str | None = None
+    cumulative: float | None = None
+    stats: dict[str, Any] = {}
+    logprobs: list[TokenLogprobs] | None = None
+    for delta in deltas:
+        finish_reason = delta.finish_reason or finish_reason
+        cumulative = delta.cumulative_logprob if delta.cumulative_logprob is not None else cumulative
+        stats = delta.spec_stats if delta.spec_stats is not None else stats
+        if delta.logprobs is not None:
+            logprobs = [*(logprobs or ()), *delta.logprobs]
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        finish_reason=finish_reason,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
+        logprobs=None if logprobs is None else tuple(logprobs),
+        cumulative_logprob=cumulative,
+        spec_stats=stats,
+    )

@@ -1,4 +1,4 @@
-"""Starts the engine process, talks to it, notices when it dies, and ends it. Used by `frontend.service` alone.
+"""Starts one engine process, talks to it, notices when it dies, and ends it. Used by `frontend.supervisor`.
 
 A plain subprocess, not `multiprocessing`: inside Triton's stub the main program is not a Python script, so the spawn
 method has no main module to import and may have no `sys.executable`; and a subprocess hands over its standard input,
@@ -43,6 +43,8 @@ MESSAGES_A_TURN = 64
 CONNECT_MS = 5000
 # How long the last messages of a process that has died may take to arrive.
 LAST_WORDS_MS = 200
+# How long a process whose lifeline has ended may take to become one that has an exit status.
+REAP_S = 1.0
 
 
 class EngineError(Exception):
@@ -68,10 +70,14 @@ def _interpreter() -> str:
 
 
 class EngineClient:
-    """One engine process. `send` may be called from any thread, everything else from one at a time."""
+    """One engine process. `send` and `wake` may be called from any thread, everything else from one at a time."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str] | None = None) -> None:
-        """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given."""
+        """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given.
+
+        Raises `EngineError` when it cannot be started.
+        """
+        arguments = list(command or engine_command())
         self._dir = tempfile.mkdtemp(prefix="dflash-")
         self._context = zmq.Context()
         self._inputs = self._bind(zmq.PUSH, "in")
@@ -88,17 +94,20 @@ class EngineClient:
         setup = EngineSetup(config.as_strings(), self._address("in"), self._address("out"), self._dir, theirs)
         try:
             self._process = subprocess.Popen(
-                list(command or engine_command()),
+                arguments,
                 stdin=subprocess.PIPE,
                 env=_environment(),
                 pass_fds=(theirs,),
                 # A session of its own: a signal to the server's process group is the stub's to answer.
                 start_new_session=True,
             )
+        except OSError as error:
+            self._release()
+            raise EngineError(f"the engine process could not be started: {error}") from error
         finally:
             os.close(theirs)
         assert self._process.stdin is not None
-        # If it died before it could read, `wait_until_ready` says so.
+        # If it died before it could read, `receive` says so.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
             self._process.stdin.flush()
@@ -118,7 +127,7 @@ class EngineClient:
             while (remaining := deadline - time.monotonic()) > 0:
                 for message in self.receive(int(remaining * 1000) + 1):
                     if isinstance(message, EngineReady):
-                        self._settle()
+                        self.settle()
                         return message
                     if isinstance(message, EngineFailed):
                         raise EngineError(message.message)
@@ -134,7 +143,8 @@ class EngineClient:
         raw = ENCODER.encode(message)
         # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
         with self._send_lock, contextlib.suppress(zmq.Again):
-            self._inputs.send(raw, zmq.NOBLOCK)
+            if not self._inputs.closed:
+                self._inputs.send(raw, zmq.NOBLOCK)
 
     def receive(self, timeout_ms: int) -> list[EngineOutput]:
         """The messages that have arrived, waiting at most `timeout_ms` for the first, or until `wake`.
@@ -154,9 +164,10 @@ class EngineClient:
 
     def wake(self) -> None:
         """Make a `receive` in another thread return."""
-        # A full pipe holds wake-ups enough.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"w")
+        # A full pipe holds wake-ups enough. Under the lock: a closed descriptor's number may be somebody else's by now.
+        with self._send_lock, contextlib.suppress(BlockingIOError):
+            if not self._context.closed:
+                os.write(self._wake_write, b"w")
 
     def close(self) -> None:
         """End the process: asked to, then told to, then killed. Its sockets are removed."""
@@ -173,17 +184,22 @@ class EngineClient:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._context.destroy(linger=0)
-        for descriptor in (self._lifeline, self._wake_read, self._wake_write):
-            os.close(descriptor)
-        shutil.rmtree(self._dir, ignore_errors=True)
+        self._release()
 
-    def _settle(self) -> None:
-        """Wait until the engine hears too, then remove the sockets' folder: what is connected stays so, and nothing is
-        left behind however both processes end."""
+    def settle(self) -> None:
+        """Take the engine's `EngineReady`: wait until it hears too, then remove the sockets' folder. What is connected
+        stays so, and nothing is left behind however both processes end. Raises `EngineError` when it hears nothing."""
         if not self._inputs.poll(CONNECT_MS, zmq.POLLOUT):
             raise EngineError("the engine process answers but takes no messages; restart the server")
         self._ready = True
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _release(self) -> None:
+        """Give back sockets, descriptors and the sockets' folder."""
+        with self._send_lock:
+            self._context.destroy(linger=0)
+            for descriptor in (self._lifeline, self._wake_read, self._wake_write):
+                os.close(descriptor)
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
@@ -211,7 +227,7 @@ class EngineClient:
         return True
 
     def _how_it_ended(self) -> str:
-        if not self._ended_within(SHUTDOWN_S):
+        if not self._ended_within(REAP_S):
             return "it closed its connection"
         code = self._process.returncode
         return f"signal {-code}" if code < 0 else f"exit status {code}"

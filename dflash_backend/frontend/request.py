@@ -7,6 +7,7 @@ every refusal can be tested without a server.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from dflash_backend.frontend.tokenizer import PromptError, Tokenizer
 from dflash_backend.messages import EngineReady, SamplingParams
-from dflash_backend.sampling_params import parse_sampling_params
+from dflash_backend.sampling_params import parse_sampling_params, quoted
 
 Array = np.ndarray[Any, Any]
 
@@ -26,10 +27,17 @@ RETURN_FLAGS = (
     "return_finish_reason",
     "return_num_input_tokens",
     "return_num_output_tokens",
+    "return_logprobs",
+    "return_cumulative_logprob",
     "return_token_ids",
     "return_spec_stats",
 )
-UNSERVED_FLAGS = ("return_logprobs", "return_cumulative_logprob")
+# Longer numbers are nowhere allowed, and Python reads none of thousands of digits.
+MAX_DIGITS = 100
+# A logit bias for every token of a large vocabulary fits.
+MAX_PARAMETERS_CHARS = 4_000_000
+# JSON writes some characters in six, and a message has a role and the names of its fields besides.
+MESSAGES_CHARS_PER_PROMPT_CHAR = 8
 
 
 class InputError(ValueError):
@@ -43,13 +51,15 @@ class ReturnFlags:
     finish_reason: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
+    logprobs: bool = False
+    cumulative_logprob: bool = False
     token_ids: bool = False
     spec_stats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request that can be queued. `prefix` goes before the text of the answer: the prompt, or nothing."""
+    """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
@@ -59,24 +69,24 @@ class ParsedRequest:
 
 
 def parse_request(
-    inputs: Mapping[str, Array], parameters: str, tokenizer: Tokenizer, ready: EngineReady
+    inputs: Mapping[str, Array], parameters: str, tokenizer: Tokenizer, ready: EngineReady, max_n: int
 ) -> ParsedRequest:
     """Check every input and parameter and tokenise the prompt.
 
     `inputs` are the tensors that were sent: STRING as arrays of bytes objects, BOOL, INT32 or INT64. `parameters` is
-    the JSON object of the request's own parameters, or empty. Raises `InputError`, `PromptError` or `ParameterError`,
-    each a ValueError with a sentence for the client.
+    the JSON object of the request's own parameters, or empty. `max_n` bounds the completions of one request. Raises
+    `InputError`, `PromptError` or `ParameterError`, each a ValueError with a sentence for the client.
     """
-    for name in UNSERVED_FLAGS:
-        if _flag(inputs, name, False):
-            raise InputError(f"input '{name}' is true; this version does not serve log-probabilities")
     stream = _flag(inputs, "stream", False)
     exclude_input = _flag(inputs, "exclude_input_in_output", stream)
     if stream and not exclude_input:
         raise InputError("input 'exclude_input_in_output' is false and 'stream' is true; allowed with streaming: true")
     returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
     sampling = parse_sampling_params(
-        _sampling_values(inputs, parameters), max_speculative_tokens=ready.num_speculative_tokens
+        _sampling_values(inputs, parameters),
+        max_speculative_tokens=ready.num_speculative_tokens,
+        vocab_size=ready.vocab_size,
+        max_n=max_n,
     )
     token_ids, text = _prompt(inputs, tokenizer, ready)
     if not token_ids:
@@ -100,11 +110,24 @@ def _prompt(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineRead
         raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
     if given == ["text_input"]:
         text = _string(inputs, "text_input")
+        _check_length(text, tokenizer, ready)
         return tokenizer.encode(text) if text else [], text
     if given == ["messages"]:
-        text = tokenizer.render_chat(_messages(_string(inputs, "messages")))
+        most = MESSAGES_CHARS_PER_PROMPT_CHAR * ready.max_model_len * tokenizer.max_token_chars
+        text = tokenizer.render_chat(_messages(_string(inputs, "messages"), most))
+        _check_length(text, tokenizer, ready)
         return tokenizer.encode_chat(text), text
     return _token_ids(inputs["input_ids"], ready.vocab_size), None
+
+
+def _check_length(text: str, tokenizer: Tokenizer, ready: EngineReady) -> None:
+    """Refuse a text that is too long whatever its tokens are: tokenising megabytes would keep others waiting."""
+    most = ready.max_model_len * tokenizer.max_token_chars
+    if len(text) > most:
+        raise InputError(
+            f"the prompt has {len(text)} characters, but max_model_len is {ready.max_model_len} tokens, which are at "
+            f"most {most} characters; shorten the prompt"
+        )
 
 
 def _token_ids(array: Array, vocab_size: int) -> list[int]:
@@ -120,11 +143,8 @@ def _token_ids(array: Array, vocab_size: int) -> list[int]:
     return token_ids
 
 
-def _messages(text: str) -> list[dict[str, Any]]:
-    try:
-        messages = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"input 'messages' is not JSON: {error}") from None
+def _messages(text: str, max_chars: int) -> list[dict[str, Any]]:
+    messages = _load_json(text, "input 'messages'", max_chars)
     if not isinstance(messages, list) or not messages:
         raise InputError('input \'messages\' must be a JSON list such as [{"role": "user", "content": "Hello"}]')
     for index, message in enumerate(messages):
@@ -136,19 +156,57 @@ def _messages(text: str) -> list[dict[str, Any]]:
 def _sampling_values(inputs: Mapping[str, Array], parameters: str) -> dict[str, Any]:
     """The sampling parameters as they were sent: the input wins over the request's own parameters."""
     if "sampling_parameters" in inputs:
-        return _json_object(_string(inputs, "sampling_parameters"), "input 'sampling_parameters'")
-    values = _json_object(parameters or "{}", "the request's parameters")
-    return {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
+        values = _json_object(_string(inputs, "sampling_parameters"), "input 'sampling_parameters'")
+    else:
+        values = _json_object(parameters or "{}", "the object of request parameters")
+        values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
+    # Triton's vLLM backend takes it; a client must not think that its adapter was used.
+    if values.pop("lora_name", None) is not None:
+        raise InputError("sampling parameter 'lora_name': this server has no LoRA adapters; leave it out")
+    return values
 
 
 def _json_object(text: str, what: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{what} is not JSON: {error}") from None
+    values = _load_json(text, what, MAX_PARAMETERS_CHARS)
     if not isinstance(values, dict):
         raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
     return values
+
+
+def _load_json(text: str, what: str, max_chars: int) -> Any:
+    """Parse JSON that a client wrote. Raises `InputError`, also for what Python's reader would let pass: NaN, a key
+    that comes twice, and half a surrogate pair, which has no UTF-8 form."""
+    if len(text) > max_chars:
+        raise InputError(f"{what} has {len(text)} characters; allowed: at most {max_chars}")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_short_int)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise InputError(f"{what} is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise InputError(f"{what} has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+    except ValueError as error:
+        raise InputError(f"{what} is not JSON: {error}") from None
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {quoted(twice)} comes twice in one object")
+    return values
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, more than {MAX_DIGITS}")
+    return int(digits)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _string(inputs: Mapping[str, Array], name: str) -> str:

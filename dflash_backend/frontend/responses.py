@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from dflash_backend.frontend.request import ReturnFlags
-from dflash_backend.messages import FinishReason, RequestStats
+from dflash_backend.frontend.flight import Flight
+from dflash_backend.messages import RequestStats
 
 # gRPC status names, as Triton's `TritonError` calls them.
 _ERROR_CODES = {
@@ -27,39 +28,49 @@ class ResponseBuilder:
         self._pb = pb_utils
         self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-    def output(
-        self,
-        returns: ReturnFlags,
-        text: str,
-        token_ids: list[int],
-        num_input_tokens: int,
-        finish_reason: FinishReason | None,
-        stats: RequestStats | None,
-    ) -> Any:
-        """A response with new text and the outputs that were asked for. `stats` belong to the last response; counts and
-        ids of tokens are those new in this one."""
-        tensors = [self._string("text_output", text)]
+    def output(self, flight: Flight) -> Any:
+        """A response with what is new of a request: text, and the outputs that were asked for.
+
+        Outputs have an element for each of the n completions, and counts and ids of tokens are those new in this one.
+        `token_ids` holds the ids of all completions, one after the other; `num_output_tokens` has their lengths.
+        `spec_stats` belong to the response that ends the request.
+        """
+        returns, completions = flight.parsed.returns, flight.completions
+        tensors = [self._strings("text_output", ["".join(one.text) for one in completions])]
         if returns.finish_reason:
-            tensors.append(self._string("finish_reason", str(finish_reason)))
+            tensors.append(self._strings("finish_reason", [str(one.finish_reason) for one in completions]))
+        if returns.cumulative_logprob:
+            sums = [one.cumulative_logprob for one in completions]
+            tensors.append(self._numbers("cumulative_logprob", sums, np.float32))
+        if returns.logprobs:
+            asked = flight.parsed.sampling.logprobs is not None
+            values = [json.dumps(one.logprobs if asked else None) for one in completions]
+            tensors.append(self._strings("logprobs", values))
         if returns.num_input_tokens:
-            tensors.append(self._numbers("num_input_tokens", [num_input_tokens], np.uint32))
+            tensors.append(self._numbers("num_input_tokens", [len(flight.parsed.prompt_token_ids)], np.uint32))
         if returns.num_output_tokens:
-            tensors.append(self._numbers("num_output_tokens", [len(token_ids)], np.uint32))
+            tensors.append(self._numbers("num_output_tokens", [len(one.token_ids) for one in completions], np.uint32))
         if returns.token_ids:
-            tensors.append(self._numbers("token_ids", token_ids, np.int32))
-        if returns.spec_stats and stats is not None:
-            tensors.append(self._string("spec_stats", spec_stats_json(stats)))
+            ids = [token_id for one in completions for token_id in one.token_ids]
+            tensors.append(self._numbers("token_ids", ids, np.int32))
+        if returns.spec_stats and flight.ended:
+            stats = [spec_stats_json(one.stats) for one in completions if one.stats is not None]
+            tensors.append(self._strings("spec_stats", stats))
         return self._pb.InferenceResponse(tensors)
 
     def error(self, status: str, message: str) -> Any:
-        """A response that is an error. `status` is a gRPC status name."""
+        """A response that is an error. `status` is a gRPC status name.
+
+        The text begins with it: HTTP answers every error of a model with 400, and a gRPC stream carries an error's
+        text alone, so the text is all that tells a client what kind it is.
+        """
         code = getattr(self._pb.TritonError, _ERROR_CODES[status])
-        return self._pb.InferenceResponse(error=self._pb.TritonError(message, code))
+        return self._pb.InferenceResponse(error=self._pb.TritonError(f"{status}: {message}", code))
 
-    def _string(self, name: str, text: str) -> Any:
-        return self._pb.Tensor(name, np.array([text.encode("utf-8")], dtype=np.object_))
+    def _strings(self, name: str, texts: list[str]) -> Any:
+        return self._pb.Tensor(name, np.array([text.encode("utf-8") for text in texts], dtype=np.object_))
 
-    def _numbers(self, name: str, values: list[int], dtype: type) -> Any:
+    def _numbers(self, name: str, values: Sequence[float], dtype: type) -> Any:
         return self._pb.Tensor(name, np.array(values, dtype=dtype))
 
 

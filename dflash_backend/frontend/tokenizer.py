@@ -11,6 +11,23 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.files import check_files
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NEEDED = "tokenizer.json and tokenizer_config.json, and code of a checkpoint is not run"
+
+
+# A template is a program that runs on what a client sends: besides its own errors it meets those of the values.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+MAX_REASON_CHARS = 200
 
 
 class PromptError(ValueError):
@@ -31,19 +48,25 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self.eos_token_ids = eos_token_ids
+        # So much of a text at most is one token: a longer text has more tokens.
+        self.max_token_chars = max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer of a model directory. Raises `CheckpointError` when there is none that can be used."""
+        """Read the tokenizer of a model directory; code that lies in it is not run. Raises `CheckpointError` when there
+        is none that can be used."""
         from transformers import AutoTokenizer
 
+        check_files(directory)
+        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+            # transformers would make an empty tokenizer of the config's model type.
+            raise CheckpointError(f"{directory}: there is no tokenizer in it; it needs {NEEDED}")
         try:
             template = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # what the Rust tokenizers raise is a plain Exception
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
-                f"{directory}: no tokenizer can be read from it ({reason}); it needs tokenizer.json and "
-                "tokenizer_config.json"
+                f"{directory}: no tokenizer can be read from it ({reason}); it needs {NEEDED}"
             ) from error
         if not getattr(template, "is_fast", False):
             raise CheckpointError(f"{directory}: the tokenizer has no fast version; it needs a tokenizer.json")
@@ -54,9 +77,10 @@ class Tokenizer:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
         return list(self._fast.encode(text).ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text that the chat template makes of `messages`, up to where the assistant's answer begins.
 
+        `options` are variables of the template, such as `enable_thinking`; one that it does not use has no effect.
         Raises `PromptError` when there is no template or it refuses the messages.
         """
         if not self._template.chat_template:
@@ -64,19 +88,20 @@ class Tokenizer:
         try:
             return str(
                 self._template.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
                 )
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise PromptError(f"the chat template refuses these messages: {error}") from error
+        except _TEMPLATE_ERRORS as error:
+            raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from error
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a text that `render_chat` made, which has its special tokens already."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of `messages` through the chat template. Raises `PromptError`."""
-        return self.encode_chat(self.render_chat(messages))
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of `messages` through the chat template, with `options` as in `render_chat`. Raises
+        `PromptError`."""
+        return self.encode_chat(self.render_chat(messages, **options))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing.
@@ -85,3 +110,7 @@ class Tokenizer:
         depend on what follows it, and could not be streamed.
         """
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__

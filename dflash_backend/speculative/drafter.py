@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dflash_backend.speculative.random import Stream, uniform
+from dflash_backend.speculative.random import Stream
 from dflash_backend.speculative.sampling import SamplingRows, draw, probabilities
 from dflash_backend.speculative.vocabulary import VocabularyMap
 
@@ -82,7 +82,7 @@ class DraftSampler:
         parameters = rows.select(torch.from_numpy(place[row_index[self.sampled_flat]]).to(logits.device))
         self.probs = probabilities(logits[flat], parameters)
         where = torch.from_numpy(positions[self.sampled_flat]).to(logits.device)
-        tokens[flat] = draw(self.probs, uniform(parameters.seeds, where, Stream.DRAFT))
+        tokens[flat] = draw(self.probs, parameters.seeds, where, Stream.DRAFT)
         return tokens
 
 

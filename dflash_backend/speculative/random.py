@@ -41,6 +41,19 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> tor
 
     `positions` are those of the token that the number decides.
     """
+    return _shift_right(_state(seeds, positions, stream), 11).to(torch.float64) * 2.0**-53
+
+
+def exponential(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream, count: int) -> torch.Tensor:
+    """Exponentially distributed numbers with mean 1, float32 `[n, count]` and above 0: `count` independent ones for
+    each of the int64 `seeds` and `positions` `[n]`."""
+    index = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
+    bits = _shift_right(_mix(_state(seeds, positions, stream)[:, None] + index), 32)
+    # From the end near 0, where floating-point numbers are dense: the small ones decide a race.
+    return torch.log1p(bits.to(torch.float32).add_(0.5).mul_(-(2.0**-32))).neg_()
+
+
+def _state(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """64 bits for each (seed, position, stream), int64 `[n]`."""
     state = _mix(seeds + _GOLDEN)
-    state = _mix(state + (positions * 4 + int(stream)) * _GOLDEN)
-    return _shift_right(state, 11).to(torch.float64) * 2.0**-53
+    return _mix(state + (positions * 4 + int(stream)) * _GOLDEN)

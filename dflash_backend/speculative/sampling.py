@@ -1,10 +1,12 @@
-"""From logits to probabilities and tokens: temperature, top-k, top-p, min-p, and drawing by inverse CDF."""
+"""From logits to probabilities and tokens: temperature, top-k, top-p, min-p, and drawing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from dflash_backend.speculative.random import Stream, exponential
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,13 @@ def _top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
-def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One token for each row of non-negative, not necessarily normalised `weights` `[n, vocab]`.
+def draw(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """One token for each row of non-negative, not necessarily normalised `weights` `[n, vocab]`; int64 `[n]`.
 
-    Inverse CDF with `uniforms` float64 `[n]` in [0, 1); returns int64 `[n]`. A token of weight 0 is never drawn, and
-    each row must have a positive weight.
+    Each token has a number of its own from the row's seed and position (int64 `[n]`), and the one whose exponential
+    clock, at the rate of its weight, rings first is taken: the Gumbel-max trick. Rounding in a weight, which differs
+    between a prefix hit and a miss, then only matters where two tokens are that close. In an inverse of the summed
+    distribution it would move the limits of all tokens behind it. A token of weight 0 is never drawn; each row must
+    have a positive weight.
     """
-    cumulative = weights.to(torch.float64).cumsum(dim=-1)
-    goal = uniforms * cumulative[:, -1]
-    token = torch.searchsorted(cumulative, goal[:, None], right=True).squeeze(1)
-    # Rounding can put the goal at the very end; the last token with weight is where the sum first reaches its end.
-    last = (cumulative < cumulative[:, -1:]).sum(dim=-1)
-    return torch.minimum(token, last)
+    return (weights / exponential(seeds, positions, stream, weights.shape[-1])).argmax(dim=-1)

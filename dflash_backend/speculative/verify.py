@@ -100,7 +100,7 @@ def verify_sampled(
     accepted = count_accepted(stands, layout)
     weights = target_probs[layout.starts + accepted]
     weights = _residual(weights, draft_probs, drafts, accepted, layout)
-    return accepted, draw(weights, uniform(seeds, positions + accepted, Stream.TARGET))
+    return accepted, draw(weights, seeds, positions + accepted, Stream.TARGET)
 
 
 def _residual(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,31 @@ def unused_address() -> Iterator[str]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+class one_more_cancellation:
+    """Checks that the toy model saw one cancellation more at the end than at the start, waiting for it.
+
+    Over HTTP, Triton 2.51 notices that a client is gone only when it writes to it: `told` is False where it cannot.
+    """
+
+    def __init__(self, log: Path, told: bool = True) -> None:
+        self._log, self._told = log, told
+
+    def _count(self) -> int:
+        return len(self._log.read_text().splitlines()) if self._log.exists() else 0
+
+    def wait(self) -> None:
+        """Wait until one more was seen, or give up."""
+        deadline = time.monotonic() + 10
+        while self._told and self._count() == self._before and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def __enter__(self) -> one_more_cancellation:
+        self._before = self._count()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.wait()
+            assert self._count() == self._before + self._told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,13 +12,16 @@ from dflash_client import (
     Cancelled,
     ClientError,
     DFlashClient,
+    GenerationResult,
     Internal,
     InvalidArgument,
+    Logprob,
     NotFound,
     RequestTimeout,
     Unavailable,
 )
 from dflash_client.launcher import TritonServer
+from tests.client.conftest import one_more_cancellation
 
 pytestmark = pytest.mark.server
 
@@ -31,14 +34,19 @@ def connect(request: pytest.FixtureRequest, toy: TritonServer) -> Iterator[Conne
     """Makes clients of the toy server for each protocol."""
     made: list[DFlashClient] = []
 
-    def make(model: str = "dflash", timeout_s: float = 20.0) -> DFlashClient:
+    def make(model: str = "dflash", timeout_s: float = 20.0, retries: int = 0) -> DFlashClient:
         url = toy.grpc_url if request.param == "grpc" else toy.http_url
-        made.append(DFlashClient(url, request.param, model, timeout_s))
+        made.append(DFlashClient(url, request.param, model, timeout_s, retries))
         return made[-1]
 
     yield make
     for client in made:
         client.close()
+
+
+def told(client: DFlashClient, prompt: str) -> bool:
+    """Whether the server is told that the client cancelled; see `one_more_cancellation`."""
+    return client.protocol == "grpc" or prompt == "forever"
 
 
 def test_generate_returns_the_completion_and_what_it_cost(connect: Connect) -> None:
@@ -82,15 +90,106 @@ def test_an_error_after_the_first_delta_is_raised_there(connect: Connect) -> Non
 
 
 def test_a_request_that_takes_too_long_is_a_timeout(connect: Connect, cancel_log: Path) -> None:
-    with _one_more_cancellation(cancel_log), pytest.raises(RequestTimeout, match="timeout_s"):
+    with one_more_cancellation(cancel_log), pytest.raises(RequestTimeout, match="timeout_s"):
         list(connect(timeout_s=0.3).stream("forever"))
 
 
 def test_closing_a_stream_early_cancels_the_request(connect: Connect, cancel_log: Path) -> None:
-    with _one_more_cancellation(cancel_log):
+    with one_more_cancellation(cancel_log):
         stream = connect().stream("forever")
         assert next(stream).text == "x"
         stream.close()
+
+
+def test_dropping_a_stream_cancels_the_request(connect: Connect, cancel_log: Path) -> None:
+    client = connect()
+    with one_more_cancellation(cancel_log):
+        for delta in client.stream("forever"):
+            assert delta.text == "x"
+            break
+
+
+@pytest.mark.parametrize("prompt", ["forever", "silent"])
+def test_cancel_from_another_thread_ends_the_wait_for_a_delta(connect: Connect, cancel_log: Path, prompt: str) -> None:
+    client = connect()
+    stream = client.stream(prompt)
+    canceller = threading.Timer(0.3, stream.cancel)
+    canceller.start()
+    with one_more_cancellation(cancel_log, told(client, prompt)), pytest.raises(Cancelled):
+        list(stream)
+    canceller.join()
+
+
+def test_a_stream_cancelled_before_it_began_sends_nothing(connect: Connect) -> None:
+    stream = connect().stream("hello")
+    stream.cancel()
+    with pytest.raises(Cancelled):
+        next(stream)
+
+
+def test_closing_the_client_cancels_what_waits(connect: Connect, cancel_log: Path) -> None:
+    client = connect()
+    stream = client.stream("silent")
+    closer = threading.Timer(0.3, client.close)
+    closer.start()
+    with one_more_cancellation(cancel_log, told(client, "silent")), pytest.raises(Cancelled):
+        next(stream)
+    closer.join()
+
+
+def test_waiting_for_the_whole_answer_ends_at_the_timeout_too(connect: Connect, cancel_log: Path) -> None:
+    client = connect(timeout_s=0.3)
+    with one_more_cancellation(cancel_log, told(client, "silent")), pytest.raises(RequestTimeout):
+        client.generate("silent")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_n_completions_are_told_apart_though_they_end_one_after_the_other(connect: Connect, streaming: bool) -> None:
+    client = connect()
+    deltas = client.stream("abc", n=3, logprobs=0)
+    result = GenerationResult.from_deltas(deltas) if streaming else client.generate("abc", n=3, logprobs=0)
+    assert [completion.text for completion in result.completions] == ["abc", "ab", "a"]
+    assert [completion.token_ids for completion in result.completions] == [(97, 98, 99), (97, 98), (97,)]
+    assert [completion.finish_reason for completion in result.completions] == ["stop"] * 3
+    assert all(completion.spec_stats["num_drafts"] == 2 for completion in result.completions)
+    assert [len(completion.logprobs or ()) for completion in result.completions] == [3, 2, 1]
+
+
+def test_the_deltas_of_a_completion_that_ended_do_not_come_again(connect: Connect) -> None:
+    seen = [(delta.index, delta.text) for delta in connect().stream("abc", n=2) if delta.spec_stats is None]
+    assert seen == [(0, "a"), (1, "a"), (0, "b"), (1, "b")]
+
+
+def test_log_probabilities_come_for_each_token_when_asked_for(connect: Connect) -> None:
+    result = connect().generate("hi", logprobs=1)
+    assert result.logprobs == ({104: Logprob(-0.5, 1, "h")}, {105: Logprob(-0.5, 1, "i")})
+    assert result.cumulative_logprob == -1.0
+    plain = connect().generate("hi")
+    assert (plain.logprobs, plain.cumulative_logprob) == (None, None)
+
+
+def test_readiness_is_the_models_own(connect: Connect) -> None:
+    assert connect().ready()
+    assert not connect(model="nope").ready()
+    with pytest.raises(RequestTimeout, match="'nope' at .* was not ready within 0.3 s"):
+        connect(model="nope").wait_ready(0.3)
+
+
+def test_a_busy_server_is_asked_again_only_as_often_as_allowed(connect: Connect) -> None:
+    client = connect(retries=2)
+    assert client.generate(f"busy {client.protocol}-a 2").text.startswith("busy")
+    with pytest.raises(Unavailable, match="try again later"):
+        client.generate(f"busy {client.protocol}-b 3")
+
+
+def test_nothing_is_sent_again_without_leave_or_after_a_delta(connect: Connect) -> None:
+    client = connect()
+    with pytest.raises(Unavailable):
+        client.generate(f"busy {client.protocol}-once 1")
+    stream = connect(retries=5).stream("break UNAVAILABLE")
+    assert next(stream).text == "partial"
+    with pytest.raises((Unavailable, Internal), match="toy says UNAVAILABLE"):
+        next(stream)
 
 
 @pytest.mark.parametrize(
@@ -99,22 +198,3 @@ def test_closing_a_stream_early_cancels_the_request(connect: Connect, cancel_log
 def test_grpc_carries_the_kind_of_every_error(toy: TritonServer, status: str, kind: type[ClientError]) -> None:
     with DFlashClient(toy.grpc_url, timeout_s=20) as client, pytest.raises(kind, match=f"toy says {status}"):
         client.generate(f"error {status}")
-
-
-class _one_more_cancellation:
-    """Checks that the toy model saw one cancellation more at the end than at the start, waiting for it."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-
-    def _count(self) -> int:
-        return len(self._log.read_text().splitlines()) if self._log.exists() else 0
-
-    def __enter__(self) -> None:
-        self._before = self._count()
-
-    def __exit__(self, *exc: object) -> None:
-        deadline = time.monotonic() + 10
-        while self._count() == self._before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert self._count() == self._before + 1

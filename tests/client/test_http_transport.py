@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from dflash_client import (
+    AsyncDFlashClient,
+    Cancelled,
     ConnectionFailed,
+    ConnectionLost,
     DFlashClient,
     Internal,
     InvalidArgument,
@@ -18,17 +23,21 @@ from dflash_client import (
     RequestTimeout,
     Unavailable,
 )
-from dflash_client.http_transport import parse_events, split_lines
+from dflash_client.http_messages import EventParser
+from dflash_client.retry import RetryPolicy
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers every POST with `status` and `body`, then holds the connection open until `release` is set."""
+    """Answers every POST with `status` and `body`, then holds the connection open until `release` is set, sending
+    `trickle` over and over."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status, self.body = 200, b""
+        self.length: int | None = None
+        self.trickle = b""
         self.release = threading.Event()
         self.release.set()
         self.received: list[tuple[str, dict[str, object]]] = []
@@ -45,10 +54,16 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.received.append((self.path, json.loads(body)))
         self.send_response(self.server.status)
+        if self.server.length is not None:
+            self.send_header("Content-Length", str(self.server.length))
         self.end_headers()
         self.wfile.write(self.server.body)
         self.wfile.flush()
-        self.server.release.wait(10)
+        while not self.server.release.wait(0.05 if self.server.trickle else 10) and self.server.trickle:
+            try:
+                self.wfile.write(self.server.trickle)
+            except ConnectionError:
+                return
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the test's output clean."""
@@ -71,14 +86,14 @@ def events(*bodies: dict[str, object]) -> bytes:
 
 def test_events_are_joined_data_lines_ended_by_an_empty_line() -> None:
     lines = [": comment", "data: a", "data:b", "", "event: x", "", "data:  c", "", "data: cut off"]
-    assert list(parse_events(lines)) == ["a\nb", " c"]
+    assert list(EventParser().feed("\n".join(lines).encode())) == ["a\nb", " c"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_lines_survive_any_chunking_and_end_at_newlines_only(size: int) -> None:
+def test_events_survive_any_chunking_and_lines_end_at_newlines_only(size: int) -> None:
     data = "data: é\u2028\u0085x\r\n\ndata: b\n\n".encode()
-    chunks = [data[i : i + size] for i in range(0, len(data), size)]
-    assert list(split_lines(chunks)) == ["data: é\u2028\u0085x", "", "data: b", ""]
+    parser = EventParser()
+    assert [e for i in range(0, len(data), size) for e in parser.feed(data[i : i + size])] == ["é\u2028\u0085x", "b"]
 
 
 def test_a_stream_becomes_deltas(server: Scripted) -> None:
@@ -104,6 +119,41 @@ def test_a_status_becomes_its_error_with_the_servers_words(server: Scripted, sta
     server.status, server.body = status, b'{"error": "the words"}'
     with DFlashClient(server.url, "http") as client, pytest.raises(kind, match="^the words$"):
         client.generate("p")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("UNAVAILABLE: 8 requests wait already and max_queue_size is 8; try again later", Unavailable),
+        ("INTERNAL: the engine process died (signal 9)", Internal),
+        ("CANCELLED: the request was cancelled", Cancelled),
+        ("INVALID_ARGUMENT: the prompt is empty", InvalidArgument),
+        ("Request for unknown model: 'm' is not found", NotFound),
+        ("Request for unknown model: 'm' has no available versions", Unavailable),
+        ("unexpected shape for input 'stream'", InvalidArgument),
+    ],
+)
+def test_a_400_is_told_apart_by_the_status_in_its_text(server: Scripted, words: str, kind: type) -> None:
+    server.status, server.body = 400, json.dumps({"error": words}).encode()
+    with DFlashClient(server.url, "http") as client, pytest.raises(kind) as raised:
+        client.generate("p")
+    assert type(raised.value) is kind
+    assert str(raised.value) == words.removeprefix(f"{kind.status}: ")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_server_that_trickles_is_bounded_as_a_whole(server: Scripted, streaming: bool) -> None:
+    server.release.clear()
+    server.trickle = b": alive\n"
+    with DFlashClient(server.url, "http", timeout_s=0.3) as client, pytest.raises(RequestTimeout, match="timeout_s"):
+        list(client.stream("p")) if streaming else client.generate("p")
+
+
+def test_a_connection_that_breaks_is_not_one_that_was_never_there(server: Scripted) -> None:
+    server.length, server.body = 1000, b"{"
+    with DFlashClient(server.url, "http", retries=3) as client, pytest.raises(ConnectionLost, match="broke"):
+        client.generate("p")
+    assert len(server.received) == 1
 
 
 def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_deltas(server: Scripted) -> None:
@@ -136,3 +186,28 @@ def test_no_server_is_a_failed_connection_that_names_the_address(protocol: str, 
         pytest.raises(ConnectionFailed, match=unused_address),
     ):
         client.generate("p")
+
+
+def test_cancel_ends_the_wait_before_another_attempt(unused_address: str) -> None:
+    with DFlashClient(unused_address, "http", retries=1) as client:
+        client.retry = RetryPolicy(1, first_wait_s=30.0, longest_wait_s=30.0)
+        stream = client.stream("p")
+        canceller = threading.Timer(0.2, stream.cancel)
+        canceller.start()
+        start = time.monotonic()
+        with pytest.raises(Cancelled):
+            next(stream)
+        assert time.monotonic() - start < 10
+        canceller.join()
+
+
+def test_cancel_ends_the_wait_before_another_attempt_with_asyncio(unused_address: str) -> None:
+    async def main() -> None:
+        async with AsyncDFlashClient(unused_address, "http") as client:
+            client.retry = RetryPolicy(1, first_wait_s=30.0, longest_wait_s=30.0)
+            stream = client.stream("p")
+            asyncio.get_running_loop().call_later(0.2, stream.cancel)
+            with pytest.raises(Cancelled):
+                await asyncio.wait_for(anext(stream), 10)
+
+    asyncio.run(main())

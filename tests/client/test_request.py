@@ -2,9 +2,23 @@
 
 import pytest
 
-from dflash_client import Delta, GenerationResult
-from dflash_client.client import parse_url
+from dflash_client import (
+    ClientError,
+    Completion,
+    ConnectionFailed,
+    ConnectionLost,
+    Delta,
+    GenerationResult,
+    Internal,
+    InvalidArgument,
+    Logprob,
+    RequestTimeout,
+    Unavailable,
+)
+from dflash_client.address import parse_url
 from dflash_client.request import Request
+from dflash_client.responses import ResponseReader
+from dflash_client.retry import RetryPolicy
 
 
 @pytest.mark.parametrize(
@@ -53,10 +67,68 @@ def test_the_prompt_is_excluded_only_where_the_server_would_send_it() -> None:
     assert at_once["exclude_input_in_output"]
 
 
+@pytest.mark.parametrize("prompt", [["a"], [1.5], [2**63], [None]])
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(prompt: list) -> None:
+    with pytest.raises(ValueError, match="at position 0; allowed: token ids, or one text"):
+        Request.build("m", False, prompt, None, {})
+
+
+def test_values_without_a_json_form_are_refused_before_they_are_sent() -> None:
+    with pytest.raises(ValueError, match="sampling parameters cannot be sent as JSON"):
+        Request.build("m", False, "x", None, {"stop": {"."}})
+
+
+def test_log_probabilities_are_asked_for_with_the_parameter_logprobs_only() -> None:
+    plain, asked = (Request.build("m", False, "x", None, {"logprobs": value}).flags() for value in (None, 0))
+    assert "return_logprobs" not in plain
+    assert asked["return_logprobs"]
+    assert asked["return_cumulative_logprob"]
+
+
 def test_deltas_join_to_a_result() -> None:
     deltas = [
-        Delta("a", (1, 2), 2, 7),
+        Delta("a", (1, 2), 2, 7, logprobs=({1: Logprob(-1.0)}, {2: Logprob(-2.0)}), cumulative_logprob=-3.0),
         Delta("", (), 0, 7),
-        Delta("b", (3,), 1, 7, "stop", {"num_drafts": 1}),
+        Delta("b", (3,), 1, 7, "stop", {"num_drafts": 1}, logprobs=({3: Logprob(-0.5)},), cumulative_logprob=-3.5),
     ]
-    assert GenerationResult.from_deltas(deltas) == GenerationResult("ab", "stop", 7, 3, (1, 2, 3), {"num_drafts": 1})
+    result = GenerationResult.from_deltas(deltas)
+    logprobs = ({1: Logprob(-1.0)}, {2: Logprob(-2.0)}, {3: Logprob(-0.5)})
+    assert result == GenerationResult(
+        (Completion("ab", "stop", (1, 2, 3), 3, logprobs, -3.5, {"num_drafts": 1}),), num_input_tokens=7
+    )
+    assert (result.text, result.num_output_tokens) == ("ab", 3)
+
+
+def test_deltas_of_several_completions_join_to_each_of_them() -> None:
+    deltas = [Delta("a", index=1), Delta("x", index=0), Delta("b", index=1, finish_reason="length")]
+    first, second = GenerationResult.from_deltas(deltas).completions
+    assert (first.text, second.text, second.finish_reason) == ("x", "ab", "length")
+
+
+def test_token_ids_that_do_not_fit_their_counts_are_an_error() -> None:
+    outputs = {"text_output": ["a", "b"], "token_ids": [1, 2, 3], "num_output_tokens": [1, 1]}
+    with pytest.raises(Internal, match="3 token ids for 2 completions"):
+        list(ResponseReader().deltas(outputs))
+
+
+def test_null_log_probabilities_are_none_and_a_null_entry_is_empty() -> None:
+    outputs = {"text_output": ["a", "b"], "logprobs": ["null", '[null, {"5": {"logprob": -1.0}}]']}
+    first, second = ResponseReader().deltas(outputs)
+    assert (first.logprobs, second.logprobs) == (None, ({}, {5: Logprob(-1.0)}))
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("x"), Internal("x"), RequestTimeout("x"), ConnectionLost("x")])
+def test_what_the_server_may_have_begun_is_not_sent_again(error: ClientError) -> None:
+    assert RetryPolicy(retries=9).wait_s(0, error, answered=False, remaining_s=100) is None
+
+
+@pytest.mark.parametrize("error", [Unavailable("x"), ConnectionFailed("x")])
+def test_what_the_server_did_not_begin_is_sent_again_after_waits_that_double(error: ClientError) -> None:
+    policy = RetryPolicy(retries=9, first_wait_s=1.0, longest_wait_s=5.0)
+    for attempt, longest in enumerate((1, 2, 4, 5, 5)):
+        wait_s = policy.wait_s(attempt, error, answered=False, remaining_s=100)
+        assert wait_s is not None
+        assert longest / 2 <= wait_s <= longest
+    assert policy.wait_s(9, error, answered=False, remaining_s=100) is None
+    assert policy.wait_s(0, error, answered=True, remaining_s=100) is None
+    assert policy.wait_s(3, error, answered=False, remaining_s=1) is None

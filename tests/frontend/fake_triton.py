@@ -38,9 +38,11 @@ class InferenceResponse:
 
 
 def _value(array: Any) -> Any:
-    if array.dtype == np.object_:
-        return array[0].decode()
-    return array.tolist()
+    """A list of numbers; a single text as it is, several as a list."""
+    if array.dtype != np.object_:
+        return array.tolist()
+    texts = [element.decode() for element in array]
+    return texts[0] if len(texts) == 1 else texts
 
 
 class Sender:

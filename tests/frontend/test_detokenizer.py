@@ -114,3 +114,62 @@ def test_a_stop_string_can_be_included():
 
 def test_of_stop_strings_that_end_together_the_longest_counts():
     assert StopStrings(("c", "bc"), include=False).append("abcd", False) == ("a", True)
+
+
+@given(head=byte_ids, count=st.integers(60, 200), tail=byte_ids, sizes=cuts)
+def test_a_long_run_of_bytes_that_are_no_text_leaves_before_its_end(tokenizer, head, count, tail, sizes):
+    ids = [*head, *[0xE6] * count, *tail]
+    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
+    assert "".join(deltas) == tokenizer.decode(ids)
+
+
+def test_the_window_does_not_grow_with_such_a_run(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    for _ in range(2000):
+        detokenizer.append([0xE6], False)
+    assert len(detokenizer._window) < 300
+
+
+@given(
+    text=st.text(alphabet="aé漢🙂", max_size=20), stop=st.text(alphabet="aé漢🙂", min_size=1, max_size=3), sizes=cuts
+)
+def test_no_token_past_the_one_that_completes_a_stop_string_counts(tokenizer, text, stop, sizes):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=(stop,)))
+    parts = pieces(list(text.encode()), sizes)
+    count = sum(detokenizer.append(part, part is parts[-1]).num_tokens for part in parts)
+    expected = text[: text.index(stop) + len(stop)] if stop in text else text
+    assert count == len(expected.encode())
+
+
+def test_a_stop_string_within_the_first_min_tokens_does_not_count(tokenizer):
+    sampling = {"stop": ("ab", "abcd"), "min_tokens": 3}
+    for sizes in ([1], [2], [40]):
+        deltas, stopped = run(tokenizer, b"abcabxab", sizes, **sampling)
+        assert ("".join(deltas), stopped) == ("abc", True)
+
+
+def test_a_stop_string_that_begins_within_min_tokens_and_ends_after_counts(tokenizer):
+    for sizes in ([1], [2], [40]):
+        deltas, stopped = run(tokenizer, b"xxabab", sizes, stop=("ab",), min_tokens=3)
+        assert ("".join(deltas), stopped) == ("xx", True)
+
+
+@given(ids=byte_ids)
+def test_what_each_token_would_add_joins_to_the_text(tokenizer, ids):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(ignore_eos=True))
+    added = []
+    for index, token_id in enumerate(ids):
+        last = index == len(ids) - 1
+        added.append(detokenizer.would_add(token_id, last))
+        detokenizer.append([token_id], last)
+    assert "".join(added) == tokenizer.decode(ids)
+
+
+def test_a_part_of_a_character_adds_nothing_and_its_last_byte_all_of_it(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    added = []
+    for byte in "é".encode():
+        added.append(detokenizer.would_add(byte, False))
+        detokenizer.append([byte], False)
+    assert added == ["", "é"]
+    assert detokenizer.would_add(EOS, True) == ""

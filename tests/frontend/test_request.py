@@ -17,7 +17,8 @@ READY = EngineReady(
 @pytest.fixture
 def parse(tokenizer):
     def parse(parameters="{}", **inputs):
-        return parse_request({name: as_input(value) for name, value in inputs.items()}, parameters, tokenizer, READY)
+        arrays = {name: as_input(value) for name, value in inputs.items()}
+        return parse_request(arrays, parameters, tokenizer, READY, max_n=4)
 
     return parse
 
@@ -83,9 +84,44 @@ def test_the_longest_prompt_leaves_room_for_one_token(parse):
         ({"text_input": "a", "stream": True, "exclude_input_in_output": False}, "allowed with streaming: true"),
         ({"text_input": "a", "stream": "yes"}, "'stream' has the type object; allowed: BOOL"),
         ({"text_input": [1]}, "'text_input' has the type int64; allowed: STRING"),
-        ({"text_input": "a", "return_logprobs": True}, "'return_logprobs' is true; this version does not serve"),
+        (
+            {"text_input": "a", "sampling_parameters": '{"n": 5}'},
+            "'n' has the value 5; allowed: .* 1 to 4",
+        ),
+        ({"text_input": "a", "sampling_parameters": '{"lora_name": "x"}'}, "this server has no LoRA adapters"),
+        ({"text_input": "a", "sampling_parameters": '{"stop_token_ids": [258]}'}, "token ids from 0 to 257"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": NaN}'}, "NaN is no JSON number"),
+        ({"text_input": "a", "sampling_parameters": '{"temperature": 1e999}'}, "'temperature' has the value inf"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": 1, "seed": 2}'}, "the key 'seed' comes twice"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": %s}' % ("9" * 5000)}, "a number has 5000 digits"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": "%s"}' % ("9" * 5000)}, r"9\.\.\. \(5002 characters\)"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": %s}' % ("[" * 500 + "]" * 500)}, "'seed' has the value"),
+        ({"text_input": "a", "sampling_parameters": "[" * 100_000}, "'sampling_parameters' is nested too deeply"),
+        ({"text_input": "a", "sampling_parameters": '{"stop": "\\ud800"}'}, "half a surrogate pair"),
+        ({"text_input": "a", "sampling_parameters": '{"stop": "[\\"\\\\ud800\\"]"}'}, "'stop' has the value"),
+        ({"text_input": "a", "sampling_parameters": " " * 4_000_001}, "has 4000001 characters; allowed: at most"),
+        ({"text_input": "a", "sampling_parameters": json.dumps({"stop": ["x"] * 65})}, "at most 64 strings"),
+        ({"text_input": "a", "sampling_parameters": json.dumps({"stop": "x" * 1025})}, "1 to 1024 characters"),
+        ({"text_input": "a", "sampling_parameters": json.dumps({"cache_salt": "x" * 1025})}, "at most 1024 characters"),
+        ({"text_input": "a", "sampling_parameters": json.dumps({"stop_token_ids": [1] * 1025})}, "at most 1024 token"),
+        ({"text_input": "a" * 1000}, "the prompt has 1000 characters, but max_model_len is 32 tokens"),
+        ({"messages": "[" * 900}, "'messages' is not JSON"),
+        ({"messages": '[{"role": "u", "content": "\\udc00"}]'}, "half a surrogate pair"),
+        ({"messages": " " * 5000}, "'messages' has 5000 characters; allowed"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(parse, inputs, message):
     with pytest.raises(ValueError, match=message):
         parse(**inputs)
+
+
+def test_a_request_may_ask_for_as_many_completions_as_run_at_a_time(parse):
+    assert parse('{"n": "4"}', text_input="a").sampling.n == 4
+
+
+def test_a_name_for_no_adapter_is_let_pass(parse):
+    assert parse('{"lora_name": null}', text_input="a").sampling.max_tokens == 16
+
+
+def test_a_nul_in_a_prompt_is_a_character_like_others(parse):
+    assert parse(text_input="a\0b").prompt_token_ids == [97, 0, 98]

@@ -79,6 +79,98 @@ def test_a_stop_string_ends_the_request_with_its_stats(service):
     assert json.loads(responses[-1].outputs["spec_stats"])["num_drafts"] == 4
 
 
+def test_no_token_past_the_one_that_completes_a_stop_string_leaves(service):
+    flags = {"return_num_output_tokens": True, "return_token_ids": True, "return_logprobs": True}
+    sampling = {"stop": "de", "logprobs": 0}
+    (whole,) = submit(service, "abcdef", 100, exclude_input_in_output=True, sampling=sampling, **flags).all()
+    assert whole.outputs["text_output"] == "abc"
+    assert whole.outputs["token_ids"] == list(b"abcde")
+    assert whole.outputs["num_output_tokens"] == [5]
+    assert len(json.loads(whole.outputs["logprobs"])) == 5
+
+
+def test_what_a_stop_string_ends_comes_in_one_last_response_with_its_tokens(service):
+    flags = {"return_num_output_tokens": True, "return_spec_stats": True}
+    responses = submit(service, "abcdef", 10**6, stream=True, sampling={"stop": "f"}, **flags).all()
+    assert all(response.outputs["num_output_tokens"][0] > 0 for response in responses)
+
+
+def test_completions_of_one_request_come_together(service):
+    flags = ("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats", "cumulative_logprob")
+    asked = {f"return_{flag}": True for flag in flags}
+    (whole,) = submit(service, "ab", max_tokens=4, sampling={"n": 3}, **asked).all()
+    assert whole.outputs["text_output"] == ["ababab"] * 3
+    assert whole.outputs["finish_reason"] == ["length"] * 3
+    assert whole.outputs["num_input_tokens"] == [2]
+    assert whole.outputs["num_output_tokens"] == [4, 4, 4]
+    assert whole.outputs["token_ids"] == list(b"abab") * 3
+    assert whole.outputs["cumulative_logprob"] == [-2.0] * 3
+    assert [json.loads(stats)["num_drafts"] for stats in whole.outputs["spec_stats"]] == [4, 4, 4]
+
+
+def test_streamed_completions_have_one_response_a_step_and_one_end(service):
+    responses = submit(service, "abc", 30, stream=True, sampling={"n": 2}, return_finish_reason=True).all()
+    texts = ["".join(response.outputs["text_output"][index] for response in responses) for index in range(2)]
+    assert texts == ["abc" * 10] * 2
+    assert responses[-1].outputs["finish_reason"] == ["length"] * 2
+    assert len(responses) <= 10
+
+
+def test_one_completion_that_the_engine_refuses_ends_the_request_once(service):
+    (response,) = submit(service, [toy_engine.REFUSE_SECOND], 10**9, sampling={"n": 3}).all()
+    assert (response.error.code, response.error.message) == ("UNAVAILABLE", "UNAVAILABLE: the toy refuses this prompt")
+    service.close()
+    assert service._metrics._last.num_requests_running == 0
+
+
+def test_cancelling_a_request_ends_all_its_completions(service):
+    sender = submit(service, "ab", 10**9, stream=True, sampling={"n": 4})
+    sender.next()
+    sender.cancelled = True
+    assert sender.all()[-1].error.code == "CANCELLED"
+    submit(service, "a", max_tokens=2).all()
+    service.close()
+    assert service._metrics._last.num_requests_running == 0
+
+
+def test_logprobs_are_a_list_with_an_object_for_each_token(service):
+    flags = {"return_logprobs": True, "return_cumulative_logprob": True}
+    (whole,) = submit(service, "ab", 2, exclude_input_in_output=True, sampling={"logprobs": 1}, **flags).all()
+    assert json.loads(whole.outputs["logprobs"]) == [
+        {
+            "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+            "98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
+        },
+        {
+            "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+            "99": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+        },
+    ]
+    assert whole.outputs["cumulative_logprob"] == [-1.0]
+
+
+def test_logprobs_that_no_parameter_asked_for_are_null_and_their_sum_is_there(service):
+    flags = {"return_logprobs": True, "return_cumulative_logprob": True}
+    responses = submit(service, "ab", 9, stream=True, **flags).all()
+    assert {response.outputs["logprobs"] for response in responses} == {"null"}
+    sums = [response.outputs["cumulative_logprob"][0] for response in responses]
+    assert sums == sorted(set(sums), reverse=True)
+    assert sums[-1] == -4.5
+
+
+def test_decoded_tokens_of_each_response_join_to_its_text(service):
+    responses = submit(service, TEXT, 60, stream=True, sampling={"logprobs": 0}, return_logprobs=True).all()
+    for response in responses:
+        entries = [entry for token in json.loads(response.outputs["logprobs"]) for entry in token.values()]
+        assert "".join(entry["decoded_token"] for entry in entries) == response.outputs["text_output"]
+
+
+def test_the_times_of_a_steps_phases_are_observed(service, triton):
+    submit(service, "ab", 3).all()
+    service.close()
+    assert set(triton.observed["dflash:step_seconds"]) == {0.25, 0.125}
+
+
 def test_bad_requests_are_answered_and_the_others_go_on(service):
     good = submit(service, "ab", max_tokens=300, exclude_input_in_output=True)
     bad = [
@@ -93,7 +185,7 @@ def test_bad_requests_are_answered_and_the_others_go_on(service):
 
 def test_what_the_engine_refuses_keeps_its_status(service):
     (response,) = submit(service, [toy_engine.REFUSE]).all()
-    assert (response.error.code, response.error.message) == ("UNAVAILABLE", "the toy refuses this prompt")
+    assert (response.error.code, response.error.message) == ("UNAVAILABLE", "UNAVAILABLE: the toy refuses this prompt")
 
 
 @pytest.mark.parametrize("prompt", [[toy_engine.QUIET], list(b"ab")])
@@ -105,20 +197,20 @@ def test_a_cancelled_request_ends_whether_it_yields_tokens_or_not(service, promp
     assert after.outputs["text_output"] == "aa"
 
 
-def test_a_killed_engine_fails_requests_in_flight_and_later_ones_at_once(service):
+def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_it_is_back(service):
     flying = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
-    os.kill(service._engine.pid, signal.SIGKILL)
+    os.kill(service._engine.engine.pid, signal.SIGKILL)
     errors = [sender.all()[0].error for sender in flying]
     assert [error.code for error in errors] == ["INTERNAL"] * 3
     assert "died (signal 9)" in errors[0].message
-    assert submit(service, "a").all()[0].error.code == "INTERNAL"
+    assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
 
 
 def test_an_error_in_the_engines_step_reaches_the_client_in_words(service):
     (response,) = submit(service, [toy_engine.BREAK]).all()
     assert (response.error.code, response.error.message) == (
         "INTERNAL",
-        "the engine stopped: RuntimeError: the toy broke",
+        "INTERNAL: the engine stopped: RuntimeError: the toy broke",
     )
 
 
@@ -138,11 +230,16 @@ def test_a_load_that_fails_is_an_error_with_the_engines_sentence(model_dir, trit
 
 def test_requests_are_counted_by_how_they_ended(service, triton):
     submit(service, "ab", max_tokens=6).all()
+    submit(service, "abcd", max_tokens=6, sampling={"n": 3, "stop": "b"}).all()
     submit(service, "").all()
+    submit(service, [toy_engine.REFUSE_SECOND], sampling={"n": 3}).all()
     service.close()
     assert triton.values["dflash:request_success_total", "length"] == 1
+    assert triton.values["dflash:request_success_total", "stop"] == 3
+    assert triton.values["dflash:request_errors_total", "UNAVAILABLE"] == 1
+    assert triton.values["dflash:prompt_tokens_total",] == 2 + 4
     assert triton.values["dflash:request_errors_total", "INVALID_ARGUMENT"] == 1
-    assert triton.values["dflash:generation_tokens_total",] == 6
-    assert triton.values["dflash:num_requests_running",] == 0
-    assert len(triton.observed["dflash:time_to_first_token_seconds"]) == 1
-    assert triton.observed["dflash:request_queue_time_seconds"] == [0.5]
+    assert triton.values["dflash:generation_tokens_total",] == 6 + 3 * 2
+    assert triton.values["dflash:num_requests_running", "dflash_0_0"] == 0
+    assert len(triton.observed["dflash:time_to_first_token_seconds"]) == 2
+    assert triton.observed["dflash:request_queue_time_seconds"] == [0.5, 0.5]

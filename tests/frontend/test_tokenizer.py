@@ -1,5 +1,6 @@
 """The tokenizer of a model directory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,5 +46,25 @@ def test_a_template_that_raises_refuses_the_messages(tmp_path):
 
 
 def test_a_directory_without_a_tokenizer_says_what_is_missing(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"no tokenizer can be read.*tokenizer\.json"):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer in it; it needs tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_that_needs_code_is_refused_and_the_code_not_run(tmp_path: Path):
+    auto_map = {"auto_map": {"AutoTokenizer": ["tokenization.T", None]}, "tokenizer_class": "T"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(auto_map))
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    (tmp_path / "tokenization.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(CheckpointError, match="code of a checkpoint is not run"):
+        Tokenizer.load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {"type": "Nope"}, "tokenizer_class": 3}', "\udcff"])
+def test_a_broken_tokenizer_is_a_sentence(tmp_path: Path, name: str, content: str):
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match="no tokenizer can be read from it"):
         Tokenizer.load(tmp_path)

@@ -1,7 +1,8 @@
 """An engine process without a model: it answers with the prompt's own tokens, over and over, three a step.
 
 Run as a module by the tests of the engine process and of the frontend. Prompts that begin with one of the ids below are
-special. A `max_model_len` of 13 fails the load, one of 14 dies in it.
+special. A `max_model_len` of 13 fails the load, one of 14 dies in it. TOY_ENGINE_LIVES in the environment names a file
+with a line for each start: `fail` and `die` while loading, `end` with the first request, anything else lives.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.engine_process import serve
-from dflash_backend.messages import EngineReady, EngineStats, GenerationRequest, RequestStats, TokenDelta
+from dflash_backend.messages import EngineReady, EngineStats, GenerationRequest, RequestStats, TokenDelta, TokenLogprobs
 
 TOKENS_PER_STEP = 3
 BREAK = 1000  # the step raises
 REFUSE = 1001  # add_request refuses
 QUIET = 1002  # never yields a token
 VOCAB = 1024
+REFUSE_SECOND = 1004  # add_request refuses the second of the completions
+DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
 
 
@@ -33,15 +37,25 @@ class ToyRequest:
         return RequestStats(len(self.request.prompt_token_ids), self.num_output, 0, 4, 20, 10, [4, 3, 2, 1, 0], 0, 0.5)
 
 
+def token_logprobs(token: int, num_others: int) -> TokenLogprobs:
+    """The token as the likeliest one, then ids that follow it; each is half as likely as the one before."""
+    count = num_others + 1
+    return TokenLogprobs(
+        [(token + i) % 256 for i in range(count)], [-0.5 - i for i in range(count)], list(range(1, count + 1))
+    )
+
+
 class ToyCore:
     """Keeps what the protocol of `EngineCore` asks for, and nothing else."""
 
     def __init__(self) -> None:
         self._requests: dict[str, ToyRequest] = {}
         self._num_generated = 0
+        self.phase_seconds = {"verify": 0.25, "draft": 0.125}
 
     def add_request(self, request: GenerationRequest) -> None:
-        if request.prompt_token_ids[0] == REFUSE:
+        first = request.prompt_token_ids[0]
+        if first == REFUSE or (first == REFUSE_SECOND and request.request_id.endswith("/1")):
             raise RequestError("UNAVAILABLE", "the toy refuses this prompt")
         self._requests[request.request_id] = ToyRequest(request)
 
@@ -67,33 +81,56 @@ class ToyCore:
         prompt, limit = state.request.prompt_token_ids, state.request.sampling.max_tokens
         if prompt[0] == BREAK:
             raise RuntimeError("the toy broke")
+        if prompt[0] == DIE:
+            os._exit(9)
         if prompt[0] == QUIET:
             return None
         count = min(TOKENS_PER_STEP, limit - state.num_output)
         tokens = [prompt[i % len(prompt)] for i in range(state.num_output, state.num_output + count)]
         state.num_output += count
         self._num_generated += count
+        asked = state.request.sampling.logprobs
+        logprobs = None if asked is None else [token_logprobs(token, asked) for token in tokens]
         if state.num_output < limit:
-            return TokenDelta(request_id, tokens)
+            return TokenDelta(request_id, tokens, logprobs=logprobs)
         del self._requests[request_id]
-        return TokenDelta(request_id, tokens, "length", state.stats())
+        return TokenDelta(request_id, tokens, "length", state.stats(), logprobs)
+
+
+class EndingCore(ToyCore):
+    """Dies of its first request."""
+
+    def add_request(self, request: GenerationRequest) -> None:
+        os._exit(8)
 
 
 @dataclass
 class ToyBuilt:
     core: ToyCore
     ready: EngineReady
+    trace: None = None
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBuilt:
     """The toy in place of `build.build_engine`."""
     progress("toy", 0.5)
-    if config.max_model_len == FAIL_AT:
-        raise ValueError("the toy cannot load with 13")
-    if config.max_model_len == DIE_AT:
+    life = next_life()
+    if config.max_model_len == FAIL_AT or life == "fail":
+        raise ValueError(f"the toy cannot load with {config.max_model_len}")
+    if config.max_model_len == DIE_AT or life == "die":
         os._exit(7)
     length = config.max_model_len or 512
-    return ToyBuilt(ToyCore(), EngineReady(length, 5, 8, 16, VOCAB, "toy"))
+    return ToyBuilt(EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, 16, VOCAB, "toy"))
+
+
+def next_life() -> str:
+    """Take the first line off the file that says how each start goes."""
+    path = os.environ.get("TOY_ENGINE_LIVES")
+    if path is None:
+        return ""
+    lives = Path(path).read_text(encoding="utf-8").splitlines()
+    Path(path).write_text("\n".join(lives[1:]), encoding="utf-8")
+    return lives[0] if lives else ""
 
 
 if __name__ == "__main__":

@@ -47,6 +47,21 @@ def infer(server, **inputs) -> str:
         ({"text_input": "a", "temperature": -1}, "'temperature' has the value -1"),
         ({"text_input": "a", "num_speculative_tokens": 16}, "an integer from 0 to 15"),
         ({"text_input": "a", "sampling_parameters": "{"}, "'sampling_parameters' is not JSON"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": NaN}'}, "NaN is no JSON number"),
+        ({"text_input": "a", "sampling_parameters": "[" * 100_000}, "'sampling_parameters' is nested too deeply"),
+        ({"text_input": "a", "sampling_parameters": '{"n": 2, "n": 3}'}, "the key 'n' comes twice"),
+        ({"text_input": "a", "stop": "\udc00"}, "the request's parameters are not UTF-8 text"),
+        ({"text_input": "a", "n": 9}, "'n' has the value 9; allowed: an integer from 1 to 8"),
+        ({"text_input": "a", "logprobs": 21}, "an integer from 0 to 20"),
+        ({"text_input": "a", "seed": "9" * 5000}, "(5002 characters)"),
+        ({"text_input": "a", "cache_salt": "x" * 2_000_000}, "text of at most 1024 characters"),
+        ({"text_input": "a", "stop": json.dumps(["x"] * 65)}, "at most 64 strings"),
+        ({"text_input": "a", "stop_token_ids": "[99999]"}, "token ids from 0 to"),
+        ({"text_input": "a", "lora_name": "x"}, "no LoRA adapters"),
+        ({"text_input": "x" * 2_000_000}, "the prompt has 2000000 characters"),
+        ({"text_input": "a", "max_tokens": [1]}, "parameter 'max_tokens' has invalid type"),
+        ({"text_input": ["a", "b"]}, "can not convert input 'text_input' to tensor with proper shape"),
+        ({"messages": '[{"role": "user", "content": 5}]'}, "the chat template refuses these messages"),
         ({"messages": "hello"}, "'messages' is not JSON"),
         ({"text_input": "a", "stream": True, "exclude_input_in_output": False}, "allowed with streaming: true"),
     ],
@@ -63,6 +78,20 @@ def test_text_that_is_not_utf8_is_refused_on_both_protocols(server, post):
     response = post(content=b'{"text_input": "ab\xff"}')
     assert response.status_code == 400
     assert "UTF-8" in response.text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": ("INT32", np.array([1, 2], dtype=np.int32))}, "model 'dflash' expects 'INT64'"),
+        ({"text_input": ("BYTES", np.array([[b"a"]], dtype=np.object_))}, "unexpected shape"),
+        ({"text_input": ("BYTES", np.array([b"a", b"b"], dtype=np.object_))}, "unexpected shape"),
+        ({"stream": ("INT64", np.array([1], dtype=np.int64))}, "model 'dflash' expects 'BOOL'"),
+        ({"image": ("BYTES", np.array([b"a"], dtype=np.object_))}, "unexpected inference input 'image'"),
+    ],
+)
+def test_a_tensor_of_another_type_shape_or_name_is_tritons_own_error(server, inputs, message):
+    assert message in infer(server, **inputs)
 
 
 def test_the_grpc_status_is_invalid_argument(grpc_client):

@@ -1,32 +1,85 @@
-"""A client that goes away frees what its request held."""
+"""A client that goes away frees what its request held, however it asked and whether its request runs or waits."""
 
 from __future__ import annotations
 
-from tests.server.conftest import eventually
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from dflash_client import DFlashClient
+from dflash_client.errors import Cancelled, RequestTimeout
+from tests.server.conftest import SETTINGS, eventually
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
+MAX_NUM_SEQS = int(SETTINGS["max_num_seqs"])
+# What is promised from the moment that the last client is gone.
+FREE_WITHIN_S = 1.0
 
 
 def idle(metric) -> bool:
     return metric("dflash:num_requests_running") == 0 == metric("dflash:num_requests_waiting")
 
 
-def test_closing_a_grpc_stream_cancels_the_request(grpc_client, metric):
+@pytest.fixture
+def freed(metric) -> Callable[[int], None]:
+    """Call it when the last of `count` clients has left: within a second each counts as cancelled and nothing runs or
+    waits any more."""
     before = metric("dflash:request_errors_total", status="CANCELLED")
+
+    def cancelled() -> float:
+        return metric("dflash:request_errors_total", status="CANCELLED") - before
+
+    def freed(count: int) -> None:
+        start = time.monotonic()
+        eventually(lambda: cancelled() == count and idle(metric), "each is cancelled, and nothing runs or waits")
+        assert time.monotonic() - start < FREE_WITHIN_S
+
+    return freed
+
+
+def test_closing_a_grpc_stream_cancels_the_request(grpc_client, freed):
     stream = grpc_client.stream("Count to a thousand.", **LONG)
     next(stream)
     stream.close()
-    eventually(
-        lambda: metric("dflash:request_errors_total", status="CANCELLED") == before + 1, "it counts as cancelled"
-    )
-    eventually(lambda: idle(metric), "nothing runs")
+    freed(1)
 
 
-def test_clients_that_give_up_leave_room_for_the_next(grpc_client, metric):
-    streams = [grpc_client.stream(f"Count from {n} to a thousand.", **LONG) for n in range(8)]
+def test_a_grpc_client_that_gives_up_waiting_for_a_whole_answer_cancels_the_request(server, freed):
+    with DFlashClient(server.grpc_url, timeout_s=0.3) as client, pytest.raises(RequestTimeout):
+        client.generate("Count to a thousand.", num_speculative_tokens=0, **LONG)
+    freed(1)
+
+
+def test_dropping_the_http_connection_of_a_stream_cancels_the_request(server, freed):
+    body = {"text_input": "Count to a thousand.", "stream": True, "num_speculative_tokens": 0, **LONG}
+    with (
+        httpx.Client(timeout=30, trust_env=False) as http,
+        http.stream("POST", f"http://{server.http_url}/v2/models/dflash/generate_stream", json=body) as response,
+    ):
+        next(response.iter_lines())
+    freed(1)
+
+
+def test_requests_that_still_wait_are_found_as_well(grpc_client, metric, freed):
+    count = 3 * MAX_NUM_SEQS
+    streams = [grpc_client.stream(f"Count from {n}.", num_speculative_tokens=0, **LONG) for n in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        firsts = [pool.submit(next, stream) for stream in streams]
+        eventually(lambda: metric("dflash:num_requests_waiting") == count - MAX_NUM_SEQS, "some wait")
+        for stream in streams:
+            stream.close()
+        freed(count)
+    assert sum(isinstance(first.exception(), Cancelled) for first in firsts) == count - MAX_NUM_SEQS
+
+
+def test_clients_that_give_up_leave_room_for_the_next(grpc_client, freed):
+    streams = [grpc_client.stream(f"Count from {n} to a thousand.", **LONG) for n in range(MAX_NUM_SEQS)]
     for stream in streams:
         next(stream)
     for stream in streams:
         stream.close()
     assert grpc_client.generate("What is 1 + 1?", temperature=0, max_tokens=4).num_output_tokens == 4
-    eventually(lambda: idle(metric), "nothing runs")
+    freed(MAX_NUM_SEQS)

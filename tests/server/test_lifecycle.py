@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from pathlib import Path
 
@@ -12,9 +10,7 @@ import pytest
 
 from dflash_backend.config import asset_path
 from dflash_client import DFlashClient
-from dflash_client.errors import Internal
 from dflash_client.launcher import LauncherError
-from dflash_client.processes import family, gone
 from tests.server.conftest import new_server
 
 
@@ -51,25 +47,6 @@ def test_a_bad_setting_in_the_file_stops_the_load(tmp_path, name, value, message
 def test_a_model_that_cannot_be_loaded_says_what_to_do(settings, message):
     with pytest.raises(LauncherError, match=message):
         new_server(settings).start()
-
-
-def engine_pid(server_pid: int) -> int:
-    pids = [process.pid for process in family(server_pid)]
-    (engine,) = [pid for pid in pids if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return engine
-
-
-def test_a_killed_engine_is_an_internal_error_and_stopping_leaves_no_process():
-    with new_server() as server, DFlashClient(server.grpc_url) as client:
-        processes = family(server.pid)
-        stream = client.stream("Count to a thousand.", temperature=0, max_tokens=900, ignore_eos=True)
-        next(stream)
-        os.kill(engine_pid(server.pid), signal.SIGKILL)
-        with pytest.raises(Internal, match=r"the engine process died \(signal 9\)"):
-            list(stream)
-        with pytest.raises(Internal):
-            client.generate("And now?")
-    assert gone(processes, 1.0)
 
 
 def test_requests_in_flight_finish_while_the_server_stops():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.server.conftest import eventually
 
 COUNTED = "dflash:generation_tokens_total"
+# Looks at the page, 50 ms apart: longer than the second between two updates.
+SETTLED = 25
 
 
 def test_counters_grow_by_what_a_request_did(grpc_client, metric):
@@ -16,3 +18,35 @@ def test_counters_grow_by_what_a_request_did(grpc_client, metric):
     assert metric("dflash:e2e_request_latency_seconds_count") == latencies + 1
     assert metric("dflash:request_success_total", finished_reason="length") >= 1
     assert metric("dflash:spec_decode_num_draft_tokens_total") > 0
+
+
+def test_each_refusal_is_counted_once_by_its_status(post, metric):
+    name = "dflash:request_errors_total"
+    before = metric(name, status="INVALID_ARGUMENT")
+    for body in ({}, {"text_input": "a", "n": 0}, {"text_input": "a", "n": 9}):
+        assert post(**body).status_code == 400
+    eventually(lambda: metric(name, status="INVALID_ARGUMENT") == before + 3, "refusals are counted")
+
+
+def test_several_completions_count_their_prompt_once_and_their_tokens_each(post, metric, grpc_client):
+    prompt_tokens = grpc_client.generate("What is 5 + 6?", max_tokens=1).num_input_tokens
+    names = (COUNTED, "dflash:prompt_tokens_total", "dflash:e2e_request_latency_seconds_count")
+    shown: list[list[float]] = []
+
+    def settled() -> bool:
+        shown.append([metric(name) for name in names])
+        return len(shown) > SETTLED and shown[-1] == shown[-SETTLED]
+
+    eventually(settled, "the page has what came before")
+    before = shown[-1]
+    assert post(text_input="What is 5 + 6?", n=3, max_tokens=5, ignore_eos=True).status_code == 200
+    eventually(lambda: metric(COUNTED) == before[0] + 15, "generated tokens are counted")
+    assert [metric(name) for name in names] == [before[0] + 15, before[1] + prompt_tokens, before[2] + 1]
+
+
+def test_the_time_of_steps_is_there_by_phase(grpc_client, metric):
+    grpc_client.generate("What is 5 + 6?", temperature=0, max_tokens=12)
+    for phase in ("verify", "accept", "inject", "draft"):
+        eventually(
+            lambda phase=phase: metric("dflash:step_seconds_count", phase=phase) > 0, f"the phase {phase} is observed"
+        )

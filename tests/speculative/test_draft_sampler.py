@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from dflash_backend.speculative.drafter import DraftSampler
-from dflash_backend.speculative.random import Stream, uniform
+from dflash_backend.speculative.random import Stream
 from dflash_backend.speculative.sampling import draw
 from dflash_backend.speculative.verify import VerifyLayout, verify_sampled
 from dflash_backend.speculative.vocabulary import VocabularyMap
@@ -90,5 +90,5 @@ def test_a_draw_does_not_depend_on_the_other_rows() -> None:
     seeds, position = rows(1).seeds, torch.tensor([9])
     sampler = DraftSampler(rows(1), np.array([0]))
     token = sampler.choose(logits, np.array([0]), position.numpy(), VOCABULARY)
-    expected = draw(logits.softmax(dim=1), uniform(seeds, position, Stream.DRAFT))
+    expected = draw(logits.softmax(dim=1), seeds, position, Stream.DRAFT)
     assert token.tolist() == IDS[expected].tolist()

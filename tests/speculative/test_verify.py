@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from dflash_backend.speculative import verify
-from dflash_backend.speculative.random import Stream, uniform
+from dflash_backend.speculative.random import Stream
 from dflash_backend.speculative.sampling import draw
 from dflash_backend.speculative.verify import VerifyLayout, verify_greedy, verify_sampled
 from tests.speculative.test_sampling import rows
@@ -42,13 +42,13 @@ def first_two_tokens(greedy_drafts: bool) -> tuple[np.ndarray, torch.Tensor]:
     if greedy_drafts:
         drafts = q.argmax().expand(SAMPLES)
     else:
-        drafts = draw(q.expand(SAMPLES, -1), uniform(seeds, zeros, Stream.DRAFT))
+        drafts = draw(q.expand(SAMPLES, -1), seeds, zeros, Stream.DRAFT)
     target_probs = torch.stack([first.expand(SAMPLES, -1), second[drafts]], dim=1).reshape(-1, VOCAB)
     layout = VerifyLayout.build(np.ones(SAMPLES, dtype=np.int64), CPU)
     draft_probs = None if greedy_drafts else q.repeat(SAMPLES, 1)
     accepted, following = verify_sampled(target_probs, draft_probs, drafts, zeros, rows(SAMPLES), layout)
     token_1 = torch.where(accepted == 1, drafts, following)
-    later = draw(second[token_1], uniform(seeds, zeros + 1, Stream.TARGET))
+    later = draw(second[token_1], seeds, zeros + 1, Stream.TARGET)
     token_2 = torch.where(accepted == 1, following, later)
     counts = np.bincount((token_1 * VOCAB + token_2).numpy(), minlength=VOCAB**2)
     return counts, (first[:, None] * second).flatten()
@@ -86,6 +86,6 @@ def test_equal_distributions_accept_everything() -> None:
     p = torch.tensor([0.2, 0.3, 0.5]).repeat(150, 1)
     seeds = torch.arange(50)
     q = p[:100]
-    drafts = draw(q, uniform(seeds.repeat_interleave(2), torch.tensor([0, 1] * 50), Stream.DRAFT))
+    drafts = draw(q, seeds.repeat_interleave(2), torch.tensor([0, 1] * 50), Stream.DRAFT)
     accepted, _ = verify_sampled(p, q, drafts, torch.zeros(50, dtype=torch.int64), rows(50), layout)
     assert accepted.tolist() == [2] * 50

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_client.commands.arguments import assignment, port
+from dflash_client.commands.console import fail, say
 
 if TYPE_CHECKING:
     from dflash_client.launcher import TritonServer
@@ -52,6 +53,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
     parser.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="%(default)s; 0: any free one")
     parser.add_argument("--metrics-port", type=port, default=8002, metavar="N", help="%(default)s; 0: any free one")
+    parser.add_argument(
+        "--explicit",
+        action="store_true",
+        help="let clients unload and load the model through Triton's repository API",
+    )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of the server")
     parser.set_defaults(run=run)
 
@@ -71,22 +77,23 @@ def run(arguments: argparse.Namespace) -> int:
             http_port=arguments.http_port,
             grpc_port=arguments.grpc_port,
             metrics_port=arguments.metrics_port,
-            on_progress=_show_progress,
+            explicit=arguments.explicit,
+            on_progress=say,
             on_log=log,
         )
     except (ConfigError, LauncherError) as error:
-        return _fail(str(error), status=2)
+        return fail(str(error), status=2)
     with _signals_stop(server):
         try:
             server.start()
             log.loading = False
             print(_endpoints(server), flush=True)
             status = server.wait()
-            return _fail(f"the server ended by itself (status {status}): {server.failure()}")
+            return fail(f"the server ended by itself (status {status}): {server.failure()}")
         except LauncherError as error:
-            return _fail(str(error))
+            return fail(str(error))
         except _Stop:
-            _say("stopping; once more to stop at once")
+            say("stopping; once more to stop at once")
             return 0
         finally:
             server.stop()
@@ -136,11 +143,7 @@ class _Log:
         elif line.level in (("W",) if self.loading else ("W", "E", "F")) and not any(
             words in line.raw for words in self.NOISE
         ):
-            _say(line.text.partition("\n")[0])
-
-
-def _show_progress(text: str) -> None:
-    _say(text)
+            say(line.text.partition("\n")[0])
 
 
 def _endpoints(server: TritonServer) -> str:
@@ -173,12 +176,3 @@ def _own_command() -> str:
         return f"{shlex.quote(sys.executable)} -m dflash_client.cli"
     inside = script.is_relative_to(Path.cwd())
     return shlex.quote(str(script.relative_to(Path.cwd()) if inside else script))
-
-
-def _say(text: str) -> None:
-    print(f"dflash-triton: {text}", file=sys.stderr, flush=True)
-
-
-def _fail(message: str, status: int = 1) -> int:
-    _say(message)
-    return status

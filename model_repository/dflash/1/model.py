@@ -21,7 +21,7 @@ class TritonPythonModel:
         values = {name: value["string_value"] for name, value in parameters.items()}
         try:
             config = EngineConfig.load(values, os.environ)
-            self._service = FrontendService(config, args["model_name"], pb_utils)
+            self._service = FrontendService(config, args["model_name"], pb_utils, instance=args["model_instance_name"])
         except (ConfigError, CheckpointError, EngineError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
@@ -29,6 +29,12 @@ class TritonPythonModel:
         """Queue the requests."""
         for request in requests:
             self._service.submit(request)
+
+    def is_ready(self) -> bool:
+        """Whether the engine takes requests. Asked by Triton's readiness end points since its Python backend knows this
+        method (python_backend pull request 430, 2026); an older Triton reports ready for as long as the stub lives, and
+        `dflash:engine_ready` on its metrics page is what tells."""
+        return self._service.ready
 
     def finalize(self) -> None:
         """Finish what runs and end the engine process."""

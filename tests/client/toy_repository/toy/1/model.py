@@ -1,8 +1,11 @@
 """A Triton model that echoes: each byte of the prompt is a token, each delta one character of it.
 
-Special prompts: `error STATUS` answers with that error, `break STATUS` sends one delta and then that error,
-`forever` streams until it is cancelled and then appends a line to the file named by TOY_CANCEL_LOG. TOY_FAIL in the
-environment fails the load with its text, TOY_HANG keeps it from ending, TOY_CHILD leaves a child process running.
+Completion i of n echoes all but the last i characters, so that they end one after the other. Each token has the
+log-probability -0.5. Special prompts: `error STATUS`, as the sampling parameter `refuse`, answers with that error,
+`break STATUS` sends one delta and then that error, `busy NAME COUNT` is refused COUNT times before it is echoed,
+`forever` streams until it is cancelled, `silent` waits until it is cancelled, but no longer than a second; a
+cancellation appends a line to the file named by TOY_CANCEL_LOG. TOY_FAIL in the environment fails the load with its
+text, TOY_HANG keeps it from ending, TOY_CHILD leaves a child process running.
 """
 
 import json
@@ -11,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -31,7 +36,7 @@ class TritonPythonModel:
             raise ValueError(os.environ["TOY_FAIL"])
         if os.environ.get("TOY_HANG"):
             threading.Event().wait()
-        self.instance = args["model_instance_name"]
+        self.refused = Counter()
 
     def execute(self, requests):
         """Answer each request in a thread of its own; decoupled, so nothing is returned."""
@@ -53,48 +58,90 @@ class TritonPythonModel:
         if prompt is None:
             ids = pb_utils.get_input_tensor_by_name(request, "input_ids").as_numpy()
             prompt = bytes(ids.astype(np.uint8).tolist()).decode()
-        word, _, status = prompt.partition(" ")
-        if word == "forever":
-            self._stream_until_cancelled(sender)
+        sampling = json.loads(text_of("sampling_parameters") or "{}")
+        word, _, rest = prompt.partition(" ")
+        if "refuse" in sampling:
+            word, rest = "error", sampling["refuse"]
+        if word in ("forever", "silent"):
+            self._wait_until_cancelled(sender, word == "forever")
         elif word in ("error", "break"):
             if word == "break":
-                sender.send(self._response("partial", len(prompt), last=False, stats=None))
-            code = getattr(pb_utils.TritonError, status)
-            error = pb_utils.TritonError(f"toy says {status}", code)
-            sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
+                sender.send(response([Piece("partial", "None", None)], len(prompt)))
+            refuse(sender, rest, f"toy says {rest}")
+        elif word == "busy" and self.refused[rest] < int(rest.split()[1]):
+            self.refused[rest] += 1
+            refuse(sender, "UNAVAILABLE", "toy is busy; try again later")
         else:
-            self._echo(sender, prompt, json.loads(text_of("sampling_parameters") or "{}"), flag)
+            self._echo(sender, prompt, sampling, flag)
 
     def _echo(self, sender, prompt, sampling, flag):
         text = prompt[: int(sampling.get("max_tokens", 16))]
-        pieces = list(text) if flag("stream") else [text]
-        if not flag("stream") and not flag("exclude_input_in_output"):
-            pieces = [prompt + text]
-        stats = {"num_drafts": 2, "num_accepted_tokens": 3, "acceptance_length": 2.5, "sampling": sampling}
-        for i, piece in enumerate(pieces):
-            last = i == len(pieces) - 1
-            response = self._response(piece, len(prompt), last, json.dumps(stats) if last else None)
-            sender.send(response, flags=FINAL if last else 0)
+        texts = [text[: len(text) - i] for i in range(int(sampling.get("n", 1)))]
+        stats = json.dumps({"num_drafts": 2, "num_accepted_tokens": 3, "acceptance_length": 2.5, "sampling": sampling})
+        steps = max(len(text), 1) if flag("stream") else 1
+        prefix = prompt if not flag("stream") and not flag("exclude_input_in_output") else ""
+        for step in range(steps):
+            pieces = []
+            for whole in texts:
+                part = whole[step : step + 1] if flag("stream") else whole
+                ended = step >= len(whole) - 1 or not flag("stream")
+                pieces.append(Piece(part, "stop" if ended else "None", stats if step == steps - 1 else None))
+            sender.send(response(pieces, len(prompt), flag, prefix), flags=FINAL if step == steps - 1 else 0)
 
-    def _stream_until_cancelled(self, sender):
+    def _wait_until_cancelled(self, sender, stream):
+        end = time.monotonic() + 1
         while not sender.is_cancelled():
-            sender.send(self._response("x", 1, last=False, stats=None))
+            if stream:
+                sender.send(response([Piece("x", "None", None)], 1))
+            elif time.monotonic() > end:
+                sender.send(response([Piece("at last", "stop", None)], 1), flags=FINAL)
+                return
             time.sleep(0.02)
         with open(os.environ["TOY_CANCEL_LOG"], "a") as log:
             log.write("cancelled\n")
-        error = pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED)
-        sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)
+        refuse(sender, "CANCELLED", "the request was cancelled")
 
-    @staticmethod
-    def _response(piece, num_input_tokens, last, stats):
-        ids = np.frombuffer(piece.encode(), dtype=np.uint8).astype(np.int32)
-        tensors = [
-            pb_utils.Tensor("text_output", np.array([piece.encode()], dtype=np.object_)),
-            pb_utils.Tensor("finish_reason", np.array([b"stop" if last else b"None"], dtype=np.object_)),
-            pb_utils.Tensor("num_input_tokens", np.array([num_input_tokens], dtype=np.uint32)),
-            pb_utils.Tensor("num_output_tokens", np.array([len(ids)], dtype=np.uint32)),
-            pb_utils.Tensor("token_ids", ids),
-        ]
-        if stats is not None:
-            tensors.append(pb_utils.Tensor("spec_stats", np.array([stats.encode()], dtype=np.object_)))
-        return pb_utils.InferenceResponse(tensors)
+
+class Piece(NamedTuple):
+    """What is new of a completion."""
+
+    text: str
+    finish_reason: str
+    stats: str | None
+
+
+def response(pieces, num_input_tokens, flag=lambda name: False, prefix=""):
+    """A response with a piece of each completion."""
+    ids = [np.frombuffer(piece.text.encode(), dtype=np.uint8).astype(np.int32) for piece in pieces]
+    tensors = [
+        strings("text_output", [prefix + piece.text for piece in pieces]),
+        strings("finish_reason", [piece.finish_reason for piece in pieces]),
+        pb_utils.Tensor("num_input_tokens", np.array([num_input_tokens], dtype=np.uint32)),
+        pb_utils.Tensor("num_output_tokens", np.array([len(of_piece) for of_piece in ids], dtype=np.uint32)),
+        pb_utils.Tensor("token_ids", np.concatenate(ids)),
+    ]
+    if any(piece.stats for piece in pieces):
+        tensors.append(strings("spec_stats", [piece.stats or "null" for piece in pieces]))
+    if flag("return_logprobs"):
+        tensors.append(strings("logprobs", [json.dumps([entry(token) for token in of_piece]) for of_piece in ids]))
+    if flag("return_cumulative_logprob"):
+        sums = np.array([-0.5 * len(of_piece) for of_piece in ids], dtype=np.float32)
+        tensors.append(pb_utils.Tensor("cumulative_logprob", sums))
+    return pb_utils.InferenceResponse(tensors)
+
+
+def entry(token):
+    """The log-probabilities at the position of a token."""
+    return {str(token): {"logprob": -0.5, "rank": 1, "decoded_token": chr(token)}}
+
+
+def strings(name, values):
+    """A STRING tensor."""
+    return pb_utils.Tensor(name, np.array([value.encode() for value in values], dtype=np.object_))
+
+
+def refuse(sender, status, message):
+    """End a request with an error."""
+    name = {"INVALID_ARG": "INVALID_ARGUMENT"}.get(status, status)
+    error = pb_utils.TritonError(f"{name}: {message}", getattr(pb_utils.TritonError, status))
+    sender.send(pb_utils.InferenceResponse(error=error), flags=FINAL)

@@ -1,0 +1,102 @@
+"""Requests and responses as Triton's gRPC messages, and gRPC's errors as ours. Shared by both gRPC transports."""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, error_for, error_in_text, timed_out
+from dflash_client.request import Request
+from dflash_client.responses import Outputs
+from dflash_client.transport import CONNECT_TIMEOUT_S
+
+# No bound on message sizes, which the server sets anyway; no proxy, which would swallow calls to a server of one's own.
+# gRPC's default pause between attempts to connect grows to two minutes: a server that came back would wait for it. Its
+# least pause is also how long it tries to connect.
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
+]
+# How gRPC's core words an UNAVAILABLE that comes from the connection and not from the server.
+_NOT_CONNECTED = ("failed to connect", "dns resolution failed", "name resolution", "address lookup", "domain name")
+_BROKEN = ("socket closed", "connection reset", "broken pipe", "goaway", "connection dropped", "recvmsg", "sendmsg")
+
+# Elements of the outputs by Triton's name of their type; BYTES is read apart.
+_DTYPES = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4", "UINT64": "<u8", "FP32": "<f4", "FP64": "<f8"}
+
+
+def remaining_s(deadline: float) -> float:
+    """What is left until `deadline`, for gRPC, which takes no time-out of 0."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def encode(request: Request) -> Any:
+    """The `ModelInferRequest` of a request."""
+    message = service_pb2.ModelInferRequest(model_name=request.model)
+    for name, text in request.strings().items():
+        data = text.encode("utf-8")
+        _add_input(message, name, "BYTES", [1], struct.pack("<I", len(data)) + data)
+    if request.token_ids is not None:
+        ids = np.array(request.token_ids, dtype="<i8")
+        _add_input(message, "input_ids", "INT64", [len(ids)], ids.tobytes())
+    for name, flag in request.flags().items():
+        _add_input(message, name, "BOOL", [1], bytes([flag]))
+    return message
+
+
+def _add_input(message: Any, name: str, datatype: str, shape: list[int], data: bytes) -> None:
+    message.inputs.add(name=name, datatype=datatype, shape=shape)
+    message.raw_input_contents.append(data)
+
+
+def decode(message: Any) -> Outputs:
+    """The outputs in a `ModelStreamInferResponse`. Raises the error that it holds instead, if it does."""
+    if message.error_message:
+        # The header `triton_grpc_error` would end the stream with the error's own status instead, but Triton 2.51
+        # crashes of it after some hundreds of errors.
+        raise error_in_text(message.error_message)
+    response = message.infer_response
+    return {
+        output.name: _elements(output.datatype, data)
+        for output, data in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+def _elements(datatype: str, data: bytes) -> list[Any]:
+    if datatype == "BYTES":
+        return _strings(data)
+    elements: list[Any] = np.frombuffer(data, dtype=_DTYPES[datatype]).tolist()
+    return elements
+
+
+def _strings(data: bytes) -> list[str]:
+    """The elements of a BYTES tensor: each a 4-byte length, then the bytes."""
+    strings, at = [], 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        at += 4
+        strings.append(data[at : at + length].decode("utf-8", errors="replace"))
+        at += length
+    return strings
+
+
+def translate(error: Any, address: str) -> ClientError:
+    """Our error for a `grpc.RpcError`."""
+    code, details = error.code(), error.details() or "no details"
+    words = details.lower()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return timed_out()
+    if code is grpc.StatusCode.UNAVAILABLE and any(known in words for known in _NOT_CONNECTED):
+        return ConnectionFailed(f"no gRPC server answers at {address}; is it running, and is this its gRPC port?")
+    if code is grpc.StatusCode.UNAVAILABLE and any(known in words for known in _BROKEN):
+        return ConnectionLost(f"the connection to {address} broke: {details}")
+    return error_for(code.name, details)

@@ -1,0 +1,185 @@
+"""Requests and responses as JSON and server-sent events, and HTTP's errors as ours. Shared by both HTTP transports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from dflash_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    ConnectionLost,
+    Internal,
+    cancelled_here,
+    error_for,
+    error_in_text,
+    timed_out,
+)
+from dflash_client.request import Request
+from dflash_client.responses import Outputs
+from dflash_client.transport import CONNECT_TIMEOUT_S
+
+_STATUS_OF_CODE = {
+    400: "INVALID_ARGUMENT",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    429: "UNAVAILABLE",
+    499: "CANCELLED",
+    503: "UNAVAILABLE",
+}
+
+
+def client_options(address: str) -> dict[str, Any]:
+    """The options of an httpx client for `address`.
+
+    Each request has a connection of its own: one that was kept open may have been closed by the server just before,
+    which nobody can tell from a server that died while it worked. No bound on connections: how many requests run is
+    the caller's business. `trust_env` is off since a proxy set for the web must not swallow calls to a server of one's
+    own.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return {"base_url": f"http://{address}", "limits": limits, "trust_env": False}
+
+
+def model_path(model: str, verb: str) -> str:
+    """The path of one of a model's endpoints."""
+    return f"/v2/models/{quote(model, safe='')}/{verb}"
+
+
+class Exchange:
+    """One request and its answer, seen from outside: what to send, and how to end it from another thread or task.
+
+    Shutting the socket down wakes whoever waits for it, and tells the server that nobody listens any more.
+    """
+
+    def __init__(self, request: Request, address: str, deadline: float) -> None:
+        self._request, self._address, self._deadline = request, address, deadline
+        self._lock = threading.Lock()
+        self._socket: Any = None
+        self._end: ClientError | None = None
+
+    @property
+    def remaining_s(self) -> float:
+        """What is left until the deadline."""
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def options(self, trace: Any) -> dict[str, Any]:
+        """The arguments of httpx's `stream`; `trace` passes what it is told on to `on_event`."""
+        remaining = self.remaining_s
+        return {
+            "method": "POST",
+            "url": model_path(self._request.model, "generate_stream" if self._request.stream else "generate"),
+            "json": encode(self._request),
+            "timeout": httpx.Timeout(remaining, connect=min(CONNECT_TIMEOUT_S, remaining)),
+            "extensions": {"trace": trace},
+        }
+
+    def on_event(self, event: str, info: Mapping[str, Any]) -> None:
+        """What httpx tells about the connection: the one thing to know is its socket."""
+        if event == "connection.connect_tcp.complete":
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+                if self._end is not None:
+                    self._shut_down()
+
+    def cancel(self) -> None:
+        """End the exchange because the caller wants it to."""
+        self._finish(cancelled_here())
+
+    def expire(self) -> None:
+        """End the exchange because its time is over."""
+        self._finish(timed_out())
+
+    def _finish(self, error: ClientError) -> None:
+        with self._lock:
+            if self._end is None:
+                self._end = error
+                self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._socket is not None:
+            # It may be closed already, when the exchange is over.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raise the error that ended the exchange, if one did."""
+        if self._end is not None:
+            raise self._end
+
+    def translate(self, error: httpx.TransportError) -> ClientError:
+        """Our error for one of httpx's."""
+        if self._end is not None:
+            return self._end
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ConnectionFailed(
+                f"no HTTP server answers at {self._address}; is it running, and is this its HTTP port?"
+            )
+        if isinstance(error, httpx.TimeoutException):
+            return timed_out()
+        return ConnectionLost(f"the connection to {self._address} broke: {error}")
+
+
+def refusal(code: int, body: bytes) -> ClientError:
+    """The error of a response that is not 200. Triton may send it as JSON or as a server-sent event."""
+    text = body.decode("utf-8", errors="replace").strip()
+    try:
+        message = str(json.loads(text.removeprefix("data:"))["error"])
+    except (ValueError, KeyError, TypeError):
+        return error_for(_STATUS_OF_CODE.get(code, "INTERNAL"), f"HTTP status {code}: {text[:200]}")
+    # Triton 2.51 answers every error of a model with 400.
+    return error_in_text(message, _STATUS_OF_CODE.get(code, "INTERNAL"))
+
+
+def encode(request: Request) -> dict[str, Any]:
+    """The JSON body of a request."""
+    body: dict[str, Any] = {**request.strings(), **request.flags()}
+    if request.token_ids is not None:
+        body["input_ids"] = list(request.token_ids)
+    return body
+
+
+def decode(text: str | bytes) -> Outputs:
+    """The outputs in a response's JSON. Raises the error that it holds instead, if it does."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise Internal(f"the server sent something that is not a JSON object: {text[:200]!r}")
+    if "error" in body:
+        raise error_in_text(str(body["error"]), "INTERNAL")
+    # Triton writes a tensor of one element as a bare value.
+    return {name: value if isinstance(value, list) else [value] for name, value in body.items()}
+
+
+class EventParser:
+    """Finds the server-sent events in the chunks of a body.
+
+    Only newlines end a line: httpx's own splitter also breaks at U+2028 and U+0085, which Triton leaves unescaped
+    inside JSON. Comments and other fields are skipped; an event that the connection cut off, with no empty line after
+    it, is not given out, as the standard has it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> Iterator[str]:
+        """Take a chunk; the data of each event that it ends: its `data:` lines joined."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            text = line.removesuffix(b"\r").decode("utf-8", errors="replace")
+            if text.startswith("data:"):
+                self._data.append(text[5:].removeprefix(" "))
+            elif not text and self._data:
+                event, self._data = "\n".join(self._data), []
+                yield event

@@ -1,0 +1,99 @@
+"""Turns the outputs of a response into deltas, the same for every transport.
+
+A transport gives `Outputs`: each output of the serving contract by name, as a list of its elements (strings, numbers).
+With n completions, `text_output`, `finish_reason`, `num_output_tokens`, `cumulative_logprob`, `logprobs` and
+`spec_stats` have n elements, and `token_ids` holds the new ids of all completions, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dflash_client.errors import Internal
+from dflash_client.results import Delta, Logprob, TokenLogprobs
+
+Outputs = Mapping[str, list[Any]]
+
+
+class ResponseReader:
+    """Reads the responses of one request, in order. `answered` says whether one has come."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        self._finished: set[int] = set()
+
+    def deltas(self, outputs: Outputs) -> Iterator[Delta]:
+        """What is new in a response; nothing for completions that it does not move on. Raises `Internal` for outputs
+        that do not fit together."""
+        self.answered = True
+        texts = outputs.get("text_output", [])
+        token_ids = _split(outputs.get("token_ids", []), outputs.get("num_output_tokens"), len(texts))
+        num_input_tokens = _element(outputs, "num_input_tokens", 0)
+        for index, text in enumerate(texts):
+            delta = Delta(
+                text=text,
+                token_ids=token_ids[index],
+                num_output_tokens=_element(outputs, "num_output_tokens", index, len(token_ids[index])),
+                num_input_tokens=num_input_tokens,
+                finish_reason=_reason(_element(outputs, "finish_reason", index)),
+                spec_stats=_json(_element(outputs, "spec_stats", index), "spec_stats"),
+                index=index,
+                logprobs=_logprobs(_json(_element(outputs, "logprobs", index), "logprobs")),
+                cumulative_logprob=_element(outputs, "cumulative_logprob", index),
+            )
+            if self._is_news(delta):
+                yield delta
+
+    def _is_news(self, delta: Delta) -> bool:
+        """A completion that has ended is sent again, empty, while others go on."""
+        ended_before = delta.index in self._finished
+        if delta.finish_reason is not None:
+            self._finished.add(delta.index)
+        ended = delta.finish_reason is not None and not ended_before
+        return ended or bool(delta.text or delta.num_output_tokens) or delta.spec_stats is not None
+
+
+def _split(token_ids: list[int], counts: list[int] | None, num_completions: int) -> list[tuple[int, ...]]:
+    """Each completion's share of the new token ids."""
+    if not token_ids:
+        return [()] * num_completions
+    if counts is None and num_completions == 1:
+        return [tuple(token_ids)]
+    if counts is None or len(counts) != num_completions or sum(counts) != len(token_ids):
+        raise Internal(
+            f"the server sent {len(token_ids)} token ids for {num_completions} completions and num_output_tokens "
+            f"{counts}, which do not fit together"
+        )
+    shares, start = [], 0
+    for count in counts:
+        shares.append(tuple(token_ids[start : start + count]))
+        start += count
+    return shares
+
+
+def _element(outputs: Outputs, name: str, index: int, default: Any = None) -> Any:
+    """Element `index` of an output; `default` where the output is absent or shorter."""
+    values = outputs.get(name, [])
+    return values[index] if index < len(values) else default
+
+
+def _reason(text: str | None) -> str | None:
+    return None if text in (None, "", "None") else text
+
+
+def _json(text: str | None, output: str) -> Any:
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Internal(f"the output '{output}' of the server is not JSON: {error}") from None
+
+
+def _logprobs(entries: Any) -> tuple[TokenLogprobs, ...] | None:
+    """One entry for each new token; a position without log-probabilities has an empty one."""
+    if entries is None:
+        return None
+    return tuple({int(token): Logprob(**of_token) for token, of_token in (entry or {}).items()} for entry in entries)

@@ -1,0 +1,34 @@
+"""The sampling parameters of the serving contract, as keyword arguments that a type checker knows.
+
+Only types: names and values go to the server as they are, and the server says which it does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+
+class Sampling(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`. None, like leaving a name out, means the server's default."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    n: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    logprobs: int | None
+    num_speculative_tokens: int | None
+    cache_salt: str | None

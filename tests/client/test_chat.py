@@ -1,0 +1,152 @@
+"""`dflash-triton chat` with piped input and in a terminal, against a real Triton server with a toy model."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_client.cli import main
+from dflash_client.launcher import TritonServer
+from tests.client.conftest import one_more_cancellation, toy_server
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Put lines on standard input, as a pipe does."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(line + "\n" for line in lines).encode())))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_each_line_is_answered_with_what_was_said_before(
+    toy: TritonServer, protocol: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = toy.grpc_url if protocol == "grpc" else toy.http_url
+    say(monkeypatch, "hé", "", "b")
+    assert main(["chat", "--url", url, "--protocol", protocol, "--system", "be"]) == 0
+    first = "<system>be<user>hé"
+    out, err = capsys.readouterr()
+    assert out == f"{first}\n{first}<assistant>{first}<user>b\n"
+    assert "acceptance length 2.50, 0 of 18 prompt tokens cached]" in err
+
+
+@pytest.mark.server
+def test_commands_reset_count_and_end_the_chat(
+    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "a", "/reset", "b", "/stats", "/what now", "/quit", "c")
+    assert main(["chat", "--url", toy.grpc_url]) == 0
+    out, err = capsys.readouterr()
+    assert out == "<user>a\n<user>b\n"
+    assert "[2 answers, 14 tokens, " in err
+    assert "there is no command /what" in err
+    assert err.count("/reset  forget what was said") == 1
+
+
+@pytest.mark.server
+def test_parameters_are_sent(
+    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "hello")
+    assert main(["chat", "--url", toy.grpc_url, "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out == "<user>he\n"
+
+
+@pytest.mark.server
+def test_an_error_ends_the_answer_and_not_the_chat(
+    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "a", "b")
+    assert main(["chat", "--url", toy.grpc_url, "--set-param", "refuse=INVALID_ARG"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n\n"
+    assert err == "dflash-triton: toy says INVALID_ARG (/reset starts over)\n" * 2
+
+
+@pytest.mark.server
+def test_a_server_that_ends_meanwhile_ends_the_chat_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with toy_server() as server:
+
+        class Input(io.BytesIO):
+            def __next__(self) -> bytes:
+                line = super().__next__()
+                if line == b"b\n":
+                    server.stop()
+                return line
+
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Input(b"a\nb\nc\n")))
+        assert main(["chat", "--url", server.grpc_url]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("<user>a\n")
+    assert server.grpc_url in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_no_server_is_said_before_anything_is_typed(
+    protocol: str, unused_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--url", unused_address, "--protocol", protocol]) == 1
+    assert f"does not answer at {unused_address}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parameter", ["n=2", "messages=[]"])
+def test_what_makes_no_sense_in_a_chat_ends_with_2(parameter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--set-param", parameter]) == 2
+    assert parameter.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_in_a_terminal_ctrl_c_cancels_the_answer_and_then_ends_the_chat(toy: TritonServer, cancel_log: Path) -> None:
+    terminal, far_end = pty.openpty()
+    command = [sys.executable, "-c", TERMINAL, "chat", "--url", toy.grpc_url]
+    with subprocess.Popen(command, stdin=far_end, stdout=far_end, stderr=far_end, start_new_session=True) as process:
+        os.close(far_end)
+        screen = Screen(terminal)
+        try:
+            screen.read_until("> ")
+            with one_more_cancellation(cancel_log):
+                os.write(terminal, b"forever\n")
+                screen.read_until("xxx")
+                process.send_signal(signal.SIGINT)
+                screen.read_until("[cancelled]")
+            screen.read_until("> ")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            os.close(terminal)
+
+
+# The chat as it is, but for the message's role, which would stand before the toy's special prompt.
+TERMINAL = """
+import sys
+import dflash_client.commands.chat as chat
+build = chat.DFlashClient.stream
+chat.DFlashClient.stream = lambda self, messages, **sampling: build(self, messages[-1]["content"], **sampling)
+from dflash_client.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Screen:
+    """What a program writes to its terminal."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal, self._rest = terminal, ""
+
+    def read_until(self, words: str) -> None:
+        """Read up to `words` and over them."""
+        while words not in self._rest:
+            readable, _, _ = select.select([self._terminal], [], [], 20)
+            assert readable, f"no {words!r} in {self._rest!r}"
+            self._rest += os.read(self._terminal, 1024).decode()
+        self._rest = self._rest.partition(words)[2]

@@ -1,0 +1,49 @@
+"""docs/operators.md: its examples run, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dflash_backend.config import SETTINGS
+from dflash_backend.frontend.metrics import METRICS
+from dflash_client.launcher import TritonServer
+from tests.docs.conftest import DOCS, Block, addressed, blocks, first_column, page
+
+PAGE = "operators.md"
+SOURCES = DOCS.parent / "dflash_backend"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("block", [block for block in blocks(PAGE) if block.language == "bash"], ids=str)
+def test_a_shell_example_runs(block: Block, server: TritonServer, tmp_path: Path) -> None:
+    command = ["bash", "-euo", "pipefail", "-c", addressed(block.text, server)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"(200\n)+|dflash:engine_ready\{.*\} 1\n", done.stdout)
+
+
+def test_the_table_of_metrics_is_that_of_the_server() -> None:
+    assert first_column(page(PAGE), "Metrics") == [metric.name for metric in METRICS]
+    assert set(re.findall(r"`(dflash:\w+)`", page(PAGE))) == {metric.name for metric in METRICS}
+
+
+def test_labels_of_metrics_are_those_of_the_server() -> None:
+    for metric in METRICS:
+        (kind,) = re.findall(rf"^\| `{metric.name}` \| ([^|]*) \|", page(PAGE), re.MULTILINE)
+        assert kind == metric.kind + (f", by `{metric.label}`" if metric.label else "")
+
+
+@pytest.mark.parametrize("words", [name for name in first_column(page(PAGE), "Log") if " " in name])
+def test_log_lines_are_the_servers(words: str) -> None:
+    stem = words.split(" 70%")[0].rstrip(": ")
+    assert any(stem in path.read_text(encoding="utf-8") for path in (SOURCES / "frontend").glob("*.py"))
+
+
+def test_settings_that_the_page_assigns_exist() -> None:
+    known = {setting.name for setting in SETTINGS}
+    assert set(re.findall(r"`(\w+_\w+)=", page(PAGE))) <= known
+    assert {name.lower() for name in re.findall(r"DFLASH_([A-Z_]*[A-Z])", page(PAGE))} <= known

@@ -1,0 +1,71 @@
+"""How often each request is asked about, by a clock of the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_backend.frontend.cancellation import CHECKS_A_TURN, MAX_NOTICE_S, NOTICE_S, TICK_S, CancellationWatch
+
+
+class Client:
+    """A response sender that counts how often it is asked whether its client has left."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.left = False
+
+    def is_cancelled(self) -> bool:
+        self.asked += 1
+        return self.left
+
+
+def watch(count: int) -> tuple[CancellationWatch, dict[str, Client]]:
+    watched, clients = CancellationWatch(), {str(n): Client() for n in range(count)}
+    for request_id, client in clients.items():
+        watched.add(request_id, client)
+    # The first look comes after the silence before.
+    turn(watched, clients, 100.0)
+    for client in clients.values():
+        client.asked = 0
+    return watched, clients
+
+
+def turn(watched: CancellationWatch, clients: dict[str, Client], now: float) -> list[str]:
+    """All that is asked at `now`."""
+    gone = watched.ask(now, clients)
+    while watched.timeout_s() == 0.0:
+        gone += watched.ask(now, clients)
+    return gone
+
+
+@pytest.mark.parametrize(("count", "within_s"), [(1, NOTICE_S), (64, NOTICE_S), (100, 0.32), (1024, MAX_NOTICE_S)])
+def test_each_request_is_asked_about_in_time_and_no_more_often(count, within_s):
+    watched, clients = watch(count)
+    rounds, ticks = 4, round(4 * within_s / TICK_S)
+    for tick in range(1, ticks + 1):
+        turn(watched, clients, 100.0 + tick * TICK_S)
+    asked = [client.asked for client in clients.values()]
+    assert rounds - 1 <= min(asked) <= max(asked) <= rounds + 1
+
+
+def test_the_one_whose_client_has_left_is_found_and_not_asked_about_again():
+    watched, clients = watch(64)
+    clients["40"].left = True
+    found = [gone for tick in range(1, 9) for gone in turn(watched, clients, 100.0 + tick * TICK_S)]
+    assert found == ["40"]
+
+
+def test_a_request_that_has_ended_is_not_asked_about():
+    watched, clients = watch(3)
+    ended = clients.pop("1")
+    for tick in range(1, 20):
+        turn(watched, clients, 100.0 + tick * TICK_S)
+    assert ended.asked == 0
+    assert min(client.asked for client in clients.values()) > 0
+
+
+def test_outputs_get_their_turn_between_many_questions():
+    watched, clients = watch(1024)
+    watched.ask(200.0, clients)
+    assert sum(client.asked for client in clients.values()) == CHECKS_A_TURN
+    assert watched.timeout_s() == 0.0

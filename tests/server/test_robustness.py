@@ -1,0 +1,21 @@
+"""Small runs of the two checks that `benchmarks` has in full: malformed requests, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks import malformed, mixed
+
+
+def test_each_malformed_request_is_refused_and_the_valid_ones_between_them_are_not(server):
+    report = malformed.run(server.grpc_url, server.http_url, range(300))
+    assert report.misses == []
+    assert report.valid == 300 // malformed.VALID_EVERY
+    assert sum(report.refused.values()) + report.tritons_own == 300
+
+
+def test_requests_among_others_that_are_dropped_get_what_they_get_alone_and_counters_are_exact(server):
+    cases = mixed.draw(30, dropped=10, seed=1)
+    report = asyncio.run(mixed.run(server.grpc_url, server.http_url, server.metrics_url, cases))
+    assert report.misses == []
+    assert report.equal == 20

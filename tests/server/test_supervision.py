@@ -1,0 +1,146 @@
+"""The engine process dies under a real server, or the stub, or the server is told to end: what clients see then, and
+what is left over. CHAOS_ROUNDS in the environment asks for more than three rounds of kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks import chaos
+from dflash_backend.config import SETTINGS
+from dflash_client import DFlashClient
+from dflash_client.errors import ClientError, Unavailable
+from dflash_client.launcher import TritonServer
+from dflash_client.processes import Process, family, gone
+from tests.server.conftest import eventually, new_server
+
+ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "3"))
+
+
+@pytest.fixture
+def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A temporary directory for the launcher and its server alone; short, since sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="left-") as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        monkeypatch.setenv("TMPDIR", directory)
+        yield directory
+
+
+def gauge(server: TritonServer, name: str) -> float:
+    """A metric's value, summed over its labels."""
+    page = httpx.get(f"http://{server.metrics_url}/metrics", timeout=10, trust_env=False).text
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(name + "{"))
+
+
+def named(members: set[Process], part: bytes) -> int:
+    """The one process whose command line has `part`."""
+    (pid,) = [p.pid for p in members if part in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
+    return pid
+
+
+def test_every_stream_of_a_killed_engine_gets_internal_and_the_next_answers_are_right(short_tmp):
+    count = chaos.LeftoverCount(short_tmp)
+    members: set[Process] = set()
+    with new_server(chaos.SETTINGS) as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
+        answer = chaos.right_answer(client)
+        for _ in range(ROUNDS):
+            members |= family(server.pid)
+            result = chaos.play(server, client, answer)
+            assert result.kept, result
+        eventually(lambda: gauge(server, "dflash:engine_restarts_total") == ROUNDS, "restarts are counted")
+        eventually(lambda: gauge(server, "dflash:num_requests_running") == 0, "nothing runs")
+        members |= family(server.pid)
+    assert not (left := count.since(members)), left
+
+
+def test_readiness_falls_with_the_engine_and_returns(short_tmp):
+    with new_server() as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
+        assert gauge(server, "dflash:engine_ready") == 1
+        # Before it has served, so that the restart waits for a second.
+        os.kill(named(family(server.pid), b"engine_process"), signal.SIGKILL)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 0, "not ready")
+        with pytest.raises(Unavailable, match="the engine is being restarted after it died; try again"):
+            client.generate("Hello", max_tokens=1)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
+        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+
+
+def test_a_killed_stub_takes_its_engine_along_and_nothing_stays(short_tmp):
+    count = chaos.LeftoverCount(short_tmp)
+    with new_server() as server, DFlashClient(server.http_url, "http", timeout_s=10) as client:
+        members = family(server.pid)
+        engine = named(members, b"engine_process")
+        stub = named({p for p in members if p.pid != server.pid}, b"triton_python_backend_stub")
+        client.generate("Hello", max_tokens=1)
+        os.kill(stub, signal.SIGKILL)
+        assert gone({p for p in members if p.pid == engine}, 5.0), "the engine outlived its stub"
+        server.hurry()
+    assert not (left := count.since(members)), left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_end_finishes_what_runs_and_takes_nothing_new(short_tmp, number):
+    count = chaos.LeftoverCount(short_tmp)
+    server = new_server(exit_timeout_s=20)
+    with server, DFlashClient(server.http_url, "http", timeout_s=30) as client:
+        members = family(server.pid)
+        stream = client.stream("Tell me a story.", temperature=0, max_tokens=600, ignore_eos=True)
+        deltas = [next(stream)]
+        os.kill(server.pid, number)
+        refused = first_refusal(client)
+        deltas += stream
+        server.wait()
+        left = {p.pid for p in members if not gone({p}, 2.0)}
+    assert deltas[-1].finish_reason == "length"
+    assert sum(delta.num_output_tokens for delta in deltas) == 600
+    assert refused.status in ("UNAVAILABLE", "CONNECTION_FAILED", "CONNECTION_LOST"), refused
+    assert left == set()
+    assert not (rest := count.since(members)), rest
+
+
+def first_refusal(client: DFlashClient) -> ClientError:
+    """The error of the first request that is not taken any more."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            client.generate("Hello", max_tokens=1)
+        except ClientError as error:
+            return error
+    raise AssertionError("the server goes on taking requests")
+
+
+def log_of_one_request(prompt: str, **settings: str) -> list[str]:
+    """The lines of a server that has answered one request."""
+    lines: list[str] = []
+    with (
+        new_server(settings, on_log=lambda line: lines.append(line.text)) as server,
+        DFlashClient(server.http_url, "http", timeout_s=60) as client,
+    ):
+        client.generate(prompt, max_tokens=2)
+    return lines
+
+
+def test_the_log_names_every_setting_at_the_start_and_never_a_prompt():
+    lines = log_of_one_request("xyzzy plugh")
+    (settings,) = [line for line in lines if line.startswith("dflash: settings: ")]
+    names = [part.partition("=")[0] for part in settings.removeprefix("dflash: settings: ").split()]
+    assert names == sorted(setting.name for setting in SETTINGS)
+    assert "max_num_seqs=8" in settings
+    assert not any("xyzzy" in line for line in lines)
+
+
+def test_a_prompt_is_logged_at_the_debug_level():
+    lines = log_of_one_request("xyzzy plugh", log_level="debug")
+    assert any(line.startswith("dflash: debug: request ") and "xyzzy plugh" in line for line in lines)
+
+
+def test_a_higher_level_keeps_information_out_of_the_log():
+    lines = log_of_one_request("Hello", log_level="warning")
+    assert not any(line.startswith("dflash: ") for line in lines)
