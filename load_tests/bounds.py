@@ -1,0 +1,124 @@
+"""The bounds that scenarios share. Each takes a finished run and says what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from load_tests.observation import Observation
+from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, gaps, percentile, ttfts
+from load_tests.verdict import Bound
+
+# A pool that cannot hold what is used again is not a fault of the cache; up to this loss it counts as large enough.
+POOL_LOSS_POINTS = 0.1
+MIN_DRIFT_ANSWERS = 200
+
+
+def answers(result: RunResult, refusals_allowed: bool = False) -> list[Bound]:
+    """What every scenario asks for: right answers, no errors, and nothing left behind in the engine."""
+    bounds = [
+        Bound("wrong answers", result.recorder.num_wrong, "at most", 0),
+        Bound("errors", result.count("error"), "at most", 0, note=_errors(result)),
+        Bound("right answers", result.count("right"), "at least", 1),
+    ]
+    if not refusals_allowed:
+        bounds.append(Bound("refused requests", result.count("refused"), "at most", 0))
+    last = result.observations[-1].metrics if result.observations else None
+    for name, metric in (("running", RUNNING), ("waiting", WAITING)):
+        value = None if last is None else last.get(metric)
+        bounds.append(Bound(f"requests still {name} after the end", value, "at most", 0))
+    usage = None if last is None else last.get(KV_USAGE)
+    bounds.append(Bound("KV blocks still in use after the end", usage, "at most", 0, note="share of the pool"))
+    return bounds
+
+
+def acceptance_drift(result: RunResult) -> Bound:
+    """Acceptance length in the last quarter of the run against the first."""
+    first, last = result.acceptance_length(0, 0.25), result.acceptance_length(0.75, 1)
+    drift = None if first is None or last is None else abs(last / first - 1) * 100
+    note = "" if drift is None else f"{first:.3f} in the first, {last:.3f} in the last"
+    quarter = min(_rights_sent(result, 0, 0.25), _rights_sent(result, 0.75, 1))
+    enough = quarter >= MIN_DRIFT_ANSWERS
+    if not enough:
+        note += f"; a quarter has {quarter} answers, at least {MIN_DRIFT_ANSWERS} are needed"
+    return Bound(
+        "acceptance length of the last quarter, off the first's", drift, "at most", 1.0, "%", required=enough, note=note
+    )
+
+
+def hit_rate(result: RunResult) -> Bound:
+    """Distance of the prefix cache's hit rate from what an unbounded cache would have had."""
+    measured, ideal, bounded = result.hit_rate(), result.ideal, result.ideal_bounded
+    name = "prefix cache hit rate below the ideal"
+    if result.settings.get("enable_prefix_caching", "true").lower() in ("false", "0"):
+        return Bound(name, None, "at most", 2.0, "points", required=False, note="prefix caching is off")
+    if measured is None or ideal is None:
+        return Bound(name, None, "at most", 2.0, "points")
+    note = f"measured {measured * 100:.2f} %, unbounded cache {ideal.rate * 100:.2f} %"
+    loss = 0.0 if bounded is None else (ideal.rate - bounded.rate) * 100
+    if bounded is not None:
+        note += f", cache of the server's {result.num_kv_blocks} blocks {bounded.rate * 100:.2f} %"
+    large_enough = loss <= POOL_LOSS_POINTS
+    if not large_enough:
+        note += "; the pool is too small for this workload"
+    below = max((ideal.rate - measured) * 100, 0.0)
+    return Bound(name, below, "at most", 2.0, "points", required=large_enough, note=note)
+
+
+def hit_ttft(result: RunResult, limit: float = 0.25) -> Bound:
+    """Median time to first token of requests that hit the cache, over that of those that missed it, in the last phase:
+    both under the same load."""
+    last_phase = result.phases[-1].name if result.phases else ""
+    samples = [sample for sample in result.measured(last_phase) if sample.outcome == "right"]
+    hits = ttfts(samples, lambda sample: sample.is_hit is True)
+    misses = ttfts(samples, lambda sample: sample.is_hit is False)
+    hit, miss = percentile(hits, 0.5), percentile(misses, 0.5)
+    name = "time to first token, hits over misses (medians)"
+    if result.settings.get("enable_prefix_caching", "true").lower() in ("false", "0"):
+        return Bound(name, None, "at most", limit, required=False, note="prefix caching is off")
+    if hit is None or miss is None:
+        return Bound(name, None, "at most", limit, note=f"{len(hits)} hits, {len(misses)} misses")
+    note = f"{hit * 1e3:.1f} ms over {len(hits)} hits, {miss * 1e3:.1f} ms over {len(misses)} misses"
+    return Bound(name, hit / miss, "at most", limit, note=note)
+
+
+def gap_p99(result: RunResult, traffic: str, before: str, after: str, limit: float) -> Bound:
+    """The 99th percentile of the time between the responses of a traffic's streams, in one phase over another."""
+    p99 = {phase: percentile(gaps(result.measured(phase, traffic)), 0.99) for phase in (before, after)}
+    first, second = p99[before], p99[after]
+    name = f"inter-token p99 in '{after}' over '{before}'"
+    if not first or second is None:
+        return Bound(name, None, "at most", limit)
+    note = f"{first * 1e3:.1f} ms and {second * 1e3:.1f} ms"
+    return Bound(name, second / first, "at most", limit, note=note)
+
+
+def flat_memory(result: RunResult, role: str, limit_percent: float = 2.0) -> Bound:
+    """How far a process's resident memory moves in the last third of the run."""
+    seen = _last_third(result.observations)
+    sizes = [observation.rss_bytes[role] for observation in seen if observation.rss_bytes.get(role)]
+    name = f"memory of the {role} in the last third, largest over smallest"
+    if len(sizes) < 3:
+        note = (
+            "" if result.observations and result.observations[0].rss_bytes else "not our server: its memory is unseen"
+        )
+        return Bound(name, None, "at most", limit_percent, "%", required=not note, note=note)
+    smooth = np.convolve(sizes, np.ones(3) / 3, mode="valid")
+    moved = float((smooth.max() / smooth.min() - 1) * 100)
+    note = f"{smooth.min() / 2**20:.1f} to {smooth.max() / 2**20:.1f} MiB"
+    return Bound(name, moved, "at most", limit_percent, "%", note=note)
+
+
+def _rights_sent(result: RunResult, start: float, end: float) -> int:
+    return sum(s.outcome == "right" and start <= s.sent_s / result.duration_s < end for s in result.samples)
+
+
+def _last_third(observations: Iterable[Observation]) -> list[Observation]:
+    seen = list(observations)
+    return seen[2 * len(seen) // 3 :]
+
+
+def _errors(result: RunResult) -> str:
+    """The first error, in its own words."""
+    return next((sample.status or "given up" for sample in result.samples if sample.outcome == "error"), "")

@@ -1,0 +1,89 @@
+"""One picture of a run over time. Called by `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from load_tests.result import RunResult
+from load_tests.timeline import ServerSecond, UserWindow
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+NAN = float("nan")
+
+
+def plot_run(result: RunResult, seconds: Sequence[ServerSecond], windows: Sequence[UserWindow], path: Path) -> None:
+    """Throughput, queue, latencies, cache, acceptance, KV usage, memory and CPU, one below the other."""
+    figure, axes = pyplot.subplots(4, 2, figsize=(14, 14), sharex=True, constrained_layout=True)
+    figure.suptitle(f"{result.scenario.name}: {result.scenario.summary}", fontsize=11)
+    panels: list[Callable[[Any], None]] = [
+        lambda axis: _throughput(axis, windows),
+        lambda axis: _queue(axis, seconds),
+        lambda axis: _percentiles(axis, windows, "time to first token [ms]", "ttft"),
+        lambda axis: _percentiles(axis, windows, "inter-token, between responses [ms]", "gap"),
+        lambda axis: _hit_rate(axis, seconds, result),
+        lambda axis: _lines(axis, seconds, "acceptance length", acceptance_length="server"),
+        lambda axis: _cpu(axis, seconds),
+        lambda axis: _memory(axis, seconds),
+    ]
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        panel(axis)
+        for span in result.phases[1:]:
+            axis.axvline(span.start_s, color="grey", linestyle=":", linewidth=1)
+        axis.grid(alpha=0.25)
+        axis.set_ylim(bottom=0)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, loc="best")
+    for axis in axes[-1]:
+        axis.set_xlabel("seconds")
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _lines(axis: Any, rows: Sequence[Any], title: str, scale: float = 1.0, **labels: str) -> None:
+    """A line for each field, by its label."""
+    axis.set_title(title, fontsize=10)
+    for field, label in labels.items():
+        values = [NAN if (value := getattr(row, field)) is None else value * scale for row in rows]
+        axis.plot([row.at_s for row in rows], values, label=label, linewidth=1.2)
+
+
+def _throughput(axis: Any, windows: Sequence[UserWindow]) -> None:
+    _lines(axis, windows, "throughput, as users see it", tokens_per_s="tokens/s")
+    other = axis.twinx()
+    times = [window.at_s for window in windows]
+    other.plot(times, [window.finished_per_s for window in windows], color="tab:green", label="right answers/s")
+    other.plot(times, [window.refused / window.seconds for window in windows], color="tab:orange", label="refused/s")
+    bad = [(window.wrong + window.errors) / window.seconds for window in windows]
+    other.plot(times, bad, color="tab:red", label="wrong or failed/s")
+    other.set_ylim(bottom=0)
+    other.legend(fontsize=8, loc="lower right")
+
+
+def _queue(axis: Any, seconds: Sequence[ServerSecond]) -> None:
+    _lines(axis, seconds, "requests, and KV usage [%]", running="running", waiting="waiting", preemptions="preempted")
+    _lines(axis, seconds, "requests, and KV usage [%]", 100.0, kv_usage="KV usage [%]")
+
+
+def _percentiles(axis: Any, windows: Sequence[UserWindow], title: str, what: str) -> None:
+    _lines(axis, windows, title, 1000.0, **{f"{what}_p50_s": "median", f"{what}_p99_s": "p99"})
+
+
+def _hit_rate(axis: Any, seconds: Sequence[ServerSecond], result: RunResult) -> None:
+    _lines(axis, seconds, "prefix cache hit rate [%]", 100.0, hit_rate="measured")
+    if result.ideal is not None:
+        axis.axhline(result.ideal.rate * 100, color="black", linestyle="--", linewidth=1, label="ideal, whole run")
+
+
+def _cpu(axis: Any, seconds: Sequence[ServerSecond]) -> None:
+    _lines(axis, seconds, "CPU [cores]", server_cores="server", load_generator_cores="load generator")
+
+
+def _memory(axis: Any, seconds: Sequence[ServerSecond]) -> None:
+    title = "resident memory [MiB]"
+    _lines(axis, seconds, title, stub_rss_mib="stub", engine_rss_mib="engine", server_rss_mib="server")

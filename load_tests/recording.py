@@ -1,0 +1,117 @@
+"""What the users saw: one sample for each request, and every wrong answer. Filled by `player`, read by `result`."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from load_tests.workload import Shot
+
+# right: the whole answer came and is the expected one. wrong: it is another. cancelled: given up by the user as
+# planned, and right as far as it came. refused: UNAVAILABLE. error: anything else.
+Outcome = Literal["right", "wrong", "cancelled", "refused", "error"]
+# So many wrong answers are kept word for word; all are counted.
+MAX_WRONG_KEPT = 100
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request. Times are seconds since the run began; `gaps` are the seconds between its responses.
+
+    `measured` is false for what was sent while its phase warmed up. `status` is an error's.
+    """
+
+    phase: str
+    traffic: str
+    question: str
+    salt: str
+    measured: bool
+    sent_s: float
+    first_s: float | None = None
+    ended_s: float = 0.0
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
+    outcome: Outcome = "error"
+    status: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return None if self.first_s is None else self.first_s - self.sent_s
+
+    @property
+    def is_hit(self) -> bool | None:
+        """Whether half of the prompt or more came from the prefix cache; None where the server did not say."""
+        if self.num_cached_tokens is None or not self.num_prompt_tokens:
+            return None
+        return 2 * self.num_cached_tokens >= self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A wrong answer, word for word."""
+
+    at_s: float
+    phase: str
+    question: str
+    salt: str
+    prompt: str
+    expected_token_ids: list[int]
+    got_token_ids: list[int]
+    expected_text: str
+    got_text: str
+    expected_finish_reason: str
+    got_finish_reason: str | None
+
+
+class Recorder:
+    """All samples of a run in the order of sending."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.wrong: list[Wrong] = []
+        self.num_wrong = 0
+        self.tokens_by_second: Counter[int] = Counter()
+        self.in_flight = 0
+        # Longest time by which the load generator was late, by second: its own share of every latency.
+        self.lag_by_second: dict[int, float] = {}
+        self._started = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self._started
+
+    def begin(self, phase: str, traffic: str, shot: Shot, measured: bool) -> Sample:
+        """A request is sent now."""
+        sample = Sample(phase, traffic, shot.question, shot.salt, measured, self.now())
+        self.samples.append(sample)
+        self.in_flight += 1
+        return sample
+
+    def tokens(self, sample: Sample, at: float, count: int) -> None:
+        """New tokens have come."""
+        sample.num_tokens += count
+        self.tokens_by_second[int(at)] += count
+
+    def end(self, sample: Sample, outcome: Outcome, status: str = "") -> None:
+        """The request is over."""
+        sample.ended_s, sample.outcome, sample.status = self.now(), outcome, status
+        self.in_flight -= 1
+
+    def keep_wrong(self, wrong: Wrong) -> None:
+        """Note a wrong answer."""
+        self.num_wrong += 1
+        if len(self.wrong) < MAX_WRONG_KEPT:
+            self.wrong.append(wrong)
+
+    def lag(self, at: float, seconds: float) -> None:
+        """The load generator woke `seconds` late."""
+        second = int(at)
+        self.lag_by_second[second] = max(self.lag_by_second.get(second, 0.0), seconds)

@@ -1,0 +1,58 @@
+"""Prompts close to the model's longest, in a pool that holds only some of them: preemption and eviction all along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from load_tests import bounds, corpus
+from load_tests.result import PREEMPTIONS, RunResult
+from load_tests.verdict import Bound
+from load_tests.workload import Closed, Defaults, Options, Phase, Question, Scenario, Shot, deck, shared
+
+PROMPT_TOKENS = 3000
+MAX_TOKENS = 400
+
+
+def questions(options: Options) -> list[Question]:
+    """Long passages of their own, each with a question."""
+    rng = Random(f"long-context {options.seed}")
+    return [
+        Question(f"long-{index}", corpus.passage(PROMPT_TOKENS, rng) + question.prompt, MAX_TOKENS, ignore_eos=True)
+        for index, question in enumerate(corpus.held_out(options.prompts, rng))
+    ]
+
+
+def shots(options: Options, asked: Sequence[Question]) -> Iterator[Shot]:
+    """Decks of all questions."""
+    for question in deck([one.id for one in asked], Random(f"long-context shots {options.seed}")):
+        yield Shot(question)
+
+
+def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
+    """One closed loop."""
+    traffic = Closed("long context", options.users, shared(shots(options, asked)))
+    return [Phase("load", options.duration_s, (traffic,), warmup_s=2.0)]
+
+
+def verdict(result: RunResult) -> list[Bound]:
+    """Right answers; the number of preemptions is shown."""
+    seen = [observation.metrics.get(PREEMPTIONS, 0.0) for observation in result.observations]
+    preemptions = seen[-1] - seen[0] if seen else None
+    return [
+        *bounds.answers(result),
+        bounds.acceptance_drift(result),
+        Bound("preemptions", preemptions, "at least", 1, required=False, note="how much the pool was short of"),
+    ]
+
+
+SCENARIO = Scenario(
+    name="long-context",
+    summary="prompts of 3,000 tokens in a pool that holds about five of them, in a closed loop",
+    shows="eviction and preemption change no answer, and everybody finishes",
+    defaults=Defaults(users=8, duration_s=120, prompts=24),
+    settings={"kv_write_guard": "true", "max_num_seqs": "8", "max_model_len": "4096", "kv_cache_gb": "0.092"},
+    questions=questions,
+    phases=phases,
+    bounds=verdict,
+)

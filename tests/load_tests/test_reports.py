@@ -1,0 +1,117 @@
+"""What a run leaves on disk, made from samples and observations that were recorded."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from load_tests.observation import parse_metrics
+from load_tests.recording import Wrong
+from load_tests.report import generator_note, lines, summarise, write_report
+from load_tests.result import RUNNING, WAITING, gaps, percentile
+from load_tests.timeline import server_seconds, user_windows
+from tests.load_tests.runs import observation, result, sample
+
+PAGE = f"""# HELP {RUNNING} Requests that run
+# TYPE {RUNNING} gauge
+{RUNNING}{{engine="dflash_0",model="dflash"}} 3
+{RUNNING}{{engine="dflash_1",model="dflash"}} 4
+{WAITING}{{model="other",engine="other_0"}} 9
+nv_inference_count{{model="dflash",version="1"}} 12
+nv_gpu_memory_total_bytes 1e9
+"""
+
+
+def test_metrics_are_summed_over_engines_and_other_models_are_left_out() -> None:
+    assert parse_metrics(PAGE, "dflash") == {RUNNING: 7.0, "nv_inference_count": 12.0}
+
+
+def test_percentiles_are_those_of_the_measured_requests() -> None:
+    run = result(samples=[sample(1.0, first_s=9.0, measured=False), *(sample(10.0 + at) for at in range(20))])
+    latencies = summarise(run, [])["latencies_s"]
+    assert latencies["load / traffic: first token"]["max"] == pytest.approx(0.1)
+    assert latencies["load / traffic: whole answer"]["p50"] == pytest.approx(0.25)
+    assert latencies["load / traffic: between responses"]["p99"] == pytest.approx(0.05)
+
+
+def test_the_summary_says_what_was_measured() -> None:
+    summary = summarise(result(), [])
+    assert summary["requests"] == {"right": 1000, "wrong": 0, "cancelled": 0, "refused": 0, "error": 0}
+    assert summary["tokens_per_s"] == pytest.approx(1000 * 20 / 40)
+    assert summary["right_answers_per_s"] == pytest.approx(25)
+    assert summary["acceptance_length"] == pytest.approx(5)
+    assert summary["hit_rate"] == pytest.approx(0.9)
+    assert summary["ideal_hit_rate"] == pytest.approx(0.905)
+    assert summary["load_generator"]["cores"] == pytest.approx(0.1)
+
+
+def test_each_second_shows_what_happened_since_the_one_before() -> None:
+    seconds = server_seconds([observation(0.0), observation(1.0), observation(3.0)])
+    assert [(row.at_s, row.prompt_tokens_per_s, row.hit_rate, row.acceptance_length) for row in seconds] == [
+        (1.0, 1000.0, 0.9, 5.0),
+        (3.0, 1000.0, 0.9, 5.0),
+    ]
+    assert seconds[1].server_cores == pytest.approx(1.0)
+
+
+def test_a_second_without_lookups_has_no_hit_rate() -> None:
+    (row,) = server_seconds([observation(5.0), observation(6.0, metrics=observation(5.0).metrics)])
+    assert (row.hit_rate, row.acceptance_length) == (None, None)
+
+
+def test_windows_put_every_request_and_gap_where_it_was() -> None:
+    windows = user_windows(result(samples=[sample(2.0), sample(7.95), sample(9.0, outcome="refused", first_s=None)]))
+    assert [(window.at_s, window.finished_per_s) for window in windows if window.finished_per_s] == [(2, 1.0), (8, 1.0)]
+    assert [window.at_s for window in windows if window.refused] == [9]
+    assert [window.at_s for window in windows if window.gap_p50_s is not None] == [2, 8]
+
+
+def test_a_long_run_has_windows_of_several_seconds() -> None:
+    windows = user_windows(result(duration_s=1200.0))
+    assert {window.seconds for window in windows} == {10}
+    assert windows[0].tokens_per_s == pytest.approx(25 * 20)
+
+
+def test_a_load_generator_that_is_busy_or_late_says_so() -> None:
+    assert "was not the bottleneck" in generator_note(result())
+    busy = [observation(float(at), own_cpu_s=0.9 * at) for at in range(41)]
+    assert "trust no latency" in generator_note(result(observations=busy))
+    late = result()
+    late.recorder.lag_by_second = {0: 0.5}
+    assert "trust no latency" in generator_note(late)
+
+
+def test_every_file_of_a_run_is_written(tmp_path: Path) -> None:
+    run = result()
+    wrong = Wrong(1.0, "load", "q", "salt", "prompt", [1, 2], [1, 3], "ab", "ac", "stop", "stop")
+    run.recorder.keep_wrong(wrong)
+    bounds = list(run.scenario.bounds(run))
+    write_report(run, bounds, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "server.csv",
+        "users.csv",
+        "requests.csv",
+        "wrong.jsonl",
+        "summary.json",
+        "summary.md",
+        "run.png",
+    }
+    assert json.loads((tmp_path / "summary.json").read_text())["verdict"] == "FAIL"
+    assert "| wrong answers | 1 | at most 0 | FAIL |" in (tmp_path / "summary.md").read_text()
+    kept = json.loads((tmp_path / "wrong.jsonl").read_text())
+    assert (kept["question"], kept["expected_token_ids"], kept["got_token_ids"]) == ("q", [1, 2], [1, 3])
+    with (tmp_path / "requests.csv").open() as file:
+        assert sum(1 for _ in csv.DictReader(file)) == len(run.samples)
+
+
+def test_the_last_line_is_the_verdict() -> None:
+    run = result()
+    assert lines(run, list(run.scenario.bounds(run)))[-1] == "verdict: FAIL"
+
+
+def test_percentiles_of_nothing_are_nothing() -> None:
+    assert percentile([], 0.5) is None
+    assert gaps([]) == []

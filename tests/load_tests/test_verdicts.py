@@ -1,0 +1,250 @@
+"""Every bound of every scenario is met by a good run and missed by the bad one that it is there for."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from load_tests import bounds
+from load_tests.ideal import IdealHits
+from load_tests.recording import Sample
+from load_tests.report import verdict_word
+from load_tests.result import HITS, KV_USAGE, QUERIES, RUNNING, WAITING, PhaseSpan, RunResult
+from load_tests.scenarios import SCENARIOS, overload
+from load_tests.verdict import Bound, passed
+from tests.load_tests.runs import DURATION_S, observation, result, sample
+
+MISS = {"num_cached_tokens": 0}
+
+
+def hits_and_misses(hit_s: float = 0.1, miss_s: float = 1.0) -> list[Sample]:
+    return [
+        sample(at, first_s=at + (miss_s if index % 10 == 0 else hit_s), **(MISS if index % 10 == 0 else {}))
+        for index in range(1000)
+        for at in [index * 0.04]
+    ]
+
+
+def missed(found: list[Bound]) -> list[str]:
+    return [bound.name for bound in found if bound.required and not bound.met]
+
+
+def verdict(run: RunResult) -> list[str]:
+    return missed(list(run.scenario.bounds(run)))
+
+
+def last_observation(**metrics: float) -> list[Any]:
+    seen = [observation(float(second)) for second in range(40)]
+    return [*seen, observation(40.0, metrics={**seen[-1].metrics, **metrics})]
+
+
+def test_a_good_run_passes() -> None:
+    run = result(samples=hits_and_misses())
+    assert verdict(run) == []
+    assert verdict_word(run, list(run.scenario.bounds(run))) == "PASS"
+
+
+@pytest.mark.parametrize(("outcome", "name"), [("error", "errors"), ("refused", "refused requests")])
+def test_a_request_that_was_not_answered_fails_the_run(outcome: str, name: str) -> None:
+    run = result(samples=[*hits_and_misses(), sample(39.9, outcome=outcome)])
+    assert verdict(run) == [name]
+
+
+def test_a_wrong_answer_fails_the_run() -> None:
+    run = result(samples=hits_and_misses())
+    run.recorder.num_wrong = 1
+    assert verdict(run) == ["wrong answers"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        (RUNNING, "requests still running after the end"),
+        (WAITING, "requests still waiting after the end"),
+        (KV_USAGE, "KV blocks still in use after the end"),
+    ],
+)
+def test_what_is_left_in_the_engine_fails_the_run(metric: str, name: str) -> None:
+    assert verdict(result(samples=hits_and_misses(), observations=last_observation(**{metric: 0.5}))) == [name]
+
+
+def test_a_run_that_nobody_watched_fails() -> None:
+    assert "requests still running after the end" in verdict(result(samples=hits_and_misses(), observations=[]))
+
+
+def test_a_run_without_answers_fails() -> None:
+    assert "right answers" in verdict(result(samples=[]))
+
+
+def test_decaying_acceptance_fails_the_run() -> None:
+    samples = hits_and_misses()
+    for one in samples[750:]:
+        one.num_accepted = 15
+    assert verdict(result(samples=samples)) == ["acceptance length of the last quarter, off the first's"]
+
+
+def test_acceptance_of_a_handful_of_answers_is_shown_and_not_judged() -> None:
+    samples = hits_and_misses()[::100]
+    samples[-1].num_accepted = 0
+    drift = bounds.acceptance_drift(result(samples=samples))
+    assert not drift.met
+    assert not drift.required
+
+
+def test_a_hit_rate_far_from_the_ideal_fails_the_run() -> None:
+    run = result(samples=hits_and_misses(), ideal=IdealHits(1000, 930, 9), ideal_bounded=IdealHits(1000, 930, 9))
+    assert verdict(run) == ["prefix cache hit rate below the ideal"]
+
+
+def test_a_hit_rate_below_the_ideal_is_excused_by_a_pool_that_is_too_small() -> None:
+    run = result(samples=hits_and_misses(), ideal=IdealHits(1000, 950, 9), ideal_bounded=IdealHits(1000, 900, 9))
+    assert verdict(run) == []
+    assert "too small" in bounds.hit_rate(run).note
+
+
+def test_a_cache_that_is_on_and_counts_nothing_fails_the_run() -> None:
+    empty = [observation(float(at), metrics={QUERIES: 0.0, HITS: 0.0}) for at in range(41)]
+    assert bounds.hit_rate(result(observations=empty)).verdict == "FAIL (not measured)"
+
+
+def test_nothing_is_asked_of_a_cache_that_is_off() -> None:
+    run = result(samples=hits_and_misses(), settings={"enable_prefix_caching": "false"}, ideal=None, ideal_bounded=None)
+    assert verdict(run) == []
+
+
+def test_hits_that_are_as_slow_as_misses_fail_the_run() -> None:
+    run = result(samples=hits_and_misses(hit_s=0.3, miss_s=1.0))
+    assert verdict(run) == ["time to first token, hits over misses (medians)"]
+
+
+def test_hits_are_only_compared_when_there_are_misses() -> None:
+    assert bounds.hit_ttft(result()).verdict == "FAIL (not measured)"
+
+
+def interference(gap_s: float) -> RunResult:
+    alone = [sample(at * 0.1, phase="alone", traffic="streams") for at in range(200)]
+    beside = [sample(20 + at * 0.1, phase="with long prompts", traffic="streams") for at in range(200)]
+    for one in beside[::20]:
+        one.gaps = array("d", [0.05, gap_s, gap_s])
+    arriving = [sample(30.0, phase="with long prompts", traffic="long prompts")]
+    return result("interference", [*alone, *beside, *arriving])
+
+
+def test_streams_that_keep_their_pace_beside_long_prompts_pass() -> None:
+    assert verdict(interference(gap_s=0.09)) == []
+
+
+def test_streams_that_stutter_beside_long_prompts_fail() -> None:
+    assert verdict(interference(gap_s=0.2)) == ["inter-token p99 in 'with long prompts' over 'alone'"]
+
+
+def overloaded(
+    goodput: float = 10.0,
+    refusal_s: float = 0.01,
+    slow_until_s: float = 31.0,
+    queue: float = 60.0,
+    offered: float = 30.0,
+) -> RunResult:
+    calm = [sample(at * 0.5, phase="calm", traffic="probe") for at in range(8)]
+    peak = [sample(4 + at * 0.1, phase="capacity", ended_s=4 + at * 0.1 + 0.1) for at in range(100)]
+    served = [sample(14 + at / goodput, phase="overload") for at in range(int(15.5 * goodput))]
+    count = int((offered - goodput) * 16)
+    refused = [
+        sample(14 + at / (offered - goodput), phase="overload", outcome="refused", first_s=None, ended_s=0.0)
+        for at in range(count)
+    ]
+    for one in refused:
+        one.ended_s = one.sent_s + refusal_s
+    probes = [30 + at * 0.5 for at in range(20)]
+    recovery = [
+        sample(at, phase="recovery", traffic="probe", first_s=at + (2.0 if at < slow_until_s else 0.1)) for at in probes
+    ]
+    for one in (*served, *refused):
+        one.measured = one.sent_s >= 16
+    spans = [("calm", 0, 4), ("capacity", 4, 14), ("overload", 14, 30), ("recovery", 30, 40)]
+    seen = [observation(float(at)) for at in range(40)]
+    seen.insert(20, observation(20.0, metrics={**seen[19].metrics, WAITING: queue}))
+    return result(
+        "overload",
+        [*calm, *peak, *served, *refused, *recovery],
+        phases=[PhaseSpan(name, float(start), float(end)) for name, start, end in spans],
+        observations=seen,
+    )
+
+
+def test_an_overload_that_is_carried_passes() -> None:
+    assert verdict(overloaded()) == []
+    assert overload.recovery_s(overloaded()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"goodput": 8.0}, "goodput in overload over its peak"),
+        ({"refusal_s": 0.06}, "time to refusal, p99"),
+        ({"queue": 65.0}, "longest queue"),
+        ({"offered": 15.0}, "offered load over capacity"),
+        ({"slow_until_s": 40.0}, "recovery after the load"),
+    ],
+)
+def test_each_bound_of_an_overload_can_be_missed(changes: dict[str, float], name: str) -> None:
+    assert verdict(overloaded(**changes)) == [name]
+
+
+def growing(role: str, per_second: int) -> RunResult:
+    seen = [
+        observation(
+            float(at), rss_bytes={name: (100 << 20) + (at * per_second if name == role else 0) for name in roles}
+        )
+        for roles in [("stub", "engine", "server")]
+        for at in range(41)
+    ]
+    return result("soak", observations=seen)
+
+
+@pytest.mark.parametrize("role", ["stub", "engine", "server"])
+def test_memory_that_grows_fails_a_soak(role: str) -> None:
+    assert verdict(growing(role, per_second=0)) == []
+    assert verdict(growing(role, per_second=400 << 10)) == [
+        f"memory of the {role} in the last third, largest over smallest"
+    ]
+
+
+def test_the_memory_of_a_server_that_is_not_ours_is_not_judged() -> None:
+    unseen = [observation(float(at), rss_bytes={}) for at in range(41)]
+    assert verdict(result("soak", observations=unseen)) == []
+
+
+def test_a_slow_answer_fails_a_burst() -> None:
+    run = result("burst", [sample(1.0), sample(2.0, ended_s=9.0)])
+    assert verdict(run) == ["slowest answer"]
+
+
+def test_a_cancel_heavy_run_must_have_cancelled_something() -> None:
+    assert verdict(result("cancel-heavy")) == ["cancelled requests"]
+    cancelled = [sample(1.0), sample(2.0, outcome="cancelled")]
+    assert verdict(result("cancel-heavy", cancelled)) == []
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_every_scenario_fails_on_a_wrong_answer(name: str) -> None:
+    run = result(name)
+    run.recorder.num_wrong = 1
+    assert "wrong answers" in verdict(run)
+
+
+def test_an_interrupted_run_is_neither_passed_nor_failed() -> None:
+    assert verdict_word(result(samples=hits_and_misses(), complete=False), []) == "INTERRUPTED"
+
+
+def test_what_was_not_measured_is_missed() -> None:
+    assert not passed([Bound("a", None, "at most", 1.0)])
+    assert passed([Bound("a", None, "at most", 1.0, required=False)])
+
+
+def test_quarters_are_of_the_time_that_the_run_took() -> None:
+    samples = [sample(at, num_accepted=4 * int(at // (DURATION_S / 4))) for at in (5.0, 15.0, 25.0, 35.0)]
+    run = result(samples=samples)
+    assert [run.acceptance_length(share, share + 0.25) for share in (0, 0.25, 0.5, 0.75)] == [1, 2, 3, 4]

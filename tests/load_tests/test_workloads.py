@@ -1,0 +1,142 @@
+"""The scenarios' questions, shots and arrivals: the same for the same seed, and shaped as they say."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from random import Random
+
+import pytest
+
+from load_tests.recording import Recorder
+from load_tests.scenarios import SCENARIOS, burst, cancel_heavy, chat, overload, shared_prefix
+from load_tests.workload import Closed, Open, Options, Shot, deck, poisson
+from tests.load_tests.runs import sample
+
+NAMES = sorted(SCENARIOS)
+
+
+def options(scenario: str, **changes: float) -> Options:
+    defaults = SCENARIOS[scenario].defaults
+    values = {"users": 4, "duration_s": 30.0, "rate": defaults.rate, "prompts": 24, "seed": 1, **changes}
+    return Options(**values)  # type: ignore[arg-type]
+
+
+def sent(scenario: str, count: int, **changes: float) -> list[tuple[str, str, float, Shot]]:
+    """(phase, traffic, time or user, shot) for the first shots of everybody."""
+    chosen = options(scenario, **changes)
+    questions = SCENARIOS[scenario].questions(chosen)
+    found: list[tuple[str, str, float, Shot]] = []
+    for phase in SCENARIOS[scenario].phases(chosen, questions):
+        for traffic in phase.traffic:
+            if isinstance(traffic, Closed):
+                for user in range(traffic.users):
+                    shots = itertools.islice(traffic.shots(user), count)
+                    found += [(phase.name, traffic.name, float(user), shot) for shot in shots]
+            else:
+                timed = zip(traffic.arrivals(Recorder()), traffic.shots, strict=False)
+                found += [(phase.name, traffic.name, at, shot) for at, shot in itertools.islice(timed, count)]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_makes_the_same_questions_and_shots(name: str) -> None:
+    assert SCENARIOS[name].questions(options(name)) == SCENARIOS[name].questions(options(name))
+    assert sent(name, 10) == sent(name, 10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_seed_makes_other_questions(name: str) -> None:
+    assert SCENARIOS[name].questions(options(name)) != SCENARIOS[name].questions(options(name, seed=2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shots_ask_questions_that_exist(name: str) -> None:
+    ids = [question.id for question in SCENARIOS[name].questions(options(name))]
+    assert len(ids) == len(set(ids))
+    assert {shot.question for *_, shot in sent(name, 10)} <= set(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_phases_fill_the_time_that_was_asked_for(name: str) -> None:
+    chosen = options(name)
+    phases = SCENARIOS[name].phases(chosen, SCENARIOS[name].questions(chosen))
+    assert sum(phase.seconds for phase in phases) == pytest.approx(chosen.duration_s)
+
+
+def test_a_deck_holds_everything_evenly_in_any_stretch() -> None:
+    drawn = list(itertools.islice(deck(["a", "b", "c"], Random(0)), 30))
+    assert all(sorted(drawn[start : start + 3]) == ["a", "b", "c"] for start in range(0, 30, 3))
+
+
+def test_poisson_arrivals_come_at_their_rate() -> None:
+    times = list(itertools.islice(poisson(50.0, Random(0)), 20_000))
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(50.0, rel=0.03)
+
+
+def test_shared_prefix_tenants_never_share_a_salt_and_renew_it_after_its_uses() -> None:
+    chosen = options("shared-prefix")
+    questions = shared_prefix.questions(chosen)
+    shots = list(itertools.islice(shared_prefix.shots(chosen, questions), 20_000))
+    uses = Counter(shot.salt for shot in shots)
+    assert max(uses.values()) == shared_prefix.USES_OF_A_SALT
+    # In the end there are as many unfinished salts as tenants have system prompts, and as many first ones.
+    partial = sum(count < shared_prefix.USES_OF_A_SALT for count in uses.values())
+    assert partial <= 2 * shared_prefix.TENANTS * shared_prefix.SYSTEM_PROMPTS
+    systems = {(shot.salt, shot.question.partition("/")[0]) for shot in shots}
+    assert len(systems) == len(uses), "one salt, one system prompt"
+
+
+def test_shared_prefix_questions_of_one_system_prompt_begin_alike() -> None:
+    questions = shared_prefix.questions(options("shared-prefix"))
+    texts = [question.text for question in questions if question.id.startswith("system-0/")]
+    common = len(shared_prefix.corpus.TURN_END) and min(len(text) for text in texts)
+    prefix = texts[0][: common - 250]
+    assert len(prefix) > 4 * shared_prefix.SYSTEM_PROMPT_TOKENS * 0.9
+    assert all(text.startswith(prefix) for text in texts)
+
+
+def test_chat_turns_follow_each_other_and_keep_their_salt() -> None:
+    chosen = options("chat")
+    questions = {question.id: question for question in chat.questions(chosen)}
+    shots = list(itertools.islice(chat.conversations(chosen, list(questions.values()))(0), chat.TURNS * 3))
+    for before, now in itertools.pairwise(shots):
+        if questions[now.question].parent is not None:
+            assert (questions[now.question].parent, now.salt) == (before.question, before.salt)
+    assert sum(questions[shot.question].parent is None for shot in shots) == 3
+
+
+def test_a_burst_brings_all_its_users_at_once() -> None:
+    times = list(itertools.takewhile(lambda at: at < 30, burst.arrivals(options("burst", users=7))))
+    counts = Counter(times)
+    assert times == sorted(times)
+    assert [counts[at] for at in (5.0, 15.0, 25.0)] == [7, 7, 7]
+
+
+def test_half_of_the_cancel_heavy_shots_are_cancelled() -> None:
+    chosen = options("cancel-heavy")
+    shots = itertools.islice(cancel_heavy.shots(chosen, cancel_heavy.questions(chosen)), 2000)
+    assert sum(shot.cancel_after is not None for shot in shots) == pytest.approx(1000, abs=80)
+
+
+def test_overload_arrives_at_three_times_the_capacity_that_was_measured() -> None:
+    recorder = Recorder()
+    recorder.samples = [
+        sample(index * 0.1, phase="capacity", first_s=index * 0.1, ended_s=index * 0.1 + 0.1) for index in range(100)
+    ]
+    times = list(itertools.islice(overload.overload_arrivals(options("overload"), recorder), 5000))
+    assert len(times) / times[-1] == pytest.approx(30.0, rel=0.05)
+
+
+def test_overload_sends_nothing_when_there_was_no_capacity() -> None:
+    assert list(overload.overload_arrivals(options("overload"), Recorder())) == []
+
+
+def test_open_traffic_gives_its_arrivals_in_order() -> None:
+    chosen = options("interference")
+    phases = SCENARIOS["interference"].phases(chosen, SCENARIOS["interference"].questions(chosen))
+    (arriving,) = [traffic for phase in phases for traffic in phase.traffic if isinstance(traffic, Open)]
+    assert list(itertools.islice(arriving.arrivals(Recorder()), 3)) == [1.0, 2.0, 3.0]
+    salts = [shot.salt for shot in itertools.islice(arriving.shots, 50)]
+    assert len(set(salts)) == 50, "every long prompt must be a miss"
