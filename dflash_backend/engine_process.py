@@ -36,6 +36,7 @@ from dflash_backend.messages import (
     EngineStats,
     GenerationRequest,
     LoadProgress,
+    QueueState,
     RequestRejected,
     Shutdown,
     StepOutputs,
@@ -62,6 +63,8 @@ class Core(Protocol):
     def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]: ...
     def step(self) -> list[TokenDelta]: ...
     def has_unfinished(self) -> bool: ...
+    @property
+    def num_waiting(self) -> int: ...
     def stats(self) -> EngineStats: ...
     @property
     def phase_seconds(self) -> dict[str, float]: ...
@@ -119,6 +122,7 @@ class EngineLoop:
         self._channel = channel
         self._trace = trace
         self._ending = False
+        self._num_received = 0
         self._stats_sent_at = 0.0
 
     def end(self) -> None:
@@ -149,6 +153,7 @@ class EngineLoop:
         for raw in messages:
             message = ENGINE_INPUT.decode(raw)
             if isinstance(message, GenerationRequest):
+                self._num_received += 1
                 try:
                     self._core.add_request(message)
                 except RequestError as error:
@@ -160,7 +165,7 @@ class EngineLoop:
             elif isinstance(message, Shutdown):
                 self._ending = True
         if deltas or rejected:
-            self._channel.send(StepOutputs(deltas, rejected))
+            self._channel.send(StepOutputs(deltas, rejected, queue=self._queue()))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
@@ -171,7 +176,10 @@ class EngineLoop:
         if idle or now - self._stats_sent_at >= STATS_INTERVAL_S:
             stats, self._stats_sent_at = self._core.stats(), now
         if deltas or phase_seconds or stats:
-            self._channel.send(StepOutputs(deltas, [], stats, phase_seconds))
+            self._channel.send(StepOutputs(deltas, [], stats, phase_seconds, self._queue()))
+
+    def _queue(self) -> QueueState:
+        return QueueState(self._num_received, self._core.num_waiting)
 
 
 class _FailureReport:

@@ -174,6 +174,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0
 
 
+class QueueState(msgspec.Struct, frozen=True, array_like=True):
+    """How many requests the engine has received in all, and how many of them wait to be run."""
+
+    num_received: int
+    num_waiting: int
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """Everything that one engine step, or the intake before it, has to say to the frontend.
 
@@ -184,6 +191,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     rejected: list[RequestRejected] = []
     stats: EngineStats | None = None
     phase_seconds: dict[str, float] = {}
+    queue: QueueState | None = None
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):

@@ -124,6 +124,11 @@ class EngineCore:
         """Whether a request is queued or running."""
         return bool(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are queued and do not run yet."""
+        return len(self.scheduler.waiting)
+
     def stats(self) -> EngineStats:
         """Gauges as they are now and counters since the start."""
         scheduler = self.scheduler

@@ -30,8 +30,11 @@ from dflash_backend.messages import (
     EngineOutput,
     EngineReady,
     EngineSetup,
+    GenerationRequest,
     LoadProgress,
+    QueueState,
     Shutdown,
+    StepOutputs,
 )
 
 ENGINE_MODULE = "dflash_backend.engine_process"
@@ -83,6 +86,8 @@ class EngineClient:
         self._inputs = self._bind(zmq.PUSH, "in")
         self._outputs = self._bind(zmq.PULL, "out")
         self._send_lock = threading.Lock()
+        self._num_requests_sent = 0
+        self._queue = QueueState(0, 0)
         self._ready = False
         self._lifeline, theirs = os.pipe()
         self._wake_read, self._wake_write = os.pipe()
@@ -138,9 +143,21 @@ class EngineClient:
             self.close()
             raise
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait at the engine, as far as it has said, and those that are on their way to it.
+
+        Between two steps this is the number that the engine itself compares with `max_queue_size`, without the wait for
+        the step that runs.
+        """
+        queue = self._queue
+        return queue.num_waiting + self._num_requests_sent - queue.num_received
+
     def send(self, message: EngineInput) -> None:
         """Queue a message for the engine. Never waits; to an engine that is dead it is lost, and `receive` tells."""
         raw = ENCODER.encode(message)
+        # Only the thread that takes requests in sends these.
+        self._num_requests_sent += isinstance(message, GenerationRequest)
         # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
         with self._send_lock, contextlib.suppress(zmq.Again):
             if not self._inputs.closed:
@@ -216,7 +233,10 @@ class EngineClient:
         messages: list[EngineOutput] = []
         with contextlib.suppress(zmq.Again):
             while len(messages) < MESSAGES_A_TURN:
-                messages.append(ENGINE_OUTPUT.decode(self._outputs.recv(zmq.NOBLOCK)))
+                message = ENGINE_OUTPUT.decode(self._outputs.recv(zmq.NOBLOCK))
+                if isinstance(message, StepOutputs) and message.queue is not None:
+                    self._queue = message.queue
+                messages.append(message)
         return messages
 
     def _ended_within(self, seconds: float) -> bool:

@@ -113,6 +113,16 @@ class FrontendService:
         except (InputError, PromptError, ParameterError) as error:
             self._refuse(sender, "INVALID_ARGUMENT", str(error))
             return
+        waiting, limit = engine.num_waiting, self._config.max_queue_size
+        if waiting + parsed.sampling.n > limit:
+            # The engine would say the same, a step later, and of each of n completions by itself.
+            self._refuse(
+                sender,
+                "UNAVAILABLE",
+                f"{waiting} requests wait already, this one has {parsed.sampling.n}, and max_queue_size is {limit}; "
+                "try again later",
+            )
+            return
         request_id = next(self._ids)
         flight = Flight(request_id, sender, parsed, self._tokenizer)
         self._flights[request_id] = flight

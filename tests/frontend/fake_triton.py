@@ -58,6 +58,11 @@ class Sender:
         self._ended = bool(flags & FINAL)
         self._responses.put((response, flags))
 
+    @property
+    def answered(self) -> bool:
+        """Whether the last response was sent."""
+        return self._ended
+
     def is_cancelled(self) -> bool:
         assert not self._ended, "asked about a request that has ended"
         return self.cancelled

@@ -221,6 +221,28 @@ def test_closing_lets_requests_finish_and_refuses_new_ones(service):
     assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
 
 
+def test_a_full_queue_refuses_at_once_and_takes_requests_again_when_it_empties(model_dir, triton):
+    config = EngineConfig(target_model=str(model_dir), max_queue_size=3)
+    service = FrontendService(config, "dflash", triton, COMMAND)
+    try:
+        waiting = [submit(service, [toy_engine.QUIET]) for _ in range(2)]
+        # Two wait, whether or not the engine has said so yet: there is room for one more, not for two.
+        refused = submit(service, "ab", sampling={"n": 2})
+        assert refused.answered
+        (response,) = refused.all()
+        assert response.error.code == "UNAVAILABLE"
+        assert "2 requests wait already, this one has 2, and max_queue_size is 3" in response.error.message
+        assert submit(service, "ab", max_tokens=2).all()[0].outputs["text_output"] == "abab"
+        for sender in waiting:
+            sender.cancelled = True
+        assert [sender.all()[0].error.code for sender in waiting] == ["CANCELLED"] * 2
+        # The engine hears of the cancellations before it hears of these.
+        for n in (1, 2):
+            assert submit(service, "ab", sampling={"n": n}, max_tokens=2).all()[0].error is None
+    finally:
+        service.close()
+
+
 def test_a_load_that_fails_is_an_error_with_the_engines_sentence(model_dir, triton):
     config = EngineConfig(target_model=str(model_dir), max_model_len=toy_engine.FAIL_AT)
     with pytest.raises(EngineError, match="the toy cannot load with 13"):

@@ -70,6 +70,10 @@ class ToyCore:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(state.request.prompt_token_ids[0] == QUIET for state in self._requests.values())
+
     def step(self) -> list[TokenDelta]:
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
         return [delta for delta in deltas if delta is not None]
