@@ -42,8 +42,12 @@ class TritonInstall:
         return [f"--backend-directory={directory}"]
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment to run in: the stub takes the first `python3` of the PATH as its own environment."""
-        environ = dict(base)
+        """The environment to run in: the stub takes the first `python3` of the PATH as its own environment.
+
+        Triton answers from dozens of threads, and an allocator with memory of its own for each of them keeps what any
+        of them ever needed: few arenas keep the server's memory flat. `frontend.engine_client` takes it back.
+        """
+        environ = {"MALLOC_ARENA_MAX": "2", **base}
         environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
         if self.library_dirs:
             present = [base["LD_LIBRARY_PATH"]] if base.get("LD_LIBRARY_PATH") else []

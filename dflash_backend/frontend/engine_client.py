@@ -257,7 +257,11 @@ def _environment() -> dict[str, str]:
     """This process's environment, with its import path: Triton's stub has entries that no variable names.
 
     OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
-    server, the stub and often the clients, and one that spins keeps the one it waits for from running.
+    server, the stub and often the clients, and one that spins keeps the one it waits for from running. Its allocator is
+    its own: the few arenas that suit Triton's many threads (`dflash_client.triton_install`) would be shared by threads
+    that compute.
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ.pop("MALLOC_ARENA_MAX", None)
+    return environ
