@@ -29,7 +29,8 @@ import grpc
 import httpx
 from tritonclient.grpc import service_pb2_grpc
 
-from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, add, memory_mb, outputs, packed, request
+from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, add, memory_mb, packed, request
+from dflash_client.grpc_messages import decode
 from dflash_client.launcher import TritonServer
 
 THREADS = 4
@@ -313,7 +314,7 @@ class Sender:
     def _answer_over_grpc(self, prompt: str) -> str:
         message = request(VALID, text_input=prompt, exclude_input_in_output=True)
         call = self._stub.ModelStreamInfer(iter([message]), timeout=TIMEOUT_S)
-        return "".join(outputs(response)["text_output"][0] for response in call)
+        return "".join(decode(response)["text_output"][0] for response in call)
 
 
 def _error_of(response: httpx.Response) -> str:

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ import grpc
 import httpx
 from tritonclient.grpc import service_pb2_grpc
 
-from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, outputs, request
+from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, request
+from dflash_client.grpc_messages import decode
 from dflash_client.launcher import TritonServer
 
 # How long the server has to settle: a second, and one more since the metrics page is brought up to date once a second.
@@ -101,7 +103,7 @@ class Answer:
     num_input_tokens: int = 0
     error: str = ""
 
-    def add(self, response: dict[str, list[Any]]) -> None:
+    def add(self, response: Mapping[str, list[Any]]) -> None:
         """Take a response's outputs."""
         texts = response["text_output"]
         if not self.texts:
@@ -159,7 +161,7 @@ class Client:
             async for response in call:
                 answer.error += response.error_message
                 if response.infer_response.outputs:
-                    answer.add(outputs(response))
+                    answer.add(decode(response))
         finally:
             call.cancel()
         return answer

@@ -15,6 +15,8 @@ import httpx
 import numpy as np
 from tritonclient.grpc import service_pb2
 
+from dflash_client.processes import family
+
 MODEL = "dflash"
 TIMEOUT_S = 120.0
 
@@ -47,28 +49,6 @@ def packed(*elements: str | bytes) -> bytes:
     return b"".join(struct.pack("<I", len(element)) + element for element in raw)
 
 
-def outputs(message: Any) -> dict[str, list[Any]]:
-    """The outputs of a response by name, as lists of their elements."""
-    response = message.infer_response
-    kinds = {"INT32": "<i4", "UINT32": "<u4", "FP32": "<f4"}
-    read: dict[str, list[Any]] = {}
-    for output, data in zip(response.outputs, response.raw_output_contents, strict=True):
-        if output.datatype == "BYTES":
-            read[output.name] = _unpacked(data)
-        else:
-            read[output.name] = np.frombuffer(data, dtype=kinds[output.datatype]).tolist()
-    return read
-
-
-def _unpacked(data: bytes) -> list[str]:
-    elements, start = [], 0
-    while start < len(data):
-        (length,) = struct.unpack_from("<I", data, start)
-        elements.append(data[start + 4 : start + 4 + length].decode())
-        start += 4 + length
-    return elements
-
-
 class MetricsPage:
     """The metrics of one model, as they were when the page was read."""
 
@@ -93,19 +73,10 @@ class MetricsPage:
 def memory_mb(pid: int) -> dict[str, float]:
     """Resident memory in MB of a `tritonserver`, its stub and its engine process, by what they are."""
     sizes: dict[str, float] = {}
-    for process in [pid, *_descendants(pid)]:
-        command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    for process in family(pid):
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         kind = "engine" if "engine_process" in command else "stub" if "python_backend_stub" in command else "server"
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
         resident = next((line for line in status.splitlines() if line.startswith("VmRSS")), "VmRSS: 0 kB")
         sizes[kind] = sizes.get(kind, 0.0) + int(resident.split()[1]) / 1024
     return sizes
-
-
-def _descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text(encoding="utf-8").split()
-    ]
-    return children + [below for child in children for below in _descendants(child)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_backend.attention import AttentionPattern, BackendError, Requirements, select_backend
+from dflash_backend.attention import BackendError, Requirements, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
 from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
 from dflash_backend.checkpoints.files import weight_files
@@ -23,7 +23,7 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.trace import StepTrace
 from dflash_backend.messages import EngineReady
-from dflash_backend.models import DFlashModel, draft_patterns, load_target
+from dflash_backend.models import DFlashModel, draft_patterns, load_target, target_patterns
 from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
@@ -241,7 +241,7 @@ def _requirements(
     target: TargetSpec, draft: DraftSpec | None, dtype: torch.dtype, device: torch.device
 ) -> Requirements:
     head_dims = {target.decoder.head_dim} | ({draft.decoder.head_dim} if draft else set())
-    patterns = {AttentionPattern(True, window) for window in target.decoder.sliding_windows}
+    patterns = set(target_patterns(target))
     if draft is not None:
         patterns |= set(draft_patterns(draft))
     return Requirements(

@@ -120,7 +120,6 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
     """Raises `CheckpointError` when the weights are not those that the config asks for."""
     shapes = decoder.tensor_shapes(spec, TARGETS[spec.architecture])
     headers = check_weights(spec.path, shapes, ignored=lambda name: decoder.is_unused(spec, name))
-    patterns = {AttentionPattern(True, window) for window in spec.decoder.sliding_windows}
     return CheckpointReport(
         kind="target",
         path=spec.path,
@@ -128,7 +127,7 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
         facts=tuple(target_facts(spec)),
         weights=_weights(headers),
         kv=_kv(spec.decoder, spec.dtype),
-        attention=_attention(spec.decoder, patterns, spec.dtype),
+        attention=_attention(spec.decoder, set(decoder.target_patterns(spec)), spec.dtype),
     )
 
 

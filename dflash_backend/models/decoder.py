@@ -34,7 +34,7 @@ class DecoderTarget:
         self.lm_head = self.embedding if spec.tie_word_embeddings else tensors.pop("lm_head.weight")
         self.final_norm = tensors.pop("model.norm.weight")
         self.rotary = Rotary(spec.decoder, max_positions, self.embedding.device, dtype)
-        self.patterns = tuple(AttentionPattern(True, window) for window in spec.decoder.sliding_windows)
+        self.patterns = target_patterns(spec)
         self.layers = []
         for index, pattern in enumerate(self.patterns):
             form = family(spec.decoder, index)
@@ -93,6 +93,11 @@ class DecoderTarget:
 def layer_prefix(index: int) -> str:
     """What the names of a layer's tensors begin with."""
     return f"model.layers.{index}."
+
+
+def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
+    """What the queries of each layer see."""
+    return tuple(AttentionPattern(True, window) for window in spec.decoder.sliding_windows)
 
 
 def tensor_shapes(spec: TargetSpec, family: Family) -> Shapes:

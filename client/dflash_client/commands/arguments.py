@@ -1,4 +1,4 @@
-"""Argument types that sub-commands share."""
+"""Argument types and options that sub-commands share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ def assignment(text: str) -> tuple[str, str]:
     if not separator or not name.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name.strip(), value
+
+
+def add_settings_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--set`: `settings` becomes a list of `(name, value)`."""
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        metavar="NAME=VALUE",
+        type=assignment,
+        action="append",
+        default=[],
+        help="a setting of the engine (docs/settings.md); may be repeated",
+    )
 
 
 def port(text: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_client.client import DFlashClient
 from dflash_client.commands.arguments import (
-    assignment,
+    add_settings_option,
     non_negative_float,
     non_negative_int,
     positive_float,
@@ -47,15 +47,7 @@ def add_parser(commands: Any) -> None:
         "--target", metavar="DIR|ID", help="target model; with --url: whose tokenizer renders conversations"
     )
     parser.add_argument("--draft", metavar="DIR|ID", help="DFlash drafter; '' for no speculation")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        metavar="NAME=VALUE",
-        type=assignment,
-        action="append",
-        default=[],
-        help="a setting of the engine (docs/settings.md); may be repeated",
-    )
+    add_settings_option(parser)
     parser.add_argument(
         "--dataset",
         dest="datasets",

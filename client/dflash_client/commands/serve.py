@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dflash_client.commands.arguments import assignment, port
+from dflash_client.commands.arguments import add_settings_option, port
 from dflash_client.commands.console import fail, say
 
 if TYPE_CHECKING:
@@ -39,15 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--target", metavar="DIR|ID", help="target model: directory or hub id")
     parser.add_argument("--draft", metavar="DIR|ID", help="DFlash drafter: directory or hub id; '' for no speculation")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        metavar="NAME=VALUE",
-        type=assignment,
-        action="append",
-        default=[],
-        help="a setting of the engine (docs/settings.md); may be repeated",
-    )
+    add_settings_option(parser)
     parser.add_argument("--model-name", default="dflash", metavar="NAME", help="name that clients use (%(default)s)")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
     parser.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
