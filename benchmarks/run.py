@@ -1,7 +1,9 @@
 """`make bench`: transformers, our engine without and with DFlash, and DFlash through Triton, in one run.
 
 All systems answer the same held-out prompts of the demo pair greedily in float32 with the same number of threads, and
-their outputs are compared token by token. Ratios are what to quote: machines differ and are noisy.
+their outputs are compared token by token. Ratios are what to quote: machines differ and are noisy. What Triton costs is
+measured in pairs, in-process and through the server one right after the other, since a machine's speed drifts by more
+than that within a run; the median pair counts.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +30,8 @@ from dflash_backend.config import asset_path
 from dflash_client.launcher import TritonServer
 
 STREAMS = (1, 8, 32)
+# How often a measurement of a pair goes through the prompts.
+PAIR_ROUNDS = 3
 
 
 def load_reference() -> torch.nn.Module:
@@ -59,8 +64,27 @@ def _engine_at(name: str, llm: LLM, prompts: list[list[int]], max_tokens: int, s
     return run_engine(name, llm, prompts, streams, max_tokens)
 
 
-def run_all(prompts: list[list[int]], max_tokens: int, repeats: int) -> list[Measurement]:
-    """Every system at every number of streams."""
+def run_pairs(
+    llm: LLM, url: str, prompts: list[list[int]], max_tokens: int, num_pairs: int
+) -> list[tuple[Measurement, Measurement]]:
+    """In-process and through Triton in turn, at the largest number of streams, long enough for a steady state."""
+    load = prompts * PAIR_ROUNDS
+    pairs = []
+    for _ in range(num_pairs):
+        inside = run_engine(report.DFLASH, llm, load, STREAMS[-1], max_tokens)
+        through = through_triton(url, load, STREAMS[-1], max_tokens)
+        pairs.append((inside, through))
+        print(
+            f"{STREAMS[-1]} streams, in-process and through Triton: {inside.tokens_per_s:.0f} and "
+            f"{through.tokens_per_s:.0f} tokens/s, ratio {through.tokens_per_s / inside.tokens_per_s:.2f}; the client "
+            f"takes {through.client_cpu_share:.0%} of a core",
+            flush=True,
+        )
+    return pairs
+
+
+def run_all(prompts: list[list[int]], max_tokens: int, repeats: int, num_pairs: int) -> report.Runs:
+    """Every system at every number of streams, and the pairs."""
     runs = []
     model = load_reference()
     engines = {
@@ -88,7 +112,9 @@ def run_all(prompts: list[list[int]], max_tokens: int, repeats: int) -> list[Mea
                 f"{runs[-1].client_cpu_share:.0%} of a core",
                 flush=True,
             )
-    return runs
+        pairs = run_pairs(engines[report.DFLASH], server.grpc_url, prompts, max_tokens, num_pairs)
+    ratios = [through.tokens_per_s / inside.tokens_per_s for inside, through in pairs]
+    return report.Runs(runs, through_ratio=statistics.median(ratios), through_ratios=ratios)
 
 
 def main() -> None:
@@ -98,15 +124,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts, over all categories")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2, help="measurements of each system; the fastest counts")
+    parser.add_argument("--pairs", type=int, default=7, help="measurements in-process and through Triton in turn")
     args = parser.parse_args()
     held_out = load_prompts(args.prompts)
     tokenizer = LLM(draft="").tokenizer
-    runs = run_all([tokenizer.encode(row.prompt) for row in held_out], args.max_tokens, args.repeats)
+    runs = run_all([tokenizer.encode(row.prompt) for row in held_out], args.max_tokens, args.repeats, args.pairs)
     prefix = measure_prefix(held_out)
     settings: dict[str, Any] = {
         "prompts": args.prompts,
         "max_tokens": args.max_tokens,
         "repeats": args.repeats,
+        "pairs": args.pairs,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
