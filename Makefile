@@ -14,8 +14,15 @@ LOAD_OPTIONS = $(if $(USERS),--users $(USERS)) $(if $(DURATION),--duration $(DUR
 # A package index that has the CPU build of torch, where the usual one does not: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# `make bench-gpu` and `make test-gpu` run in .venv or, from a bare checkout, with a Python that has torch and triton. What
+# the engine needs besides may then lie in GPU_PACKAGES: `make gpu-packages GPU_PYTHON_VERSION=3.12` puts it there on a
+# machine that has a package index.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_PACKAGES := .gpu-packages
+GPU_PYTHON_VERSION ?= 3.12
+GPU_RUN = PYTHONPATH=.:kernels:client$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test lint format docs bench mutants load demo-model clean
+.PHONY: help setup serve test lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -69,6 +76,16 @@ mutants: setup ## Put known defects back into a copy of the source and show that
 
 bench: setup ## Run the benchmark; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.run
+
+bench-gpu: ## Measure decode cycles on an NVIDIA GPU against its limits: make bench-gpu ARGS="--shape qwen3-8b"
+	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
+
+test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server
+	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs tests/kernels tests/gpu $(ARGS)
+
+gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine without a package index
+	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --only-binary=:all: --no-deps msgspec pyzmq
 
 load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
 	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)

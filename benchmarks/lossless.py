@@ -15,10 +15,10 @@ import torch
 from benchmarks.measure import Measurement, run_engine, run_transformers
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.build import GIB
 from dflash_backend.checkpoints import resolve_pair
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.worker.kv_cache import bytes_per_block
+from dflash_backend.worker.memory import GIB
 
 SMALL_POOL_BLOCKS = 48
 # With chunks of 64 tokens fewer requests run at a time, so the pool must be smaller for them to collide.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from dflash_backend import LLM
 from dflash_backend.evaluation import SpecCounts
 from dflash_backend.frontend.detokenizer import Detokenizer
-from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.messages import ENCODER, GenerationRequest, QueueState, SamplingParams, StepOutputs, TokenDelta
 
 
 @dataclass
@@ -46,6 +47,66 @@ class Measurement:
         return statistics.median(self.first_token_s) if self.first_token_s else None
 
 
+@dataclass(frozen=True)
+class HostShare:
+    """What the host does in a step beside the models: planning, batch preparation, applying results, messages.
+
+    num_steps: steps of the run. step_s: all of them, as the engine counts them. phase_s: verify, accept, inject and
+    draft of all steps; where rows are shared among cores, those of the slowest part. message_s: encoding what each step
+    has to say to the frontend, which the engine process does after it.
+    """
+
+    streams: int
+    num_steps: int
+    step_s: float
+    phase_s: float
+    message_s: float
+
+    @property
+    def host_s(self) -> float:
+        """Everything that is not a phase."""
+        return self.step_s - self.phase_s + self.message_s
+
+    @property
+    def share(self) -> float:
+        """Of a step and its message."""
+        return self.host_s / (self.step_s + self.message_s)
+
+    @property
+    def per_step_s(self) -> float:
+        """The host's own time in a step."""
+        return self.host_s / self.num_steps
+
+
+class HostClock:
+    """Hears of each step of `run_engine` and adds up what `HostShare` needs beside the engine's own counters."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._core = llm.engine.core
+        self._before = self._core.stats()
+        self._phase_s = 0.0
+        self._message_s = 0.0
+
+    def __call__(self, deltas: list[TokenDelta]) -> None:
+        """A step yielded `deltas`."""
+        phases = self._core.phase_seconds
+        self._phase_s += sum(phases.values())
+        started = time.perf_counter()
+        ENCODER.encode(StepOutputs(deltas, [], None, phases, QueueState(0, self._core.num_waiting)))
+        self._message_s += time.perf_counter() - started
+
+    def share(self, streams: int) -> HostShare:
+        """What was heard so far."""
+        stats, before = self._core.stats(), self._before
+        return HostShare(
+            streams,
+            num_steps=stats.num_steps - before.num_steps,
+            step_s=stats.step_seconds - before.step_seconds,
+            phase_s=self._phase_s,
+            message_s=self._message_s,
+        )
+
+
 def run_transformers(
     model: torch.nn.Module, prompts: list[list[int]], streams: int, max_tokens: int, eos: int
 ) -> Measurement:
@@ -69,8 +130,25 @@ def run_transformers(
     return result
 
 
-def run_engine(system: str, llm: LLM, prompts: list[list[int]], streams: int, max_tokens: int) -> Measurement:
-    """Our engine in this process: `streams` requests are kept in flight, text is made as it would be streamed."""
+def measure_host_share(llm: LLM, prompts: list[list[int]], streams: int, max_tokens: int) -> HostShare:
+    """The host's own share of a step while `streams` requests are kept in flight, in a run of its own."""
+    clock = HostClock(llm)
+    run_engine("host share", llm, prompts, streams, max_tokens, clock)
+    return clock.share(streams)
+
+
+def run_engine(
+    system: str,
+    llm: LLM,
+    prompts: list[list[int]],
+    streams: int,
+    max_tokens: int,
+    on_step: Callable[[list[TokenDelta]], None] | None = None,
+) -> Measurement:
+    """Our engine in this process: `streams` requests are kept in flight, text is made as it would be streamed.
+
+    `on_step` hears what each step yielded, right after it.
+    """
     result = Measurement(system, streams)
     core, eos = llm.engine.core, tuple(llm.tokenizer.eos_token_ids)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -85,7 +163,10 @@ def run_engine(system: str, llm: LLM, prompts: list[list[int]], streams: int, ma
             core.add_request(GenerationRequest(request_id, prompt, sampling, eos))
             in_flight[request_id] = (index, time.perf_counter(), Detokenizer(llm.tokenizer, sampling))
             result.outputs[index] = []
-        for delta in core.step():
+        deltas = core.step()
+        if on_step is not None:
+            on_step(deltas)
+        for delta in deltas:
             index, arrived, detokenizer = in_flight[delta.request_id]
             if not result.outputs[index]:
                 result.first_token_s.append(time.perf_counter() - arrived)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Measurement
+from benchmarks.measure import HostShare, Measurement
 from benchmarks.prefix import PrefixMeasurement
 
 BASELINE = "transformers"
@@ -23,11 +23,13 @@ class Runs:
 
     runs: the fastest measurement of each system at each number of streams. through_ratio: tokens per second through
     Triton over those in-process at the most streams, the median of through_ratios, one for each pair of measurements.
+    host: the host's own share of a step of the engine with DFlash at the most streams, in-process.
     """
 
     runs: list[Measurement]
     through_ratio: float
     through_ratios: list[float]
+    host: HostShare
 
 
 def find(runs: list[Measurement], system: str, streams: int) -> Measurement:
@@ -86,7 +88,16 @@ def ratio_table(measured: Runs, prefix: PrefixMeasurement) -> str:
     acceptance = f"{prefix.hit_acceptance_length / prefix.miss_acceptance_length:.3f}"
     lines.append(f"| time to first token, hit over miss, prefix of {prefix.prefix_tokens} tokens | {hit} |")
     lines.append(f"| acceptance length, hit over miss | {acceptance} |")
+    lines.append(f"| {host_line(measured.host)} | {measured.host.share:.3f} |")
     return "\n".join(lines)
+
+
+def host_line(host: HostShare) -> str:
+    """What the host's share is of, and what it comes to."""
+    return (
+        f"host's own share of a step (planning, preparation, applying, messages), {host.streams} streams: "
+        f"{host.per_step_s * 1e3:.2f} of {(host.step_s + host.message_s) / host.num_steps * 1e3:.2f} ms"
+    )
 
 
 def write(directory: Path, measured: Runs, prefix: PrefixMeasurement, settings: dict[str, Any]) -> str:
@@ -112,6 +123,8 @@ def write(directory: Path, measured: Runs, prefix: PrefixMeasurement, settings: 
         "ratios": ratios(measured),
         "through_triton_over_in_process": measured.through_ratios,
         "equal_to_transformers": agreement(runs),
+        "host": asdict(measured.host)
+        | {"share": measured.host.share, "per_step_s": measured.host.per_step_s, "host_s": measured.host.host_s},
         "prefix": asdict(prefix) | {"first_token_ratio": prefix.first_token_ratio},
     }
     (directory / "bench.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.measure import Measurement, run_engine, run_transformers
+from benchmarks.measure import Measurement, measure_host_share, run_engine, run_transformers
 from benchmarks.prefix import measure_prefix
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
@@ -102,6 +102,8 @@ def run_all(prompts: list[list[int]], max_tokens: int, repeats: int, num_pairs: 
         for streams in STREAMS:
             runs.append(best_of(repeats, partial(system, streams)))
             print(f"{name}, {streams} streams: {runs[-1].tokens_per_s:.0f} tokens/s", flush=True)
+    host = measure_host_share(engines[report.DFLASH], prompts, STREAMS[-1], max_tokens)
+    print(f"{report.host_line(host)}, {host.share:.1%}", flush=True)
     settings = {"enable_prefix_caching": "false"}
     with TritonServer(settings=settings, http_port=0, grpc_port=0, metrics_port=0) as server:
         through_triton(server.grpc_url, prompts[:4], 2, 16)  # warm-up
@@ -114,7 +116,7 @@ def run_all(prompts: list[list[int]], max_tokens: int, repeats: int, num_pairs: 
             )
         pairs = run_pairs(engines[report.DFLASH], server.grpc_url, prompts, max_tokens, num_pairs)
     ratios = [through.tokens_per_s / inside.tokens_per_s for inside, through in pairs]
-    return report.Runs(runs, through_ratio=statistics.median(ratios), through_ratios=ratios)
+    return report.Runs(runs, through_ratio=statistics.median(ratios), through_ratios=ratios, host=host)
 
 
 def main() -> None:

@@ -51,15 +51,24 @@ class Cost:
 class _TimedWorker:
     """Accepts 0 to 3 drafts of each row, and notes when it is called and when it returns."""
 
+    overlaps = False
+
     def __init__(self) -> None:
         self._rng = random.Random(1)
+        self._plan: StepPlan | None = None
         self.called_s = 0.0
         self.returned_s = 0.0
         self.num_rows = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> None:
         """See `core.plan.Worker`."""
         self.called_s = time.thread_time()
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        """See `core.plan.Worker`."""
+        plan = self._plan
+        assert plan is not None
         rng, results = self._rng, []
         for row in plan.rows:
             accepted = min(row.num_draft, rng.randrange(4))

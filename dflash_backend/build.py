@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,31 +11,30 @@ from pathlib import Path
 
 import torch
 
-from dflash_backend.attention import BackendError, Requirements, select_backend
+from dflash_backend.attention import AttentionBackend, BackendError, Requirements, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
 from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
-from dflash_backend.checkpoints.files import weight_files
-from dflash_backend.checkpoints.headers import read_headers
-from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.plan import EngineLimits, StepPlan, StepResult
 from dflash_backend.core.trace import StepTrace
 from dflash_backend.messages import EngineReady
-from dflash_backend.models import DFlashModel, draft_patterns, load_target, target_patterns
+from dflash_backend.models import DFlashModel, TargetModel, draft_patterns, load_target, target_patterns
+from dflash_backend.models.ops import select_ops
+from dflash_backend.sizing import Sizes, allocate_kv, at_length, cpu_room, gpu_room, model_bytes, settle_sizes
 from dflash_backend.speculative import DFlashDrafter
-from dflash_backend.worker import ModelRunner
-from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
+from dflash_backend.worker import DeviceRunner, ModelRunner
+from dflash_backend.worker.device_runner import RunnerSizes
+from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.request_table import RequestTable
 from dflash_backend.worker.row_parallel import num_row_workers
+from dflash_backend.worker.step_ops import select_step_ops
 
 Progress = Callable[[str, float], None]
 
-GIB = 1024**3
-DEFAULT_CPU_KV_GIB = 4.0
 # Prompt tokens that a step may take on such a device beside decode rows, however few these are (docs/scheduling.md).
 MIN_PREFILL_TOKENS = {"cpu": 64, "cuda": 256}
-MIN_MODEL_LEN = 2  # a token of prompt and one of output
 
 # What can be wrong with a start, each with a sentence for the operator.
 LOAD_ERRORS = (ConfigError, CheckpointError, BackendError)
@@ -47,27 +45,32 @@ class BuiltEngine:
     """An engine that is ready to step, and what the frontend must know of it."""
 
     core: EngineCore
-    runner: ModelRunner
+    runner: ModelRunner | DeviceRunner
     pair: ModelPair
     ready: EngineReady
     trace: StepTrace | None = None
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How long a request may be and how many blocks there are for all. `cut_from`: the length that the target could
-    address, where the K/V memory holds less."""
+class LoadedModels:
+    """The models on their device, and what runs their attention."""
 
-    max_model_len: int
-    num_blocks: int
-    cut_from: int | None = None
+    pair: ModelPair
+    target: TargetModel
+    draft: DFlashModel | None
+    backend: AttentionBackend
+    device: torch.device
+    dtype: torch.dtype
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, probe: MemoryProbe | None = None
+) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
 
     `progress` hears `(message, fraction)`: what was read of each checkpoint, line by line, then the files that are
-    loaded. Raises one of `LOAD_ERRORS`.
+    loaded. `probe` measures the memory that the KV cache must fit beside the models; None: on a GPU that GPU's, on a
+    CPU, whose memory is not measured, none. Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
     report("reading checkpoints", 0.0)
@@ -75,45 +78,124 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     _report_pair(pair, report)
     device = _device(config)
     dtype = _dtype(config, pair.target, device)
-    sizes = _sizes(config, pair, dtype, device)
-    pair = _at_length(pair, sizes.max_model_len)
-    target_spec, draft_spec = pair.target, pair.draft
-    backend = select_backend(
-        config.attention_backend, _requirements(target_spec, draft_spec, dtype, device), config.kv_block_size
-    )
-    k = pair.num_speculative_tokens
-    max_positions = sizes.max_model_len + k + 1
-
-    target = load_target(
-        target_spec, max_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)
-    )
-    kv = _allocate_kv(config, pair, sizes.num_blocks, dtype, device)
-    drafter = None
-    if draft_spec is not None:
-        model = DFlashModel.load(
-            draft_spec, max_positions, dtype, device, lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done)
-        )
-        drafter_len = min(draft_spec.decoder.max_len, max_positions)
-        drafter = DFlashDrafter(model, target, kv.draft, backend, drafter_len)
-    requests = RequestTable(
-        config.max_num_seqs, sizes.max_model_len, k, config.kv_block_size, target_spec.vocab_size, device
-    )
-    greedy_drafts = config.draft_sample_method == "greedy"
-    row_workers = num_row_workers(device, sum(weight_bytes(directory) for directory in _directories(pair)))
-    runner = ModelRunner(target, drafter, kv, backend, requests, greedy_drafts, device, dtype, row_workers)
-    limits = _limits(config, sizes.num_blocks, sizes.max_model_len, k, drafter, device)
+    if probe is None and device.type == "cuda":
+        probe = CudaMemory(device)
+    # With a probe, the most that there can be; how much there is shows once the models are loaded.
+    room = gpu_room(config, expected_use(probe, model_bytes(pair, dtype))) if probe else cpu_room(config)
+    sizes = settle_sizes(config, pair, room, dtype)
+    try:
+        models = _load_models(config, pair, sizes.max_model_len, dtype, device, report)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the models do not fit the GPU's memory while they are loaded: free memory that other programs hold, or "
+            f"take smaller models ({str(error).partition(chr(10))[0]})"
+        ) from None
+    if probe is not None:
+        sizes = _measured_sizes(config, models, sizes, probe, report)
+    kv = allocate_kv(config, models.pair, sizes.num_blocks, dtype, device)
+    runner = _runner(config, models, sizes, kv)
+    if isinstance(runner, DeviceRunner):
+        # The guard looks at a step while it runs, which a graph does not let it.
+        use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
+        runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done))
     ready = EngineReady(
         max_model_len=sizes.max_model_len,
-        num_speculative_tokens=k,
+        num_speculative_tokens=pair.num_speculative_tokens,
         num_kv_blocks=sizes.num_blocks,
         kv_block_size=config.kv_block_size,
-        vocab_size=target_spec.vocab_size,
-        description=_describe(pair, device, dtype, backend.name, sizes, config.kv_block_size),
+        vocab_size=pair.target.vocab_size,
+        description=_describe(models, sizes, config.kv_block_size),
     )
     trace = _trace(config)
-    core = _core(limits, runner, trace)
+    core = _core(_limits(config, models, sizes), runner, trace, config.enable_overlap)
     report("ready", 1.0)
-    return BuiltEngine(core, runner, pair, ready, trace)
+    return BuiltEngine(core, runner, models.pair, ready, trace)
+
+
+def _load_models(
+    config: EngineConfig,
+    pair: ModelPair,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Progress,
+) -> LoadedModels:
+    pair = at_length(pair, max_model_len)
+    needs = _requirements(pair.target, pair.draft, dtype, device)
+    backend = select_backend(config.attention_backend, needs, config.kv_block_size)
+    max_positions = max_model_len + pair.num_speculative_tokens + 1
+    ops = select_ops(device, _wanted_ops(backend))
+    target = load_target(
+        pair.target, max_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done), ops
+    )
+    draft = None
+    if pair.draft is not None:
+        draft = DFlashModel.load(
+            pair.draft,
+            max_positions,
+            dtype,
+            device,
+            lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done),
+            ops,
+        )
+    return LoadedModels(pair, target, draft, backend, device, dtype)
+
+
+def _measured_sizes(
+    config: EngineConfig, models: LoadedModels, most: Sizes, probe: MemoryProbe, report: Progress
+) -> Sizes:
+    """The sizes that fit beside the models and the largest step. The models were loaded for the length of `most`, so
+    requests get no longer."""
+    report("measuring the memory of the largest steps", 0.9)
+
+    def make_runner() -> Callable[[StepPlan], object]:
+        runner = _runner(config, models, most, allocate_kv(config, models.pair, 1, models.dtype, models.device))
+
+        def run(plan: StepPlan) -> StepResult:
+            runner.submit(plan)
+            return runner.collect()
+
+        return run
+
+    captures = config.enable_cuda_graphs and models.device.type == "cuda"
+    use = measure_use(probe, make_runner, _limits(config, models, most), captures)
+    report(f"memory: {use.describe(config.gpu_memory_utilization)}", 0.95)
+    sizes = settle_sizes(config, models.pair, gpu_room(config, use), models.dtype)
+    if sizes.max_model_len <= most.max_model_len:
+        return sizes
+    return dataclasses.replace(most, num_blocks=sizes.num_blocks)
+
+
+def _wanted_ops(backend: AttentionBackend) -> str | None:
+    """Which operations go with the backend: under Triton's interpreter all of a GPU's path runs on a CPU."""
+    return "triton" if backend.name == "triton" else None
+
+
+def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedKVCache) -> ModelRunner | DeviceRunner:
+    """The worker for these models over this K/V: on a GPU, and where its kernels are interpreted, the one that keeps
+    everything on the device."""
+    pair, target, device = models.pair, models.target, models.device
+    drafter = None
+    if models.draft is not None:
+        drafter = DFlashDrafter(models.draft, target, kv.draft, models.backend, _drafter_len(pair, sizes))
+    k, vocab_size = pair.num_speculative_tokens, pair.target.vocab_size
+    greedy_drafts = config.draft_sample_method == "greedy"
+    wanted_ops = _wanted_ops(models.backend)
+    if device.type == "cuda" or wanted_ops == "triton":
+        room = RunnerSizes(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, k)
+        step_ops = select_step_ops(device, wanted_ops)
+        return DeviceRunner(target, drafter, kv, models.backend, step_ops, room, greedy_drafts, device, models.dtype)
+    requests = RequestTable(config.max_num_seqs, sizes.max_model_len, k, config.kv_block_size, vocab_size, device)
+    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
+    row_workers = num_row_workers(device, sum(weight_bytes(directory) for directory in directories))
+    return ModelRunner(target, drafter, kv, models.backend, requests, greedy_drafts, device, models.dtype, row_workers)
+
+
+def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
+    """How many positions the drafter can run."""
+    if pair.draft is None:
+        return 0
+    return min(pair.draft.decoder.max_len, sizes.max_model_len + pair.num_speculative_tokens + 1)
 
 
 def _report_pair(pair: ModelPair, report: Progress) -> None:
@@ -126,31 +208,20 @@ def _report_pair(pair: ModelPair, report: Progress) -> None:
         report(f"drafter: {label}: {text}", 0.1)
 
 
-def _directories(pair: ModelPair) -> list[Path]:
-    return [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-
-
-def _limits(
-    config: EngineConfig,
-    num_blocks: int,
-    max_model_len: int,
-    k: int,
-    drafter: DFlashDrafter | None,
-    device: torch.device,
-) -> EngineLimits:
+def _limits(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> EngineLimits:
     return EngineLimits(
-        num_blocks=num_blocks,
+        num_blocks=sizes.num_blocks,
         block_size=config.kv_block_size,
-        max_model_len=max_model_len,
+        max_model_len=sizes.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_queue_size=config.max_queue_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_speculative_tokens=k,
-        lookahead_base=drafter.lookahead_base if drafter else 0,
-        drafter_max_len=drafter.max_len if drafter else 0,
+        num_speculative_tokens=models.pair.num_speculative_tokens,
+        lookahead_base=DFlashDrafter.lookahead_base if models.draft is not None else 0,
+        drafter_max_len=_drafter_len(models.pair, sizes),
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
-        min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[device.type],
+        min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
         kv_write_guard=config.kv_write_guard,
         seed=config.seed,
     )
@@ -168,9 +239,11 @@ def _trace(config: EngineConfig) -> StepTrace | None:
         ) from None
 
 
-def _core(limits: EngineLimits, runner: ModelRunner, trace: StepTrace | None) -> EngineCore:
+def _core(
+    limits: EngineLimits, runner: ModelRunner | DeviceRunner, trace: StepTrace | None, overlap: bool
+) -> EngineCore:
     try:
-        return EngineCore(limits, runner, trace=trace)
+        return EngineCore(limits, runner, trace=trace, overlap=overlap)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -188,55 +261,6 @@ def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> to
     return dtypes[name]
 
 
-def _sizes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device) -> Sizes:
-    """Settle the longest request and the number of blocks. Raises `ConfigError` when they cannot be had.
-
-    No request's blocks ever cover more than `max_model_len` positions (`core.row_shape.peak_positions`), so the pool
-    must hold that many. Where the setting is auto, the length gives way to the pool.
-    """
-    addressable = pair.target.decoder.max_len
-    wanted = config.max_model_len
-    if wanted is not None and wanted > addressable:
-        raise ConfigError(
-            f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
-            f"{addressable} positions"
-        )
-    longest = wanted or _unscaled_len(pair.target.decoder)
-    num_blocks = _num_blocks(config, pair, longest, dtype, device)
-    held = num_blocks * config.kv_block_size
-    if longest <= held:
-        return Sizes(longest, num_blocks)
-    if wanted is None and held >= MIN_MODEL_LEN:
-        return Sizes(held, num_blocks, cut_from=longest)
-    needed = -(-longest // config.kv_block_size)
-    raise ConfigError(
-        f"setting 'max_model_len' is {'auto' if wanted is None else wanted}, and a request of {longest} tokens takes "
-        f"{needed} KV blocks of {config.kv_block_size} tokens; there is memory for {num_blocks}, which hold {held} "
-        "tokens: lower max_model_len or raise kv_cache_gb"
-    )
-
-
-def _unscaled_len(decoder: DecoderSpec) -> int:
-    """The length that auto takes: all that the model can address, but with dynamic scaling, which changes every
-    frequency past the original length, what it was trained for."""
-    return decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len
-
-
-def _at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
-    """The pair with dynamic frequencies for the longest sequence that is served: K/V of a prefix must be the same for
-    every sequence that shares it."""
-
-    def scaled(decoder: DecoderSpec) -> DecoderSpec:
-        length = min(max_model_len, decoder.max_len)
-        if decoder.rope.kind != "dynamic" or length <= decoder.rope.length:
-            return decoder
-        return dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, length=length))
-
-    target = dataclasses.replace(pair.target, decoder=scaled(pair.target.decoder))
-    draft = pair.draft and dataclasses.replace(pair.draft, decoder=scaled(pair.draft.decoder))
-    return dataclasses.replace(pair, target=target, draft=draft)
-
-
 def _requirements(
     target: TargetSpec, draft: DraftSpec | None, dtype: torch.dtype, device: torch.device
 ) -> Requirements:
@@ -252,57 +276,8 @@ def _requirements(
     )
 
 
-def _num_blocks(
-    config: EngineConfig, pair: ModelPair, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """How many blocks the K/V memory holds; never more than all running requests at full length could use."""
-    draft = pair.draft
-    block_bytes = bytes_per_block(pair.target.decoder, draft.decoder if draft else None, config.kv_block_size, dtype)
-    lookahead = draft.block_size if draft else 0
-    wanted = config.max_num_seqs * -(-(max_model_len + lookahead) // config.kv_block_size)
-    if config.kv_cache_gb is not None:
-        size, source = config.kv_cache_gb * GIB, f"kv_cache_gb = {config.kv_cache_gb:g}"
-    elif device.type == "cpu":
-        size, source = DEFAULT_CPU_KV_GIB * GIB, f"the default of {DEFAULT_CPU_KV_GIB:g} GiB"
-    else:
-        free, total = torch.cuda.mem_get_info(device)
-        size = free - (1.0 - config.gpu_memory_utilization) * total - _model_bytes(pair, dtype)
-        source = f"gpu_memory_utilization = {config.gpu_memory_utilization:g}"
-    num_blocks = int(size // block_bytes)
-    if config.kv_cache_gb is None:
-        num_blocks = min(wanted, num_blocks)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"the KV cache has no room for a single block: {source} leaves {max(size, 0) / 1024**2:.1f} MiB, a block "
-            f"of {config.kv_block_size} tokens takes {block_bytes / 1024**2:.3f} MiB; raise kv_cache_gb"
-        )
-    return num_blocks
-
-
-def _allocate_kv(
-    config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
-) -> PagedKVCache:
-    """The K/V tensors. Raises `ConfigError` when the device has no room for them."""
-    draft = pair.draft.decoder if pair.draft else None
-    try:
-        return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)
-    except RuntimeError as error:  # torch says so when an allocation fails
-        size = num_blocks * bytes_per_block(pair.target.decoder, draft, config.kv_block_size, dtype)
-        raise ConfigError(
-            f"a KV cache of {num_blocks} blocks of {config.kv_block_size} tokens takes {size / GIB:.1f} GiB, which "
-            f"{device} does not have; lower kv_cache_gb ({str(error).partition(chr(10))[0]})"
-        ) from None
-
-
-def _model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
-    """Memory that the weights of both models will take, which are not loaded yet."""
-    headers = [header for path in _directories(pair) for header in read_headers(weight_files(path)).values()]
-    return sum(math.prod(header.shape) for header in headers) * dtype.itemsize
-
-
-def _describe(
-    pair: ModelPair, device: torch.device, dtype: torch.dtype, backend: str, sizes: Sizes, block_size: int
-) -> str:
+def _describe(models: LoadedModels, sizes: Sizes, block_size: int) -> str:
+    pair, device = models.pair, models.device
     draft = pair.draft
     drafting = "no speculation"
     if draft is not None:
@@ -310,12 +285,13 @@ def _describe(
             f"drafter {draft.path.name} ({draft.format}, {draft.decoder.num_layers} layers, k = "
             f"{pair.num_speculative_tokens}, target layers {list(draft.target_layer_ids)})"
         )
+    dtype = str(models.dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
     if sizes.cut_from is not None:
-        length += f" (the target could do {sizes.cut_from}; the KV cache holds no more, raise kv_cache_gb)"
+        length += f" (the target could do {sizes.cut_from}; the KV cache holds no more, {sizes.more})"
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
-        f"{drafting}; {device.type}, {str(dtype).removeprefix('torch.')}, attention {backend}{threads}; "
+        f"{drafting}; {device.type}, {dtype}, attention {models.backend.name}{threads}; "
         f"KV cache of {sizes.num_blocks} blocks of {block_size} tokens; {length}"
     )

@@ -212,10 +212,13 @@ SETTINGS: tuple[Setting, ...] = (
         help="seconds after which a request ends with what it has; 0: never",
     ),
     Setting("kv_write_guard", bool, False, "check every KV write against its owner and stop at a breach (slow)"),
-    Setting("enable_cuda_graphs", bool, True, "capture the decode cycle into CUDA graphs; no effect in this version"),
     Setting(
-        "enable_overlap", bool, True, "plan the next step while the device runs this one; no effect in this version"
+        "enable_cuda_graphs",
+        bool,
+        True,
+        "on a GPU, capture the decode cycle as CUDA graphs at the start, which takes seconds and memory",
     ),
+    Setting("enable_overlap", bool, True, "plan the next step while the device runs this one; takes effect on a GPU"),
     Setting("seed", int, 0, low=0, high=2**63 - 1, help="seeds the requests that bring no seed of their own"),
     Setting(
         "trace_dir",

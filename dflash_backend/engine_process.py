@@ -68,6 +68,8 @@ class Core(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def phase_seconds(self) -> dict[str, float]: ...
+    @property
+    def failed(self) -> list[RequestRejected]: ...
 
 
 class Built(Protocol):
@@ -139,11 +141,12 @@ class EngineLoop:
             if self._core.has_unfinished():
                 deltas = self._core.step()
                 started = time.monotonic()
-                self._send(deltas, self._core.phase_seconds, idle=not self._core.has_unfinished())
+                idle = not self._core.has_unfinished()
+                self._send(deltas, self._core.failed, self._core.phase_seconds, idle)
                 if self._trace is not None:
                     self._trace.messages("send", started, len(deltas))
             elif busy:
-                self._send([], {}, idle=True)
+                self._send([], [], {}, idle=True)
 
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
@@ -169,14 +172,16 @@ class EngineLoop:
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
-    def _send(self, deltas: list[TokenDelta], phase_seconds: dict[str, float], idle: bool) -> None:
+    def _send(
+        self, deltas: list[TokenDelta], failed: list[RequestRejected], phase_seconds: dict[str, float], idle: bool
+    ) -> None:
         """Send a step's outputs, with stats now and then and always before the engine goes quiet."""
         now = time.monotonic()
         stats = None
         if idle or now - self._stats_sent_at >= STATS_INTERVAL_S:
             stats, self._stats_sent_at = self._core.stats(), now
-        if deltas or phase_seconds or stats:
-            self._channel.send(StepOutputs(deltas, [], stats, phase_seconds, self._queue()))
+        if deltas or failed or phase_seconds or stats:
+            self._channel.send(StepOutputs(deltas, failed, stats, phase_seconds, self._queue()))
 
     def _queue(self) -> QueueState:
         return QueueState(self._num_received, self._core.num_waiting)

@@ -188,5 +188,8 @@ def _attention(spec: DecoderSpec, patterns: set[AttentionPattern], dtype: str) -
         head_size=spec.head_dim,
         device=device,
         dtype=chosen,
-        backends={name: tuple(lacking(capabilities, needs)) for name, (capabilities, _) in BACKENDS.items()},
+        backends={
+            name: tuple(lacking(capabilities, needs, EngineConfig.kv_block_size))
+            for name, (capabilities, _) in BACKENDS.items()
+        },
     )

@@ -158,7 +158,8 @@ class LLM:
         `params` is one set for all prompts or one each; `sampling` gives single parameters instead:
         `generate("...", max_tokens=8, temperature=0)`. With `n` above 1 an output has so many completions, each with a
         seed of its own. `on_finished` hears the index of each prompt that is done. Raises `ParameterError` for a bad
-        parameter and `RequestError` for a prompt that cannot be served; the other prompts are given up then.
+        parameter and `RequestError` for a prompt that cannot be served, also when that shows only as it runs; the other
+        prompts are given up then.
         """
         batch = _as_batch(prompts)
         parameters = self._parameters(params, sampling, len(batch))
@@ -236,6 +237,8 @@ class LLM:
                     if delta.finish_reason is not None:
                         del running[delta.request_id]
                     yield job, delta, text.text
+                for failure in core.failed:
+                    raise RequestError(failure.status, failure.message)
                 self._feed(waiting, running)
         finally:
             core.abort(list(running))

@@ -57,6 +57,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the tokens so far change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def needs_own_output(self) -> bool:
+        """Whether a step needs on the host what the steps before it yielded: its logits depend on that, or its result
+        does."""
+        return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.logprobs is not None
+
 
 class EngineSetup(msgspec.Struct, frozen=True):
     """What the engine process must know to start: the settings as text, by name, the two ZeroMQ addresses, the folder
@@ -148,7 +154,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
-    """The engine could not take a request. `status` is a gRPC status name."""
+    """The engine could not take a request, or gave it up as it ran. `status` is a gRPC status name."""
 
     request_id: str
     status: Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"]

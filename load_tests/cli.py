@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"load_tests: {' and '.join(missing)} missing; install them with: pip install -e '.[load]'", file=sys.stderr
         )
         return 2
+    # The server must go with us also when it is not a terminal that ends us.
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
     try:
         return _run(given)
     except UsageError as error:

@@ -16,11 +16,12 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 
 
-def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> list[KVLayer]:
-    """Empty K/V of every layer, filled with noise: whatever is read without having been written shows."""
-    shape = (NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
-    generator = torch.Generator().manual_seed(7)
-    return [KVLayer((torch.randn(shape, generator=generator) * 10).to(dtype)) for _ in range(spec.num_layers)]
+def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[KVLayer]:
+    """Empty K/V of every layer, one allocation, filled with noise: whatever is read without having been written
+    shows."""
+    shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 10
+    return [KVLayer(layer) for layer in noise.to(device, dtype)]
 
 
 def block_tables(num_rows: int, seed: int = 3) -> np.ndarray:
@@ -36,6 +37,7 @@ def context(
     query_lens: list[int],
     patterns: Iterable[AttentionPattern] = (AttentionPattern(True),),
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> PagedContext:
     """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`."""
     backend = TorchBackend(BLOCK_SIZE)
@@ -43,5 +45,6 @@ def context(
     positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, query_lens, strict=True)])
     rows = np.repeat(np.arange(len(starts)), lens)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables))
-    return PagedContext.prepare(layout, torch.from_numpy(positions), torch.from_numpy(slots), backend, patterns, dtype)
+    layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables).to(device))
+    where, to = torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device)
+    return PagedContext.prepare(layout, where, to, backend, patterns, dtype)

@@ -107,6 +107,16 @@ def test_a_request_that_is_refused_does_not_touch_the_others(engine):
     assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
 
 
+def test_a_request_that_is_given_up_is_told_and_does_not_touch_the_others(engine):
+    engine.send(request("bad", [toy_engine.GIVE_UP]))
+    engine.send(request("good", [1], max_tokens=30))
+    heard = hear(engine, finished("good"))
+    assert [part for part in heard if isinstance(part, RequestRejected)] == [
+        RequestRejected("bad", "INTERNAL", "the toy gave up")
+    ]
+    assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
+
+
 def test_an_aborted_request_is_not_heard_of_again(engine):
     engine.send(request("gone", [1], max_tokens=10**9))
     hear(engine, lambda part: True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.core.admission import RequestError
+from dflash_backend.core.plan import StepOutOfMemory, StepPlan, StepResult, Worker
 from dflash_backend.sampling_params import ParameterError
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
@@ -101,3 +103,33 @@ def test_bad_input_is_named_and_the_engine_goes_on(
         llm.generate([prompt], **sampling)
     assert not llm.engine.core.has_unfinished()
     assert len(llm.generate(QUESTION, max_tokens=2)[0].token_ids) == 2
+
+
+class FullMemory:
+    """A worker whose device has no memory for a step of more than eight tokens."""
+
+    overlaps = False
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.num_tokens <= 8:
+            return self._worker.submit(plan)
+        self._worker.submit(dataclasses.replace(plan, rows=[]))
+        self._worker.collect()
+        raise StepOutOfMemory("the memory is full")
+
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+
+def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engine_goes_on() -> None:
+    llm = LLM(kv_cache_gb=0.05, max_model_len=128)
+    core = llm.engine.core
+    core._worker = FullMemory(core._worker)
+    with pytest.raises(RequestError, match="the memory is full") as caught:
+        llm.generate([[5] * 30], max_tokens=2)
+    assert caught.value.status == "INTERNAL"
+    assert not core.has_unfinished()
+    assert len(llm.generate([[5] * 3], max_tokens=2, num_speculative_tokens=0)[0].token_ids) == 2

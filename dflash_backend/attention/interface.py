@@ -2,7 +2,7 @@
 
 A forward pass runs *rows*: row r has `query_lens[r]` consecutive queries, the last of them at position
 `seq_lens[r] - 1`, over the K/V of positions `[0, seq_lens[r])` of one request. Queries of all rows lie behind one
-another in `[num_tokens, ...]` tensors.
+another in `[num_tokens, ...]` tensors. On a GPU the host may know only bounds of these lengths (`DeviceRows`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ class AttentionPattern:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can run. `head_dims` of None means any."""
+    """What a backend can run.
+
+    head_dims: None means any. emulated: those of `devices` on which it runs for tests only, so that `auto` takes any
+    other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` and
+    `write_kv` may run inside a CUDA graph, since the host waits for nothing in them.
+    """
 
     causal: bool
     non_causal: bool
@@ -36,6 +41,9 @@ class Capabilities:
     head_dims: frozenset[int] | None
     dtypes: frozenset[torch.dtype]
     devices: frozenset[str]
+    emulated: frozenset[str] = frozenset()
+    block_multiple: int = 1
+    capturable: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,37 @@ class Requirements:
 
 
 @dataclass(frozen=True)
+class DeviceRows:
+    """The rows of a forward pass as the device knows them: int32 `[num_rows]` each, on the device.
+
+    Row r has the queries of tokens `[query_start[r], query_start[r] + query_lens[r])`, the last of them at position
+    `seq_lens[r] - 1`. A padding row has lengths of 0. Starts ascend; tokens that are no row's are padding: their
+    output is finite and means nothing.
+    """
+
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RowLayout:
     """The rows of a forward pass, on the host, and their block tables, on the device.
 
-    query_lens, seq_lens: int64 `[num_rows]`. block_tables: int64 `[num_rows, >= blocks of the longest row]`.
+    query_lens, seq_lens: int64 `[num_rows]`. block_tables: int64 or int32 `[num_rows, >= blocks of the longest row]`.
+
+    Without `device` the lengths are exact and the rows' tokens lie behind one another. With it they are upper bounds,
+    from which a backend takes its launch sizes alone: row r owns the tokens `[query_start[r], query_start[r] +
+    query_lens[r])`, and its real seq_len is at most `max_slack` below the bound, unless it is a padding row. A row
+    whose request has ended meanwhile may be longer than its bound and than its table: it reads nothing past either
+    end of the table, and its output is finite and not used.
     """
 
     query_lens: np.ndarray
     seq_lens: np.ndarray
     block_tables: torch.Tensor
+    device: DeviceRows | None = None
+    max_slack: int = 0
 
 
 class AttentionMetadata:
@@ -88,7 +118,8 @@ class AttentionBackend(Protocol):
         ...
 
     def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
-        """Write `kv` `[num_tokens, 2, num_kv_heads, head_dim]` to `slots` (int64 `[num_tokens]`)."""
+        """Write `kv` `[num_tokens, 2, num_kv_heads, head_dim]` to `slots` (int64 `[num_tokens]`). Slots below 0 are
+        padding, whose K/V is written nowhere."""
         ...
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:

@@ -7,18 +7,40 @@ from collections.abc import Callable
 from dflash_backend.attention.interface import AttentionBackend, Capabilities, Requirements
 from dflash_backend.attention.torch_backend import TorchBackend
 
-# In the order of preference of `auto`. A factory takes the KV block size.
-BACKENDS: dict[str, tuple[Capabilities, Callable[[int], AttentionBackend]]] = {
-    TorchBackend.name: (TorchBackend.capabilities, TorchBackend),
-}
+Backends = dict[str, tuple[Capabilities, Callable[[int], AttentionBackend]]]
+"""What can be chosen, in the order of preference of `auto`. A factory takes the KV block size."""
+
+
+def installed_backends() -> Backends:
+    """The backends whose packages are here.
+
+    Our own kernels come first: they are the only ones that run everything and split a long context over the whole GPU
+    for a handful of queries. On a CPU they run under Triton's interpreter alone, and only when asked for.
+    """
+    backends: Backends = {}
+    try:
+        from dflash_backend.attention import flash_attn_backend, triton_backend
+    except ImportError:  # no Triton: its kernels are not there, which both backends need
+        pass
+    else:
+        ours, theirs = triton_backend.TritonBackend, flash_attn_backend.FlashAttnBackend
+        backends[ours.name] = (ours.capabilities, ours)
+        if flash_attn_backend.flash_attn_varlen_func is not None:
+            backends[theirs.name] = (theirs.capabilities, theirs)
+    backends[TorchBackend.name] = (TorchBackend.capabilities, TorchBackend)
+    return backends
+
+
+BACKENDS = installed_backends()
 
 
 class BackendError(ValueError):
     """No backend, or not the one asked for, can run these models."""
 
 
-def lacking(capabilities: Capabilities, needs: Requirements) -> list[str]:
-    """What `needs` asks for that `capabilities` does not have, in words; empty when everything is there."""
+def lacking(capabilities: Capabilities, needs: Requirements, block_size: int) -> list[str]:
+    """What `needs` and the KV block size ask for that `capabilities` does not have, in words; empty when everything
+    is there."""
     missing = []
     if any(pattern.causal for pattern in needs.patterns) and not capabilities.causal:
         missing.append("causal attention")
@@ -32,26 +54,28 @@ def lacking(capabilities: Capabilities, needs: Requirements) -> list[str]:
         missing.append(str(needs.dtype).removeprefix("torch."))
     if needs.device not in capabilities.devices:
         missing.append(f"device {needs.device}")
+    if block_size % capabilities.block_multiple:
+        missing.append(f"kv_block_size {block_size} (it takes multiples of {capabilities.block_multiple})")
     return missing
 
 
 def select_backend(
-    wanted: str | None,
-    needs: Requirements,
-    block_size: int,
-    backends: dict[str, tuple[Capabilities, Callable[[int], AttentionBackend]]] = BACKENDS,
+    wanted: str | None, needs: Requirements, block_size: int, backends: Backends = BACKENDS
 ) -> AttentionBackend:
     """The backend named `wanted`, or with None the first that can. Raises `BackendError` with those that would do."""
-    able = [name for name, (capabilities, _) in backends.items() if not lacking(capabilities, needs)]
+    missing = {name: lacking(capabilities, needs, block_size) for name, (capabilities, _) in backends.items()}
+    able = [name for name in backends if not missing[name]]
+    able.sort(key=lambda name: needs.device in backends[name][0].emulated)
     do = "these would do: " + ", ".join(able) if able else "none here would do"
     if wanted is None:
         if not able:
-            reasons = "; ".join(f"{name} lacks {', '.join(lacking(c, needs))}" for name, (c, _) in backends.items())
+            reasons = "; ".join(f"{name} lacks {', '.join(lacks)}" for name, lacks in missing.items())
             raise BackendError(f"no attention backend can run these models: {reasons}")
         return backends[able[0]][1](block_size)
     if wanted not in backends:
         raise BackendError(f"attention_backend '{wanted}' is not available in this installation; {do}")
-    missing = lacking(backends[wanted][0], needs)
-    if missing:
-        raise BackendError(f"attention_backend '{wanted}' lacks {', '.join(missing)}, which these models need; {do}")
+    if missing[wanted]:
+        raise BackendError(
+            f"attention_backend '{wanted}' lacks {', '.join(missing[wanted])}, which these models need; {do}"
+        )
     return backends[wanted][1](block_size)

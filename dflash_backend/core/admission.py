@@ -14,9 +14,10 @@ from dflash_backend.messages import GenerationRequest
 
 
 class RequestError(Exception):
-    """The engine does not take a request. `status` is a gRPC status name; the message is for the client."""
+    """The engine does not take a request, or gave it up. `status` is a gRPC status name; the message is for the
+    client."""
 
-    def __init__(self, status: Literal["INVALID_ARGUMENT", "UNAVAILABLE"], message: str) -> None:
+    def __init__(self, status: Literal["INVALID_ARGUMENT", "UNAVAILABLE", "INTERNAL"], message: str) -> None:
         super().__init__(message)
         self.status = status
         self.message = message

@@ -2,22 +2,55 @@
 
 `EngineCore` runs in the engine process behind ZeroMQ and in-process behind `dflash_backend.LLM`; either calls
 `add_request`, `stop` and `abort` between steps and `step` while `has_unfinished()`.
+
+With a worker that overlaps, a step is in flight between two calls of `step` (`docs/gpu.md`): the next one is planned
+and submitted behind it before its result is waited for. Requests may end while they have a row in flight, and their ids
+be used again; so what is in flight is kept with the request objects that it belongs to.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from dflash_backend.core.admission import RequestError, check_fits_alone, check_limits, check_prompt
-from dflash_backend.core.plan import EngineLimits, RowResult, ScheduledRow, StepPlan, StepResult, Worker
+from dflash_backend.core.plan import (
+    EngineLimits,
+    RowResult,
+    ScheduledRow,
+    StepOutOfMemory,
+    StepPlan,
+    StepResult,
+    Worker,
+)
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.trace import StepTimes, StepTrace
-from dflash_backend.messages import EngineStats, FinishReason, GenerationRequest, TokenDelta, TokenLogprobs
+from dflash_backend.messages import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    RequestRejected,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 __all__ = ["EngineCore", "RequestError"]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A step that was submitted, the requests of its rows in the plan's order, and when it was planned (from `started`
+    to `planned`) and submitted."""
+
+    plan: StepPlan
+    requests: list[Request]
+    started: float
+    planned: float
+    submitted: float
 
 
 class EngineCore:
@@ -29,13 +62,17 @@ class EngineCore:
         worker: Worker,
         clock: Callable[[], float] = time.monotonic,
         trace: StepTrace | None = None,
+        overlap: bool = False,
     ) -> None:
-        """`clock` gives seconds and never goes back; `trace` hears of requests and steps, in the same clock. Raises
-        ValueError for limits that cannot work."""
+        """`clock` gives seconds and never goes back; `trace` hears of requests and steps, in the same clock. `overlap`
+        keeps a step in flight, on a worker that overlaps. Raises ValueError for limits that cannot work."""
         check_limits(limits)
         self.limits = limits
         self.scheduler = Scheduler(limits)
         self._worker = worker
+        self._overlap = overlap and worker.overlaps
+        # Submitted and not collected, the oldest first: between two calls of `step` one at most.
+        self._in_flight: deque[_StepInFlight] = deque()
         self._clock = clock
         self._trace = trace
         self._requests: dict[str, Request] = {}
@@ -50,8 +87,10 @@ class EngineCore:
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
-        # Of the last step, by phase; empty when it had nothing to do.
+        # Of the step whose result the last call of `step` applied, by phase; empty when there was none.
         self.phase_seconds: dict[str, float] = {}
+        # Requests that the last call of `step` gave up with an error. There is no delta for them.
+        self.failed: list[RequestRejected] = []
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Raises `RequestError`, and queues nothing, when it cannot be taken:
@@ -101,28 +140,32 @@ class EngineCore:
         return deltas
 
     def step(self) -> list[TokenDelta]:
-        """Run one step and return what it yielded, at most one delta a request; [] when there was nothing to do."""
+        """Go on by one step and return what was yielded, at most one delta a request; [] when there was nothing to do.
+
+        With overlap these are the deltas of the step before the one that was submitted: the first call yields none.
+        """
         started = self._clock()
-        self.phase_seconds = {}
+        self.phase_seconds, self.failed = {}, []
         deltas = self._expire(started)
-        plan = self.scheduler.plan(started)
-        if plan is None:
+        plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
+        if plan is None and not self._in_flight:
             return deltas
-        planned = self._clock()
-        result = self._worker.execute(plan)
-        executed = self._clock()
-        self.phase_seconds = result.phase_seconds
-        deltas += self._apply(plan, result)
-        ended = self._clock()
-        self._num_steps += 1
-        self._step_seconds += ended - started
-        if self._trace is not None:
-            self._trace.step(plan, result, StepTimes(started, planned, executed, ended))
+        try:
+            if plan is not None:
+                self._submit(plan, started)
+        except StepOutOfMemory as error:
+            assert plan is not None
+            deltas += self._make_room(plan, str(error))
+        else:
+            stays_in_flight = 1 if self._overlap and plan is not None else 0
+            if len(self._in_flight) > stays_in_flight:
+                deltas += self._collect()
+        self._step_seconds += self._clock() - started
         return deltas
 
     def has_unfinished(self) -> bool:
-        """Whether a request is queued or running."""
-        return bool(self._requests)
+        """Whether a request is queued or running, or a step of requests that have ended is in flight."""
+        return bool(self._requests or self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -191,8 +234,60 @@ class EngineCore:
                 deltas.append(self._finish(request, [], "abort", now))
         return deltas
 
-    def _apply(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Bring the requests up to what the worker did, row by row."""
+    def _submit(self, plan: StepPlan, started: float) -> None:
+        """Give a step to the worker. Raises `StepOutOfMemory`; the step is not in flight then."""
+        planned = self._clock()
+        running = self.scheduler.running
+        requests = [running[row.request_id] for row in plan.rows]
+        self._worker.submit(plan)
+        if self._overlap:
+            for row, request in zip(plan.rows, requests, strict=True):
+                request.row_in_flight = row
+        self._in_flight.append(_StepInFlight(plan, requests, started, planned, self._clock()))
+
+    def _make_room(self, plan: StepPlan, message: str) -> list[TokenDelta]:
+        """After a step that did not fit the device's memory: let the next one be smaller. What is in flight is applied
+        first, since nobody can be preempted before."""
+        if self._in_flight:
+            deltas = self._collect()
+        elif len(plan.rows) == 1:
+            self._fail(self._requests[plan.rows[0].request_id], message)
+            return []
+        else:
+            deltas = []
+        if self.scheduler.running:
+            self.scheduler.shrink(plan)
+        return deltas
+
+    def _fail(self, request: Request, message: str) -> None:
+        """End a request that alone does not fit the device's memory."""
+        del self._requests[request.request_id]
+        self.scheduler.remove(request)
+        self._trace_end(request, "error", self._clock())
+        reason = (
+            f"a step of this request alone does not fit the device's memory ({message}); send a shorter prompt, or "
+            f"have the server's gpu_memory_utilization or max_num_batched_tokens lowered"
+        )
+        self.failed.append(RequestRejected(request.request_id, "INTERNAL", reason))
+
+    def _collect(self) -> list[TokenDelta]:
+        """Wait for the oldest step in flight and apply its result."""
+        step = self._in_flight.popleft()
+        waited = self._clock()
+        result = self._worker.collect()
+        executed = self._clock()
+        self.phase_seconds = result.phase_seconds
+        deltas = self._apply(step, result)
+        self._num_steps += 1
+        if self._trace is not None:
+            times = StepTimes(step.started, step.planned, step.submitted, waited, executed, self._clock())
+            self._trace.step(step.plan, result, times)
+        return deltas
+
+    def _apply(self, step: _StepInFlight, result: StepResult) -> list[TokenDelta]:
+        """Bring the requests up to what the worker did, row by row. What a request yielded that has ended meanwhile is
+        dropped, also when its id is in use again."""
+        plan = step.plan
         if result.step_id != plan.step_id or len(result.rows) != len(plan.rows):
             raise RuntimeError(
                 f"the worker answered step {result.step_id} with {len(result.rows)} rows; step {plan.step_id} with "
@@ -200,15 +295,18 @@ class EngineCore:
             )
         now = self._clock()
         deltas = []
-        for row, row_result in zip(plan.rows, result.rows, strict=True):
+        for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
             _check_row_result(row, row_result)
-            delta = self._apply_row(row, row_result, now)
+            if self._requests.get(row.request_id) is not request:
+                continue
+            delta = self._apply_row(request, row, row_result, now)
             if delta is not None:
                 deltas.append(delta)
         return deltas
 
-    def _apply_row(self, row: ScheduledRow, result: RowResult, now: float) -> TokenDelta | None:
-        request = self._requests[row.request_id]
+    def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult, now: float) -> TokenDelta | None:
+        if request.row_in_flight is row:
+            request.row_in_flight = None  # else the step behind has a row of it too
         request.num_computed += row.num_new + result.num_accepted
         if row.num_draft:
             self._count_draft(request, row.num_draft, result.num_accepted)

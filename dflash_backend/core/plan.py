@@ -39,6 +39,12 @@ class ScheduledRow(msgspec.Struct, frozen=True):
     A row with `sample` false and `num_next_draft` > 0 is a resumed request: all its tokens but the last are computed
     by the end of this step, and the drafter goes on from that last token, its anchor.
     `new_block_ids` are appended to the request's block table before the step.
+
+    `num_uncertain` is the number of the request's drafts that the step before this one verifies, when that step was
+    still in flight as this row was planned; 0 for a row that starts at `num_computed`. With it, `num_computed` is an
+    upper bound that leaves out the outcomes which end the request, and only the worker knows where the row starts: at
+    most `num_uncertain` below it. When the request has ended with the step in flight, the row runs for nothing; it may
+    then start past `num_computed` and reach past its blocks. A position that no block of the row covers is not written.
     """
 
     request_id: str
@@ -48,6 +54,7 @@ class ScheduledRow(msgspec.Struct, frozen=True):
     sample: bool
     num_next_draft: int
     new_block_ids: list[int]
+    num_uncertain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +102,30 @@ class StepResult:
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Worker(Protocol):
-    """What the engine core needs of a worker. `worker.ModelWorker` is the real one, tests have a toy."""
+class StepOutOfMemory(Exception):
+    """A step does not fit the device's memory. The plan's finished and new requests and the blocks of its rows have
+    been taken in; none of its rows has run, and there is no result to collect. The message is for the operator."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a step to its end."""
+
+class Worker(Protocol):
+    """What the engine core needs of a worker: steps go in, and their results come out in the same order.
+
+    `worker.ModelRunner` runs steps on a CPU, `worker.DeviceRunner` on a GPU; tests have a toy.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `submit` returns before the step has run, so that there is something to do meanwhile. Constant. A
+        worker that does not overlap never gets a row with `num_uncertain`."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step behind those that were submitted before; at most one of them has not been collected. Raises
+        `StepOutOfMemory`."""
+        ...
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step that was submitted and not collected; waits for it. There must be one."""
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dflash_backend.core.plan import EngineLimits, NewRequest
+from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow
 from dflash_backend.core.prefix_cache import DigestChain
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestStats, SamplingParams
 
@@ -32,6 +32,9 @@ class Request:
     final; in decode it is one less than the tokens, whose last is the anchor. `pending_draft` is the number of drafts
     that the worker holds for the next verification. It survives a preemption: what the request had drafted decides
     where its next draft block starts, and with it what a sampled request draws.
+
+    All of these are as of the last result that was applied. `row_in_flight` is the request's row in the step in flight,
+    if it has one there. A request with `needs_own_output` is planned only without.
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     seed: int
     num_speculative_tokens: int
+    needs_own_output: bool
     stop_ids: frozenset[int]
     chain: DigestChain
     arrival: int
@@ -51,6 +55,7 @@ class Request:
     pending_draft: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
+    row_in_flight: ScheduledRow | None = None
 
     first_scheduled_s: float | None = None
     num_cached_tokens: int = 0
@@ -77,6 +82,7 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             seed=derive_seed(limits.seed, arrival) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
+            needs_own_output=sampling.needs_own_output,
             stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             chain=DigestChain(sampling.cache_salt, limits.block_size),
             arrival=arrival,

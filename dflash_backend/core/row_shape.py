@@ -1,15 +1,15 @@
 """What one request does in one step, and the most it can ever need: arithmetic on that request alone.
 
 Nothing here looks at other requests, at the pool or at the queue. Where a request's draft blocks start decides what a
-sampled request draws, so k must follow from the request itself for its output to be the same whatever else runs. Called
-by the scheduler for every row and by admission.
+sampled request draws, so k must follow from the request itself for its output to be the same whatever else runs, and
+whether or not a step is in flight. Called by the scheduler for every row and by admission.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.plan import EngineLimits, ScheduledRow
 from dflash_backend.core.request import Request
 
 
@@ -17,13 +17,17 @@ class RowShape(msgspec.Struct, frozen=True, gc=False):
     """A row before it has blocks; the counts are those of `ScheduledRow`.
 
     `num_positions` is what invariant RESERVE asks for: the request's blocks must cover every position below it.
+    `decodes` tells decode rows from prefill chunks, which share what a step has for prompts.
     """
 
+    num_computed: int
     num_new: int
     num_draft: int
     sample: bool
     num_next_draft: int
     num_positions: int
+    decodes: bool
+    num_uncertain: int = 0
 
 
 def shape_decode(request: Request, limits: EngineLimits) -> RowShape:
@@ -31,35 +35,78 @@ def shape_decode(request: Request, limits: EngineLimits) -> RowShape:
 
     Trimming drafts would make a sampled output depend on the other rows.
     """
-    num_draft = request.pending_draft
-    end = request.num_computed + 1 + num_draft
-    k = next_draft_length(request, end + 1, limits)
-    return RowShape(1, num_draft, True, k, end + limits.lookahead(k))
+    start, num_draft = request.num_computed, request.pending_draft
+    end = start + 1 + num_draft
+    k = next_draft_length(request, start + 1, num_draft, limits)
+    return RowShape(start, 1, num_draft, True, k, end + limits.lookahead(k), True)
 
 
-def shape_prefill(request: Request, limits: EngineLimits, budget: int) -> RowShape:
-    """The next chunk of a request's prefill, of `budget` tokens at most and one at least."""
+def shape_prefill(request: Request, start: int, limits: EngineLimits, budget: int) -> RowShape:
+    """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least."""
     num_tokens = request.num_tokens
-    num_new = min(request.prefill_end - request.num_computed, budget)
-    end = request.num_computed + num_new
+    num_new = min(request.prefill_end - start, budget)
+    end = start + num_new
     # A chunk is judged by what its prefill will leave, so that all chunks of a prompt agree. Drafts that were pending
     # when the request was preempted are proposed again from the same anchor.
-    k = request.pending_draft or next_draft_length(request, num_tokens + 1, limits)
+    k = request.pending_draft or next_draft_length(request, num_tokens, 0, limits)
     finishes = end == request.prefill_end
-    return RowShape(num_new, 0, end == num_tokens, k if finishes else 0, end + limits.lookahead(k))
+    num_positions = end + limits.lookahead(k)
+    return RowShape(start, num_new, 0, end == num_tokens, k if finishes else 0, num_positions, False)
 
 
-def next_draft_length(request: Request, num_tokens: int, limits: EngineLimits) -> int:
-    """k for the drafts after a step that leaves the request with at most `num_tokens` tokens: all of k, or none.
+def prefills_next(request: Request) -> bool:
+    """Whether the request's next row is a prefill chunk, also when one is in flight: more than its last token is not
+    computed."""
+    row = request.row_in_flight
+    if row is None:
+        return request.num_tokens - request.num_computed > 1
+    return not row.sample and request.num_tokens - request.num_computed - row.num_new > 1
 
-    Invariant WINDOW: `num_tokens + k + 1` must fit what the drafter can address; the 1 is the slot of the anchor that
-    follows when every draft stands. It must fit `max_model_len` as well, past which no verified position may lie. A
-    request that the step is sure to end drafts no more; surplus drafts before that are dropped at `max_tokens`.
+
+def decode_tokens(request: Request) -> int:
+    """Tokens of the request's next row if that decodes, at most while one is in flight; 0 while it is in prefill."""
+    if prefills_next(request):
+        return 0
+    return 1 + request.pending_draft if request.row_in_flight is None else request.max_decode_tokens
+
+
+def shape_decode_ahead(request: Request, row: ScheduledRow, limits: EngineLimits) -> RowShape | None:
+    """The decode row behind `row`, which is in flight; None when it must wait for the result, or is sure not to come.
+
+    The outcomes that count are those that the request goes on after. Every number is the largest of them, and k must be
+    the same for all: it falls with the number of tokens, so the lowest and the highest outcome tell.
+    """
+    if not row.sample:  # a prefill that stopped before the last token, which is known
+        fewest = most = request.num_tokens
+        num_draft = request.pending_draft
+    else:
+        longest = min(request.num_prompt_tokens + request.sampling.max_tokens, limits.max_model_len) - 1
+        fewest = request.num_tokens + 1
+        if fewest > longest:
+            return None
+        most = min(fewest + row.num_draft, longest)
+        num_draft = row.num_next_draft
+    # With one token to come the request ends in this row, and whether it drafts afterwards is nothing to its output.
+    most_drafting = max(fewest, min(most, request.num_prompt_tokens + request.sampling.max_tokens - 2))
+    k = next_draft_length(request, most_drafting, num_draft, limits)
+    if k == 0 and next_draft_length(request, fewest, num_draft, limits) > 0:
+        return None
+    num_positions = num_draft + max(most, most_drafting + limits.lookahead(k))
+    return RowShape(most - 1, 1, num_draft, True, k, num_positions, True, row.num_draft)
+
+
+def next_draft_length(request: Request, num_tokens: int, num_draft: int, limits: EngineLimits) -> int:
+    """k for the drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: all of k, or none.
+
+    Invariant WINDOW: the tokens that the step may leave, k and 1 must fit what the drafter can address; the 1 is the
+    slot of the anchor that follows when every draft stands. It must fit `max_model_len` as well, past which no verified
+    position may lie. A request that the step is sure to end drafts no more; surplus drafts before that are dropped at
+    `max_tokens`.
     """
     k = request.num_speculative_tokens
-    if request.num_output_tokens + 1 >= request.sampling.max_tokens:
+    if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
-    return k if _in_window(k, num_tokens, limits) else 0
+    return k if _in_window(k, num_tokens + num_draft + 1, limits) else 0
 
 
 def peak_positions(request: Request, limits: EngineLimits) -> int:

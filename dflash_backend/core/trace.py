@@ -8,10 +8,11 @@ never closed, so the file of a process that was killed can be read too. At most 
 has `max_steps` steps, the next one is begun and the one before it is deleted: between `max_steps` and twice as many
 of the last steps are there whatever happens. Every file begins with the requests that were under way.
 
-Tracks: "steps" has a slice for each step with its rows as arguments; "phases" has schedule, the worker's phases and
-apply below it; "messages" has what passed between the engine and the frontend; each request is an asynchronous slice
-from its arrival to its end. The worker tells how long its phases took and not when they began, so they are drawn one
-after the other from when it was called; what is left of its time is drawn last, as "other".
+Tracks: "steps" has a slice for each step with its rows as arguments, from when the worker could begin it to when its
+result was there; "phases" has the worker's phases below it; "host" has what the engine did: schedule, submit, wait and
+apply, which lie below the step before where steps overlap; "messages" has what passed between the engine and the
+frontend; each request is an asynchronous slice from its arrival to its end. The worker tells how long its phases took
+and not when they began, so they are drawn one after the other; what is left of its time is drawn last, as "other".
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ from typing import Any, TextIO
 
 from dflash_backend.core.plan import StepPlan, StepResult
 
-STEPS, PHASES, MESSAGES = 1, 2, 3
+STEPS, PHASES, MESSAGES, HOST = 1, 2, 3, 4
 BUFFER_BYTES = 4 << 20
 _SEPARATOR = ",\n"
-_TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages"}
+_TRACKS = {STEPS: "steps", PHASES: "phases", MESSAGES: "messages", HOST: "host"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When a step began, had its plan, had its result and was applied; seconds of the engine's clock."""
+    """When the engine began to plan a step, had its plan, had submitted it, began to wait for its result, had it, and
+    had applied it; seconds of the engine's clock. Without overlap a worker runs the step while it is submitted."""
 
     started: float
     planned: float
+    submitted: float
+    waited: float
     executed: float
     applied: float
 
@@ -54,6 +58,7 @@ class StepTrace:
         self._open_requests: dict[str, dict[str, Any]] = {}
         self._number = 0
         self._num_steps = 0
+        self._executed = 0.0  # when the last step was
         self._paths: list[Path] = []
         self._file = self._begin_file()
 
@@ -83,15 +88,19 @@ class StepTrace:
             for row, row_result in zip(plan.rows, result.rows, strict=True)
         }
         args = {"tokens": plan.num_tokens, "new requests": [new.request_id for new in plan.new], "rows": rows}
-        self._slice(STEPS, f"step {plan.step_id}", times.started, times.applied, args)
-        self._slice(PHASES, "schedule", times.started, times.planned)
-        at = times.planned
+        # Steps run one after the other: one that was submitted behind another began when that had ended.
+        at = max(times.planned, self._executed)
+        self._executed = times.executed
+        self._slice(STEPS, f"step {plan.step_id}", at, times.executed, args)
+        self._slice(HOST, "schedule", times.started, times.planned)
+        self._slice(HOST, "submit", times.planned, times.submitted)
         for phase, seconds in result.phase_seconds.items():
             end = min(at + seconds, times.executed)
             self._slice(PHASES, phase, at, end)
             at = end
         self._slice(PHASES, "other", at, times.executed)
-        self._slice(PHASES, "apply", times.executed, times.applied)
+        self._slice(HOST, "wait", times.waited, times.executed)
+        self._slice(HOST, "apply", times.executed, times.applied)
         self._file.flush()
         self._num_steps += 1
         if self._num_steps == self._max_steps:

@@ -21,6 +21,7 @@ from dflash_backend.checkpoints import resolve_target_dir
 from dflash_backend.config import EngineConfig
 from dflash_backend.frontend.activity_log import ActivityLog
 from dflash_backend.frontend.cancellation import CancellationWatch
+from dflash_backend.frontend.engine_client import EngineClient
 from dflash_backend.frontend.flight import Flight, flight_id
 from dflash_backend.frontend.log import Log
 from dflash_backend.frontend.metrics import Metrics
@@ -108,20 +109,15 @@ class FrontendService:
         if (refusal := self._refusal()) is not None or engine is None:
             self._refuse(sender, "UNAVAILABLE", refusal or RESTARTING)
             return
+        # Before anything is done for it: what an overloaded server refuses must cost next to nothing.
+        if self._refuse_overflow(sender, engine, 1):
+            return
         try:
             parsed = self._parsed(request)
         except (InputError, PromptError, ParameterError) as error:
             self._refuse(sender, "INVALID_ARGUMENT", str(error))
             return
-        waiting, limit = engine.num_waiting, self._config.max_queue_size
-        if waiting + parsed.sampling.n > limit:
-            # The engine would say the same, a step later, and of each of n completions by itself.
-            self._refuse(
-                sender,
-                "UNAVAILABLE",
-                f"{waiting} requests wait already, this one has {parsed.sampling.n}, and max_queue_size is {limit}; "
-                "try again later",
-            )
+        if self._refuse_overflow(sender, engine, parsed.sampling.n):
             return
         request_id = next(self._ids)
         flight = Flight(request_id, sender, parsed, self._tokenizer)
@@ -145,6 +141,22 @@ class FrontendService:
         # The engine may have died between: whoever takes the request out of the table answers it.
         if self._engine.engine is not engine and self._flights.pop(request_id, None) is not None:
             self._refuse(sender, "UNAVAILABLE", RESTARTING)
+
+    def _refuse_overflow(self, sender: Any, engine: EngineClient, num_completions: int) -> bool:
+        """Refuse a request that the queue has no room for; whether it had none.
+
+        The engine would say the same, a step later, and of each completion by itself.
+        """
+        waiting, limit = engine.num_waiting, self._config.max_queue_size
+        if waiting + num_completions <= limit:
+            return False
+        self._refuse(
+            sender,
+            "UNAVAILABLE",
+            f"{waiting} requests wait already, this one has {num_completions}, and max_queue_size is {limit}; try "
+            "again later",
+        )
+        return True
 
     def _parsed(self, request: Any) -> ParsedRequest:
         """The request, checked and tokenised. Raises what `parse_request` raises."""

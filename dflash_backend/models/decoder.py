@@ -16,6 +16,7 @@ from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext, TargetOutput
 from dflash_backend.models.layers import DecoderLayer, LayerForm, LayerWeights
 from dflash_backend.models.mlp import Shapes, Tensors
+from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 
 Family = Callable[[DecoderSpec, int], LayerForm]
@@ -26,20 +27,28 @@ class DecoderTarget:
     """See `TargetModel` for the interface."""
 
     def __init__(
-        self, spec: TargetSpec, family: Family, tensors: Tensors, max_positions: int, dtype: torch.dtype
+        self,
+        spec: TargetSpec,
+        family: Family,
+        tensors: Tensors,
+        max_positions: int,
+        dtype: torch.dtype,
+        ops: LayerOps | None = None,
     ) -> None:
-        """Empties `tensors`: layer by layer, what is fused is freed."""
+        """Empties `tensors`: layer by layer, what is fused is freed. `ops`: None takes what suits their device."""
         self.spec = spec
+        self.eps = spec.decoder.rms_norm_eps
         self.embedding = tensors.pop("model.embed_tokens.weight")
         self.lm_head = self.embedding if spec.tie_word_embeddings else tensors.pop("lm_head.weight")
         self.final_norm = tensors.pop("model.norm.weight")
+        self.ops = ops or select_ops(self.embedding.device)
         self.rotary = Rotary(spec.decoder, max_positions, self.embedding.device, dtype)
         self.patterns = target_patterns(spec)
         self.layers = []
         for index, pattern in enumerate(self.patterns):
             form = family(spec.decoder, index)
             weights = LayerWeights.take(tensors, spec.decoder, form, layer_prefix(index))
-            self.layers.append(DecoderLayer(spec.decoder, weights, self.rotary, pattern))
+            self.layers.append(DecoderLayer(spec.decoder, weights, pattern, self.ops))
 
     @classmethod
     def load(
@@ -50,6 +59,7 @@ class DecoderTarget:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
+        ops: LayerOps | None = None,
     ) -> DecoderTarget:
         """Load the weights of `spec.path`. Raises `CheckpointError`."""
         tensors = load_weights(
@@ -60,7 +70,7 @@ class DecoderTarget:
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
         )
-        return cls(spec, family, tensors, max_positions, dtype)
+        return cls(spec, family, tensors, max_positions, dtype, ops)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See `TargetModel.embed`."""
@@ -71,10 +81,16 @@ class DecoderTarget:
     ) -> TargetOutput:
         """See `TargetModel.forward`."""
         hidden = self.embed(token_ids)
-        tables = self.rotary.tables(context.positions)
+        rotation = self.ops.rotation(self.rotary, context.positions)
+        normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
         captured: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            hidden = layer.forward(hidden, context, caches[index], tables)
+            added, hidden = layer.forward(normed, hidden, context, caches[index], rotation)
+            if index + 1 < len(self.layers):
+                next_norm = self.layers[index + 1].weights.input_norm
+                normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
+            else:
+                hidden = hidden + added
             if index in capture:
                 captured[index] = hidden
         features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
@@ -82,8 +98,7 @@ class DecoderTarget:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `TargetModel.logits`."""
-        normed = F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.spec.decoder.rms_norm_eps)
-        return self.head(normed)
+        return self.head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
         """See `TargetModel.head`."""

@@ -1,6 +1,6 @@
 """The DFlash draft model (arXiv 2602.06036): a Qwen3-style stack that reads the context from the target's features.
 
-It has no token input for the context. `context_kv` turns captured target features into keys and values of every
+It has no token input for the context. `inject` writes what captured target features become as keys and values of every
 drafter layer; `forward` runs the queries of a draft block, `[anchor, mask, mask, ...]`, over them. Built by `build`,
 run by `speculative.DFlashDrafter`.
 """
@@ -20,7 +20,8 @@ from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
 from dflash_backend.checkpoints.spec import DraftSpec
 from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.layers import DecoderLayer, LayerWeights, head_norm
+from dflash_backend.models.layers import DecoderLayer, LayerWeights
+from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.qwen3 import layer_form
 from dflash_backend.models.rope import Rotary
 
@@ -34,9 +35,16 @@ class DFlashModel:
     """
 
     def __init__(
-        self, spec: DraftSpec, tensors: dict[str, torch.Tensor], max_positions: int, dtype: torch.dtype
+        self,
+        spec: DraftSpec,
+        tensors: dict[str, torch.Tensor],
+        max_positions: int,
+        dtype: torch.dtype,
+        ops: LayerOps | None = None,
     ) -> None:
+        """Empties `tensors`. `ops`: None takes what suits their device."""
         self.spec = spec
+        self.eps = spec.decoder.rms_norm_eps
         self.fc = tensors.pop("fc.weight")
         self.hidden_norm = tensors.pop("hidden_norm.weight")
         self.final_norm = tensors.pop("norm.weight")
@@ -47,12 +55,13 @@ class DFlashModel:
             vector = load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
             self.mask_embedding = vector.to(self.fc.device, dtype)
         self.id_map = vocabulary_map(spec, tensors.pop("d2t")) if spec.maps_vocabulary else None
+        self.ops = ops or select_ops(self.fc.device)
         self.rotary = Rotary(spec.decoder, max_positions, self.fc.device, dtype)
         self.patterns = draft_patterns(spec)
         self.layers = []
         for i, pattern in enumerate(self.patterns):
             weights = LayerWeights.take(tensors, spec.decoder, layer_form(spec.decoder, i), f"layers.{i}.")
-            self.layers.append(DecoderLayer(spec.decoder, weights, self.rotary, pattern))
+            self.layers.append(DecoderLayer(spec.decoder, weights, pattern, self.ops))
         query = spec.decoder.query_size
         # The K/V rows of every layer's fused projection as one matrix: context K/V of all layers is one product.
         self.context_weight = torch.cat([layer.weights.qkv[query:] for layer in self.layers])
@@ -70,6 +79,7 @@ class DFlashModel:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
+        ops: LayerOps | None = None,
     ) -> DFlashModel:
         """Load the weights of `spec.path`. Raises `CheckpointError`."""
         tensors = load_weights(
@@ -81,36 +91,40 @@ class DFlashModel:
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
         )
-        return cls(spec, tensors, max_positions, dtype)
+        return cls(spec, tensors, max_positions, dtype, ops)
 
-    def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Context K/V of every drafter layer.
+    def inject(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        caches: list[KVLayer],
+        padded: bool = False,
+    ) -> None:
+        """Write the context K/V of every drafter layer to `slots` of its cache.
 
-        features: `[n, L * target_hidden]`; positions: int64 `[n]`, the tokens' own. Returns
-        `[num_layers, n, 2, num_kv_heads, head_dim]`. No input norm here: `fc`, `hidden_norm`, then each layer's
+        features: `[n, L * target_hidden]`; positions: int64 `[n]`, the tokens' own; slots: int64 `[n]`, with `padded`
+        some of them below 0, for tokens that write nothing. No input norm here: `fc`, `hidden_norm`, then each layer's
         k and v projection, k norm and rotation.
         """
-        decoder = self.spec.decoder
-        eps = decoder.rms_norm_eps
-        context = F.rms_norm(F.linear(features, self.fc), self.hidden_norm.shape, self.hidden_norm, eps)
+        context = self.ops.rms_norm(F.linear(features, self.fc), self.hidden_norm, self.eps)
         projected = F.linear(context, self.context_weight, self.context_bias)
-        kv = projected.view(len(features), len(self.layers), 2, decoder.num_kv_heads, decoder.head_dim)
-        kv = kv.transpose(0, 1).contiguous()
-        cos, sin = self.rotary.tables(positions)
-        key = head_norm(kv[:, :, 0], self.context_k_norm[:, None], eps)
-        kv[:, :, 0] = self.rotary.rotate(key, (cos, sin))
-        return kv
+        rotation = self.ops.rotation(self.rotary, positions)
+        self.ops.context_write(projected, self.context_k_norm, self.eps, rotation, slots, caches, padded)
 
     def forward(self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> torch.Tensor:
         """Run draft blocks: `[num_queries, hidden]` embeddings -> final-normed outputs of the same shape.
 
         The queries' K/V goes to positions that RESERVE holds for them, and the next injection there overwrites it.
         """
+        rotation = self.ops.rotation(self.rotary, context.positions)
         hidden = embeddings
-        tables = self.rotary.tables(context.positions)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer.forward(hidden, context, cache, tables)
-        return F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.spec.decoder.rms_norm_eps)
+        normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
+        next_norms = [layer.weights.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
+            added, hidden = layer.forward(normed, hidden, context, cache, rotation)
+            normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
+        return normed
 
 
 def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:

@@ -18,12 +18,15 @@ class PagedContext:
 
     positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's K/V goes.
     metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
+    padded: whether there may be slots below 0, whose K/V is written nowhere. (A kernel skips them in any case; torch
+    on a CPU pays for looking.)
     """
 
     positions: torch.Tensor
     slots: torch.Tensor
     backend: AttentionBackend
     metadata: Mapping[AttentionPattern, AttentionMetadata]
+    padded: bool = False
 
     @classmethod
     def prepare(
@@ -34,9 +37,10 @@ class PagedContext:
         backend: AttentionBackend,
         patterns: Iterable[AttentionPattern],
         dtype: torch.dtype,
+        padded: bool = False,
     ) -> PagedContext:
         """The context of a pass over `layout` through a model whose layers have `patterns`."""
-        return cls(positions, slots, backend, {p: backend.prepare(layout, p, dtype) for p in set(patterns)})
+        return cls(positions, slots, backend, {p: backend.prepare(layout, p, dtype) for p in set(patterns)}, padded)
 
 
 @dataclass(frozen=True)

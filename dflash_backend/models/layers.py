@@ -1,8 +1,8 @@
 """The decoder layer that the targets and the DFlash drafter share, on plain tensors.
 
 Families differ in a few places, which `LayerForm` names; everything else is here once. Projections that read the same
-input are one matrix product (q, k and v; gate and up), and q and k are normalised and rotated together as the heads of
-one tensor: few calls, since at small batches a call costs more than its arithmetic.
+input are one matrix product (q, k and v; gate and up), and what lies between products and attention is an operation of
+`ops.py`: few calls, since at small batches a call costs more than its arithmetic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.mlp import DenseMlp, Shapes, Tensors, take_fused
 from dflash_backend.models.moe import SparseMlp
-from dflash_backend.models.rope import Rotary
+from dflash_backend.models.ops import LayerOps, Rotation
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -100,48 +100,36 @@ class LayerWeights:
 
 
 class DecoderLayer:
-    """One pre-norm decoder layer: paged attention, then the MLP."""
+    """One pre-norm decoder layer: paged attention, then the MLP. `ops` are those of the model."""
 
-    def __init__(self, spec: DecoderSpec, weights: LayerWeights, rotary: Rotary, pattern: AttentionPattern) -> None:
-        self.spec = spec
+    def __init__(self, spec: DecoderSpec, weights: LayerWeights, pattern: AttentionPattern, ops: LayerOps) -> None:
+        self.eps = spec.rms_norm_eps
         self.pattern = pattern
         self.weights = weights
-        self.rotary = rotary
+        self.ops = ops
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        context: PagedContext,
-        cache: KVLayer,
-        tables: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` -> the same shape. Writes the tokens' K/V to `context.slots` first, so that
-        queries see their own row's new tokens as the metadata allows."""
-        w = self.weights
-        query, kv = self.project(self.norm(hidden, w.input_norm), tables)
-        context.backend.write_kv(kv, context.slots, cache)
-        attended = context.backend.attend(query, cache, context.metadata[self.pattern])
-        hidden = hidden + F.linear(attended, w.output, w.output_bias)
-        return hidden + w.mlp.forward(self.norm(hidden, w.post_norm))
-
-    def project(
-        self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
+        self, normed: torch.Tensor, hidden: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `[n, num_heads, head_dim]` and K/V `[n, 2, num_kv_heads, head_dim]` of `normed` `[n, hidden]`."""
-        s, w = self.spec, self.weights
-        heads = F.linear(normed, w.qkv, w.qkv_bias).view(len(normed), -1, s.head_dim)
-        rotated = heads[:, : s.num_heads + s.num_kv_heads]
-        if w.qk_norm is not None:
-            rotated = head_norm(rotated, w.qk_norm, s.rms_norm_eps)
-        rotated = self.rotary.rotate(rotated, tables)
-        kv = torch.stack([rotated[:, s.num_heads :], heads[:, s.num_heads + s.num_kv_heads :]], dim=1)
-        return rotated[:, : s.num_heads], kv
+        """Run the layer over its input `hidden` and the norm of it by this layer's `input_norm`.
 
-    def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension."""
-        return F.rms_norm(hidden, weight.shape, weight, self.spec.rms_norm_eps)
+        Returns what the MLP adds, and what it is added to: their sum is the layer's output. It is the caller's to add
+        them, together with the norm that follows. All are `[num_tokens, hidden_size]`. Writes the tokens' K/V to
+        `context.slots` first, so that queries see their own row's new tokens as the metadata allows.
+        """
+        w = self.weights
+        attended = self._attend(normed, context, cache, rotation)
+        normed, hidden = self.ops.add_rms_norm(attended, hidden, w.post_norm, self.eps)
+        if isinstance(w.mlp, DenseMlp):
+            return w.mlp.forward(normed, self.ops), hidden
+        return w.mlp.forward(normed, self.ops.kernels), hidden
 
-
-def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over each head: `[n, heads, head_dim]` with a weight for each head `[heads, head_dim]`."""
-    return F.rms_norm(heads, heads.shape[-1:], None, eps) * weight
+    def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
+        """Attention and its projection: `[num_tokens, hidden_size]` -> the same shape. Apart from `forward`, so that
+        the projections are freed before the MLP takes memory for its own."""
+        w = self.weights
+        query = self.ops.qk_norm_rope_write(
+            F.linear(normed, w.qkv, w.qkv_bias), w.qk_norm, self.eps, rotation, context.slots, cache, context.padded
+        )
+        attended = context.backend.attend(query, cache, context.metadata[self.pattern])
+        return F.linear(attended, w.output, w.output_bias)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.models.ops import LayerOps
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -48,10 +49,10 @@ class DenseMlp:
             down_bias=tensors.pop(prefix + "down_proj.bias") if bias else None,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
-        gate, up = F.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down, self.down_bias)
+        gated = ops.silu_mul(F.linear(x, self.gate_up, self.gate_up_bias))
+        return F.linear(gated, self.down, self.down_bias)
 
 
 def take_fused(tensors: Tensors, prefix: str, *names: str) -> torch.Tensor:

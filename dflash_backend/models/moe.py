@@ -1,8 +1,7 @@
 """Mixture of experts in place of the MLP of a decoder layer, as Qwen3-MoE has it (arXiv 2505.09388).
 
-The router sends each token to its most likely experts. Tokens are sorted by expert so that each expert that anyone
-chose runs once over all of its tokens. How many tokens each has is read back to the host: on a GPU one synchronisation
-for each such layer, so this form cannot be captured in a graph.
+The router sends each token to its most likely experts, and each of them runs over all of its tokens. On a GPU this is
+done by kernels that read nothing back to the host, so that a captured graph holds for every routing; on a CPU by torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.models.mlp import Shapes, Tensors, take_fused
+from dflash_kernels import moe, moe_routing
 
 
 @dataclass(frozen=True)
@@ -50,31 +50,16 @@ class SparseMlp:
             down=torch.stack([tensors.pop(f"{name}down_proj.weight") for name in experts]),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kernels: bool = False) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,
-        whatever other tokens are there."""
-        weights, experts = self.route(x)
-        num_tokens, per_token = experts.shape
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self.moe.num_experts).tolist()
-        # Entry i of the sorted list belongs to token order[i] // per_token.
-        chunks = enumerate(x[order // per_token].split(counts))
-        done = torch.cat([self.run_expert(expert, chunk) for expert, chunk in chunks if len(chunk)])
-        outputs = torch.empty_like(done)
-        outputs[order] = done
-        return (outputs.view(num_tokens, per_token, -1) * weights[:, :, None]).sum(dim=1)
+        whatever other tokens are there. `kernels`: the Triton form, which needs a GPU or Triton's interpreter; torch's
+        waits for the device."""
+        weights, experts = self.route(x, kernels)
+        run = moe.experts_mlp if kernels else moe.experts_mlp_reference
+        return run(x, self.gate_up, self.down, weights, experts)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x: torch.Tensor, kernels: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most
         likely first."""
-        probabilities = F.softmax(F.linear(x, self.router), dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self.moe.experts_per_token, dim=-1)
-        if self.moe.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), experts
-
-    def run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """`[n, hidden]` -> `[n, hidden]`, one expert alone."""
-        gate, up = F.linear(x, self.gate_up[expert]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down[expert])
+        run = moe_routing.route if kernels else moe_routing.route_reference
+        return run(F.linear(x, self.router), self.moe.experts_per_token, self.moe.norm_topk_prob)

@@ -9,6 +9,7 @@ from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from dflash_backend.models.decoder import DecoderTarget, Family
 from dflash_backend.models.interface import TargetModel
+from dflash_backend.models.ops import LayerOps
 
 TARGETS: dict[str, Family] = {
     "LlamaForCausalLM": llama.layer_form,
@@ -20,7 +21,13 @@ TARGETS: dict[str, Family] = {
 
 
 def load_target(
-    spec: TargetSpec, max_positions: int, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    spec: TargetSpec,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    ops: LayerOps | None = None,
 ) -> TargetModel:
-    """Load the target that `spec` names, able to run positions below `max_positions`. Raises `CheckpointError`."""
-    return DecoderTarget.load(spec, TARGETS[spec.architecture], max_positions, dtype, device, progress)
+    """Load the target that `spec` names, able to run positions below `max_positions`. `ops`: None takes what suits the
+    device. Raises `CheckpointError`."""
+    return DecoderTarget.load(spec, TARGETS[spec.architecture], max_positions, dtype, device, progress, ops)

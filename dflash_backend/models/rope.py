@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every scaling kind, and the tables that layers rotate with.
+"""Rotary position embedding: frequencies of every scaling kind, and the tables that `ops.py` rotates with.
 
 Used by the targets and by the drafter; `RopeSpec` says what a checkpoint asks for. Frequencies and angles are computed
 in float32 in the order in which `transformers` does it: at long positions the last bit of a frequency is an angle that
@@ -27,16 +27,10 @@ class Rotary:
         cos, sin = angles.cos() * spec.rope.attention_factor, angles.sin() * spec.rope.attention_factor
         self.cos = torch.cat([cos, cos], dim=1).to(device=device, dtype=dtype)
         self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)
-        self.half = spec.head_dim // 2
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin for `positions` (int64 `[n]`): each `[n, 1, head_dim]`, to be shared by all layers."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-    def rotate(self, heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate `heads` `[n, num_heads, head_dim]`."""
-        cos, sin = tables
-        return torch.addcmul(heads * cos, heads.roll(self.half, -1), sin)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dflash_backend.attention import AttentionBackend, KVLayer, RowLayout
 from dflash_backend.models.dflash import DFlashModel
 from dflash_backend.models.interface import PagedContext, TargetModel
-from dflash_backend.speculative.drafter import DraftBlock, DraftSampler
+from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler, DraftBlock, DraftSampler
 from dflash_backend.speculative.vocabulary import VocabularyMap
 
 
@@ -32,17 +32,18 @@ class DFlashDrafter:
         self.backend = backend
         self.max_len = max_len
         self.capture = model.spec.target_layer_ids
+        self.mask_token_id = model.spec.mask_token_id
         self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
         self.lm_head = model.lm_head  # [draft_vocab, hidden]
         if self.lm_head is None and model.id_map is not None:
             self.lm_head = target.lm_head[model.id_map]
         self.mask_embedding = self._embed(torch.tensor([model.spec.mask_token_id], device=model.fc.device))
 
-    def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def inject(
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
+    ) -> None:
         """See `Drafter.inject`."""
-        kv = self.model.context_kv(features, positions)
-        for layer_kv, cache in zip(kv, self.caches, strict=True):
-            self.backend.write_kv(layer_kv, slots, cache)
+        self.model.inject(features, positions, slots, self.caches, padded)
 
     def propose(self, block: DraftBlock, sampler: DraftSampler) -> torch.Tensor:
         """See `Drafter.propose`. The mask query i gives the logits of the token at its own position; the anchor's
@@ -71,6 +72,22 @@ class DFlashDrafter:
         masks = (offsets > 0).nonzero()[0]
         logits = self._head(hidden[torch.from_numpy(masks).to(device)])
         return sampler.choose(logits, rows[masks], positions[masks], self.vocabulary)
+
+    def propose_on_device(self, blocks: DeviceDraftBlocks, sampler: DeviceDraftSampler) -> torch.Tensor:
+        """See `Drafter.propose_on_device`."""
+        embeddings = self._embed(blocks.token_ids.flatten())
+        context = PagedContext.prepare(
+            blocks.layout,
+            blocks.positions.flatten(),
+            blocks.slots.flatten(),
+            self.backend,
+            self.model.patterns,
+            embeddings.dtype,
+            padded=True,
+        )
+        hidden = self.model.forward(embeddings, context, self.caches)
+        masks = hidden.view(*blocks.token_ids.shape, -1)[:, 1:]
+        return sampler.choose(self._head(masks.flatten(0, 1)), blocks.positions[:, 1:], self.vocabulary)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from dflash_backend.attention import RowLayout
 from dflash_backend.speculative.random import Stream
 from dflash_backend.speculative.sampling import SamplingRows, draw, probabilities
 from dflash_backend.speculative.vocabulary import VocabularyMap
@@ -86,6 +87,67 @@ class DraftSampler:
         return tokens
 
 
+@dataclass(frozen=True)
+class DeviceDraftBlocks:
+    """The rows of a step, all on the device, each with 1 + k places for its block `[anchor, mask x num_draft]`.
+
+    token_ids, positions, slots: int64 `[num_rows, 1 + k]`; what lies behind a row's last mask, and all of a row that
+    does not draft, is padding, with slots of -1. layout: the rows as attention runs them.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    layout: RowLayout
+
+
+class DrawOps(Protocol):
+    """How tokens are chosen on the device. `worker.step_ops` has these operations."""
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most likely token of each of the `logits` `[n, vocab]`: int64 `[n]`."""
+        ...
+
+    def probabilities(self, logits: torch.Tensor, parameters: SamplingRows) -> torch.Tensor:
+        """As `speculative.sampling.probabilities`."""
+        ...
+
+    def draw(self, weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """As `speculative.sampling.draw`."""
+        ...
+
+
+class DeviceDraftSampler:
+    """As `DraftSampler`, for blocks on the device, where every row has k places: no index depends on a value.
+
+    `rows` has the parameters of all `num_rows * k` places, and `sampled` (bool `[num_rows]`) says which rows draw;
+    with `rows` None every draft is the most likely token.
+    """
+
+    def __init__(self, ops: DrawOps, rows: SamplingRows | None = None, sampled: torch.Tensor | None = None) -> None:
+        self.ops = ops
+        self.rows = rows
+        self.sampled = sampled
+        self.probs: torch.Tensor | None = None
+
+    def choose(
+        self, logits: torch.Tensor, positions: torch.Tensor, vocabulary: VocabularyMap | None = None
+    ) -> torch.Tensor:
+        """Draft tokens in the target's ids, int64 `[num_rows, k]`, for `logits` `[num_rows * k, draft vocab]`.
+
+        positions: int64 `[num_rows, k]`. Afterwards `probs` `[num_rows, k, target vocab]` holds the distributions where
+        any row draws. What stands in the places of padding has no meaning.
+        """
+        tokens = self.ops.best(logits).view_as(positions)
+        if self.rows is not None and self.sampled is not None:
+            probs = self.ops.probabilities(logits, self.rows)
+            drawn = self.ops.draw(probs, self.rows.seeds, positions.reshape(-1), Stream.DRAFT)
+            tokens = torch.where(self.sampled[:, None], drawn.view_as(positions), tokens)
+            mapped = probs if vocabulary is None else vocabulary.probabilities(probs)
+            self.probs = mapped.view(*positions.shape, -1)
+        return tokens if vocabulary is None else vocabulary.tokens(tokens)
+
+
 class Drafter(Protocol):
     """Proposes tokens and keeps its own context K/V in step with the target's."""
 
@@ -98,11 +160,21 @@ class Drafter(Protocol):
     capture: tuple[int, ...]
     """Layer ids of the target whose outputs `inject` wants."""
 
-    def inject(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    mask_token_id: int
+    """What `propose_on_device` has in the places of tokens to come."""
+
+    def inject(
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
+    ) -> None:
         """Write the context K/V of accepted tokens: features `[n, L * target_hidden]`, positions and slots int64
-        `[n]`."""
+        `[n]`. With `padded` there may be slots below 0, for which nothing is written."""
         ...
 
     def propose(self, block: DraftBlock, sampler: DraftSampler) -> torch.Tensor:
         """Draft tokens of all rows behind one another: int64 `[sum(num_draft)]`."""
+        ...
+
+    def propose_on_device(self, blocks: DeviceDraftBlocks, sampler: DeviceDraftSampler) -> torch.Tensor:
+        """As `propose`, for every row of a step, without a wait for the device: int64 `[num_rows, k]`, of which a row's
+        first `num_draft` are drafts."""
         ...

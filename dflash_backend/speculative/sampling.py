@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.speculative.random import Stream, exponential
+from dflash_backend.speculative.random import Stream
+from dflash_kernels.draw import draw_reference
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,6 @@ def _top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor)
 
 
 def draw(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """One token for each row of non-negative, not necessarily normalised `weights` `[n, vocab]`; int64 `[n]`.
-
-    Each token has a number of its own from the row's seed and position (int64 `[n]`), and the one whose exponential
-    clock, at the rate of its weight, rings first is taken: the Gumbel-max trick. Rounding in a weight, which differs
-    between a prefix hit and a miss, then only matters where two tokens are that close. In an inverse of the summed
-    distribution it would move the limits of all tokens behind it. A token of weight 0 is never drawn; each row must
-    have a positive weight.
-    """
-    return (weights / exponential(seeds, positions, stream, weights.shape[-1])).argmax(dim=-1)
+    """One token for each row of non-negative, not necessarily normalised `weights` `[n, vocab]`, by its seed and
+    position (int64 `[n]`): int64 `[n]`. See `dflash_kernels.draw`."""
+    return draw_reference(weights, seeds, positions, stream)

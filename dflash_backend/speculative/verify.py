@@ -17,6 +17,7 @@ import torch
 
 from dflash_backend.speculative.random import Stream, uniform
 from dflash_backend.speculative.sampling import SamplingRows, draw
+from dflash_kernels.accept import residual_reference
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,6 @@ def _residual(
         return weights
     first_draft = layout.num_draft.cumsum(0) - layout.num_draft
     index = first_draft[fell] + accepted[fell]
-    rejected = weights[fell]
-    if draft_probs is None:
-        residual = rejected.scatter(1, drafts[index][:, None], 0.0)
-    else:
-        residual = (rejected - draft_probs[index]).clamp_(min=0.0)
-    # p and q equal up to rounding leave nothing of p - q; then p itself is the limit.
-    empty = residual.sum(dim=-1, keepdim=True) <= 0.0
-    weights[fell] = torch.where(empty, rejected, residual)
+    q = None if draft_probs is None else draft_probs[index]
+    weights[fell] = residual_reference(weights[fell], q, drafts[index])
     return weights

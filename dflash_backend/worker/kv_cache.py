@@ -28,11 +28,12 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedKVCache:
-        """Zeroed tensors: a position that nobody wrote must hold finite numbers, since padding is read and masked."""
+        """Zeroed tensors: a position that nobody wrote must hold finite numbers, since padding is read and masked. A
+        model's layers are one tensor: the drafter's context goes to all of its layers in one launch."""
 
         def layers(spec: DecoderSpec) -> list[KVLayer]:
-            shape = (num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
-            return [KVLayer(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(spec.num_layers)]
+            shape = (spec.num_layers, num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
+            return [KVLayer(layer) for layer in torch.zeros(shape, dtype=dtype, device=device)]
 
         return cls(layers(target), layers(draft) if draft is not None else [], block_size)
 

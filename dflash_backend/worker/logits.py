@@ -17,14 +17,14 @@ import torch
 
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.worker.batch import StepBatch, spans
-from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.request_table import RequestArrays
 
 # Penalties work on tensors of `[distributions, vocab]`. With 16 distributions a row and 150,000 tokens, 8 rows are
 # 80 MB for each of them.
 PENALISED_ROWS_AT_A_TIME = 8
 
 
-def adjust(logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, requests: RequestTable) -> torch.Tensor:
+def adjust(logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, requests: RequestArrays) -> torch.Tensor:
     """The logits that the batch's `rows` (int64 `[n]`) choose from.
 
     logits: `[sum(num_draft + 1), vocab]`, not changed. Returns `logits` itself when no row asks for a change, else a
@@ -61,7 +61,7 @@ def _penalise(
     num_draft: np.ndarray,
     position: np.ndarray,
     table: np.ndarray,
-    requests: RequestTable,
+    requests: RequestArrays,
 ) -> None:
     """Apply repetition, frequency and presence penalties, with vLLM's formulas, to `logits` (float32, in place).
 
@@ -101,7 +101,7 @@ def _penalise(
 
 
 def token_logprobs(
-    logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, requests: RequestTable, new_tokens: list[list[int]]
+    logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, requests: RequestArrays, new_tokens: list[list[int]]
 ) -> list[list[TokenLogprobs] | None]:
     """Log-probabilities of each row's new tokens, and of the most likely ones beside them; None for rows that did not
     ask.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +47,10 @@ class PartResult:
 
 
 class ModelRunner:
-    """Owns the device: models, K/V and request table. One `execute` is one step, run to its end."""
+    """Owns the device: models, K/V and request table. `submit` runs a step to its end, since a CPU has nothing to
+    overlap it with."""
+
+    overlaps = False
 
     def __init__(
         self,
@@ -69,9 +73,17 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.rows = RowPool(num_row_workers)
+        self._results: deque[StepResult] = deque()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> None:
         """See `core.plan.Worker`. Raises `KVWriteError` when the guard is on and finds a breach."""
+        self._results.append(self._run(plan))
+
+    def collect(self) -> StepResult:
+        """See `core.plan.Worker`."""
+        return self._results.popleft()
+
+    def _run(self, plan: StepPlan) -> StepResult:
         for request_id in plan.finished:
             self.requests.forget(request_id)
         for new in plan.new:
@@ -84,7 +96,8 @@ class ModelRunner:
         parts = self.rows.run(lambda rows: self._run_part(rows, guard), self.rows.split(plan.rows))
 
         results = {result.request_id: result for part in parts for result in part.rows}
-        phases = {phase: max(part.phase_seconds[phase] for part in parts) for phase in PHASES}
+        # Parts run side by side: those of the slowest one add up to no more than the step.
+        phases = max((part.phase_seconds for part in parts), key=lambda seconds: sum(seconds.values()))
         return StepResult(plan.step_id, [results[row.request_id] for row in plan.rows], phases)
 
     @torch.inference_mode()

@@ -1,4 +1,9 @@
-"""Three times more than the server can do, in an open loop: it must go on at full speed and refuse the rest at once."""
+"""Three times more than the server can do, in an open loop: it must go on at full speed and refuse the rest at once.
+
+Requests are of a size at which the work is the model's: a prompt of some hundred tokens that nobody has sent before,
+and an answer of a paragraph. Load generator, server and engine share the machine, so with tiny requests the refusals of
+three times the capacity would be what takes its cores.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,8 @@ from load_tests.workload import (
     shared,
 )
 
-MAX_TOKENS = 48
+PROMPT_TOKENS = 200
+MAX_TOKENS = 128
 FACTOR = 3.0
 MAX_RATE = 600.0
 QUEUE = 64
@@ -37,12 +43,18 @@ RECOVERED_S = 0.1
 
 
 def questions(options: Options) -> list[Question]:
-    """Short questions with short answers."""
+    """Questions behind a few earlier turns."""
     rng = Random(f"overload {options.seed}")
     return [
-        Question(f"overload-{index}", question.prompt, MAX_TOKENS)
+        Question(f"overload-{index}", corpus.passage(PROMPT_TOKENS, rng) + question.prompt, MAX_TOKENS)
         for index, question in enumerate(corpus.held_out(options.prompts, rng))
     ]
+
+
+def strangers(ids: Sequence[str], rng: Random) -> Iterator[Shot]:
+    """Decks of the questions, each shot under a salt that nobody else has, so that its prompt is in no cache."""
+    for number, question in enumerate(deck(ids, rng)):
+        yield Shot(question, salt=f"stranger-{number}")
 
 
 def capacity(samples: Sequence[Sample]) -> float:
@@ -62,7 +74,7 @@ def overload_arrivals(options: Options, recorder: Recorder) -> Iterator[float]:
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """Calm, capacity (closed loop), overload (open loop), recovery; probes in the first and the last."""
     ids = [one.id for one in asked]
-    shots: Iterator[Shot] = map(Shot, deck(ids, Random(f"overload shots {options.seed}")))
+    shots = strangers(ids, Random(f"overload shots {options.seed}"))
     probes: Iterator[Shot] = map(Shot, deck(ids, Random(f"overload probes {options.seed}")))
     probe = Open("probe", lambda recorder: every(PROBE_EVERY_S), probes)
     total = options.duration_s
@@ -125,7 +137,7 @@ SCENARIO = Scenario(
     summary="measures the capacity in a closed loop, then sends three times as much in an open one, then lets go",
     shows="goodput stays at its peak, the queue within its bound, refusals are quick and so is recovery",
     defaults=Defaults(users=48, duration_s=80, prompts=120),
-    settings={"max_num_seqs": "32", "max_model_len": "512", "max_queue_size": str(QUEUE)},
+    settings={"max_num_seqs": "32", "max_model_len": "1024", "max_queue_size": str(QUEUE)},
     questions=questions,
     phases=phases,
     bounds=verdict,

@@ -12,6 +12,7 @@ import torch
 from dflash_backend.attention import AttentionPattern, BackendError, Capabilities, Requirements, select_backend
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.attention.triton_backend import INTERPRETED
 from dflash_backend.build import build_engine
 from dflash_backend.config import EngineConfig
 from tests.tiny_models import make_draft, make_target
@@ -138,16 +139,43 @@ def test_the_causality_of_a_drafter_alone_decides() -> None:
     """Without a target, whose causal layers every backend must run anyway."""
     for causal, lacks in ((True, "causal attention"), (False, "non-causal attention")):
         needs = dataclasses.replace(NEEDS, patterns=frozenset({AttentionPattern(causal)}))
-        assert lacking(limited(causal=False, non_causal=False), needs) == [lacks]
-        assert lacking(limited(**{"non_causal" if causal else "causal": False}), needs) == []
+        assert lacking(limited(causal=False, non_causal=False), needs, 16) == [lacks]
+        assert lacking(limited(**{"non_causal" if causal else "causal": False}), needs, 16) == []
 
 
 def test_everything_that_is_lacking_is_named() -> None:
     capabilities = limited(non_causal=False, sliding_window=False, head_dims=frozenset({128}), devices=frozenset())
-    assert lacking(capabilities, NEEDS) == [
+    assert lacking(capabilities, NEEDS, 16) == [
         "non-causal attention",
         "sliding-window attention",
         "head size 48",
         "head size 64",
         "device cpu",
     ]
+
+
+def test_auto_is_triton_on_a_gpu_and_torch_on_a_cpu() -> None:
+    """On a CPU also under Triton's interpreter, where our kernels can be asked for."""
+    assert select_backend(None, dataclasses.replace(NEEDS, device="cuda"), 16).name == "triton"
+    assert select_backend(None, NEEDS, 16).name == "torch"
+
+
+def test_our_kernels_run_on_a_cpu_under_the_interpreter_alone() -> None:
+    if INTERPRETED:
+        assert select_backend("triton", NEEDS, 16).name == "triton"
+    else:
+        with pytest.raises(BackendError, match="'triton' lacks device cpu.*would do: torch"):
+            select_backend("triton", NEEDS, 16)
+
+
+def test_an_emulating_backend_is_taken_when_no_other_can() -> None:
+    emulating = limited(emulated=frozenset({"cpu"}))
+    backends = {"emulating": (emulating, TorchBackend), "small": (limited(causal=False), TorchBackend)}
+    assert select_backend(None, NEEDS, 16, backends).name == "torch"
+
+
+def test_a_block_size_that_a_backend_does_not_take_is_named() -> None:
+    backends = {"small": (limited(block_multiple=256), TorchBackend)}
+    with pytest.raises(BackendError, match=r"'small' lacks kv_block_size 16 \(it takes multiples of 256\)"):
+        select_backend("small", NEEDS, 16, backends)
+    assert select_backend("small", NEEDS, 512, backends).name == "torch"

@@ -1,4 +1,5 @@
-"""Hypothesis chooses limits, arrivals, cancels, stops and time; what breaks an invariant shrinks to a short script."""
+"""Hypothesis chooses limits, arrivals, cancels, stops, time and overlap; what breaks an invariant shrinks to a
+short script."""
 
 from __future__ import annotations
 
@@ -23,9 +24,18 @@ class EngineMachine(RuleBasedStateMachine):
         prefill=st.sampled_from([None, 1, 5]),
         window=st.sampled_from([MAX_MODEL_LEN, 20, 500]),
         caching=st.sampled_from([True, True, False]),
+        lag=st.sampled_from([None, 0, 1, 2]),
     )
     def start(
-        self, block_size: int, spare_blocks: int, k: int, budget: int, prefill: int | None, window: int, caching: bool
+        self,
+        block_size: int,
+        spare_blocks: int,
+        k: int,
+        budget: int,
+        prefill: int | None,
+        window: int,
+        caching: bool,
+        lag: int | None,
     ) -> None:
         limits = make_limits(
             block_size=block_size,
@@ -39,7 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             enable_prefix_caching=caching,
         )
-        self.engine = CheckedEngine(limits)
+        self.engine = CheckedEngine(limits, None if lag is None else lambda: lag)
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -48,6 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         temperature=st.sampled_from([0.0, 1.0]),
         max_tokens=st.integers(1, 20),
+        min_tokens=st.sampled_from([0, 0, 1]),
         salt=st.sampled_from(["", "", "other"]),
         k=st.sampled_from([None, None, 0, 1]),
         deadline_s=st.sampled_from([0.0, 0.0, 6.0]),
@@ -60,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed: int,
         temperature: float,
         max_tokens: int,
+        min_tokens: int,
         salt: str,
         k: int | None,
         deadline_s: float,
@@ -72,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
                 seed=seed,
                 temperature=temperature,
                 max_tokens=max_tokens,
+                min_tokens=min_tokens,
                 eos_token_ids=(EOS,),
                 cache_salt=salt,
                 num_speculative_tokens=k if k is None else min(k, allowed),

@@ -1,4 +1,5 @@
 """Random traffic on random limits, 160,000 steps of it: every invariant after every step, every output the model's own.
+Half of it with a step in flight, which runs on the device at a random time between its submission and its collection.
 
 What fails here fails again from its seed; `test_core_machine.py` shrinks.
 """
@@ -87,10 +88,13 @@ def _arrive(engine: CheckedEngine, traffic: _Traffic) -> None:
         engine.add(request)
 
 
-def _run_traffic(seed: int) -> CheckedEngine:
-    rng = random.Random(seed)
+def _run_traffic(seed: int, overlap: bool) -> CheckedEngine:
+    rng, device = random.Random(seed), random.Random(-seed)
     limits = _random_limits(rng)
-    engine, traffic = CheckedEngine(limits), _Traffic(rng, limits)
+    engine = CheckedEngine(limits, (lambda: device.randrange(3)) if overlap else None)
+    if rng.random() < 0.1:
+        engine.worker.max_tokens_in_memory = rng.randint(4, 40)
+    traffic = _Traffic(rng, limits)
     while len(traffic.made) < NUM_REQUESTS:
         for _ in range(rng.choice([0, 0, 0, 1, 1, 4])):
             _arrive(engine, traffic)
@@ -105,19 +109,22 @@ def _run_traffic(seed: int) -> CheckedEngine:
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_traffic_keeps_every_invariant_and_every_output(part: int) -> None:
-    num_steps = num_preemptions = num_hits = num_accepted = num_evicted = 0
+    num_steps = num_refused = num_failed = num_preemptions = num_hits = num_accepted = num_evicted = 0
     seed = part * 1_000_000
     while num_steps < NUM_STEPS:
-        engine = _run_traffic(seed)
+        engine = _run_traffic(seed, overlap=part >= 2)
         stats = engine.core.stats()
         assert engine.worker.num_steps == stats.num_steps
         num_steps += stats.num_steps
+        num_refused += engine.worker.num_refused
+        num_failed += len(engine.failed)
         num_preemptions += stats.num_preemptions
         num_hits += stats.prefix_cache_hits
         num_accepted += stats.num_accepted_tokens
         num_evicted += engine.core.scheduler.kv.pool.num_evicted
         seed += 1
     # The traffic must have met what it is there to test.
+    assert num_refused > 2 * num_failed > 20
     assert num_preemptions > 300
     assert num_hits > 5000
     assert num_accepted > 5000

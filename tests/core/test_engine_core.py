@@ -301,8 +301,8 @@ class _TellingWorker(ToyWorker):
 
     num_tokens = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = super().execute(plan)
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = super()._run(plan)
         self.num_tokens += sum(len(row.token_ids) for row in result.rows)
         return StepResult(result.step_id, [self._tell(row) for row in result.rows])
 
@@ -340,11 +340,17 @@ def test_a_request_for_several_completions_is_refused() -> None:
 class _WrongWorker:
     """Answers a step with whatever it was given."""
 
+    overlaps = False
+
     def __init__(self, rows: list[RowResult]) -> None:
         self._rows = rows
+        self._step_id = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step_id, self._rows)
+    def submit(self, plan: StepPlan) -> None:
+        self._step_id = plan.step_id
+
+    def collect(self) -> StepResult:
+        return StepResult(self._step_id, self._rows)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def test_a_stream_of_short_requests_does_not_hold_up_a_long_one() -> None:
         engine.add(make_request(f"short {num_steps}", [num_steps % 50, 1], max_tokens=2))
         engine.step()
         num_steps += 1
-    assert num_steps <= 6 + 20
+    # Those behind it take at most half of what a step has for prompts, so it takes at most twice as long.
+    assert num_steps <= 2 * 6 + 20
     engine.finish()
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from toy_core import Engine, Output, greedy_continuation, make_limits, make_request, run_alone
+
+from dflash_backend.messages import GenerationRequest
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
@@ -161,6 +165,57 @@ def test_prompts_share_what_a_step_has_for_them_in_order_of_arrival() -> None:
     assert [(row.request_id, row.num_new) for row in engine.worker.plans[-1].rows[1:]] == [("p0", 6), ("p1", 4)]
     engine.step()
     assert [(row.request_id, row.num_new) for row in engine.worker.plans[-1].rows[1:]] == [("p1", 2), ("p2", 6)]
+
+
+def _beside_a_long_prompt(*behind: GenerationRequest, cached: Sequence[int] = ()) -> list[list[tuple[str, int]]]:
+    """The prefill rows of each step, from the first in which a prompt of 60 tokens runs and others wait behind it."""
+    engine = Engine(make_limits(max_prefill_tokens_per_step=20, num_blocks=200))
+    if cached:
+        engine.run(make_request("cached", list(cached), max_tokens=1))
+    engine.add(make_request("stream", [1], max_tokens=100, seed=0))
+    engine.step()
+    engine.add(make_request("long", [9] * 60, max_tokens=1))
+    engine.step()
+    for request in behind:
+        engine.add(request)
+    first = len(engine.worker.plans)
+    while len(engine.core.scheduler.running) + len(engine.core.scheduler.waiting) > 1:
+        engine.step()
+    return [
+        [(row.request_id, row.num_new) for row in plan.rows if row.request_id != "stream"]
+        for plan in engine.worker.plans[first:]
+    ]
+
+
+def test_short_prompts_run_alongside_one_that_takes_several_steps() -> None:
+    steps = _beside_a_long_prompt(make_request("a", [2] * 4, max_tokens=1), make_request("b", [3] * 5, max_tokens=1))
+    assert steps == [[("long", 11), ("a", 4), ("b", 5)], [("long", 20)], [("long", 9)]]
+
+
+def test_a_prompt_that_is_cached_for_the_most_part_counts_as_short() -> None:
+    prefix = list(range(1, 41))
+    steps = _beside_a_long_prompt(make_request("hit", [*prefix, 2, 3], max_tokens=1), cached=prefix)
+    assert steps[0] == [("long", 18), ("hit", 2)]
+
+
+def test_those_alongside_a_long_prompt_get_no_more_than_half_of_the_step() -> None:
+    behind = [make_request(f"{index}", [index] * 4, max_tokens=1) for index in range(4)]
+    steps = _beside_a_long_prompt(*behind)
+    assert steps[0] == [("long", 12), ("0", 4), ("1", 4)]
+    assert steps[1] == [("long", 12), ("2", 4), ("3", 4)]
+
+
+def test_a_second_long_prompt_waits_for_the_first() -> None:
+    steps = _beside_a_long_prompt(
+        make_request("other", [2] * 30, max_tokens=1), make_request("short", [3], max_tokens=1)
+    )
+    assert steps[0] == [("long", 20)], "nobody overtakes the other long one either"
+    assert steps[1] == [("long", 20)]
+
+
+def test_a_prompt_whose_rest_fits_the_step_gets_it_whole() -> None:
+    steps = _beside_a_long_prompt(make_request("early", [2] * 2, max_tokens=1))
+    assert steps[-1][0] == ("long", 2)
 
 
 def test_cold_prompts_do_not_evict_a_prefix_that_was_shared() -> None:
@@ -367,8 +422,7 @@ def test_a_hit_on_all_but_the_anchor_still_leaves_a_row_to_draft_from() -> None:
     scheduler = engine.core.scheduler
     request = scheduler.running["young"]
     computed = request.num_computed
-    assert scheduler.running.popitem()[1] is request
-    scheduler._preempt(request)
+    assert scheduler._preempt_latest() is request
     engine.step()
     resumed = engine.rows_of("young")[-1]
     assert (resumed.num_computed, resumed.num_new, resumed.sample) == (computed - 1, 1, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from dflash_backend import LLM
 from dflash_backend.config import ConfigError
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits
-from dflash_backend.core.trace import StepTrace
+from dflash_backend.core.trace import HOST, PHASES, STEPS, StepTrace
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from tests.core.toy_core import ToyWorker
+from tests.core.toy_core import OverlappingToy, ToyWorker
 
 LIMITS = EngineLimits(
     num_blocks=64,
@@ -41,10 +42,11 @@ class Ticks:
         return self.now
 
 
-def traced_core(directory: Path, max_steps: int = 1000) -> tuple[EngineCore, StepTrace]:
+def traced_core(directory: Path, max_steps: int = 1000, overlap: bool = False) -> tuple[EngineCore, StepTrace]:
     clock = Ticks()
     trace = StepTrace(directory, max_steps, clock)
-    return EngineCore(LIMITS, ToyWorker(LIMITS), clock, trace), trace
+    worker = OverlappingToy(LIMITS) if overlap else ToyWorker(LIMITS)
+    return EngineCore(LIMITS, worker, clock, trace, overlap), trace
 
 
 def run(core: EngineCore, request_id: str, max_tokens: int = 12) -> None:
@@ -80,18 +82,43 @@ def test_a_step_shows_its_rows_and_what_was_accepted(tmp_path: Path) -> None:
     assert sum(row["drafts"] for row in rows) == core.stats().num_draft_tokens
 
 
-def test_the_phases_fill_the_step_from_its_start_to_its_end(tmp_path: Path) -> None:
-    core, trace = traced_core(tmp_path)
+def slices(found: list[dict[str, Any]], track: int) -> list[tuple[str, float, float]]:
+    """Name, start and end of the slices of a track, in order of their start."""
+    kept = [e for e in found if e.get("tid") == track and e["ph"] == "X"]
+    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in kept), key=lambda item: item[1:])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_phases_fill_the_step_from_its_start_to_its_end(overlap: bool, tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path, overlap=overlap)
     run(core, "a")
     trace.close()
     found = events(files(tmp_path)[0])
-    step = named(found, "step 2")[0]
-    inside = [
-        e for e in found if e.get("tid") == 2 and e["ph"] == "X" and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]
-    ]
-    assert [event["name"] for event in inside][:1] == ["schedule"]
-    assert inside[-1]["name"] == "apply"
-    assert sum(event["dur"] for event in inside) == pytest.approx(step["dur"])
+    steps, phases = slices(found, STEPS), slices(found, PHASES)
+    assert [name for name, _, _ in phases] == ["other"] * core.stats().num_steps, "the toy measures no phases"
+    assert [times for _, *times in steps] == [times for _, *times in phases]
+
+
+def test_without_overlap_the_engine_waits_for_a_step_before_it_plans_the_next(tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path)
+    run(core, "a")
+    trace.close()
+    names = [name for name, _, _ in slices(events(files(tmp_path)[0]), HOST)]
+    assert names == ["schedule", "submit", "wait", "apply"] * core.stats().num_steps
+
+
+def test_with_overlap_a_step_is_planned_and_submitted_before_the_one_ahead_is_waited_for(tmp_path: Path) -> None:
+    core, trace = traced_core(tmp_path, overlap=True)
+    run(core, "a", max_tokens=40)
+    trace.close()
+    found = events(files(tmp_path)[0])
+    names = [name for name, _, _ in slices(found, HOST)]
+    assert names[:2] == ["schedule", "submit"]
+    assert names[2:10] == ["schedule", "submit", "wait", "apply"] * 2
+    steps = slices(found, STEPS)
+    assert len(steps) == core.stats().num_steps
+    for (_, _, end), (_, start, _) in itertools.pairwise(steps):
+        assert start >= end, "a step began before the one ahead of it had ended"
 
 
 def test_a_request_lasts_from_its_arrival_to_its_end(tmp_path: Path) -> None:

@@ -5,23 +5,37 @@ written there, a number that stands for the salt of the request that wrote it an
 position. Before a row "attends" it reads every earlier position through the row's own block table and stops when one
 holds anything else, so a block that is shared, freed or reserved wrongly is found where it would do harm. Two requests
 agree on a slot only when salt and prefix are the same. The drafter's queries overwrite whatever lies at their
-positions, as they do on a device.
+positions, as they do on a device. A position past a row's blocks is not written.
 
 Its target's next token is a function of the prefix. A greedy request gets just that. For a sampled one the toy mimics
 rejection sampling with random numbers fixed by seed and position: the tokens depend on where draft blocks start, as
 they do in truth, so an output that survives batching, chunking and preemption shows that the alignment survived too.
 `toy_reference.py` has the same arithmetic without an engine.
+
+`OverlappingToy` is the same worker behind a queue: a step runs some time after it was submitted, as the test's clock of
+the device says, and at the latest when its result is collected. Everything is checked when the step runs, in the
+device's order, also for the rows of requests that have ended.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import EngineLimits, NewRequest, RowResult, ScheduledRow, StepPlan, StepResult
-from dflash_backend.messages import GenerationRequest, RequestStats, SamplingParams
+from dflash_backend.core.plan import (
+    EngineLimits,
+    NewRequest,
+    RowResult,
+    ScheduledRow,
+    StepOutOfMemory,
+    StepPlan,
+    StepResult,
+)
+from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
 
 VOCAB = 50
 EOS = 0
@@ -104,6 +118,11 @@ class _Held:
         for token_id in token_ids:
             self.plain = hash((self.plain, token_id))
 
+    def tokens_left(self, limits: EngineLimits) -> int:
+        """How many tokens may come yet; none or less for a request that has ended by its length."""
+        longest = min(self.new.num_prompt_tokens + self.new.sampling.max_tokens, limits.max_model_len)
+        return longest - len(self.token_ids)
+
 
 class ToyWorker:
     """Runs step plans on a made-up target and drafter, checking every K/V read and write. Keeps the plans it saw.
@@ -112,26 +131,54 @@ class ToyWorker:
     the plan says.
     """
 
+    overlaps = False
+
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self._held: dict[str, _Held] = {}
+        self._results: deque[StepResult] = deque()
         num_slots = limits.num_blocks * limits.block_size
+        # Of tokens, positions and drafts of one request: what ended with drafts standing runs past its longest.
+        self._num_places = limits.max_model_len + limits.num_speculative_tokens + 1
         self.target_kv = [EMPTY] * num_slots
         self.drafter_kv = [EMPTY] * num_slots
         self.pool: BlockPool | None = None
         self.keep_plans = True
         self.plans: list[StepPlan] = []
         self.num_steps = 0
+        # A step of more tokens does not fit the made-up device's memory.
+        self.max_tokens_in_memory: int | None = None
+        self.num_refused = 0
 
     @property
     def held_ids(self) -> set[str]:
         """Requests that it was told of and not told to forget."""
         return set(self._held)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> None:
+        self._admit(plan)
+        self._results.append(self._run(plan))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def _admit(self, plan: StepPlan) -> None:
+        """What is decided when a step is submitted: whether it fits the memory."""
+        assert plan.num_tokens <= self._limits.max_num_batched_tokens
+        assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+        if self.max_tokens_in_memory is not None and plan.num_tokens > self.max_tokens_in_memory:
+            self.num_refused += 1
+            self._refuse(plan)
         self.num_steps += 1
         if self.keep_plans:
             self.plans.append(plan)
+
+    def _refuse(self, plan: StepPlan) -> None:
+        self._take_deltas(plan)
+        raise StepOutOfMemory(f"no memory for {plan.num_tokens} tokens")
+
+    def _take_deltas(self, plan: StepPlan) -> None:
+        """Forget and learn requests, and take the blocks that rows gained."""
         for request_id in plan.finished:
             del self._held[request_id]
         for new in plan.new:
@@ -139,78 +186,103 @@ class ToyWorker:
             states = prefix_states(new.token_ids, root_state(new.sampling.cache_salt))
             plain = prefix_states(new.token_ids, root_state())[-1]
             self._held[new.request_id] = _Held(new, list(new.token_ids), states, plain)
-        assert plan.num_tokens <= self._limits.max_num_batched_tokens
-        assert len({row.request_id for row in plan.rows}) == len(plan.rows)
-        helds = [self._take_row(row) for row in plan.rows]
-        self._check_owners(plan, helds)
+        assert len(self._held) <= self._limits.max_num_seqs, "more requests than the worker has rows for"
+        for row in plan.rows:
+            self._held[row.request_id].block_ids += row.new_block_ids
 
-        row_states = [self._row_states(row, held) for row, held in zip(plan.rows, helds, strict=True)]
-        for row, held, states in zip(plan.rows, helds, row_states, strict=True):
-            self._write(held, self.target_kv, row.num_computed, states)
-        for row, held, states in zip(plan.rows, helds, row_states, strict=True):
-            self._read(held, self.target_kv, held.states[: row.num_computed] + states)
-        results = [self._accept(row, held) for row, held in zip(plan.rows, helds, strict=True)]
-        for row, held, result in zip(plan.rows, helds, results, strict=True):
-            final = row.num_computed + row.num_new + result.num_accepted
+    def _run(self, plan: StepPlan) -> StepResult:
+        """The step itself, all rows at once, phase by phase."""
+        self._take_deltas(plan)
+        work = [(row, self._held[row.request_id], self._start_of(row)) for row in plan.rows]
+        for row, held, start in work:
+            self._check_row(row, held, start)
+        self._check_owners(plan, work)
+
+        states = [self._row_states(row, held, start) for row, held, start in work]
+        for (_, held, start), row_states in zip(work, states, strict=True):
+            self._write(held, self.target_kv, start, row_states)
+        for (_, held, start), row_states in zip(work, states, strict=True):
+            self._read(held, self.target_kv, held.states[:start] + row_states)
+        results = [self._accept(row, held) for row, held, _ in work]
+        for (row, held, start), result in zip(work, results, strict=True):
+            final = start + row.num_new + result.num_accepted
             held.extend(result.token_ids)
             held.drafts = []
             held.num_computed = final
-            self._write(held, self.drafter_kv, row.num_computed, held.states[row.num_computed : final])
-        for row, held in zip(plan.rows, helds, strict=True):
+            assert len(held.token_ids) <= self._num_places, "more tokens than a worker keeps for a request"
+            self._write(held, self.drafter_kv, start, held.states[start:final])
+        for row, held, _ in work:
             if row.num_next_draft:
                 self._propose(row, held)
         return StepResult(plan.step_id, results)
 
-    def _take_row(self, row: ScheduledRow) -> _Held:
+    def _start_of(self, row: ScheduledRow) -> int:
+        """Where a row starts: where the worker has got to, if that was not certain as the row was planned."""
         held = self._held[row.request_id]
-        held.block_ids += row.new_block_ids
-        assert held.num_computed in (None, row.num_computed)
+        if not row.num_uncertain:
+            assert held.num_computed in (None, row.num_computed), f"{row} does not start at {held.num_computed}"
+            return row.num_computed
+        start = held.num_computed
+        assert start is not None
+        assert row.num_computed - row.num_uncertain <= start, f"{row} starts at {start}, which is too far below"
+        if held.tokens_left(self._limits) > 0:
+            assert start <= row.num_computed, f"{row} starts at {start}, past its upper bound"
+        return start
+
+    def _check_row(self, row: ScheduledRow, held: _Held, start: int) -> None:
+        """What the row needs of tokens, blocks and length. Of those that follow a token, only when it is not the last:
+        a request that has ended, or ends in this row, goes on to draft for nothing."""
+        limits = self._limits
         assert row.num_draft == (len(held.drafts) if row.sample else 0)
-        known = row.num_computed + row.num_new
+        known = start + row.num_new
         assert known == len(held.token_ids) if row.sample else known < len(held.token_ids)
         if row.num_next_draft and not row.sample:
             assert known == len(held.token_ids) - 1, "a resumed request drafts from its last token"
+        if held.tokens_left(limits) < 1:
+            assert row.num_uncertain, f"{row} is of a request that is known to have ended"
+            return
         end = known + row.num_draft
-        covered = len(held.block_ids) * self._limits.block_size
-        assert covered >= end + self._num_queries(row), "RESERVE"
-        assert end <= self._limits.max_model_len
-        if row.num_next_draft:
+        covered = len(held.block_ids) * limits.block_size
+        assert covered >= end, "RESERVE"
+        assert end <= limits.max_model_len
+        if row.num_next_draft and held.tokens_left(limits) > 1:
+            assert covered >= end + self._num_queries(row), "RESERVE"
             # The row leaves `end + 1` tokens at most, and the 1 after k is the slot of the anchor that follows.
             longest = end + 1 + row.num_next_draft + 1
-            assert longest <= min(self._limits.drafter_max_len, self._limits.max_model_len), "WINDOW"
-        return held
+            assert longest <= min(limits.drafter_max_len, limits.max_model_len), "WINDOW"
 
     def _num_queries(self, row: ScheduledRow) -> int:
         """Positions that the drafter's queries write: k masks, and for DFlash the anchor. The toy counts for itself."""
         return row.num_next_draft + self._limits.lookahead_base if row.num_next_draft else 0
 
-    def _check_owners(self, plan: StepPlan, helds: list[_Held]) -> None:
+    def _check_owners(self, plan: StepPlan, work: list[tuple[ScheduledRow, _Held, int]]) -> None:
         """OWN: what a row may write (from its first uncomputed position on) is in no other request's table, not in the
         prefix cache, and in the guard's set when there is one."""
         num_holders: dict[int, int] = {}
         for held in self._held.values():
             for block_id in held.block_ids:
                 num_holders[block_id] = num_holders.get(block_id, 0) + 1
-        for row, held in zip(plan.rows, helds, strict=True):
-            written = held.block_ids[row.num_computed // self._limits.block_size :]
+        for row, held, start in work:
+            written = held.block_ids[start // self._limits.block_size :]
             for block_id in written:
                 assert num_holders[block_id] == 1, f"OWN: {row} writes block {block_id}, which others hold"
                 assert self.pool is None or not self.pool.is_cached(block_id), f"OWN: {row} writes a cached block"
             if plan.writable_block_ids is not None:
                 assert plan.writable_block_ids[row.request_id] >= set(written), "OWN: not in the guard's set"
 
-    def _row_states(self, row: ScheduledRow, held: _Held) -> list[int]:
-        known = row.num_computed + row.num_new
-        states = held.states[row.num_computed : known]
+    def _row_states(self, row: ScheduledRow, held: _Held, start: int) -> list[int]:
+        known = start + row.num_new
+        states = held.states[start:known]
         return states + prefix_states(held.drafts, states[-1]) if row.num_draft else states
 
     def _write(self, held: _Held, kv: list[int], start: int, values: list[int]) -> None:
         block_size = self._limits.block_size
-        for position, value in enumerate(values, start):
+        covered = len(held.block_ids) * block_size
+        for position, value in enumerate(values[: max(0, covered - start)], start):
             kv[held.block_ids[position // block_size] * block_size + position % block_size] = value
 
     def _read(self, held: _Held, kv: list[int], expected: list[int]) -> None:
-        """Every position through the block table, a block at a time."""
+        """Every position that has a block, through the block table, a block at a time."""
         block_size, start = self._limits.block_size, 0
         for block_id in held.block_ids:
             wanted = expected[start : start + block_size]
@@ -230,12 +302,65 @@ class ToyWorker:
         anchor = held.num_computed
         assert anchor is not None
         assert anchor == len(held.token_ids) - 1
+        assert anchor + row.num_next_draft < self._num_places, "drafts past what a worker keeps for a request"
         queries = [QUERY] * self._num_queries(row)
         self._write(held, self.drafter_kv, anchor, queries)
         # Stricter than a device: the target must not need anything there either, for it has yet to run the anchor.
         self._write(held, self.target_kv, anchor, queries)
         self._read(held, self.drafter_kv, held.states[:anchor])
         held.drafts = propose(held.new.seed, held.new.sampling.greedy, anchor, held.plain, row.num_next_draft)
+
+
+class OverlappingToy(ToyWorker):
+    """The toy as a device with a queue. `lag()` is asked at each submission how many steps may stay in the queue, not
+    run yet: 0 runs them at once, 1 leaves the new one, 2 leaves both until the first is collected."""
+
+    overlaps = True
+
+    def __init__(self, limits: EngineLimits, lag: Callable[[], int] = lambda: 1) -> None:
+        super().__init__(limits)
+        self._lag = lag
+        self._queue: deque[StepPlan] = deque()
+        self._uncollected: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._uncollected) <= 1, "more than one step is in flight"
+        self._check_certainty(plan)
+        self._admit(plan)
+        self._queue.append(plan)
+        self._uncollected.append(plan)
+        self._run_queue(self._lag())
+
+    def collect(self) -> StepResult:
+        if not self._results:
+            self._run_queue(len(self._queue) - 1)
+        self._uncollected.popleft()
+        return self._results.popleft()
+
+    def _refuse(self, plan: StepPlan) -> None:
+        self._run_queue(0)  # what is ahead comes first, also with what it brings of requests and blocks
+        super()._refuse(plan)
+
+    def _run_queue(self, num_left: int) -> None:
+        while len(self._queue) > num_left:
+            self._results.append(self._run(self._queue.popleft()))
+
+    def _check_certainty(self, plan: StepPlan) -> None:
+        """A row is as uncertain as the step in flight makes it. A request that needs its own output waits for it."""
+        learnt = {new.request_id for new in plan.new}
+        ahead = {row.request_id: row for other in self._uncollected for row in other.rows}
+        for row in plan.rows:
+            other = None if row.request_id in learnt else ahead.get(row.request_id)
+            assert row.num_uncertain == (0 if other is None else other.num_draft)
+            if other is not None:
+                assert not self._sampling_of(row.request_id).needs_own_output, f"{row} needs what is in flight"
+
+    def _sampling_of(self, request_id: str) -> SamplingParams:
+        for plan in reversed(self._queue):
+            for new in plan.new:
+                if new.request_id == request_id:
+                    return new.sampling
+        return self._held[request_id].new.sampling
 
 
 class Clock:
@@ -283,14 +408,18 @@ class Output:
 
 
 class Engine:
-    """An engine core on a toy worker that checks all invariants after every step and joins the deltas."""
+    """An engine core on a toy worker that checks all invariants after every step and joins the deltas.
 
-    def __init__(self, limits: EngineLimits) -> None:
+    With `lag`, which is the overlapping toy's, a step is in flight between two steps.
+    """
+
+    def __init__(self, limits: EngineLimits, lag: Callable[[], int] | None = None) -> None:
         self.clock = Clock()
-        self.worker = ToyWorker(limits)
-        self.core = EngineCore(limits, self.worker, self.clock)
+        self.worker = ToyWorker(limits) if lag is None else OverlappingToy(limits, lag)
+        self.core = EngineCore(limits, self.worker, self.clock, overlap=True)
         self.worker.pool = self.core.scheduler.kv.pool
         self.outputs: dict[str, Output] = {}
+        self.failed: list[RequestRejected] = []
 
     def add(self, request: GenerationRequest) -> None:
         self.core.add_request(request)
@@ -298,6 +427,7 @@ class Engine:
 
     def step(self) -> None:
         self.take(self.core.step())
+        self.failed += self.core.failed
         self.core.check_invariants()
 
     def take(self, deltas: list[Any]) -> None:

@@ -16,7 +16,15 @@ from pathlib import Path
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.engine_process import serve
-from dflash_backend.messages import EngineReady, EngineStats, GenerationRequest, RequestStats, TokenDelta, TokenLogprobs
+from dflash_backend.messages import (
+    EngineReady,
+    EngineStats,
+    GenerationRequest,
+    RequestRejected,
+    RequestStats,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 TOKENS_PER_STEP = 3
 BREAK = 1000  # the step raises
@@ -24,6 +32,7 @@ REFUSE = 1001  # add_request refuses
 QUIET = 1002  # never yields a token
 VOCAB = 1024
 REFUSE_SECOND = 1004  # add_request refuses the second of the completions
+GIVE_UP = 1005  # the step ends the request with an error
 DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
 
@@ -52,6 +61,7 @@ class ToyCore:
         self._requests: dict[str, ToyRequest] = {}
         self._num_generated = 0
         self.phase_seconds = {"verify": 0.25, "draft": 0.125}
+        self.failed: list[RequestRejected] = []
 
     def add_request(self, request: GenerationRequest) -> None:
         first = request.prompt_token_ids[0]
@@ -75,6 +85,9 @@ class ToyCore:
         return sum(state.request.prompt_token_ids[0] == QUIET for state in self._requests.values())
 
     def step(self) -> list[TokenDelta]:
+        given_up = [i for i, state in self._requests.items() if state.request.prompt_token_ids[0] == GIVE_UP]
+        self.failed = [RequestRejected(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
+        self.abort(given_up)
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
         return [delta for delta in deltas if delta is not None]
 

@@ -74,7 +74,7 @@ def test_an_answer_that_is_not_the_expected_one_fails_the_run(tmp_path: Path, mo
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_sigint_ends_a_run_with_what_there_is_and_leaves_nothing_running(tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_as_sigint_does_with_what_there_is_and_leaves_nothing_running(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "load_tests", "burst", "--duration", "120", "--prompts", "4", "--users", "4"]
     options = ["--settings", "kv_cache_gb=0.1 max_num_seqs=8", "--name", "run", "--out", str(tmp_path)]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
@@ -83,7 +83,7 @@ def test_sigint_ends_a_run_with_what_there_is_and_leaves_nothing_running(tmp_pat
         if line.startswith("phase"):
             break
     time.sleep(2)  # some load, which is what this is about
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     said = process.stdout.read()
     assert process.wait(60) == 130
     assert "verdict: INTERRUPTED" in said

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from dflash_backend.checkpoints.spec import MoeSpec
+from dflash_backend.checkpoints.targets import read_target
+from dflash_backend.models import load_target
 from dflash_backend.models.moe import SparseMlp
+from dflash_backend.models.ops import select_ops
+from tests.paged import block_tables, caches, context
+from tests.tiny_models import make_target
 
+CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 16, 12, 6
 
 
@@ -62,25 +71,46 @@ def test_a_tokens_result_does_not_depend_on_what_else_is_in_the_batch() -> None:
     torch.testing.assert_close(together, reversed_order, atol=1e-5, rtol=1e-5)
 
 
-class Counting(SparseMlp):
-    """Says which experts ran over how many tokens."""
+class CountRows(TorchFunctionMode):
+    """Notes how many rows each matrix product has."""
 
-    def run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        RUNS.append((expert, len(x)))
-        return super().run_expert(expert, x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
 
-
-RUNS: list[tuple[int, int]] = []
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear:
+            self.rows.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
 
 
 def test_each_expert_that_is_chosen_runs_once_over_its_tokens() -> None:
-    mlp = Counting(**{field.name: getattr(make(), field.name) for field in dataclasses.fields(SparseMlp)})
-    x = tokens(3)
-    RUNS.clear()
-    mlp.forward(x)
+    mlp, x = make(), tokens(3)
+    with CountRows() as products:
+        mlp.forward(x)
     chosen = mlp.route(x)[1].flatten().bincount(minlength=EXPERTS)
-    assert [(expert, int(count)) for expert, count in enumerate(chosen) if count] == RUNS
-    assert sum(count for _, count in RUNS) == 3 * mlp.moe.experts_per_token
+    # The router's product, then gate_up and down of each expert.
+    assert products.rows == [3] + [int(count) for count in chosen if count for _ in range(2)]
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_the_kernels_compute_what_torch_computes(norm_topk_prob: bool) -> None:
+    mlp, x = make(3, norm_topk_prob), tokens(9)
+    torch.testing.assert_close(mlp.forward(x, kernels=True), mlp.forward(x, kernels=False), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 23])
+def test_a_qwen3_moe_target_computes_the_same_with_the_kernels(count: int, tmp_path: Path) -> None:
+    make_target(tmp_path, architecture="Qwen3MoeForCausalLM")
+    ids = torch.arange(count) % 50
+
+    def logits(form: str) -> torch.Tensor:
+        ops = select_ops(CPU, form)
+        target = load_target(read_target(tmp_path), 64, torch.float32, CPU, ops=ops)
+        rows = context(block_tables(1), [0], [count], target.patterns)
+        return target.logits(target.forward(ids, rows, caches(target.spec.decoder), ()).hidden)
+
+    torch.testing.assert_close(logits("triton"), logits("torch"), atol=1e-3, rtol=1e-4)
 
 
 def test_the_router_weighs_in_float32_whatever_the_dtype() -> None:

@@ -12,6 +12,7 @@ SCHEDULING = "tests/core/test_scheduling.py"
 POOL = "tests/core/test_block_pool.py"
 PREFIX = "tests/core/test_prefix_cache.py"
 ENGINE = "tests/core/test_engine_core.py"
+OVERLAP = "tests/core/test_overlap.py"
 PROGRESS = "tests/core/test_progress.py"
 MODEL_BASED = "tests/core/test_core_random.py"
 CONTEXT_KV = "tests/worker/test_context_kv.py"
@@ -45,22 +46,22 @@ _TRAPS = (
     _core(
         "trap 1: no lookahead on a prefill",
         "row_shape",
-        "k if finishes else 0, end + limits.lookahead(k))",
-        "k if finishes else 0, end)",
+        "num_positions = end + limits.lookahead(k)",
+        "num_positions = end",
         TRAPS,
     ),
     _core(
         "trap 1: no lookahead behind verified drafts",
         "row_shape",
-        "RowShape(1, num_draft, True, k, end + limits.lookahead(k))",
-        "RowShape(1, num_draft, True, k, end)",
+        "RowShape(start, 1, num_draft, True, k, end + limits.lookahead(k), True)",
+        "RowShape(start, 1, num_draft, True, k, end, True)",
         TRAPS,
     ),
     _core(
         "trap 2: maximum length without the anchor's slot",
         "row_shape",
-        "num_tokens + k + 1 <= limits.max_drafting_len",
-        "num_tokens + k <= limits.max_drafting_len",
+        "return num_tokens + k + 1 <= limits.max_drafting_len",
+        "return num_tokens + k <= limits.max_drafting_len",
         TRAPS,
     ),
     _core(
@@ -212,8 +213,8 @@ _SCHEDULER = (
     _core(
         "the oldest request is preempted",
         "scheduler",
-        "_, latest = self.running.popitem()",
-        "latest = self.running.pop(next(iter(self.running)))",
+        "_, request = self.running.popitem()",
+        "request = self.running.pop(next(iter(self.running)))",
         PROGRESS,
     ),
     _core("a preempted request goes to the end of the queue", "scheduler", "last=False", "last=True", PROGRESS),
@@ -252,6 +253,21 @@ _SCHEDULER = (
         "self._num_running_tokens -= request.max_decode_tokens",
         "self._num_running_tokens -= 0",
         SCHEDULING,
+    ),
+    _core(
+        "those alongside a long prompt take the whole step",
+        "scheduler",
+        "room -= self._short_prefills(room // 2)",
+        "room -= self._short_prefills(room)",
+        SCHEDULING,
+    ),
+    _core(
+        "two long prompts at a time",
+        "scheduler",
+        "if builder.unfinished and request.prefill_end - len(hit) * limits.block_size > builder.prefill_room:",
+        "if builder.unfinished and False:",
+        SCHEDULING,
+        MODEL_BASED,
     ),
     _core(
         "a long prompt takes the whole step beside streams",
@@ -302,12 +318,159 @@ _SCHEDULER = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER
+_OVERLAP = (
+    _core(
+        "a result goes to whoever has the id now",
+        "engine",
+        "if self._requests.get(row.request_id) is not request:",
+        "request = self._requests.get(row.request_id)\n            if request is None:",
+        OVERLAP,
+    ),
+    _core(
+        "drafts of a dropped result are counted",
+        "engine",
+        "            if self._requests.get(row.request_id) is not request:\n",
+        "            if self._requests.get(row.request_id) is not request:\n"
+        "                self._count_draft(request, row.num_draft, row_result.num_accepted)\n",
+        OVERLAP,
+    ),
+    _core(
+        "the last step in flight is left there",
+        "engine",
+        "return bool(self._requests or self._in_flight)",
+        "return bool(self._requests)",
+        OVERLAP,
+    ),
+    _core(
+        "a row that was applied still counts as in flight",
+        "engine",
+        "if request.row_in_flight is row:",
+        "if request.row_in_flight is None:",
+        OVERLAP,
+    ),
+    _core(
+        "a row in flight is forgotten when the one ahead of it is applied",
+        "engine",
+        "if request.row_in_flight is row:",
+        "if row is not None:",
+        OVERLAP,
+    ),
+    _core(
+        "a step waits for the one ahead of it", "engine", "1 if self._overlap and plan is not None else 0", "0", OVERLAP
+    ),
+    _core(
+        "a row is planned on the lowest outcome",
+        "row_shape",
+        "most = min(fewest + row.num_draft, longest)",
+        "most = fewest",
+        OVERLAP,
+    ),
+    _core(
+        "the bound takes in outcomes that end the request",
+        "row_shape",
+        "most = min(fewest + row.num_draft, longest)",
+        "most = fewest + row.num_draft",
+        OVERLAP,
+    ),
+    _core(
+        "a row does not say that it is uncertain",
+        "row_shape",
+        "num_positions, True, row.num_draft)",
+        "num_positions, True)",
+        OVERLAP,
+    ),
+    _core(
+        "a request that is sure to end is planned",
+        "row_shape",
+        "        if fewest > longest:\n            return None\n",
+        "        longest = max(longest, fewest)\n",
+        OVERLAP,
+    ),
+    _core(
+        "k is judged by the lowest outcome alone",
+        "row_shape",
+        "k = next_draft_length(request, most_drafting, num_draft, limits)",
+        "k = next_draft_length(request, fewest, num_draft, limits)",
+        OVERLAP,
+    ),
+    _core(
+        "k is judged by the highest outcome alone",
+        "row_shape",
+        "    if k == 0 and next_draft_length(request, fewest, num_draft, limits) > 0:\n        return None\n",
+        "",
+        OVERLAP,
+    ),
+    _core(
+        "no lookahead behind the upper bound",
+        "row_shape",
+        "num_draft + max(most, most_drafting + limits.lookahead(k))",
+        "num_draft + most",
+        OVERLAP,
+    ),
+    _core(
+        "a request that needs its own output does not wait for it",
+        "scheduler",
+        "if request.needs_own_output:",
+        "if request is None:",
+        OVERLAP,
+    ),
+    _core(
+        "a prompt is admitted behind one that sits a step out",
+        "scheduler",
+        "builder.closed = builder.closed or prefills_next(request)",
+        "builder.closed = False",
+        OVERLAP,
+    ),
+    _core(
+        "a request is preempted while a step is in flight",
+        "scheduler",
+        "                if in_flight:\n                    return False\n",
+        "",
+        OVERLAP,
+    ),
+    _core(
+        "blocks that ran out are never made good while steps are in flight",
+        "scheduler",
+        "or (in_flight and self._lacks_blocks):",
+        "or (in_flight and not self.running and not self.waiting):",
+        OVERLAP,
+    ),
+    _core(
+        "a chunk is planned again while it is in flight",
+        "scheduler",
+        "self._shape_chunk(request, request.num_computed + row.num_new, builder)",
+        "self._shape_chunk(request, request.num_computed, builder)",
+    ),
+    _core(
+        "who did not fit the memory is admitted again at once",
+        "scheduler",
+        "self._admits_from = plan.step_id + 1 + STEPS_TO_RECOVER",
+        "self._admits_from = 0",
+        OVERLAP,
+    ),
+    _core(
+        "what is in flight is lost when a step does not fit the memory",
+        "engine",
+        "            deltas = self._collect()\n        elif",
+        "            deltas = self._collect()[:0]\n        elif",
+        OVERLAP,
+    ),
+    _core(
+        "a request that alone does not fit the memory is tried for ever",
+        "engine",
+        "        elif len(plan.rows) == 1:\n",
+        "        elif len(plan.rows) == 0:\n",
+        OVERLAP,
+    ),
+)
 
-# Applied in continuous integration too: a trap, a defect of the cache and one of the scheduler, all cheap to find.
+MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP
+
+# Applied in continuous integration too: a trap, and a defect of the cache, the scheduler and overlap, cheap to find.
 SMOKE = (
     "trap 1: lookahead of k instead of k + 1",
     "trap 5: the last full block of a hit is dropped",
     "hot blocks never grow old",
     "the oldest request is preempted",
+    "a result goes to whoever has the id now",
 )

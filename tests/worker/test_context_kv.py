@@ -12,6 +12,9 @@ from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.speculative import DFlashDrafter
+from dflash_backend.worker.kv_cache import PagedKVCache
+
+CPU = torch.device("cpu")
 
 
 def reference_features(token_ids: list[int], layer_ids: tuple[int, ...]) -> torch.Tensor:
@@ -33,6 +36,7 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
         core.add_request(GenerationRequest(str(index), prompt, SamplingParams(max_tokens=60, temperature=0.0)))
     drafter = runner.drafter
     assert isinstance(drafter, DFlashDrafter)
+    decoder = drafter.model.spec.decoder
     checked, rejected = 0, 0
     for _ in range(8):
         core.step()
@@ -42,9 +46,10 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
             blocks = np.array(request.block_ids)
             slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
             features = reference_features(request.token_ids[: request.num_computed], drafter.capture)
-            expected = drafter.model.context_kv(features, torch.from_numpy(positions))
-            for layer, cache in enumerate(drafter.caches):
-                torch.testing.assert_close(cache.slots[slots], expected[layer], atol=1e-3, rtol=1e-3)
+            expected = PagedKVCache.allocate(decoder, decoder, 1, len(positions), torch.float32, CPU).draft
+            drafter.model.inject(features, torch.from_numpy(positions), torch.from_numpy(positions), expected)
+            for cache, layer in zip(drafter.caches, expected, strict=True):
+                torch.testing.assert_close(cache.slots[slots], layer.slots, atol=1e-3, rtol=1e-3)
             checked += request.num_computed
     assert checked > 500
     assert rejected > 0

@@ -54,11 +54,15 @@ class StingyWorker:
 
     def __init__(self, built: BuiltEngine) -> None:
         self.runner = built.runner
+        self.overlaps = False
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> None:
         assert plan.writable_block_ids is not None
         fewer = {key: blocks - {max(blocks)} for key, blocks in plan.writable_block_ids.items()}
-        return self.runner.execute(dataclasses.replace(plan, writable_block_ids=fewer))
+        self.runner.submit(dataclasses.replace(plan, writable_block_ids=fewer))
+
+    def collect(self) -> StepResult:
+        return self.runner.collect()
 
 
 def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(pair: Path) -> None:

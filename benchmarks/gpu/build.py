@@ -1,0 +1,114 @@
+"""Puts an engine together around random weights: the parts that serve, without a checkpoint and without prefill."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.engine import SkippedPrefill
+from benchmarks.gpu.shapes import Shape, draft_tensors, target_tensors
+from benchmarks.gpu.synthetic import SyntheticAcceptance
+from dflash_backend.attention import AttentionBackend, Requirements, select_backend
+from dflash_backend.core.engine import EngineCore
+from dflash_backend.core.plan import EngineLimits
+from dflash_backend.models import TARGETS, DFlashModel, draft_patterns, target_patterns
+from dflash_backend.models.decoder import DecoderTarget
+from dflash_backend.speculative import DFlashDrafter
+from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
+from dflash_backend.worker.device_state import Prepared, StepRows
+from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.step_ops import select_step_ops
+
+BLOCK_SIZE = 16
+# Drawn acceptances in the table that a captured step looks them up in; a power of two.
+TABLE_SIZE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an engine makes room for: requests at once, positions of one, KV blocks of all."""
+
+    num_rows: int
+    max_model_len: int
+    num_blocks: int
+
+
+class RandomEngine:
+    """The models of a shape and their K/V, from which cores with and without drafts are made."""
+
+    def __init__(self, shape: Shape, room: Room, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.room, self.device, self.dtype = shape, room, device, dtype
+        k = shape.num_speculative_tokens
+        positions = room.max_model_len + k + 1
+        family = TARGETS[shape.target.architecture]
+        self.target = DecoderTarget(shape.target, family, target_tensors(shape, dtype, device), positions, dtype)
+        self.draft = DFlashModel(shape.draft, draft_tensors(shape, dtype, device), positions, dtype)
+        self.kv = PagedKVCache.allocate(
+            shape.target.decoder, shape.draft.decoder, room.num_blocks, BLOCK_SIZE, dtype, device
+        )
+        for layer in (*self.kv.target, *self.kv.draft):
+            layer.data.normal_()
+        self.backend = attention_backend(shape, device, dtype)
+
+    def core(self, k: int, acceptance: SyntheticAcceptance | None) -> EngineCore:
+        """An engine core on a device runner of its own, its graphs captured. `acceptance` is needed with k > 0."""
+        room = self.room
+        drafter = None
+        if k:
+            length = room.max_model_len + k + 1
+            drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend, length)
+        runner = DeviceRunner(
+            self.target,
+            drafter,
+            self.kv,
+            self.backend,
+            select_step_ops(self.device),
+            RunnerSizes(room.num_rows, room.num_rows * (k + 1), room.max_model_len, k),
+            greedy_drafts=True,
+            device=self.device,
+            dtype=self.dtype,
+            synthetic=drawn_by_place(acceptance, self.device) if acceptance is not None and k else None,
+        )
+        runner.prepare(use_graphs=True, progress=lambda message, fraction: None, sampled=False)
+        # Prompts are not computed, so nothing bounds how many tokens of theirs a step takes.
+        unbounded = 1 << 40
+        limits = EngineLimits(
+            num_blocks=room.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=room.max_model_len,
+            max_num_seqs=room.num_rows,
+            max_num_batched_tokens=unbounded,
+            max_queue_size=room.num_rows,
+            enable_prefix_caching=False,
+            num_speculative_tokens=k,
+            lookahead_base=1 if k else 0,
+            drafter_max_len=room.max_model_len + k + 1 if k else 0,
+            max_prefill_tokens_per_step=unbounded,
+        )
+        return EngineCore(limits, SkippedPrefill(runner), overlap=True)
+
+
+def attention_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """The backend that a server with these models would take."""
+    patterns = {*target_patterns(shape.target), *draft_patterns(shape.draft)}
+    head_dims = {shape.target.decoder.head_dim, shape.draft.decoder.head_dim}
+    needs = Requirements(frozenset(patterns), frozenset(head_dims), dtype, device.type)
+    return select_backend(None, needs, BLOCK_SIZE)
+
+
+def drawn_by_place(
+    acceptance: SyntheticAcceptance, device: torch.device
+) -> Callable[[StepRows, Prepared], torch.Tensor]:
+    """How many drafts of each row stand, as `DeviceRunner` asks for it: looked up by the row's request and start in a
+    table of draws, since a captured step can only compute from what is on the device."""
+    table = torch.tensor(acceptance.draw(TABLE_SIZE, seed=0), dtype=torch.int32, device=device)
+    multipliers = [random.Random(seed).randrange(1, TABLE_SIZE, 2) for seed in (1, 2)]
+
+    def accepted(rows: StepRows, prepared: Prepared) -> torch.Tensor:
+        place = prepared.starts.long() * multipliers[0] + rows.table.long() * multipliers[1]
+        return torch.minimum(table[place % TABLE_SIZE], rows.num_draft)
+
+    return accepted

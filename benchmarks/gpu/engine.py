@@ -1,0 +1,135 @@
+"""The engine at a steady state: so many requests decode, each with so long a context behind it.
+
+The core, the scheduler and the device runner are the ones that serve. Two things are not as in service: prompts are not
+computed (`SkippedPrefill`: the K/V of the context is random numbers), and acceptance is drawn (`synthetic`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from benchmarks.gpu.floor import PHASES, Ceilings, CycleSize, cycle_work, floor_seconds
+from benchmarks.gpu.results import DFLASH, NO_DRAFT, Cycle
+from benchmarks.gpu.shapes import Shape
+from dflash_backend.core.engine import EngineCore
+from dflash_backend.core.plan import StepPlan, StepResult, Worker
+from dflash_backend.messages import GenerationRequest, SamplingParams
+
+WARM_UP = 6
+# A cell ends after so long, with no fewer cycles than this.
+LONGEST_S, FEWEST_CYCLES = 5.0, 3
+
+
+class NotSteady(Exception):
+    """The requests of a cell did not all decode in every step that was timed, so its times mean nothing."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of requests that decode together, and the positions behind each when measuring begins."""
+
+    batch: int
+    context: int
+
+    def num_blocks(self, k: int, num_cycles: int, block_size: int) -> int:
+        """KV blocks that the requests hold at most, with the drafter's queries and a step in flight."""
+        longest = self.context + self.max_tokens(k, num_cycles) + 2 * (k + 1)
+        return self.batch * -(-longest // block_size)
+
+    @staticmethod
+    def max_tokens(k: int, num_cycles: int) -> int:
+        """Tokens that a request may yield: more than it can in all cycles, so that none ends."""
+        return (WARM_UP + num_cycles + 4) * (k + 1)
+
+
+class SkippedPrefill:
+    """A worker that takes all but the last position of a prefill chunk as computed: its K/V is what lies in memory.
+
+    To the core it does what the worker behind it does, so a request of 32k tokens is ready to decode after one step.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
+    def overlaps(self) -> bool:
+        """See `Worker`."""
+        return self._worker.overlaps
+
+    def submit(self, plan: StepPlan) -> None:
+        """See `Worker`."""
+        rows = [
+            msgspec.structs.replace(row, num_computed=row.num_computed + row.num_new - 1, num_new=1)
+            for row in plan.rows
+        ]
+        self._worker.submit(StepPlan(plan.step_id, rows, plan.new, plan.finished, plan.writable_block_ids))
+
+    def collect(self) -> StepResult:
+        """See `Worker`."""
+        return self._worker.collect()
+
+
+@contextmanager
+def decoding(core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int) -> Iterator[int]:
+    """In this block `cell.batch` requests decode, k drafts each (0: none), and can for `num_cycles` steps. Gives the
+    number of tokens that they have generated before."""
+    prompt = torch.randint(1, shape.target.vocab_size - 1, (cell.context,), generator=_generator(cell)).tolist()
+    sampling = SamplingParams(max_tokens=cell.max_tokens(k, num_cycles), temperature=0.0)
+    names = [f"{cell.batch}-{cell.context}-{k}-{index}" for index in range(cell.batch)]
+    for name in names:
+        core.add_request(GenerationRequest(name, prompt, sampling, ()))
+    try:
+        yield sum(len(delta.token_ids) for _ in range(WARM_UP) for delta in core.step())
+    finally:
+        core.abort(names)
+        while core.has_unfinished():  # a step of theirs is still in flight
+            core.step()
+
+
+def run_cell(
+    core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int, dtype: torch.dtype, ceilings: Ceilings
+) -> Cycle:
+    """Bring `cell.batch` requests to decode and time `num_cycles` steps of them by the wall clock, fewer if slow.
+
+    `core` runs on a `SkippedPrefill`. The phases are what the worker says of each step. Raises `NotSteady` when the
+    requests do not all decode in every step that is timed.
+    """
+    phases = dict.fromkeys(PHASES, 0.0)
+    num_tokens, num_deltas, num_done = 0, 0, 0
+    with decoding(core, shape, cell, k, num_cycles) as yielded:
+        started = time.perf_counter()
+        while num_done < num_cycles and (num_done < FEWEST_CYCLES or time.perf_counter() - started < LONGEST_S):
+            num_done += 1
+            deltas = core.step()
+            num_deltas += len(deltas)
+            num_tokens += sum(len(delta.token_ids) for delta in deltas)
+            for phase, seconds in core.phase_seconds.items():
+                phases[phase] += seconds
+        seconds = time.perf_counter() - started
+    if num_deltas != num_done * cell.batch:
+        raise NotSteady(f"{num_deltas} of {num_done * cell.batch} rows yielded tokens in {num_done} steps")
+    context = cell.context + (yielded + num_tokens / 2) / cell.batch
+    size = CycleSize(cell.batch, context, k, dtype.itemsize)
+    return Cycle(
+        shape=shape.name,
+        system=DFLASH if k else NO_DRAFT,
+        batch=cell.batch,
+        context=context,
+        nominal_context=cell.context,
+        k=k,
+        num_cycles=num_done,
+        cycle_s=seconds / num_done,
+        tokens_per_s=num_tokens / seconds,
+        phases={phase: total / num_done for phase, total in phases.items()},
+        floor=floor_seconds(cycle_work(shape, size), ceilings),
+    )
+
+
+def _generator(cell: Cell) -> torch.Generator:
+    return torch.Generator().manual_seed(cell.batch * 1_000_003 + cell.context)

@@ -1,0 +1,200 @@
+"""One part of the benchmark, in a process of its own: `python -m benchmarks.gpu.part NAME --shape ...`.
+
+Started by `run`; appends its records to the file that it is given and stops beginning anything new when its time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import attention, reference
+from benchmarks.gpu.build import BLOCK_SIZE, RandomEngine, Room, attention_backend
+from benchmarks.gpu.engine import Cell, NotSteady, run_cell
+from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
+from benchmarks.gpu.profile import profile_cell
+from benchmarks.gpu.results import Recorder, Results, Skipped
+from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.synthetic import SyntheticAcceptance
+from benchmarks.gpu.timing import measure_ceilings
+from dflash_backend.core.admission import RequestError
+
+# In the order of what matters most: the promises first, then the grid of batches and contexts.
+GRID = [
+    Cell(batch, context)
+    for batch, context in (
+        (1, 1024), (32, 1024), (8, 1024), (1, 32768), (128, 1024), (1, 8192), (8, 8192), (32, 8192), (8, 32768),
+        (128, 8192), (32, 32768), (128, 32768),
+    )
+]  # fmt: skip
+REFERENCE_GRID = [Cell(1, 1024), Cell(8, 1024), Cell(32, 1024), Cell(1, 8192)]
+# The same on a CPU, where nothing is measured.
+CPU_GRID, CPU_REFERENCE_GRID = [Cell(1, 24), Cell(2, 40), Cell(3, 4096)], [Cell(2, 24)]
+NUM_CYCLES = {"cuda": 48, "cpu": 3}
+PROFILED_CYCLES = 8
+REFERENCE_CYCLES = {"cuda": 16, "cpu": 2}
+ATTENTION_CONTEXT = {"cuda": 32768, "cpu": 64}
+# Of the memory that is free once the models are loaded, what the K/V may take; the rest is for graphs and logits.
+KV_SHARE = 0.75
+CPU_KV_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a part works with. `out_of_time` says whether to begin anything new."""
+
+    shape: Shape
+    device: torch.device
+    dtype: torch.dtype
+    acceptance: SyntheticAcceptance
+    recorder: Recorder
+    records: Path
+    out_of_time: Callable[[], bool]
+
+    def skip(self, what: str, reason: str) -> None:
+        """Record that something was not measured."""
+        self.recorder.write(Skipped(f"{self.shape.name}, {what}", reason))
+
+
+def run_ceilings(context: Context) -> None:
+    """Copy bandwidth, matrix rate, and the attention of one layer at a long context."""
+    context.recorder.write(measure_ceilings(context.device, context.dtype))
+    shape = context.shape
+    backend = attention_backend(shape, context.device, context.dtype)
+    cases = attention.cases(shape.num_speculative_tokens, ATTENTION_CONTEXT[context.device.type])
+    for run in attention.measure(shape, backend, cases, context.dtype, context.device):
+        context.recorder.write(run)
+        if context.out_of_time():
+            context.skip("more attention", "no time was left")
+            return
+
+
+def run_engine_part(context: Context) -> None:
+    """Every cell of the grid with and without drafts, as far as its K/V fits."""
+    ceilings = _ceilings(context)
+    shape, device = context.shape, context.device
+    k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
+    grid, room = _fitting(context, GRID if device.type == "cuda" else CPU_GRID, cycles)
+    engine = RandomEngine(shape, room, device, context.dtype)
+    for drafts in (k, 0):
+        core = engine.core(drafts, context.acceptance if drafts else None)
+        for cell in grid:
+            what = f"k = {drafts}, batch {cell.batch}, context {cell.context}"
+            if context.out_of_time():
+                context.skip(what, "no time was left")
+                continue
+            try:
+                cycle = run_cell(core, shape, cell, drafts, cycles, context.dtype, ceilings)
+            except (NotSteady, RequestError, torch.OutOfMemoryError) as error:
+                context.skip(what, f"{type(error).__name__}: {error}")
+                continue
+            context.recorder.write(cycle)
+        if drafts and not context.out_of_time():
+            for kernel in profile_cell(core, shape, grid[0], drafts, PROFILED_CYCLES, device):
+                context.recorder.write(kernel)
+        del core
+        reference.release(device)
+
+
+def run_references(context: Context) -> None:
+    """The plain torch loop and `transformers`, at the cells that they do in reasonable time."""
+    shape, device = context.shape, context.device
+    if shape.target.decoder.moe is not None:
+        context.skip("plain torch and transformers", "the comparison is written for dense models")
+        return
+    grid = REFERENCE_GRID if device.type == "cuda" else CPU_REFERENCE_GRID
+    cycles = REFERENCE_CYCLES[device.type]
+    try:
+        for cycle in reference.measure_transformers(shape, grid[:3], context.dtype, device):
+            context.recorder.write(cycle)
+    except ImportError as error:
+        context.skip("transformers", f"not available: {error}")
+    reference.release(device)
+    for cell in grid:
+        if context.out_of_time():
+            context.skip(f"plain torch, batch {cell.batch}, context {cell.context}", "no time was left")
+            continue
+        try:
+            for cycle in reference.measure_plain(shape, cell, context.acceptance, cycles, context.dtype, device):
+                context.recorder.write(cycle)
+        except torch.OutOfMemoryError as error:
+            context.skip(f"plain torch, batch {cell.batch}, context {cell.context}", str(error).partition("\n")[0])
+        reference.release(device)
+
+
+def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], Room]:
+    """The cells whose K/V has room beside the models, and the room that they need; the others are recorded."""
+    shape, k = context.shape, context.shape.num_speculative_tokens
+    block_bytes = kv_bytes_per_token(shape, context.dtype.itemsize) * BLOCK_SIZE
+    available = CPU_KV_BYTES
+    if context.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(context.device)
+        available = int(KV_SHARE * (free - shape.num_parameters * context.dtype.itemsize))
+    fitting = []
+    for cell in grid:
+        needed = cell.num_blocks(k, cycles, BLOCK_SIZE) * block_bytes
+        if needed <= available:
+            fitting.append(cell)
+        else:
+            gib = needed / 2**30, available / 2**30
+            context.skip(
+                f"batch {cell.batch}, context {cell.context}",
+                f"its KV takes {gib[0]:.3g} GiB and there is room for {gib[1]:.3g} GiB",
+            )
+    longest = max(cell.context + cell.max_tokens(k, cycles) for cell in fitting)
+    blocks = max(cell.num_blocks(k, cycles, BLOCK_SIZE) for cell in fitting)
+    return fitting, Room(max(cell.batch for cell in fitting), longest + 1, blocks)
+
+
+def _ceilings(context: Context) -> Ceilings:
+    """Those that the first part measured. Raises RuntimeError when it did not."""
+    results = Results({})
+    results.take(context.records.read_text(encoding="utf-8"))
+    if results.ceilings is None:
+        raise RuntimeError("the ceilings were not measured, so there is no floor to compare with")
+    return results.ceilings
+
+
+PARTS: dict[str, Callable[[Context], None]] = {
+    "ceilings": run_ceilings,
+    "engine": run_engine_part,
+    "references": run_references,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--records", type=Path, required=True, help="file to append results to")
+    parser.add_argument("--seconds", type=float, required=True, help="nothing new is begun after so long")
+    parser.add_argument("--acceptance-length", type=float, default=6.5)
+    args = parser.parse_args(argv)
+    deadline = time.monotonic() + args.seconds
+    shape = SHAPES[args.shape]()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # for tensors this small a second thread costs more than it saves
+    PARTS[args.part](
+        Context(
+            shape=shape,
+            device=torch.device(args.device),
+            dtype=torch.bfloat16 if args.device == "cuda" else torch.float32,
+            acceptance=SyntheticAcceptance.with_mean_length(shape.num_speculative_tokens, args.acceptance_length),
+            recorder=Recorder(args.records),
+            records=args.records,
+            out_of_time=lambda: time.monotonic() > deadline,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

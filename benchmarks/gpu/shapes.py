@@ -1,0 +1,187 @@
+"""Published shapes with random weights: what `make bench-gpu` runs, so that nothing has to be downloaded.
+
+A shape is a `TargetSpec` and a `DraftSpec` without files. The targets have the dimensions of the published models; the
+drafters have the target's widths, 5 layers and a block of 16, as z-lab's drafter of Qwen3-8B has. `RandomTensors`
+stands in for a checkpoint: a model takes its tensors from it one by one, and each is made when it is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, MoeSpec, RopeSpec, TargetSpec
+from dflash_backend.models import TARGETS
+from dflash_backend.models.decoder import tensor_shapes as target_shapes
+from dflash_backend.models.dflash import tensor_shapes as draft_shapes
+
+WEIGHT_STD = 0.02
+NO_FILES = Path("random weights")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pair of models by their dimensions, and the block size of the drafter: k is one less."""
+
+    name: str
+    target: TargetSpec
+    draft: DraftSpec
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """k."""
+        return self.draft.max_speculative_tokens
+
+    @property
+    def num_parameters(self) -> int:
+        """Of both models."""
+        family = TARGETS[self.target.architecture]
+        return num_elements(target_shapes(self.target, family)) + num_elements(draft_shapes(self.draft))
+
+
+class RandomTensors(dict[str, torch.Tensor]):
+    """The tensors of a checkpoint by name, of these `shapes`, made on the device when a model pops them.
+
+    Matrices are normal with a standard deviation of 0.02, norms are 1. A name has the same values whenever it is
+    asked for, so that two implementations can run the same weights without a second copy being kept.
+    """
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.shapes = dict(shapes)
+        self.dtype = dtype
+        self.device = device
+        self.seed = seed
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Make the tensor `name`; each can be taken once, as from a checkpoint's dictionary."""
+        shape = self.shapes.pop(name, None)
+        if shape is None:
+            if default:
+                return default[0]
+            raise KeyError(name)
+        return self.make(name, shape)
+
+    def make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of this name."""
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(self.seed + zlib.crc32(name.encode()))
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return tensor.normal_(std=WEIGHT_STD, generator=generator)
+
+
+def _decoder(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **rest: Any
+) -> DecoderSpec:
+    fields: dict[str, Any] = {"rope": RopeSpec(1e6), "max_len": 40960, "rms_norm_eps": 1e-6} | rest
+    return DecoderSpec(
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        attention_bias=False,
+        mlp_bias=False,
+        sliding_windows=(None,) * layers,
+        **fields,
+    )
+
+
+def _target(architecture: str, decoder: DecoderSpec, vocab_size: int) -> TargetSpec:
+    return TargetSpec(NO_FILES, architecture, decoder, vocab_size, False, "bfloat16", eos_token_ids=())
+
+
+def _draft(target: TargetSpec, decoder: DecoderSpec, block_size: int, num_features: int) -> DraftSpec:
+    """A z-lab style drafter: non-causal inside its block, without embedding and head of its own."""
+    layers = target.decoder.num_layers
+    # Evenly over the target, from its second layer to its third from last.
+    first, last = min(1, layers - 1), max(layers - 3, layers // 2)
+    step = (last - first) / max(num_features - 1, 1)
+    return DraftSpec(
+        path=NO_FILES,
+        format="zlab",
+        decoder=decoder,
+        block_size=block_size,
+        num_speculative_tokens=block_size - 1,
+        target_layer_ids=tuple(sorted({round(first + i * step) for i in range(num_features)})),
+        mask_token_id=target.vocab_size - 1,
+        causal=(False,) * decoder.num_layers,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.decoder.hidden_size,
+        num_target_layers=layers,
+        target_name=None,
+        has_embedding=False,
+        has_lm_head=False,
+        has_mask_embedding=False,
+        dtype="bfloat16",
+    )
+
+
+def qwen3_8b() -> Shape:
+    """Qwen3-8B (arXiv 2505.09388) with a drafter of five of its layers."""
+    target = _target("Qwen3ForCausalLM", _decoder(36, 4096, 12288, 32, 8, 128), 151936)
+    return Shape("Qwen3-8B", target, _draft(target, _decoder(5, 4096, 12288, 32, 8, 128), 16, 5))
+
+
+def llama_31_8b() -> Shape:
+    """Llama-3.1-8B (arXiv 2407.21783) with a drafter of five layers of its widths."""
+    rope = RopeSpec(5e5, "llama3", factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    decoder = _decoder(32, 4096, 14336, 32, 8, 128, rope=rope, max_len=131072, rms_norm_eps=1e-5)
+    target = _target("LlamaForCausalLM", decoder, 128256)
+    return Shape("Llama-3.1-8B", target, _draft(target, _decoder(5, 4096, 14336, 32, 8, 128, max_len=131072), 16, 5))
+
+
+def qwen3_30b_a3b() -> Shape:
+    """Qwen3-30B-A3B (arXiv 2505.09388): 8 of 128 experts a token; the drafter is dense."""
+    moe = MoeSpec(128, 8, 768, norm_topk_prob=True, sparse_layers=(True,) * 48)
+    target = _target("Qwen3MoeForCausalLM", _decoder(48, 2048, 6144, 32, 4, 128, moe=moe), 151936)
+    return Shape("Qwen3-30B-A3B", target, _draft(target, _decoder(5, 2048, 6144, 32, 4, 128), 16, 5))
+
+
+def tiny() -> Shape:
+    """A shape that runs on a CPU in seconds: it exercises the benchmark and measures nothing."""
+    target = _target("Qwen3ForCausalLM", _decoder(2, 32, 48, 4, 2, 16, max_len=512), 97)
+    return Shape("tiny", target, _draft(target, _decoder(1, 32, 48, 4, 2, 16, max_len=512), 4, 2))
+
+
+def tiny_moe() -> Shape:
+    """As `tiny`, with experts."""
+    moe = MoeSpec(4, 2, 16, norm_topk_prob=True, sparse_layers=(True, True))
+    target = _target("Qwen3MoeForCausalLM", _decoder(2, 32, 48, 4, 2, 16, max_len=512, moe=moe), 97)
+    return Shape("tiny-moe", target, _draft(target, _decoder(1, 32, 48, 4, 2, 16, max_len=512), 4, 2))
+
+
+SHAPES: dict[str, Callable[[], Shape]] = {
+    "qwen3-8b": qwen3_8b,
+    "llama-3.1-8b": llama_31_8b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
+    "tiny": tiny,
+    "tiny-moe": tiny_moe,
+}
+PUBLISHED = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b")
+
+
+def target_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
+    """The target's checkpoint tensors."""
+    return RandomTensors(target_shapes(shape.target, TARGETS[shape.target.architecture]), dtype, device)
+
+
+def draft_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
+    """The drafter's checkpoint tensors."""
+    return RandomTensors(draft_shapes(shape.draft), dtype, device, seed=1)
+
+
+def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Elements of all tensors together."""
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,130 @@
+"""Paged attention by the `flash_attn` package (FlashAttention-2), where that is installed and it is asked for.
+
+Written from the package's documented interface (`flash_attn_varlen_func` with a block table) and tested here against
+a stand-in that follows it, not against the package itself. The package takes KV blocks of a multiple of 256 tokens,
+16-bit types and head sizes up to 256, and reads K and V as strided views of our layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.attention.interface import (
+    AttentionMetadata,
+    AttentionPattern,
+    Capabilities,
+    DeviceRows,
+    KVLayer,
+    RowLayout,
+)
+from dflash_backend.attention.triton_backend import exact_rows
+from dflash_kernels.kv_write import kv_write
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
+
+@dataclass(frozen=True)
+class FlashAttnMetadata(AttentionMetadata):
+    """What the package is called with.
+
+    It wants the rows' queries behind one another: source and target, int64 `[sum of the rows' bounds]`, say from
+    which token each is taken and, one higher, to which its output goes; 0 past the last. query_ends, key_ends: int32
+    `[num_rows + 1]`, running sums from 0. block_tables: int32 `[num_rows, width]`.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    block_tables: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    causal: bool
+    window: tuple[int, int]
+
+
+class FlashAttnBackend:
+    """See the top of this file."""
+
+    name = "flash_attn"
+    capabilities = Capabilities(
+        causal=True,
+        non_causal=True,
+        sliding_window=True,
+        head_dims=frozenset(range(8, 257, 8)),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        devices=frozenset({"cuda"}),
+        block_multiple=256,
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> FlashAttnMetadata:
+        """See `AttentionBackend.prepare`."""
+        rows = layout.device or exact_rows(layout)
+        source, target = compact_tokens(rows, int(layout.query_lens.sum()))
+        max_seq_len = min(int(layout.seq_lens.max()), layout.block_tables.shape[1] * self.block_size)
+        return FlashAttnMetadata(
+            source=source,
+            target=target,
+            query_ends=running_sum(rows.query_lens),
+            # A row whose request has ended may be longer than its table.
+            key_ends=running_sum(rows.seq_lens.clamp(max=max_seq_len)),
+            block_tables=layout.block_tables.int().clamp(min=0),
+            max_query_len=int(layout.query_lens.max()),
+            max_seq_len=max_seq_len,
+            causal=pattern.causal,
+            window=window_sides(pattern),
+        )
+
+    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
+        """See `AttentionBackend.write_kv`."""
+        kv_write(kv, slots, layer.slots)
+
+    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(metadata, FlashAttnMetadata)
+        key, value = layer.data.unbind(2)
+        attended = flash_attn_varlen_func(
+            query[metadata.source],
+            key,
+            value,
+            cu_seqlens_q=metadata.query_ends,
+            cu_seqlens_k=metadata.key_ends,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_seq_len,
+            softmax_scale=query.shape[2] ** -0.5,
+            causal=metadata.causal,
+            window_size=metadata.window,
+            block_table=metadata.block_tables,
+        )
+        out = query.new_zeros(len(query) + 1, query.shape[1] * query.shape[2])
+        return out.index_copy_(0, metadata.target, attended.flatten(1))[1:]
+
+
+def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
+    """How many positions to the left and to the right of its own a query sees; -1 for all."""
+    left = -1 if pattern.sliding_window is None else pattern.sliding_window - 1
+    return left, 0 if pattern.causal else left
+
+
+def running_sum(lens: torch.Tensor) -> torch.Tensor:
+    """int32 `[n]` -> int32 `[n + 1]`, from 0 on."""
+    return F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def compact_tokens(rows: DeviceRows, num_places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`source` and `target` of `FlashAttnMetadata`, computed on the device, for as many queries as the bounds allow."""
+    ends = rows.query_lens.cumsum(0)
+    place = torch.arange(num_places, device=ends.device)
+    row = torch.searchsorted(ends, place, right=True).clamp(max=len(ends) - 1)
+    token = rows.query_start[row] + place - (ends - rows.query_lens)[row]
+    there = place < ends[-1]
+    return token * there, (token + 1) * there

@@ -1,0 +1,114 @@
+"""Paged attention by our own Triton kernels: every pattern, head size and dtype, and the backend of `auto` on a GPU.
+
+Under Triton's interpreter (`TRITON_INTERPRET=1`) it runs on a CPU as well, for tests. Without the `triton` package
+this module cannot be imported and the backend is not registered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dflash_backend.attention.interface import (
+    AttentionMetadata,
+    AttentionPattern,
+    Capabilities,
+    DeviceRows,
+    KVLayer,
+    RowLayout,
+)
+from dflash_kernels.kv_write import kv_write
+from dflash_kernels.paged_attention import PagedRows, paged_attention
+from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
+
+# Triton reads the variable when a kernel's module is imported, and so does this module.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter has no multiprocessors; those of an H200 stand in, so that it runs the splits that one would.
+INTERPRETED_SMS = 132
+
+
+@dataclass(frozen=True)
+class TritonMetadata(AttentionMetadata):
+    """The rows on the device, and their bounds on the host. What follows from them and the shape of a layer's heads
+    is planned when the first such layer asks, then kept in `launches`."""
+
+    rows: PagedRows
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    pattern: AttentionPattern
+    launches: dict[HeadShape, list[tuple[Launch, torch.Tensor | None]]] = field(default_factory=dict)
+
+    def launches_for(self, shape: HeadShape) -> list[tuple[Launch, torch.Tensor | None]]:
+        """The launches for heads of this shape, with their tiles on the device.
+
+        Rows with one bound on their queries, as a captured graph has them, need no tiles, so nothing is copied."""
+        if shape not in self.launches:
+            device = self.rows.seq_lens.device
+            causal, window = self.pattern.causal, self.pattern.sliding_window
+            planned = plan_launches(self.query_lens, self.seq_lens, shape, causal, window, num_sms(device))
+            self.launches[shape] = [
+                (launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned
+            ]
+        return self.launches[shape]
+
+
+class TritonBackend:
+    """See the top of this file."""
+
+    name = "triton"
+    capabilities = Capabilities(
+        causal=True,
+        non_causal=True,
+        sliding_window=True,
+        head_dims=None,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
+        emulated=frozenset({"cpu"}),
+        capturable=True,
+    )
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
+        """See `AttentionBackend.prepare`."""
+        exact = layout.device or exact_rows(layout)
+        rows = PagedRows(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
+        return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern)
+
+    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
+        """See `AttentionBackend.write_kv`."""
+        kv_write(kv, slots, layer.slots)
+
+    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        assert isinstance(metadata, TritonMetadata)
+        shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
+        launches = metadata.launches_for(shape)
+        pattern = metadata.pattern
+        return paged_attention(query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window)
+
+
+def exact_rows(layout: RowLayout) -> DeviceRows:
+    """What the device is to know of rows whose lengths the host knows."""
+    query_start = np.cumsum(layout.query_lens) - layout.query_lens
+    columns = np.stack([query_start, layout.query_lens, layout.seq_lens]).astype(np.int32)
+    return DeviceRows(*to_device(columns, layout.block_tables.device).unbind())
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on `device` that the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of `device`."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,178 @@
+"""How long a request may be and how many KV blocks there are, from settings, models and memory. Called by `build`.
+
+No request's blocks ever cover more than `max_model_len` positions (`core.row_shape.peak_positions`), so the pool must
+hold that many. Where the setting is auto, the length gives way to the pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dflash_backend.checkpoints import ModelPair
+from dflash_backend.checkpoints.files import weight_files
+from dflash_backend.checkpoints.headers import read_headers
+from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
+from dflash_backend.worker.memory import GIB, MemoryUse
+
+DEFAULT_CPU_KV_GIB = 4.0
+MIN_MODEL_LEN = 2  # a token of prompt and one of output
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long a request may be and how many blocks there are for all. `cut_from`: the length that the target could
+    address, where the K/V memory holds less; `more` says what would give it more."""
+
+    max_model_len: int
+    num_blocks: int
+    cut_from: int | None = None
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for the KV cache, in bytes, and in words where it comes from, what would make it more, and what else there
+    is to say when it is too little. `is_wish`: the operator named this very size."""
+
+    num_bytes: float
+    source: str
+    more: str
+    detail: str = ""
+    is_wish: bool = False
+
+
+def cpu_room(config: EngineConfig) -> Room:
+    """What the settings say; a CPU's memory is not measured."""
+    if config.kv_cache_gb is not None:
+        return _wished(config.kv_cache_gb)
+    return Room(DEFAULT_CPU_KV_GIB * GIB, f"the default of {DEFAULT_CPU_KV_GIB:g} GiB", "raise kv_cache_gb")
+
+
+def gpu_room(config: EngineConfig, use: MemoryUse) -> Room:
+    """What the settings say and what is left beside `use`. Raises `ConfigError` when `kv_cache_gb` asks for more than
+    there is."""
+    wanted = config.kv_cache_gb
+    if wanted is not None:
+        if wanted * GIB > use.left(1.0):
+            raise ConfigError(
+                f"setting 'kv_cache_gb' is {wanted:g}, more than the GPU has left ({use.describe(1.0)}): lower it, or "
+                "max_num_batched_tokens and max_num_seqs, or free memory that other programs hold"
+            )
+        return _wished(wanted)
+    share = config.gpu_memory_utilization
+    return Room(
+        use.left(share),
+        f"gpu_memory_utilization = {share:g}",
+        "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free memory that other "
+        "programs hold",
+        use.describe(share),
+    )
+
+
+def _wished(kv_cache_gb: float) -> Room:
+    return Room(kv_cache_gb * GIB, f"kv_cache_gb = {kv_cache_gb:g}", "raise kv_cache_gb", is_wish=True)
+
+
+def settle_sizes(config: EngineConfig, pair: ModelPair, room: Room, dtype: torch.dtype) -> Sizes:
+    """The longest request and the number of blocks. Raises `ConfigError` when they cannot be had."""
+    wanted = config.max_model_len
+    longest = _longest_request(config, pair)
+    num_blocks = _num_blocks(config, pair, room, longest, dtype)
+    held = num_blocks * config.kv_block_size
+    if longest <= held:
+        return Sizes(longest, num_blocks)
+    if wanted is None and held >= MIN_MODEL_LEN:
+        return Sizes(held, num_blocks, cut_from=longest, more=room.more)
+    needed = -(-longest // config.kv_block_size)
+    size = needed * _block_bytes(config, pair, dtype) / GIB
+    raise ConfigError(
+        f"setting 'max_model_len' is {'auto' if wanted is None else wanted}, and a request of {longest} tokens takes "
+        f"{needed} KV blocks of {config.kv_block_size} tokens ({size:.2f} GiB); there is memory for {num_blocks}, "
+        f"which hold {held} tokens: lower max_model_len or {room.more}{_in_brackets(room.detail)}"
+    )
+
+
+def _longest_request(config: EngineConfig, pair: ModelPair) -> int:
+    """The length that is asked for; with auto all that the model can address, but with dynamic scaling, which changes
+    every frequency past the original length, what it was trained for."""
+    decoder = pair.target.decoder
+    wanted = config.max_model_len
+    if wanted is not None and wanted > decoder.max_len:
+        raise ConfigError(
+            f"setting 'max_model_len' is {wanted}; the target in {pair.target.path} was made for at most "
+            f"{decoder.max_len} positions"
+        )
+    return wanted or (decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len)
+
+
+def _num_blocks(config: EngineConfig, pair: ModelPair, room: Room, max_model_len: int, dtype: torch.dtype) -> int:
+    """How many blocks the K/V memory holds; never more than all running requests at full length could use, unless the
+    operator named the size."""
+    block_bytes = _block_bytes(config, pair, dtype)
+    num_blocks = int(room.num_bytes // block_bytes)
+    if not room.is_wish:
+        lookahead = pair.draft.block_size if pair.draft else 0
+        num_blocks = min(num_blocks, config.max_num_seqs * -(-(max_model_len + lookahead) // config.kv_block_size))
+    if num_blocks < 1:
+        raise ConfigError(
+            f"the KV cache has no room for a single block: {room.source} leaves {max(room.num_bytes, 0) / 1024**2:.1f} "
+            f"MiB, a block of {config.kv_block_size} tokens takes {block_bytes / 1024**2:.3f} MiB; "
+            f"{room.more}{_in_brackets(room.detail)}"
+        )
+    return num_blocks
+
+
+def _in_brackets(detail: str) -> str:
+    return f" ({detail})" if detail else ""
+
+
+def _draft_decoder(pair: ModelPair) -> DecoderSpec | None:
+    return pair.draft.decoder if pair.draft else None
+
+
+def _block_bytes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype) -> int:
+    return bytes_per_block(pair.target.decoder, _draft_decoder(pair), config.kv_block_size, dtype)
+
+
+def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
+    """The pair with dynamic frequencies for the longest sequence that is served: K/V of a prefix must be the same for
+    every sequence that shares it."""
+
+    def scaled(decoder: DecoderSpec) -> DecoderSpec:
+        length = min(max_model_len, decoder.max_len)
+        if decoder.rope.kind != "dynamic" or length <= decoder.rope.length:
+            return decoder
+        return dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, length=length))
+
+    target = dataclasses.replace(pair.target, decoder=scaled(pair.target.decoder))
+    draft = pair.draft and dataclasses.replace(pair.draft, decoder=scaled(pair.draft.decoder))
+    return dataclasses.replace(pair, target=target, draft=draft)
+
+
+def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
+    """Memory that the weights of both models take in `dtype`, from the headers of their files."""
+    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
+    headers = [header for path in directories for header in read_headers(weight_files(path)).values()]
+    return sum(math.prod(header.shape) for header in headers) * dtype.itemsize
+
+
+def allocate_kv(
+    config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> PagedKVCache:
+    """The K/V tensors. Raises `ConfigError` when the device has no room for them."""
+    draft = _draft_decoder(pair)
+    try:
+        return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)
+    except RuntimeError as error:  # torch says so when an allocation fails
+        size = num_blocks * _block_bytes(config, pair, dtype)
+        lower = "kv_cache_gb" if device.type == "cpu" else "kv_cache_gb or gpu_memory_utilization"
+        raise ConfigError(
+            f"a KV cache of {num_blocks} blocks of {config.kv_block_size} tokens takes {size / GIB:.1f} GiB, which "
+            f"{device} does not have; lower {lower} ({str(error).partition(chr(10))[0]})"
+        ) from None

@@ -1,0 +1,99 @@
+"""Rows whose requests change the logits by what they have generated, or want log-probabilities. Used by the device
+runner.
+
+`worker.logits` does this from what the host knows of a request. The core plans such a row only when nothing of its
+request is in flight, so the host knows where it starts. Log-probabilities go to the host within the step, which waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.messages import TokenLogprobs
+from dflash_backend.worker.batch import StepBatch, spans
+from dflash_backend.worker.device_layout import HostRows
+from dflash_backend.worker.device_requests import DeviceRequests
+from dflash_backend.worker.logits import adjust, token_logprobs
+
+
+class SpecialRows:
+    """The special ones among a step's rows: `which` of the plan's, int64 `[n]`, at least one."""
+
+    def __init__(
+        self, plan_rows: list[ScheduledRow], rows: HostRows, requests: DeviceRequests, which: np.ndarray
+    ) -> None:
+        self.which = which
+        self._requests = requests
+        sizes = np.where(rows.sample, rows.num_draft + 1, 0)
+        first = np.cumsum(sizes) - sizes
+        # The distributions of these rows among those of the step, int64 `[sum(num_draft + 1)]`.
+        _, self._flat = spans(first[which], sizes[which])
+        self._raw: torch.Tensor | None = None
+        self._batch = self._as_batch(plan_rows, rows)
+
+    @classmethod
+    def of(cls, plan_rows: list[ScheduledRow], rows: HostRows, requests: DeviceRequests) -> SpecialRows | None:
+        """The special ones of `rows`, which are `plan_rows`; None where there are none.
+
+        Raises `RuntimeError` for one whose start is not certain.
+        """
+        table = rows.table
+        hides = requests.min_end[table] > rows.start + rows.num_new - rows.uncertain
+        special = hides | requests.biased[table] | requests.penalised[table] | (requests.num_logprobs[table] >= 0)
+        which = (rows.sample & special).nonzero()[0]
+        if len(which) == 0:
+            return None
+        if rows.uncertain[which].any():
+            names = [plan_rows[i].request_id for i in which.tolist()]
+            raise RuntimeError(
+                f"rows of {names} were planned with a step of theirs in flight, though their logits or their results "
+                "need the host; this is a defect of the scheduler"
+            )
+        return cls(plan_rows, rows, requests, which)
+
+    @property
+    def any_logprobs(self) -> bool:
+        """Whether `logprobs` has anything to give."""
+        return bool((self._requests.num_logprobs[self._batch.table] >= 0).any())
+
+    def adjust(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `device_step.Hooks.adjust`."""
+        flat = torch.from_numpy(self._flat).to(logits.device)
+        self._raw = logits.index_select(0, flat)
+        adjusted = adjust(self._raw, self._batch, np.arange(len(self.which)), self._requests)
+        if adjusted is self._raw:
+            return logits
+        return logits.float().index_copy(0, flat, adjusted)
+
+    def logprobs(self, counts: np.ndarray, tokens: np.ndarray) -> dict[int, list[TokenLogprobs]]:
+        """What the rows that asked get, by their place in the plan, once the step has decided.
+
+        counts: int64 `[rows of the step]`. tokens: int64 `[rows of the step, k + 1]`.
+        """
+        assert self._raw is not None
+        new = [tokens[i, : counts[i] + 1].tolist() for i in self.which.tolist()]
+        entries = token_logprobs(self._raw, self._batch, np.arange(len(new)), self._requests, new)
+        return {row: entry for row, entry in zip(self.which.tolist(), entries, strict=True) if entry is not None}
+
+    def _as_batch(self, plan_rows: list[ScheduledRow], rows: HostRows) -> StepBatch:
+        """These rows as `worker.logits` knows them. It asks nothing of tokens and slots."""
+        which, nothing = self.which, np.zeros(0, dtype=np.int64)
+        chosen = [plan_rows[i] for i in which.tolist()]
+        return StepBatch(
+            rows=chosen,
+            request_ids=[row.request_id for row in chosen],
+            table=rows.table[which],
+            start=rows.start[which],
+            num_new=rows.num_new[which],
+            num_draft=rows.num_draft[which],
+            num_next_draft=rows.num_next[which],
+            sample=rows.sample[which],
+            first_token=nothing,
+            token_row=nothing,
+            token_position=nothing,
+            token_slot=nothing,
+            block_size=self._requests.state.block_size,
+            blocks=nothing,
+        )

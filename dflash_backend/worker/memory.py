@@ -1,0 +1,176 @@
+"""What the device's memory goes to, measured after the models are loaded: the KV cache gets what is left.
+
+`measure_use` runs the largest steps that the scheduler can make (`largest_steps.py`) and looks at the peak. `build`
+calls it on a GPU, before it allocates the pool of blocks; a CPU's memory is not measured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dflash_backend.config import ConfigError
+from dflash_backend.core.plan import EngineLimits, StepOutOfMemory, StepPlan
+from dflash_backend.worker.largest_steps import PLAIN, decode_step, prefill_step
+
+GIB = 1024**3
+
+# What a ladder of captured graphs takes beside the tensors of its largest step: nodes, parameters and what the driver
+# keeps for them. An allowance that was not measured; `worker.graphs` captures no more than fits.
+GRAPH_OVERHEAD_BYTES = GIB // 2
+
+RunStep = Callable[[StepPlan], object]
+"""Runs a step to its end."""
+
+
+class MemoryProbe(Protocol):
+    """Readings of one device's memory, in bytes."""
+
+    def total(self) -> int:
+        """All of it."""
+        ...
+
+    def in_use(self) -> int:
+        """What this process and all others hold now."""
+        ...
+
+    def allocated(self) -> int:
+        """What tensors of this process hold now."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let `peak` begin at what is allocated now."""
+        ...
+
+    def peak(self) -> int:
+        """The most that tensors of this process held at a time since `reset_peak`."""
+        ...
+
+    def release(self) -> None:
+        """Wait for the device and give back what no tensor needs, so that `in_use` counts no empty caches."""
+        ...
+
+
+class CudaMemory:
+    """See `MemoryProbe`. A GPU's memory, by torch's allocator and the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        """See `MemoryProbe.total`."""
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def in_use(self) -> int:
+        """See `MemoryProbe.in_use`."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def allocated(self) -> int:
+        """See `MemoryProbe.allocated`."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        """See `MemoryProbe.reset_peak`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """See `MemoryProbe.peak`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def release(self) -> None:
+        """See `MemoryProbe.release`."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Where a device's memory goes, in bytes. The KV cache is not among it.
+
+    weights: of both models. others: CUDA itself, libraries, other programs. step: the most that a step takes beside,
+    with the runner's own state; None before it was measured. graphs: set aside for captured graphs.
+    """
+
+    total: int
+    weights: int
+    others: int
+    step: int | None = None
+    graphs: int = 0
+
+    def left(self, share: float) -> int:
+        """What there is for the KV cache when the server may take `share` of the whole; below 0 when even that is
+        passed."""
+        return int(self.total * share) - self.weights - self.others - (self.step or 0) - self.graphs
+
+    def describe(self, share: float) -> str:
+        """The sum in words, for the log and for errors."""
+        parts = [f"weights {_gib(self.weights)}", f"CUDA and other programs {_gib(self.others)}"]
+        if self.step is not None:
+            parts.append(f"the largest step {_gib(self.step)}")
+        if self.graphs:
+            parts.append(f"CUDA graphs {_gib(self.graphs)}")
+        return (
+            f"{_gib(self.total)} GiB in all, {_gib(self.total * share)} of it for the server and others "
+            f"(gpu_memory_utilization = {share:g}): {', '.join(parts)}, left for the KV cache {_gib(self.left(share))}"
+        )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def expected_use(probe: MemoryProbe, weights: int) -> MemoryUse:
+    """The use as far as it is known before the models are loaded, whose weights will take so many bytes: no more than
+    it will be."""
+    probe.release()
+    return MemoryUse(probe.total(), weights, probe.in_use())
+
+
+def measure_use(
+    probe: MemoryProbe, make_runner: Callable[[], RunStep], limits: EngineLimits, captures: bool
+) -> MemoryUse:
+    """Run the largest steps and say what the memory goes to. The models are loaded, and nothing else.
+
+    `make_runner` makes a worker over a pool of one block, which the steps write all their K/V to; nothing of it stays.
+    `captures`: decode steps will be captured in graphs, whose memory nothing else can use. Raises `ConfigError` when a
+    step does not fit.
+    """
+    probe.release()
+    weights = probe.allocated()
+    probe.reset_peak()
+    try:
+        step, decode = _run_largest(probe, make_runner(), limits)
+    except (torch.OutOfMemoryError, StepOutOfMemory) as error:
+        raise ConfigError(_step_does_not_fit(probe, weights, limits, str(error).partition("\n")[0])) from None
+    probe.release()
+    graphs = decode + GRAPH_OVERHEAD_BYTES if captures else 0
+    return MemoryUse(probe.total(), weights, max(probe.in_use() - weights, 0), step - weights, graphs)
+
+
+def _run_largest(probe: MemoryProbe, run: RunStep, limits: EngineLimits) -> tuple[int, int]:
+    """The peak of all that is allocated, and how far a decode step rises above what the runner holds."""
+    prefill = prefill_step(limits)
+    run(prefill)
+    decode = decode_step(limits, prefill)
+    run(decode)
+    step = probe.peak()
+    held = probe.allocated()
+    probe.reset_peak()
+    # By now the runner holds whatever it makes at first use. Steps that cut the tail are not captured.
+    run(decode_step(limits, decode, PLAIN))
+    return step, probe.peak() - held
+
+
+def _step_does_not_fit(probe: MemoryProbe, weights: int, limits: EngineLimits, reason: str) -> str:
+    return (
+        f"a step of max_num_batched_tokens = {limits.max_num_batched_tokens} tokens and max_num_seqs = "
+        f"{limits.max_num_seqs} requests does not fit the GPU's memory of {_gib(probe.total())} GiB, of which the "
+        f"models' weights take {_gib(weights)}: lower either setting, or free memory that other programs hold "
+        f"({reason})"
+    )

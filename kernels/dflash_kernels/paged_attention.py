@@ -1,0 +1,391 @@
+"""Attention of a few queries, or of a prefill chunk, over paged K/V. Called by the `triton` attention backend.
+
+One program attends a tile of one row's queries with all query heads of one K/V head (so that K/V are read once for
+the whole group) over one split of the context. With more than one split, each leaves a partial result and the log of
+its softmax's denominator, and a second kernel merges them (FlashDecoding). `paged_attention_launch.py` chooses tiles
+and splits from bounds; the real lengths are read on the device, so a captured graph serves every length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dflash_kernels.paged_attention_launch import Launch, power_of_two
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU needs the reference only
+    triton = None
+
+LOG2_E = 1.4426950408889634
+
+# What changes from step to step must not have Triton compile a kernel anew: these arguments keep one type, whatever
+# their value or alignment. Layouts of rows are slices of one buffer.
+STEP_NUMBERS = ["num_tiles", "num_splits", "query_bound", "table_width", "table_stride"]
+STEP_POINTERS = ["start_ptr", "query_lens_ptr", "seq_lens_ptr", "tables_ptr", "tiles_ptr"]
+# Splits that are merged at a time.
+MERGE_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Rows of queries and where their K/V lie.
+
+    query_start, query_lens, seq_lens: int32 `[num_rows]`: row r has the queries of tokens `[query_start[r],
+    query_start[r] + query_lens[r])`, the last of them at position `seq_lens[r] - 1`; a padding row has lengths of 0.
+    block_tables: int32 or int64 `[num_rows, width]`: positions past the table's width do not exist.
+    """
+
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+def paged_attention_reference(
+    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, causal: bool, window: int | None
+) -> torch.Tensor:
+    """Attention of each row over its own positions, one row at a time.
+
+    query: `[num_tokens, num_heads, head_dim]`. cache: `[num_blocks, block_size, 2, num_kv_heads, head_dim]`. Softmax
+    scale `head_dim ** -0.5`. With `causal` a query sees positions up to its own, else all of its row; with `window`
+    only those less than `window` away. Returns `[num_tokens, num_heads * head_dim]` in the query's dtype, zeros where a
+    token is no row's or sees nothing.
+    """
+    out = torch.zeros_like(query)
+    block_size, head_dim = cache.shape[1], cache.shape[4]
+    group = query.shape[1] // cache.shape[3]
+    columns = (rows.query_start, rows.query_lens, rows.seq_lens)
+    for row, (start, count, length) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        key = torch.arange(min(length, rows.block_tables.shape[1] * block_size), device=query.device)
+        position = torch.arange(length - count, length, device=query.device)[:, None]
+        blocks = rows.block_tables[row, key // block_size].clamp(min=0).long()
+        k, v = cache[blocks, key % block_size].repeat_interleave(group, dim=2).unbind(1)
+        visible = (key <= position) if causal else (key < length).expand(count, -1)
+        if window is not None:
+            visible = visible & ((key - position).abs() < window)
+        scores = torch.einsum("qhd,khd->hqk", query[start : start + count], k) * head_dim**-0.5
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).nan_to_num(0.0)
+        out[start : start + count] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out.flatten(1)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _tile(tile, tiles_ptr, num_tiles, query_len, PER_TILE: tl.constexpr, MAPPED: tl.constexpr):
+        """Row, first query and one past the last query of a tile; without a map all rows have as many tiles."""
+        if MAPPED:
+            row = tl.load(tiles_ptr + tile)
+            first = tl.load(tiles_ptr + num_tiles + tile)
+            last = tl.load(tiles_ptr + 2 * num_tiles + tile)
+        else:
+            tiles_per_row = tl.cdiv(query_len, PER_TILE)
+            row = tile // tiles_per_row
+            first = tile % tiles_per_row * PER_TILE
+            last = tl.minimum(first + PER_TILE, query_len)
+        return row, first, last
+
+    @triton.jit
+    def _span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+        """The positions `[begin, end)` that any of the queries `[first, last)` sees; `end <= begin` for none."""
+        offset = seq_len - query_len
+        last_position = offset + tl.minimum(last, query_len) - 1
+        begin = 0
+        end = seq_len
+        if CAUSAL:
+            end = last_position + 1
+        if WINDOW > 0:
+            begin = tl.maximum(offset + first - WINDOW + 1, 0)
+            end = tl.minimum(end, last_position + WINDOW)
+        end = tl.minimum(end, table_len)
+        # A tile past the end of its row, or a padding row.
+        end = tl.where(first < query_len, end, begin)
+        return begin, end
+
+    @triton.jit
+    def _chunk(begin, end, num_splits, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr):
+        """How many positions a split has, when the real context has `[begin, end)`."""
+        share = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
+        return tl.maximum(tl.cdiv(share, BLOCK_N) * BLOCK_N, SMALLEST)
+
+    @triton.jit
+    def _dot(a, b, acc, WIDEN: tl.constexpr):
+        """`a @ b + acc`, float32 in full precision."""
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+    @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
+    def _attend_kernel(
+        query_ptr,
+        cache_ptr,
+        start_ptr,
+        query_lens_ptr,
+        seq_lens_ptr,
+        tables_ptr,
+        tiles_ptr,
+        out_ptr,
+        partial_ptr,
+        lse_ptr,
+        scale,
+        num_tiles,
+        num_splits,
+        query_bound,
+        table_width,
+        table_stride,
+        token_stride,
+        head_stride,
+        block_stride,
+        slot_stride,
+        value_stride,
+        kv_head_stride,
+        KV_HEADS: tl.constexpr,
+        GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        SMALLEST: tl.constexpr,
+        SPLIT: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        WINDOW: tl.constexpr,
+        MAPPED: tl.constexpr,
+        WIDEN: tl.constexpr,
+    ):
+        """A tile of queries, the heads of one K/V head, one split. `scale` includes log2(e): powers are of two."""
+        tile = tl.program_id(0) // KV_HEADS
+        kv_head = tl.program_id(0) % KV_HEADS
+        split = tl.program_id(1)
+        row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
+        query_len = tl.load(query_lens_ptr + row)
+        seq_len = tl.load(seq_lens_ptr + row)
+        begin, end = _span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
+        if SPLIT:
+            chunk = _chunk(begin, end, num_splits, BLOCK_N, SMALLEST)
+            begin = begin + split * chunk
+            end = tl.minimum(begin + chunk, end)
+            if begin >= end:
+                return  # the merge reads only the splits that have positions
+
+        # Line m of the tile is a query and one of the heads of the group.
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)
+        query = first + m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        in_head = d[None, :] < HEAD_DIM
+        is_query = query < tl.minimum(last, query_len)
+        there = is_query[:, None] & in_head
+        token = (tl.load(start_ptr + row) + query).to(tl.int64)
+        q_offsets = (token * token_stride + head * head_stride)[:, None] + d[None, :]
+        q = tl.load(query_ptr + q_offsets, mask=there, other=0.0)
+        position = (seq_len - query_len + query)[:, None]
+
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+        keys_ptr = cache_ptr + kv_head * kv_head_stride
+        for base in range(begin, end, BLOCK_N):
+            key = base + tl.arange(0, BLOCK_N)
+            inside = key < end
+            # The block of each position by itself, so that BLOCK_N need not divide the block size or the reverse.
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0)
+            slot = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
+            kv_offsets = slot[:, None] + d[None, :]
+            kv_there = inside[:, None] & in_head
+            k = tl.load(keys_ptr + kv_offsets, mask=kv_there, other=0.0)
+            scores = _dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
+            visible = inside[None, :]
+            if CAUSAL:
+                visible = visible & (key[None, :] <= position)
+            if WINDOW > 0:
+                visible = visible & (key[None, :] - position < WINDOW) & (position - key[None, :] < WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # A line that has seen nothing yet must not become NaN.
+            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - finite_top[:, None])
+            shrink = tl.exp2(top - finite_top)
+            total = total * shrink + tl.sum(weights, 1)
+            v = tl.load(keys_ptr + value_stride + kv_offsets, mask=kv_there, other=0.0)
+            acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None], WIDEN)
+            top = new_top
+
+        acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
+        if not SPLIT:
+            # Also the queries that the row has less than its bound: their output is zeros.
+            owned = (query < last)[:, None] & in_head
+            out_offsets = ((token * (KV_HEADS * GROUP) + head) * HEAD_DIM)[:, None] + d[None, :]
+            tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=owned)
+        else:
+            line = ((tl.program_id(0) * BLOCK_M + m).to(tl.int64)) * num_splits + split
+            lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+            tl.store(lse_ptr + line, lse, mask=is_query)
+            tl.store(partial_ptr + (line * HEAD_DIM)[:, None] + d[None, :], acc, mask=there)
+
+    @triton.jit(do_not_specialize=STEP_NUMBERS[:-1], do_not_specialize_on_alignment=STEP_POINTERS)
+    def _merge_kernel(
+        start_ptr,
+        query_lens_ptr,
+        seq_lens_ptr,
+        tiles_ptr,
+        out_ptr,
+        partial_ptr,
+        lse_ptr,
+        num_tiles,
+        num_splits,
+        query_bound,
+        table_width,
+        KV_HEADS: tl.constexpr,
+        GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        SMALLEST: tl.constexpr,
+        BLOCK_S: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        WINDOW: tl.constexpr,
+        MAPPED: tl.constexpr,
+    ):
+        """One query and head: the splits' partial results, weighted by their shares of the softmax's denominator."""
+        tile = tl.program_id(0) // KV_HEADS
+        kv_head = tl.program_id(0) % KV_HEADS
+        m = tl.program_id(1)
+        row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
+        query = first + m // GROUP
+        if query >= last:
+            return
+        query_len = tl.load(query_lens_ptr + row)
+        seq_len = tl.load(seq_lens_ptr + row)
+        begin, end = _span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
+        used = tl.cdiv(tl.maximum(end - begin, 0), _chunk(begin, end, num_splits, BLOCK_N, SMALLEST))
+        used = tl.where(query < query_len, used, 0)
+
+        d = tl.arange(0, BLOCK_D)
+        s = tl.arange(0, BLOCK_S)
+        line = ((tl.program_id(0) * BLOCK_M + m).to(tl.int64)) * num_splits
+        top = float("-inf")
+        total = 0.0
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for base in range(0, used, BLOCK_S):
+            there = base + s < used
+            lse = tl.load(lse_ptr + line + base + s, mask=there, other=float("-inf"))
+            offsets = (line + base + s)[:, None] * HEAD_DIM + d[None, :]
+            partial = tl.load(partial_ptr + offsets, mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(lse - finite_top)
+            shrink = tl.exp2(top - finite_top)
+            total = total * shrink + tl.sum(weights, 0)
+            acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
+            top = new_top
+        acc = acc / tl.where(total > 0, total, 1.0)
+        token = (tl.load(start_ptr + row) + query).to(tl.int64)
+        out_offsets = (token * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP) * HEAD_DIM + d
+        tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+    def paged_attention(
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        rows: PagedRows,
+        launches: list[tuple[Launch, torch.Tensor | None]],
+        causal: bool,
+        window: int | None,
+    ) -> torch.Tensor:
+        """As `paged_attention_reference`, without a wait for the device.
+
+        `launches` are those of `plan_launches` for these rows and heads, each with its tiles on the device. Row r's
+        tokens up to the bound that it was planned with must be its own; of other tokens the output is zeros too.
+        Heads and the elements of a head must be contiguous in `cache`, the elements of a head in `query`.
+        """
+        num_tokens, num_heads, head_dim = query.shape
+        planned = sum(launch.num_queries for launch, _ in launches)
+        new_output = torch.empty if planned == num_tokens else torch.zeros
+        out = new_output((num_tokens, num_heads * head_dim), dtype=query.dtype, device=query.device)
+        for launch, tiles in launches:
+            _launch(query, cache, rows, launch, tiles, causal, window, out)
+        return out
+
+    def _launch(
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        rows: PagedRows,
+        launch: Launch,
+        tiles: torch.Tensor | None,
+        causal: bool,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        num_heads, head_dim = query.shape[1:]
+        block_size, num_kv_heads = cache.shape[1], cache.shape[3]
+        group = num_heads // num_kv_heads
+        tiling, splits = launch.tiling, launch.num_splits
+        programs = launch.num_tiles * num_kv_heads
+        constants = {
+            "KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(power_of_two(head_dim), 16),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "SMALLEST": tiling.min_chunk,
+            "CAUSAL": causal,
+            "WINDOW": window or 0,
+            "MAPPED": tiles is not None,
+        }
+        # With one split nothing is partial; the pointers are not followed.
+        lines = programs * tiling.block_m * splits if splits > 1 else 0
+        partial = torch.empty(lines * head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(lines, dtype=torch.float32, device=query.device)
+        lengths = (rows.query_start, rows.query_lens, rows.seq_lens)
+        table_width = rows.block_tables.shape[1]
+        _attend_kernel[(programs, splits)](
+            query,
+            cache,
+            *lengths,
+            rows.block_tables,
+            tiles,
+            out,
+            partial,
+            lse,
+            LOG2_E * head_dim**-0.5,
+            launch.num_tiles,
+            splits,
+            launch.query_len,
+            table_width,
+            rows.block_tables.stride(0),
+            *query.stride()[:2],
+            *cache.stride()[:4],
+            **constants,
+            SPLIT=splits > 1,
+            # The interpreter, which alone runs kernels on a CPU, takes bfloat16 for integers in a product.
+            WIDEN=not query.is_cuda,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+        if splits > 1:
+            grid = (programs, tiling.block_m // group * group)
+            _merge_kernel[grid](
+                *lengths,
+                tiles,
+                out,
+                partial,
+                lse,
+                launch.num_tiles,
+                splits,
+                launch.query_len,
+                table_width,
+                **constants,
+                BLOCK_S=MERGE_BLOCK,
+                num_warps=4,
+            )

@@ -1,0 +1,26 @@
+"""The device's clock, read between other kernels. Called by `worker.device_clock`.
+
+There is no reference: on a CPU the host's own clock serves.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+    from triton.language.extra.cuda import globaltimer
+except ImportError:  # a machine without a GPU has no use for it
+    triton = None
+
+
+if triton is not None:
+    import triton.language as tl
+
+    @triton.jit
+    def _timestamp_kernel(marks_ptr, index):
+        tl.store(marks_ptr + index, globaltimer())
+
+    def timestamp(marks: torch.Tensor, index: int) -> None:
+        """Write the device's time in ns to `marks[index]` (int64 `[n]`, on a GPU), behind the kernels queued before."""
+        _timestamp_kernel[(1,)](marks, index, num_warps=1)

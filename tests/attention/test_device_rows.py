@@ -1,0 +1,143 @@
+"""Backends that know only bounds of the rows' lengths give what they give when they know the lengths themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_backend.attention import AttentionBackend, AttentionPattern, DeviceRows, KVLayer, RowLayout
+from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.attention.triton_backend import TritonBackend
+from dflash_kernels.paged_attention_launch import HeadShape
+from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+PATTERNS = [AttentionPattern(causal, window) for causal in (True, False) for window in (None, 1, 5, 1000)]
+BACKENDS: list[type[AttentionBackend]] = [TorchBackend, TritonBackend]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Bounds and real lengths of rows whose tokens are `spacing` apart."""
+
+    query_bound: list[int]
+    seq_bound: list[int]
+    query_lens: list[int]
+    seq_lens: list[int]
+    query_start: list[int]
+    num_tokens: int
+
+    @property
+    def real(self) -> list[int]:
+        return [row for row, query_len in enumerate(self.query_lens) if query_len]
+
+    def tokens(self, row: int) -> slice:
+        return slice(self.query_start[row], self.query_start[row] + self.query_lens[row])
+
+    def layout(self, tables: torch.Tensor) -> RowLayout:
+        columns = (self.query_start, self.query_lens, self.seq_lens)
+        device = DeviceRows(*(torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns))
+        slack = max(self.seq_bound[row] - self.seq_lens[row] for row in self.real)
+        tables = tables[: len(self.seq_bound)].int().to(DEVICE)
+        return RowLayout(np.array(self.query_bound), np.array(self.seq_bound), tables, device, slack)
+
+
+# A decode step whose drafts are not all known to stand, with a padding row within and one at the end.
+DECODE = Rows([4, 4, 4, 4], [30, 13, 9, 4], [4, 3, 0, 0], [27, 13, 0, 0], [0, 4, 8, 12], 16)
+# Prefill chunks and decode rows together, padding tokens between them and at the end.
+MIXED = Rows([11, 2, 2, 5, 1], [11, 30, 12, 21, 1], [11, 2, 1, 5, 1], [11, 28, 10, 20, 1], [0, 13, 15, 17, 25], 29)
+
+
+def run(backend: AttentionBackend, layout: RowLayout, query: torch.Tensor, layer: KVLayer, pattern: AttentionPattern):
+    metadata = backend.prepare(layout, pattern, query.dtype)
+    return backend.attend(query.to(DEVICE), KVLayer(layer.data.to(DEVICE)), metadata).cpu()
+
+
+def noise(num_tokens: int) -> tuple[torch.Tensor, KVLayer, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    layer = KVLayer(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator))
+    query = torch.randn(num_tokens, HEADS, HEAD_DIM, generator=generator)
+    return query, layer, torch.from_numpy(block_tables(5))
+
+
+def exact(rows: Rows, query: torch.Tensor, layer: KVLayer, tables: torch.Tensor, pattern: AttentionPattern):
+    """Each real row alone, by the torch backend that is told its lengths."""
+    outputs = {}
+    for row in rows.real:
+        layout = RowLayout(np.array([rows.query_lens[row]]), np.array([rows.seq_lens[row]]), tables[row : row + 1])
+        backend = TorchBackend(BLOCK_SIZE)
+        outputs[row] = backend.attend(query[rows.tokens(row)], layer, backend.prepare(layout, pattern, query.dtype))
+    return outputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("rows", [DECODE, MIXED])
+def test_lengths_of_the_device_count_and_padding_is_finite(
+    backend: type[AttentionBackend], pattern: AttentionPattern, rows: Rows
+) -> None:
+    query, layer, tables = noise(rows.num_tokens)
+    actual = run(backend(BLOCK_SIZE), rows.layout(tables), query, layer, pattern)
+    for row, expected in exact(rows, query, layer, tables, pattern).items():
+        torch.testing.assert_close(actual[rows.tokens(row)], expected, atol=1e-5, rtol=1e-5)
+    assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_row_past_its_bound_and_its_table_harms_nobody(
+    backend: type[AttentionBackend], pattern: AttentionPattern
+) -> None:
+    query, layer, tables = noise(DECODE.num_tokens)
+    ended = replace(DECODE, query_lens=[4, 3, 4, 0], seq_lens=[27, 13, 10 * BLOCK_SIZE * tables.shape[1], 0])
+    layout = ended.layout(tables)
+    layout = replace(layout, max_slack=DECODE.layout(tables).max_slack)
+    layout.block_tables[2, 1:] = -1
+    actual = run(backend(BLOCK_SIZE), layout, query, layer, pattern)
+    for row, expected in exact(DECODE, query, layer, tables, pattern).items():
+        torch.testing.assert_close(actual[DECODE.tokens(row)], expected, atol=1e-5, rtol=1e-5)
+    assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_triton_equals_torch_on_rows_whose_lengths_the_host_knows(seed: int) -> None:
+    """Several layers of a pass share metadata, also where their heads differ (target and drafter)."""
+    rng = np.random.default_rng(seed)
+    seq_lens = rng.integers(1, 40, size=4)
+    query_lens = np.minimum(rng.integers(1, 8, size=4), seq_lens)
+    pattern = AttentionPattern(bool(rng.integers(2)), int(rng.integers(1, 20)) if rng.integers(2) else None)
+    layout = RowLayout(query_lens, seq_lens, torch.from_numpy(block_tables(4)).to(DEVICE))
+    ours, plain = TritonBackend(BLOCK_SIZE), TorchBackend(BLOCK_SIZE)
+    metadata = [backend.prepare(layout, pattern, torch.float32) for backend in (ours, plain)]
+    generator = torch.Generator().manual_seed(seed)
+    for heads, kv_heads in ((2, 1), (3, 3)):
+        data = torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, kv_heads, HEAD_DIM, generator=generator)
+        query = torch.randn(query_lens.sum(), heads, HEAD_DIM, generator=generator).to(DEVICE)
+        actual, expected = (
+            backend.attend(query, KVLayer(data.to(DEVICE)), prepared)
+            for backend, prepared in zip((ours, plain), metadata, strict=True)
+        )
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_metadata_of_rows_with_one_bound_copies_nothing_to_the_device() -> None:
+    """So that it can be prepared while a graph is captured."""
+    metadata = TritonBackend(BLOCK_SIZE).prepare(DECODE.layout(noise(0)[2]), AttentionPattern(True), torch.float32)
+    ((_, tiles),) = metadata.launches_for(HeadShape(HEADS, KV_HEADS, HEAD_DIM, 4))
+    assert tiles is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_slots_are_not_written(backend: type[AttentionBackend]) -> None:
+    _, layer, _ = noise(0)
+    before = layer.data.clone()
+    kv = torch.randn(3, 2, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    written = KVLayer(layer.data.to(DEVICE))
+    backend(BLOCK_SIZE).write_kv(kv.to(DEVICE), torch.tensor([-1, 7, -1], device=DEVICE), written)
+    after = written.slots.cpu()
+    assert torch.equal(after[7], kv[1])
+    assert torch.equal(after[[0, 6, 8, -1]], before.flatten(0, 1)[[0, 6, 8, -1]])

@@ -1,0 +1,99 @@
+"""The GPU benchmark runs from its ceilings to its report on a CPU, over tiny shapes: no figure of it means anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import part, report, run
+from benchmarks.gpu.plain import PlainPair
+from benchmarks.gpu.reference import load_transformers
+from benchmarks.gpu.results import DFLASH, NO_DRAFT, PLAIN, PLAIN_DFLASH, TRANSFORMERS, Recorder, Results
+from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
+from dflash_backend.worker.row_parallel import one_thread
+
+CPU = torch.device("cpu")
+
+
+def run_parts(directory: Path, shape: str, *names: str) -> Results:
+    """The parts in this process."""
+    records = directory / "records"
+    Recorder(records).write_raw("device", run.describe_device("cpu"))
+    with one_thread():
+        for name in names:
+            options = ["--shape", shape, "--device", "cpu", "--acceptance-length", "2.4", "--seconds", "60"]
+            assert part.main([name, *options, "--records", str(records)]) == 0
+    return run.read_results(records, {"acceptance": "synthetic acceptance"})
+
+
+def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_path: Path) -> None:
+    results = run_parts(tmp_path, "tiny", "ceilings", "engine", "references")
+    assert results.ceilings is not None
+    assert results.ceilings.copy_bandwidth > 0
+    assert {cycle.system for cycle in results.cycles} == {DFLASH, NO_DRAFT, TRANSFORMERS, PLAIN, PLAIN_DFLASH}
+    drafting = [cycle for cycle in results.cycles if cycle.system == DFLASH]
+    assert [(cycle.batch, cycle.nominal_context) for cycle in drafting] == [(1, 24), (2, 40)]
+    for cycle in drafting:
+        assert all(seconds > 0 for seconds in cycle.phases.values())
+        assert sum(cycle.phases.values()) <= cycle.cycle_s * 1.5  # a step overlaps the one before it
+        tokens_a_cycle = cycle.tokens_per_s * cycle.cycle_s / cycle.batch
+        assert 1 <= tokens_a_cycle <= 4
+        assert cycle.context > cycle.nominal_context
+    assert [entry.what for entry in results.skipped] == ["tiny, batch 3, context 4096"]
+    assert "there is room for" in results.skipped[0].reason
+    text = report.write(tmp_path / "out", results)
+    assert run.NOT_A_MEASUREMENT in text
+    assert "Where a cycle's time goes: tiny" in text
+    assert results.kernels[0].seconds >= results.kernels[-1].seconds > 0
+
+
+def test_experts_run_as_well(tmp_path: Path) -> None:
+    results = run_parts(tmp_path, "tiny-moe", "ceilings", "engine", "references")
+    assert {cycle.system for cycle in results.cycles} == {DFLASH, NO_DRAFT}
+    assert any(entry.reason == "the comparison is written for dense models" for entry in results.skipped)
+
+
+def test_acceptance_that_was_asked_for_is_what_the_engine_yields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(part.NUM_CYCLES, "cpu", 60)
+    results = run_parts(tmp_path, "tiny", "ceilings", "engine")
+    yields = [c.tokens_per_s * c.cycle_s / c.batch for c in results.cycles if c.system == DFLASH]
+    assert yields
+    for tokens in yields:
+        assert tokens == pytest.approx(2.4, abs=0.5)
+
+
+def test_plain_torch_computes_what_transformers_does_on_the_same_weights() -> None:
+    shape, length = tiny(), 12
+    pair = PlainPair(
+        shape, target_tensors(shape, torch.float32, CPU), draft_tensors(shape, torch.float32, CPU), 2, length
+    )
+    tokens = torch.randint(0, shape.target.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = load_transformers(shape, torch.float32, CPU)(tokens).logits
+        embedded = torch.nn.functional.embedding(tokens, pair.embedding)
+        hidden, _ = pair.target.forward(embedded, torch.arange(length).expand(2, -1))
+        actual = pair.logits(hidden, pair.final_norm)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "no NVIDIA GPU here" in done.stderr
+    assert "--device cpu --shape tiny" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_on_a_cpu_leaves_the_recorded_results_alone() -> None:
+    args = run.arguments().parse_args(["--device", "cpu", "--shape", "tiny"])
+    assert run.out_directory(args) is None
+    assert run.out_directory(run.arguments().parse_args([])) == run.DEFAULT_OUT

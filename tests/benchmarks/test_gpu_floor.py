@@ -1,0 +1,122 @@
+"""The floor of a cycle is arithmetic on published dimensions, and acceptance is drawn from what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+import pytest
+import torch
+
+from benchmarks.gpu import floor, shapes
+from benchmarks.gpu.floor import Ceilings, CycleSize, Work
+from benchmarks.gpu.synthetic import SyntheticAcceptance
+
+BF16 = 2
+CEILINGS = Ceilings(copy_bandwidth=4.3e12, matrix_rate=780e12)
+
+
+def size(batch: int = 1, context: float = 0, k: int = 15) -> CycleSize:
+    return CycleSize(batch, context, k, BF16)
+
+
+def test_qwen3_8b_reads_its_published_weights_once_in_verify_and_the_drafters_once_behind() -> None:
+    work = floor.cycle_work(shapes.qwen3_8b(), size())
+    # 8.19e9 parameters without the embedding, whose rows are looked up; the drafter's with fc and the target's head.
+    assert work["verify"].bytes + work["accept"].bytes == pytest.approx(15.2e9, rel=0.01)
+    assert work["draft"].bytes + work["inject"].bytes == pytest.approx(3.3e9, rel=0.05)
+
+
+def test_floor_of_qwen3_8b_at_4_3_tb_per_s_is_4_3_ms() -> None:
+    work = floor.cycle_work(shapes.qwen3_8b(), size())
+    assert sum(floor.floor_seconds(work, CEILINGS).values()) == pytest.approx(4.3e-3, rel=0.02)
+
+
+def test_published_shapes_have_the_published_number_of_parameters() -> None:
+    for name, billions in (("qwen3-8b", 8.19), ("llama-3.1-8b", 8.03), ("qwen3-30b-a3b", 30.5)):
+        shape = shapes.SHAPES[name]()
+        count = shapes.num_elements(shapes.target_tensors(shape, torch.bfloat16, torch.device("meta")).shapes)
+        assert count / 1e9 == pytest.approx(billions, abs=0.05), name
+
+
+def test_weights_of_the_floor_are_the_matrices_of_the_models() -> None:
+    for name in ("tiny", "tiny-moe"):
+        shape = shapes.SHAPES[name]()
+        tensors = shapes.target_tensors(shape, torch.float32, torch.device("cpu")).shapes
+        matrices = shapes.num_elements({key: dims for key, dims in tensors.items() if len(dims) == 2})
+        embedding = shape.target.vocab_size * shape.target.decoder.hidden_size
+        # Enough tokens that every expert is chosen by someone; their own bytes are taken off again.
+        many = CycleSize(1000, 0, 0, 1)
+        work = floor.cycle_work(shape, many)
+        decoder = shape.target.decoder
+        of_tokens = many.num_tokens * (decoder.hidden_size + 2 * shape.target.vocab_size)
+        of_tokens += many.num_tokens * decoder.num_layers * 4 * decoder.kv_size
+        num_bytes = work["verify"].bytes + work["accept"].bytes
+        assert num_bytes - of_tokens == pytest.approx(matrices - embedding), name
+
+
+def test_context_adds_its_kv_once_a_row() -> None:
+    shape = shapes.qwen3_8b()
+    near, far = (floor.cycle_work(shape, size(8, context)) for context in (0, 32768))
+    kv_bytes = 8 * 32768 * floor.kv_bytes_per_token(shape, BF16)
+    assert sum(w.bytes for w in far.values()) - sum(w.bytes for w in near.values()) == pytest.approx(kv_bytes)
+
+
+def test_a_sliding_window_bounds_the_kv_that_is_read() -> None:
+    decoder = shapes.qwen3_8b().draft.decoder
+    windowed = dataclasses.replace(decoder, sliding_windows=(512,) * decoder.num_layers)
+    assert floor.decoder_work(windowed, size(context=32768)) == floor.decoder_work(decoder, size(context=512))
+
+
+def test_a_floor_is_bound_by_operations_when_there_are_enough_tokens() -> None:
+    one, many = (floor.matrix(4096, 4096, tokens, BF16) for tokens in (1, 4096))
+    assert one.seconds(CEILINGS) == one.bytes / CEILINGS.copy_bandwidth
+    assert many.seconds(CEILINGS) == many.flops / CEILINGS.matrix_rate
+    assert Work(1.0, 2.0) + Work(3.0, 4.0) == Work(4.0, 6.0)
+
+
+def test_expected_experts_go_from_one_tokens_own_to_all() -> None:
+    assert floor.expected_experts(128, 8, 1) == pytest.approx(8)
+    assert floor.expected_experts(128, 8, 16) == pytest.approx(128 * (1 - (120 / 128) ** 16))
+    assert floor.expected_experts(128, 8, 2000) == pytest.approx(128)
+
+
+def test_without_drafts_nothing_is_injected_or_drafted() -> None:
+    work = floor.cycle_work(shapes.qwen3_8b(), size(k=0))
+    assert work["inject"] == work["draft"] == Work()
+
+
+@pytest.mark.parametrize("length", [1.0, 3.2, 6.5, 15.9, 16.0])
+def test_synthetic_acceptance_has_the_mean_that_was_asked_for(length: float) -> None:
+    acceptance = SyntheticAcceptance.with_mean_length(15, length)
+    weights = acceptance.weights()
+    assert sum(weights) == pytest.approx(1.0)
+    assert 1 + sum(count * weight for count, weight in enumerate(weights)) == pytest.approx(length, abs=1e-6)
+
+
+def test_synthetic_acceptance_draws_what_it_states() -> None:
+    acceptance = SyntheticAcceptance.with_mean_length(15, 6.5)
+    drawn = acceptance.draw(20_000, seed=3)
+    assert 1 + statistics.mean(drawn) == pytest.approx(6.5, abs=0.15)
+    assert set(drawn) == set(range(16))
+    assert acceptance.draw(50, seed=3) == drawn[:50]
+    assert "synthetic acceptance" in acceptance.describe()
+
+
+def test_a_mean_that_no_block_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be had with 3 drafts: 1 to 4"):
+        SyntheticAcceptance.with_mean_length(3, 6.5)
+
+
+def test_random_tensors_are_the_same_for_a_name_and_taken_once() -> None:
+    shape = shapes.tiny()
+    first, second = (shapes.target_tensors(shape, torch.float32, torch.device("cpu")) for _ in range(2))
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensor = first.pop(name)
+    assert torch.equal(tensor, second.pop(name))
+    assert not torch.equal(tensor, first.pop("model.layers.0.mlp.down_proj.weight"))
+    assert float(tensor.std()) == pytest.approx(shapes.WEIGHT_STD, rel=0.1)
+    assert torch.equal(first.pop("model.norm.weight"), torch.ones(shape.target.decoder.hidden_size))
+    with pytest.raises(KeyError):
+        first.pop(name)
+    assert first.pop(name, None) is None

@@ -1,0 +1,87 @@
+"""Compile kernels for a GPU that need not be here: with their real arguments, and without running them.
+
+The interpreter takes kernels that the compiler refuses, such as a variable of two types. Run by the tests as a process
+of its own, since a kernel is either interpreted or compiled from its definition on:
+
+    python -m tests.kernels.compile_only MODULE
+
+imports MODULE, whose `launches()` calls the kernels' functions with tensors on the CPU, and prints each kernel's name
+once it has been compiled for Hopper. What the functions return is as undefined as any memory nobody wrote.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.bool: "i1",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float64: "fp64",
+}
+
+
+def compile_launch(kernel: Any, *args: Any, grid: object = None, warmup: bool = False, **kwargs: Any) -> None:
+    """Stands in for `JITFunction.run`: compiles what this launch would run, for one H100 or H200."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    for index, param in enumerate(kernel.params):
+        value = values.get(param.name, param.default if param.has_default else None)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if param.is_constexpr or value is None or (is_number and value == 1 and not param.do_not_specialize):
+            signature[param.name] = "constexpr"
+            constants[param.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = "*" + TYPES[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif is_number:
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[param.name] = "i1" if isinstance(value, bool) else "fp32"
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.__name__)
+
+
+def compiled_kernels(module: str) -> set[str]:
+    """Names of the kernels that `module`'s launches compile. Raises `AssertionError` with the compiler's message when
+    one does not compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_only", module]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(done.stdout.split())
+
+
+def main(module: str) -> None:
+    """Compile everything that `module` launches."""
+    from triton.runtime.jit import JITFunction
+
+    JITFunction.run = compile_launch
+    importlib.import_module(module).launches()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,20 @@
+"""What tests of the models' kernels share: where they run, in which dtypes, and rotary tables."""
+
+from __future__ import annotations
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Triton's interpreter cuts float32 off to bfloat16 where a GPU rounds, so there float16 stands for both.
+HALF_DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
+
+# Where a sum in another order has tipped the rounding of a number that a rotation then subtracts from one like it.
+A_ROUNDING_APART = {"atol": 0.1, "rtol": 0.02}
+
+
+def rotary_tables(max_positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as `dflash_kernels.qk_norm_rope_write` describes them, float32 `[max_positions, head_dim]`."""
+    half = head_dim // 2
+    angles = torch.arange(max_positions)[:, None] * 0.01 ** (torch.arange(half) / half)
+    return torch.cat([angles.cos()] * 2, dim=1), torch.cat([-angles.sin(), angles.sin()], dim=1)

@@ -1,0 +1,181 @@
+"""The Triton operations in whole models: what they compute is what the torch operations compute, padding included."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_backend.attention import KVLayer
+from dflash_backend.checkpoints.resolve import read_draft
+from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.targets import read_target
+from dflash_backend.models import TARGETS, DFlashModel, LayerOps, TargetModel, load_target, select_ops
+from dflash_backend.models.interface import PagedContext
+from dflash_backend.models.ops import TorchOps, TritonOps, stacked
+from dflash_backend.worker.kv_cache import PagedKVCache
+from tests.paged import BLOCK_SIZE, block_tables, caches, context
+from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Of the largest number of a tensor.
+TOLERANCE = 1e-5
+MAX_POSITIONS = 64
+CAPTURE = (3, 0, 4)
+OPS = [TorchOps(), TritonOps()]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What passes through a model left behind: tensors that it returned, then its K/V."""
+
+    returned: list[torch.Tensor]
+    kv: list[KVLayer]
+
+    def assert_close(self, other: Outcome) -> None:
+        ours, theirs = ([*outcome.returned, stacked(outcome.kv)] for outcome in (self, other))
+        for actual, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(actual, expected, atol=TOLERANCE * expected.abs().max().item(), rtol=0.0)
+
+
+def two_passes(target: TargetModel) -> Outcome:
+    """A prompt of each of two rows, then a block of each over it: hidden states, features and logits."""
+    kv, tables = caches(target.spec.decoder, device=DEVICE.type), block_tables(2)
+    rng, returned = np.random.default_rng(0), []
+    for starts, lens in (([0, 0], [5, 2]), ([5, 2], [1, 4])):
+        ids = torch.from_numpy(rng.integers(0, VOCAB_SIZE, sum(lens))).to(DEVICE)
+        paged = context(tables, starts, lens, target.patterns, device=DEVICE.type)
+        output = target.forward(ids, paged, kv, CAPTURE)
+        assert output.features is not None
+        returned += [output.hidden, output.features, target.logits(output.hidden)]
+    return Outcome(returned, kv)
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+@torch.inference_mode()
+def test_a_target_computes_the_same_with_either(architecture: str, tmp_path: Path) -> None:
+    make_target(tmp_path, architecture=architecture)
+    spec = read_target(tmp_path)
+    torch_outcome, triton_outcome = (
+        two_passes(load_target(spec, MAX_POSITIONS, torch.float32, DEVICE, ops=ops)) for ops in OPS
+    )
+    triton_outcome.assert_close(torch_outcome)
+
+
+@pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
+@torch.inference_mode()
+def test_the_last_captured_feature_is_the_hidden_state_itself(ops: LayerOps, tmp_path: Path) -> None:
+    make_target(tmp_path)
+    target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+    paged = context(block_tables(1), [0], [3], target.patterns, device=DEVICE.type)
+    kv = caches(target.spec.decoder, device=DEVICE.type)
+    output = target.forward(torch.tensor([5, 6, 7], device=DEVICE), paged, kv, (TARGET_LAYERS - 1,))
+    assert output.features is not None
+    assert torch.equal(output.features, output.hidden)
+
+
+def drafter(directory: Path, ops: LayerOps) -> DFlashModel:
+    make_draft(directory)
+    return DFlashModel.load(read_draft(directory), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+
+
+def inject_and_forward(model: DFlashModel) -> Outcome:
+    """Context of seven positions, two of them padding, then a block of four queries over it."""
+    kv, tables = caches(model.spec.decoder, device=DEVICE.type), block_tables(1)
+    positions = torch.arange(7, device=DEVICE)
+    slots = context(tables, [0], [7], model.patterns, device=DEVICE.type).slots
+    slots[5:] = -1
+    model.inject(random(7, model.fc.shape[1]), positions, slots, kv, padded=True)
+    paged = context(tables, [5], [4], model.patterns, device=DEVICE.type)
+    return Outcome([model.forward(random(4, model.fc.shape[0], seed=1), paged, kv)], kv)
+
+
+@torch.inference_mode()
+def test_a_drafter_injects_and_computes_the_same_with_either(tmp_path: Path) -> None:
+    torch_outcome, triton_outcome = (inject_and_forward(drafter(tmp_path, ops)) for ops in OPS)
+    triton_outcome.assert_close(torch_outcome)
+
+
+def snapshot(kv: list[KVLayer]) -> torch.Tensor:
+    """A copy of all layers: `[num_layers, num_slots, 2, num_kv_heads, head_dim]`."""
+    return stacked(kv).clone()
+
+
+def written_slots(before: torch.Tensor, kv: list[KVLayer]) -> list[set[int]]:
+    """The slots of each layer that changed."""
+    changed = (stacked(kv) != before).flatten(2).any(dim=2)
+    return [set(layer.nonzero().flatten().tolist()) for layer in changed]
+
+
+def with_padding(paged: PagedContext) -> tuple[PagedContext, set[int]]:
+    """The context with its second and last tokens as padding, and the slots that it still writes."""
+    slots = paged.slots.clone()
+    slots[[1, -1]] = -1
+    return dataclasses.replace(paged, slots=slots, padded=True), set(slots.tolist()) - {-1}
+
+
+@pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
+@torch.inference_mode()
+def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
+    make_target(tmp_path)
+    target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
+    paged, slots = with_padding(context(block_tables(1), [0], [6], target.patterns, device=DEVICE.type))
+    kv = caches(target.spec.decoder, device=DEVICE.type)
+    before = snapshot(kv)
+    target.forward(torch.arange(6, device=DEVICE), paged, kv, ())
+    assert written_slots(before, kv) == [slots] * TARGET_LAYERS
+
+
+@pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
+@torch.inference_mode()
+def test_padding_tokens_of_a_drafter_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
+    model = drafter(tmp_path, ops)
+    paged, slots = with_padding(context(block_tables(1), [0], [6], model.patterns, device=DEVICE.type))
+    for run in ("inject", "forward"):
+        kv = caches(model.spec.decoder, device=DEVICE.type)
+        before = snapshot(kv)
+        if run == "inject":
+            model.inject(random(6, model.fc.shape[1]), paged.positions, paged.slots, kv, padded=True)
+        else:
+            model.forward(random(6, model.fc.shape[0]), paged, kv)
+        assert written_slots(before, kv) == [slots] * len(model.layers)
+
+
+def shape_of_drafter(directory: Path) -> DecoderSpec:
+    make_draft(directory)
+    return read_draft(directory).decoder
+
+
+def test_the_layers_of_the_kv_cache_are_one_tensor(tmp_path: Path) -> None:
+    spec = shape_of_drafter(tmp_path)
+    kv = PagedKVCache.allocate(spec, spec, 3, BLOCK_SIZE, torch.float32, DEVICE)
+    stack = stacked(kv.draft)
+    for index, layer in enumerate(kv.draft):
+        layer.slots.fill_(index + 1)
+        assert torch.equal(stack[index], layer.slots)
+
+
+def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> None:
+    first, second = PagedKVCache.allocate(shape_of_drafter(tmp_path), None, 3, BLOCK_SIZE, torch.float32, DEVICE).target
+    with pytest.raises(ValueError, match="layer 1 does not follow that of layer 0 in one allocation"):
+        stacked([second, first])
+    with pytest.raises(ValueError, match="layer 1 does not follow"):
+        stacked([first, KVLayer(second.data.clone())])
+
+
+def test_a_gpu_gets_the_kernels_and_a_cpu_those_asked_for() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(select_ops(cpu), TorchOps)
+    assert isinstance(select_ops(torch.device("cuda")), TritonOps)
+    assert isinstance(select_ops(cpu, "triton"), TritonOps)
+    assert isinstance(select_ops(torch.device("cuda"), "torch"), TorchOps)
+    with pytest.raises(ValueError, match="'flash_attn'; there are 'torch' and 'triton'"):
+        select_ops(cpu, "flash_attn")

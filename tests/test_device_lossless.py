@@ -1,0 +1,193 @@
+"""LOSSLESS on the device runner: what a GPU runs, with torch in place of kernels, yields the CPU runner's tokens.
+
+Overlap, padded decode steps, ragged prefill steps, preemptions and prefix hits change speed only. The write guard is on
+throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.build import BuiltEngine
+from dflash_backend.messages import FinishReason
+from dflash_backend.worker.device_runner import DeviceRunner
+from dflash_backend.worker.row_parallel import one_thread
+from tests.tiny_models import make_draft, make_target
+from tests.worker.device_engine import Outputs, engine, on_device_runner, triton_engine
+
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6}
+MAX_TOKENS = 28
+
+# What each request asks for beside its prompt: greedy and sampled ones, drafts of their own or none, ends of all kinds.
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.0, "k": 3},
+    {"temperature": 0.0, "k": 0},
+    {"temperature": 1.2, "seed": 2, "top_p": 0.9},
+    {"temperature": 0.0, "max_tokens": 1},
+    {"temperature": 0.7, "seed": 3, "k": 2, "max_tokens": 9},
+    {"temperature": 0.0, "max_tokens": 17},
+    {"temperature": 0.9, "seed": 4, "top_k": 20, "min_p": 0.05},
+    {"temperature": 0.0, "ignore_eos": False},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.0},
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Twelve prompts of many lengths, of which the last begins as the first does."""
+    tokenizer = LLM(draft="").tokenizer
+    encoded = [tokenizer.encode(row.prompt) for row in load_prompts(11)]
+    mixed = [tokens[: 3 + 9 * i] if i % 3 == 2 else tokens for i, tokens in enumerate(encoded)]
+    return [*mixed, encoded[0] + encoded[1]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the requests yielded, and how the drafts fared on the way."""
+
+    tokens: dict[str, list[int]]
+    reasons: dict[str, FinishReason]
+    num_drafted: int
+    num_accepted: int
+
+
+def run(built: BuiltEngine, prompts: list[list[int]]) -> Result:
+    outputs = Outputs(built)
+    for i, (prompt, wish) in enumerate(zip(prompts, WISHES, strict=True)):
+        outputs.add(str(i), prompt, **{"max_tokens": MAX_TOKENS, "ignore_eos": True, **wish})
+    tokens, stats = outputs.finish(), built.core.stats()
+    return Result(tokens, outputs.reasons, stats.num_draft_tokens, stats.num_accepted_tokens)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> Result:
+    with one_thread():
+        return run(engine(**SETTINGS), prompts)
+
+
+# Blocks of 16 tokens; two long requests do not fit the small pool together.
+SMALL_POOL = {"kv_cache_gb": 0.0015, "max_model_len": 208}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {}),
+        ({}, {"overlap": False}),
+        ({}, {"padded": False}),
+        (SMALL_POOL, {}),
+        ({"max_num_batched_tokens": 56, "enable_prefix_caching": False}, {}),
+    ],
+    ids=["overlap", "no overlap", "ragged steps alone", "small pool", "small chunks"],
+)
+def test_the_device_runner_yields_the_tokens_of_the_cpu_runner(
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    prompts: list[list[int]],
+    expected: Result,
+) -> None:
+    """And the very drafts, whose acceptance shows what the drafter saw."""
+    built = on_device_runner(engine(**{**SETTINGS, **settings}), **options)
+    assert run(built, prompts) == expected
+    assert expected.num_drafted > expected.num_accepted > 100, "some drafts must fall, or nothing is shown"
+    if settings is SMALL_POOL:
+        assert built.core.stats().num_preemptions > 0
+
+
+def test_a_prefix_hit_restores_the_drafters_context_too(prompts: list[list[int]]) -> None:
+    built = on_device_runner(engine(**SETTINGS))
+    outputs = Outputs(built)
+    accepted = []
+    for name in ("miss", "hit"):
+        before = built.core.stats().num_accepted_tokens
+        outputs.add(name, prompts[0], temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        outputs.finish()
+        accepted.append(built.core.stats().num_accepted_tokens - before)
+    assert outputs.tokens["hit"] == outputs.tokens["miss"]
+    assert built.core.stats().prefix_cache_hits > 0
+    assert accepted[0] == accepted[1]
+
+
+def test_adjusted_logits_and_logprobs_are_those_of_the_cpu_runner(prompts: list[list[int]]) -> None:
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 3},
+        {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {"temperature": 0.0, "min_tokens": 12, "ignore_eos": False, "stop_token_ids": (10, 12, 13)},
+        {"temperature": 0.8, "seed": 8, "logit_bias": {5: 4.0, 300: -8.0}, "logprobs": 0},
+        {"temperature": 0.0},
+    ]
+    results = []
+    for built in (engine(**SETTINGS), on_device_runner(engine(**SETTINGS))):
+        outputs = Outputs(built)
+        for i, wish in enumerate(wishes):
+            outputs.add(str(i), prompts[i], **{"max_tokens": 20, "ignore_eos": True, **wish})
+        outputs.finish()
+        results.append(outputs)
+    assert results[1].tokens == results[0].tokens
+    assert results[1].reasons == results[0].reasons
+    assert results[1].logprobs.keys() == results[0].logprobs.keys() == {"0", "3"}
+    for name, entries in results[0].logprobs.items():
+        for ours, theirs in zip(results[1].logprobs[name], entries, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert ours.ranks == theirs.ranks
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+
+
+def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path) -> None:
+    """Two requests on a model of two layers and a drafter of one: a prefill step and three padded decode steps."""
+    make_target(tmp_path / "t", num_hidden_layers=2)
+    make_draft(
+        tmp_path / "d",
+        block_size=3,
+        num_target_layers=2,
+        dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 96},
+    )
+    settings = {
+        "target_model": tmp_path / "t",
+        "draft_model": tmp_path / "d",
+        "kv_block_size": 4,
+        "max_model_len": 24,
+        "max_num_seqs": 2,
+    }
+    outputs = []
+    for built in (engine(**settings), triton_engine(**settings, kv_write_guard=False)):
+        one = Outputs(built)
+        one.add("greedy", [1, 2, 3, 4], max_tokens=4, temperature=0.0, ignore_eos=True)
+        one.add("sampled", [9, 8], max_tokens=4, temperature=0.8, seed=3, ignore_eos=True)
+        outputs.append(one.finish())
+    assert isinstance(built.runner, DeviceRunner)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
+def test_kernels_throughout_are_lossless_on_the_demo_pair() -> None:
+    """Two short prompts, with most drafts accepted. Slow under the interpreter, which takes milliseconds for what a GPU
+    does in nanoseconds."""
+    tokenizer = LLM(draft="").tokenizer
+    short = sorted((tokenizer.encode(row.prompt) for row in load_prompts(100)), key=len)[1:3]
+    settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "num_speculative_tokens": 5}
+    outputs, accepted = [], []
+    for built in (engine(**settings), triton_engine(**settings)):
+        one = Outputs(built)
+        for i, prompt in enumerate(short):
+            one.add(str(i), prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
+        outputs.append(one.finish())
+        accepted.append(built.core.stats().num_accepted_tokens)
+    assert outputs[0] == outputs[1]
+    assert accepted[0] == accepted[1] > 8

@@ -1,0 +1,102 @@
+"""The demo pair, or another, on a device runner that runs on this machine. For tests of the device runner.
+
+The runner is what a GPU gets, with torch operations in place of kernels: the same layouts, padding and order of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dflash_backend.build import BuiltEngine, build_engine
+from dflash_backend.config import EngineConfig
+from dflash_backend.core.engine import EngineCore
+from dflash_backend.messages import FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
+from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
+from dflash_backend.worker.runner import ModelRunner
+from dflash_backend.worker.step_ops import TorchStepOps
+from dflash_backend.worker.synthetic import SyntheticAcceptance
+
+
+def device_runner(
+    built: BuiltEngine, synthetic: SyntheticAcceptance | None = None, padded: bool = True
+) -> DeviceRunner:
+    """A device runner over the models of an engine that was built for a CPU, and over its K/V."""
+    limits, cpu = built.core.limits, built.runner
+    assert isinstance(cpu, ModelRunner)
+    runner = DeviceRunner(
+        cpu.target,
+        cpu.drafter,
+        cpu.kv,
+        cpu.backend,
+        TorchStepOps(),
+        RunnerSizes(
+            limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.num_speculative_tokens
+        ),
+        cpu.greedy_drafts,
+        torch.device("cpu"),
+        torch.float32,
+        synthetic,
+    )
+    if padded:
+        runner.prepare(use_graphs=False, progress=lambda message, fraction: None)
+    return runner
+
+
+def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -> BuiltEngine:
+    """The same engine with a device runner. The runner of `built` must not be used any more: they share K/V."""
+    runner = device_runner(built, **options)
+    return replace(built, core=EngineCore(built.core.limits, runner, overlap=overlap), runner=runner)
+
+
+def engine(**settings: Any) -> BuiltEngine:
+    """An engine on the CPU with the write guard on; `settings` come on top. Without models it is the demo pair's."""
+    return build_engine(EngineConfig.from_values({"device": "cpu", "kv_write_guard": True, **settings}))
+
+
+def triton_engine(**settings: Any) -> BuiltEngine:
+    """A GPU's engine, with our kernels throughout: on a GPU where there is one, else under Triton's interpreter."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return engine(**{"device": device, "dtype": "float32", "attention_backend": "triton", **settings})
+
+
+class Outputs:
+    """Runs requests to their end and keeps what they yield."""
+
+    def __init__(self, built: BuiltEngine) -> None:
+        self.core = built.core
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
+
+    def add(self, request_id: str, prompt: list[int], k: int | None = None, **sampling: Any) -> None:
+        """Queue a request; `k` is its own number of speculative tokens."""
+        self.tokens[request_id] = []
+        params = SamplingParams(**sampling) if k is None else SamplingParams(num_speculative_tokens=k, **sampling)
+        self.core.add_request(GenerationRequest(request_id, prompt, params))
+
+    def step(self) -> None:
+        """One step of the engine."""
+        for delta in self.core.step():
+            self.tokens[delta.request_id] += delta.token_ids
+            if delta.logprobs is not None:
+                self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
+            if delta.finish_reason is not None:
+                self.reasons[delta.request_id] = delta.finish_reason
+
+    def finish(self) -> dict[str, list[int]]:
+        """Run until nothing is left; each request's tokens."""
+        while self.core.has_unfinished():
+            self.step()
+            self.core.check_invariants()
+        return self.tokens
+
+
+def memory(runner: DeviceRunner) -> list[torch.Tensor]:
+    """All that steps change: K/V of every layer, and the requests' state."""
+    state = runner.state
+    kept = [layer.data for layer in [*runner.kv.target, *runner.kv.draft]]
+    kept += [state.tokens, state.blocks, state.num_blocks, state.computed]
+    return kept if state.draft_probs is None else [*kept, state.draft_probs]

@@ -1,0 +1,229 @@
+"""The device runner behind the `Worker` interface: steps in flight, ended requests, lack of memory, the write guard."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend.build import BuiltEngine
+from dflash_backend.core.plan import NewRequest, ScheduledRow, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.messages import SamplingParams
+from dflash_backend.speculative import DFlashDrafter
+from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
+from dflash_backend.worker.device_runner import DeviceRunner
+from dflash_backend.worker.device_state import Prepared, StepRows
+from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.runner import PHASES
+from dflash_backend.worker.write_guard import KVWriteError
+from tests.tiny_models import make_draft, make_target
+from tests.worker.device_engine import Outputs, device_runner, engine, memory, on_device_runner
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+K = 7
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    make_target(folder / "t")
+    make_draft(folder / "d")
+    return {
+        "target_model": folder / "t",
+        "draft_model": folder / "d",
+        "kv_block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+    }
+
+
+@pytest.fixture
+def runner(settings: dict[str, Any]) -> DeviceRunner:
+    return device_runner(engine(**settings))
+
+
+def new(request_id: str, sampling: SamplingParams = GREEDY, prompt: list[int] = PROMPT) -> NewRequest:
+    return NewRequest(request_id, prompt, len(prompt), sampling, (), seed=1)
+
+
+def prefill(step_id: int, request_id: str, blocks: list[int], sampling: SamplingParams = GREEDY) -> StepPlan:
+    """The whole prompt in one step, and drafts behind it."""
+    row = ScheduledRow(request_id, 0, len(PROMPT), 0, True, K, blocks)
+    return StepPlan(step_id, [row], [new(request_id, sampling)])
+
+
+def decode(step_id: int, request_id: str, num_computed: int, num_uncertain: int = 0, **more: Any) -> StepPlan:
+    """The last token and K drafts."""
+    row = ScheduledRow(request_id, num_computed, 1, K, True, K, [], num_uncertain)
+    return StepPlan(step_id, [row], **more)
+
+
+def run(runner: DeviceRunner, plan: StepPlan) -> StepResult:
+    runner.submit(plan)
+    return runner.collect()
+
+
+def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: DeviceRunner) -> None:
+    first = prefill(1, "a", [0, 1, 2, 3, 4, 5])
+    other = prefill(1, "b", [6, 7, 8, 9, 10, 11])
+    runner.submit(StepPlan(1, [*other.rows, *first.rows], [*first.new, *other.new]))
+    runner.submit(decode(2, "a", 6))
+    results = [runner.collect(), runner.collect()]
+    assert [result.step_id for result in results] == [1, 2]
+    assert [row.request_id for row in results[0].rows] == ["b", "a"]
+    assert results[0].rows[0].token_ids == results[0].rows[1].token_ids
+    assert set(results[1].phase_seconds) == set(PHASES)
+    assert all(seconds >= 0.0 for seconds in results[1].phase_seconds.values())
+
+
+def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(runner: DeviceRunner) -> None:
+    known = [run(runner, prefill(1, "a", list(range(8)))).rows[0]]
+    known.append(run(runner, decode(2, "a", 6)).rows[0])
+    known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
+    assert known[1].num_accepted < K, "the upper bound must be wrong for this to show anything"
+    run(runner, StepPlan(4, [], finished=["a"]))
+
+    runner.submit(prefill(5, "a", list(range(8))))
+    runner.submit(decode(6, "a", 6))
+    uncertain = [runner.collect().rows[0]]
+    runner.submit(decode(7, "a", 7 + K, num_uncertain=K))
+    uncertain += [runner.collect().rows[0], runner.collect().rows[0]]
+    assert uncertain == known
+
+
+def test_a_third_step_must_wait_for_the_first_result(runner: DeviceRunner) -> None:
+    runner.submit(StepPlan(1, []))
+    runner.submit(StepPlan(2, []))
+    with pytest.raises(RuntimeError, match="step 3 was submitted with 2 steps not collected"):
+        runner.submit(StepPlan(3, []))
+    assert runner.collect() == StepResult(1, [])
+
+
+def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: DeviceRunner) -> None:
+    runner.submit(prefill(1, "a", [0, 1, 2, 3]))
+    replaced = prefill(2, "a", [4, 5, 6, 7], SamplingParams(temperature=0.0, logprobs=1))
+    runner.submit(dataclasses.replace(replaced, finished=["a"]))
+    first, second = runner.collect().rows[0], runner.collect().rows[0]
+    assert first.token_ids == second.token_ids
+    assert first.logprobs is None
+    assert second.logprobs is not None
+
+
+def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: DeviceRunner) -> None:
+    """It starts where its blocks end, as after the last step of a request that was sure of no more."""
+    run(runner, prefill(1, "a", [0, 1, 2, 3]))
+    runner.state.computed[runner.requests.records["a"].index] = 16
+    before = [layer.data.clone() for layer in [*runner.kv.target, *runner.kv.draft]]
+    result = run(runner, decode(2, "a", 14, num_uncertain=K))
+    assert len(result.rows[0].token_ids) == result.rows[0].num_accepted + 1
+    after = [layer.data for layer in [*runner.kv.target, *runner.kv.draft]]
+    assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
+
+
+def test_rejected_drafts_leave_no_context_kv(runner: DeviceRunner) -> None:
+    """Trap 3. Without drafts behind the step nothing of the drafter writes there either."""
+    run(runner, prefill(1, "a", list(range(8))))
+    before = [layer.slots.clone() for layer in runner.kv.draft]
+    row = ScheduledRow("a", 6, 1, K, True, 0, [])
+    num_accepted = run(runner, StepPlan(2, [row])).rows[0].num_accepted
+    assert num_accepted < K
+    end = 7 + num_accepted
+    for layer, then in zip(runner.kv.draft, before, strict=True):
+        assert torch.equal(layer.slots[end:], then[end:])
+        assert not torch.equal(layer.slots[6:end], then[6:end])
+
+
+def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: DeviceRunner) -> None:
+    run(runner, prefill(1, "a", list(range(8)), SamplingParams(temperature=0.0, repetition_penalty=1.2)))
+    with pytest.raises(RuntimeError, match=r"rows of \['a'\] were planned with a step of theirs in flight"):
+        runner.submit(decode(2, "a", 6, num_uncertain=K))
+
+
+class ShortOfMemory(DFlashDrafter):
+    """A drafter for which memory does not suffice at some calls."""
+
+    def __init__(self, drafter: DFlashDrafter, fails_at: frozenset[int]) -> None:
+        super().__init__(drafter.model, drafter.target, drafter.caches, drafter.backend, drafter.max_len)
+        self.fails_at = fails_at
+        self.num_calls = 0
+
+    def propose_on_device(self, blocks: DeviceDraftBlocks, sampler: DeviceDraftSampler) -> torch.Tensor:
+        drafts = super().propose_on_device(blocks, sampler)
+        self.num_calls += 1
+        if self.num_calls in self.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return drafts
+
+
+def short_of_memory(built: BuiltEngine, fails_at: frozenset[int]) -> BuiltEngine:
+    assert isinstance(built.runner.drafter, DFlashDrafter)
+    built.runner.drafter = ShortOfMemory(built.runner.drafter, fails_at)
+    return built
+
+
+def test_a_step_that_does_not_fit_leaves_the_requests_as_they_were(settings: dict[str, Any]) -> None:
+    """At the latest moment: when the drafter runs, accepted tokens are in the state already."""
+    plans = [prefill(1, "a", list(range(8))), decode(2, "a", 6)]
+    untroubled = device_runner(engine(**settings))
+    expected = [run(untroubled, plan).rows for plan in plans]
+
+    runner = device_runner(short_of_memory(engine(**settings), frozenset({2})))
+    assert run(runner, plans[0]).rows == expected[0]
+    before = [tensor.clone() for tensor in memory(runner)[-4:]]
+    with pytest.raises(StepOutOfMemory, match="step 2 with 1 rows and 8 tokens does not fit the memory of cpu"):
+        runner.submit(plans[1])
+    assert all(torch.equal(now, then) for now, then in zip(memory(runner)[-4:], before, strict=True))
+    assert run(runner, plans[1]).rows == expected[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_outputs_survive_steps_that_do_not_fit(settings: dict[str, Any], overlap: bool) -> None:
+    outputs = []
+    for fails_at in (frozenset(), frozenset({2, 3, 5})):
+        built = on_device_runner(short_of_memory(engine(**settings), fails_at), overlap)
+        one = Outputs(built)
+        for i in range(4):
+            sampling: dict[str, Any] = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
+            one.add(str(i), [*PROMPT, i], max_tokens=20, ignore_eos=True, **sampling)
+        outputs.append(one.finish())
+    assert outputs[0] == outputs[1]
+    assert built.core.stats().num_preemptions > 0
+
+
+def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: DeviceRunner) -> None:
+    """Trap 1."""
+    plan = prefill(1, "a", [0, 1, 2, 3])
+    with pytest.raises(KVWriteError, match="step 1, phase draft: request a would write block 3"):
+        runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))
+
+
+def test_a_block_that_the_plan_forgot_stops_a_guarded_step(runner: DeviceRunner) -> None:
+    """RESERVE: without the guard such a position would be left out."""
+    plan = prefill(1, "a", [0, 1, 2])
+    with pytest.raises(KVWriteError, match="step 1, phase draft: request a has no block for some"):
+        runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))
+
+
+def test_synthetic_acceptance_takes_the_place_of_the_comparison(settings: dict[str, Any]) -> None:
+    def two(rows: StepRows, prepared: Prepared) -> torch.Tensor:
+        return torch.full_like(rows.num_draft, 2)
+
+    built = on_device_runner(engine(**settings), overlap=True, synthetic=two)
+    outputs = Outputs(built)
+    for i in range(3):
+        outputs.add(str(i), [*PROMPT, i], max_tokens=19, temperature=0.0, ignore_eos=True)
+    outputs.finish()
+    stats = built.core.stats()
+    assert stats.num_accepted_tokens == 2 * stats.num_drafts
+    assert [len(tokens) for tokens in outputs.tokens.values()] == [19, 19, 19]

@@ -1,0 +1,158 @@
+"""Padded decode steps: what a captured graph runs, here operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.worker.device_layout import HostRows, RowTraits, StepInputs
+from dflash_backend.worker.device_runner import DeviceRunner
+from dflash_backend.worker.graphs import EagerStep, ladder
+from dflash_backend.worker.row_parallel import one_thread
+from tests.tiny_models import make_draft, make_target
+from tests.worker.device_engine import Outputs, engine, memory, on_device_runner
+
+PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
+GREEDY = RowTraits(sampled=False, drafts=True)
+
+
+def ignore(message: str, fraction: float) -> None:
+    """Progress that nobody looks at."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread(), torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    make_target(folder / "t")
+    make_draft(folder / "d")
+    return {
+        "target_model": folder / "t",
+        "draft_model": folder / "d",
+        "kv_block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 16,
+    }
+
+
+def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunner, list[ScheduledRow]]:
+    """A runner that has run the prompts, and the decode rows that come next, whose blocks it has."""
+    built = on_device_runner(engine(**pair), overlap=False)
+    outputs = Outputs(built)
+    for name, prompt in PROMPTS.items():
+        outputs.add(name, prompt, **{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **wishes.get(name, {})})
+    outputs.step()
+    plan = built.core.scheduler.plan(0.0, in_flight=False)
+    assert plan is not None
+    assert isinstance(built.runner, DeviceRunner)
+    built.runner.requests.update(plan)
+    return built.runner, plan.rows
+
+
+def rows_like(runner: DeviceRunner, rows: list[ScheduledRow], count: int) -> HostRows:
+    """So many rows for choosing a padded step by."""
+    return HostRows.of((rows * count)[:count], runner.requests)
+
+
+def test_the_ladder_has_small_steps_first_then_every_eighth_and_the_most() -> None:
+    assert ladder(1) == [1]
+    assert ladder(6) == [1, 2, 4, 6]
+    assert ladder(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert ladder(20) == [1, 2, 4, 8, 16, 20]
+
+
+def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any]) -> None:
+    """Rows with drafts, with fewer of them and with none, greedy and sampled, with 5 padding rows."""
+    runner, plan_rows = decoding(pair, b={"k": 3, "temperature": 0.7, "seed": 3}, c={"k": 0})
+    rows = HostRows.of(plan_rows, runner.requests)
+    traits = rows.traits(runner.requests)
+    before = [tensor.clone() for tensor in memory(runner)]
+
+    inputs = runner.layouts.send_ragged(rows, traits)
+    ragged = runner.step.unpacked(runner.step.run(inputs).numpy(), inputs.num_rows)
+    after_ragged = [tensor.clone() for tensor in memory(runner)]
+
+    for tensor, value in zip(memory(runner), before, strict=True):
+        tensor.copy_(value)
+    step = runner.padded.find(rows, traits)
+    assert step is not None
+    assert step.inputs.num_rows == 4
+    eight = next(step for step in runner.padded.steps(sampled=True) if step.inputs.num_rows == 8)
+    runner.layouts.send_padded(rows, 8, runner.step.width)
+    padded = runner.step.unpacked(eight.replay().numpy(), 8)
+
+    assert ragged[0][:3].tolist() == padded[0][:3].tolist()
+    assert ragged[1][:3].tolist() == padded[1][:3].tolist()
+    for ours, theirs in zip(memory(runner), after_ragged, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert any(not torch.equal(ours, theirs) for ours, theirs in zip(after_ragged, before, strict=True))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_padding_rows_leave_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any], sampled: bool) -> None:
+    """Trap 7."""
+    runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
+    before = [tensor.clone() for tensor in memory(runner)]
+    for step in runner.padded.steps(sampled):
+        runner.layouts.send_nothing(step.inputs.num_rows, runner.step.width)
+        step.replay()
+    assert all(torch.equal(now, then) for now, then in zip(memory(runner), before, strict=True))
+
+
+def test_the_smallest_step_that_fits_is_taken(pair: dict[str, Any]) -> None:
+    runner, rows = decoding(pair)
+    for count, size in [(1, 1), (3, 4), (5, 8), (9, 16), (16, 16)]:
+        step = runner.padded.find(rows_like(runner, rows, count), GREEDY)
+        assert step is not None
+        assert step.inputs.num_rows == size
+
+
+def test_a_step_that_would_be_mostly_padding_is_run_without_a_graph(pair: dict[str, Any]) -> None:
+    """As when memory sufficed for the largest graphs alone."""
+    runner, rows = decoding(pair)
+    runner.prepare(use_graphs=False, progress=ignore, sizes=[16])
+    assert runner.padded.find(rows_like(runner, rows, 7), GREEDY) is None
+    assert runner.padded.find(rows_like(runner, rows, 8), GREEDY) is not None
+
+
+def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
+    pair: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, rows = decoding(pair)
+    tried: list[tuple[int, bool]] = []
+    heard: list[str] = []
+
+    def make(inputs: StepInputs) -> EagerStep | None:
+        """Memory for four steps."""
+        tried.append((inputs.num_rows, inputs.traits.sampled))
+        return EagerStep(runner.step, inputs) if len(tried) <= 4 else None
+
+    runner.padded.make(make, ladder(16), True, lambda message, fraction: heard.append(message))
+    assert tried[:4] == [(16, True), (16, False), (8, True), (8, False)]
+    assert len(tried) == len(heard) == 10
+    assert heard[0] == "CUDA graphs: sampled steps of 16 rows"
+    assert [step.inputs.num_rows for step in runner.padded.steps(sampled=True)] == [16, 8]
+    assert "6 of 10 CUDA graphs are missing, the largest for sampled steps of 4 rows" in caplog.text
+    step = runner.padded.find(rows_like(runner, rows, 3), GREEDY)
+    assert step is not None
+    assert step.inputs.num_rows == 8
+
+
+def test_prefill_rows_and_cut_distributions_have_no_padded_step(pair: dict[str, Any]) -> None:
+    runner, rows = decoding(pair)
+    chunk = ScheduledRow("a", 0, 2, 0, False, 0, [])
+    assert runner.padded.find(HostRows.of([*rows, chunk], runner.requests), GREEDY) is None
+    decode = HostRows.of(rows, runner.requests)
+    assert runner.padded.find(decode, RowTraits(sampled=True, drafts=True, any_top_k_or_p=True)) is None
+    assert runner.padded.find(decode, RowTraits(sampled=True, drafts=True, any_min_p=True)) is None
+    assert runner.padded.find(decode, RowTraits(sampled=True, drafts=True)) is not None
