@@ -52,7 +52,7 @@ class _PlanBuilder:
     """A plan in the making: its rows, and how many tokens there are by kind: those of prompts so far, and of all decode
     rows, also of those that sit the step out, since they wait for it.
 
-    `unfinished` says that a prefill goes on after this step, `closed` that nobody may be admitted behind the rows.
+    `closed` says that nobody may be admitted behind the rows.
     """
 
     limits: EngineLimits
@@ -60,7 +60,6 @@ class _PlanBuilder:
     new: list[NewRequest] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
-    unfinished: bool = False
     closed: bool = False
 
     @property
@@ -94,7 +93,6 @@ class _PlanBuilder:
         )
         if not shape.decodes:
             self.num_prefill_tokens += shape.num_new
-            self.unfinished = self.unfinished or shape.num_computed + shape.num_new < request.prefill_end
 
 
 class Scheduler:
@@ -275,8 +273,6 @@ class Scheduler:
             whole = shape_prefill(request, 0, limits, budget=sys.maxsize)
             until_decode = whole.num_positions + 1 + whole.num_next_draft
             if not self.kv.fits(min(until_decode, peak_positions(request, limits)), hit):
-                return
-            if builder.unfinished and request.prefill_end - len(hit) * limits.block_size > builder.prefill_room:
                 return
             self.kv.start(request, hit)
             shape = shape_prefill(request, request.num_computed, limits, builder.prefill_room)

@@ -262,14 +262,6 @@ _SCHEDULER = (
         SCHEDULING,
     ),
     _core(
-        "two long prompts at a time",
-        "scheduler",
-        "if builder.unfinished and request.prefill_end - len(hit) * limits.block_size > builder.prefill_room:",
-        "if builder.unfinished and False:",
-        SCHEDULING,
-        MODEL_BASED,
-    ),
-    _core(
         "a long prompt takes the whole step beside streams",
         "scheduler",
         "return min(room, share - self.num_prefill_tokens)",
