@@ -200,7 +200,7 @@ SETTINGS: tuple[Setting, ...] = (
         auto=True,
         low=1,
         help="prompt tokens of a step that other requests decode in, so that a long prompt does not hold them up; "
-        "auto: half as many as they decode, at least 64 on cpu and 256 on cuda",
+        "auto: half as many as they decode, more when more requests wait than decode, at least 64 on cpu, 256 on cuda",
     ),
     Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
     Setting("max_queue_size", int, 1024, low=1, help="requests that may wait; more are refused as UNAVAILABLE"),

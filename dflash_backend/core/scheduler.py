@@ -52,7 +52,8 @@ class _PlanBuilder:
     """A plan in the making: its rows, and how many tokens there are by kind: those of prompts so far, and of all decode
     rows, also of those that sit the step out, since they wait for it.
 
-    `closed` says that nobody may be admitted behind the rows.
+    `num_decoding` requests decode, `num_queued` wait or are in prefill. `closed` says that nobody may be admitted behind
+    the rows.
     """
 
     limits: EngineLimits
@@ -60,6 +61,8 @@ class _PlanBuilder:
     new: list[NewRequest] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_decoding: int = 0
+    num_queued: int = 0
     closed: bool = False
 
     @property
@@ -67,7 +70,8 @@ class _PlanBuilder:
         """Prompt tokens that the step can take yet.
 
         A step takes as long as its tokens need, so beside decode rows a long prompt gets a share that keeps the pace of
-        the running streams; with nobody to keep waiting it gets the whole step.
+        the running streams; with nobody to keep waiting it gets the whole step. Where more wait for their first token
+        than for their next one, the share grows by as much.
         """
         limits = self.limits
         room = limits.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
@@ -75,7 +79,8 @@ class _PlanBuilder:
             return room
         share = limits.max_prefill_tokens_per_step
         if share is None:
-            share = max(limits.min_prefill_tokens_per_step, self.num_decode_tokens // 2)
+            most = max(self.num_decode_tokens // 2, self.num_decode_tokens * self.num_queued // self.num_decoding)
+            share = max(limits.min_prefill_tokens_per_step, most)
         return min(room, share - self.num_prefill_tokens)
 
     def add(self, request: Request, shape: RowShape, new_block_ids: list[int]) -> None:
@@ -171,7 +176,9 @@ class Scheduler:
         Returns False when they ran out and nobody could be preempted because a step is in flight.
         """
         running = list(self.running.values())
-        builder.num_decode_tokens = sum(decode_tokens(request) for request in running)
+        decoding = [tokens for tokens in map(decode_tokens, running) if tokens]
+        builder.num_decode_tokens, builder.num_decoding = sum(decoding), len(decoding)
+        builder.num_queued = len(running) + len(self.waiting) - len(decoding)
         for request in running:
             if request.request_id not in self.running:
                 break  # preempted for an older one in this loop, and so are all that arrived after it

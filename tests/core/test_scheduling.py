@@ -151,6 +151,18 @@ def test_the_automatic_share_of_a_prompt_is_half_of_what_decodes_and_has_a_floor
     assert _chunks_beside_streams(2, 50, min_prefill_tokens_per_step=16) == [16, 16, 16, 2]
 
 
+def test_the_automatic_share_grows_when_more_wait_than_decode() -> None:
+    engine = Engine(make_limits(num_blocks=200, min_prefill_tokens_per_step=4))
+    engine.add(make_request("stream", [1], max_tokens=100, seed=0))
+    engine.step()
+    for index in range(5):
+        engine.add(make_request(f"p{index}", [index] * 9, max_tokens=1))
+    engine.step()
+    plan = engine.worker.plans[-1]
+    assert plan.rows[0].num_new + plan.rows[0].num_draft == 4
+    assert sum(row.num_new for row in plan.rows[1:]) == 4 * 5
+
+
 def test_with_no_stream_to_hold_up_a_prompt_gets_the_whole_step() -> None:
     assert _chunks_beside_streams(0, 50, max_prefill_tokens_per_step=5) == [50]
 
