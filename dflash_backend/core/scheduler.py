@@ -52,8 +52,8 @@ class _PlanBuilder:
     """A plan in the making: its rows, and how many tokens there are by kind: those of prompts so far, and of all decode
     rows, also of those that sit the step out, since they wait for it.
 
-    `num_decoding` requests decode, `num_queued` wait or are in prefill. `closed` says that nobody may be admitted behind
-    the rows.
+    `num_decoding` requests decode, `num_queued` wait or are in prefill. `closed` says that nobody may be admitted
+    behind the rows.
     """
 
     limits: EngineLimits
