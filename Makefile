@@ -85,7 +85,7 @@ test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, ser
 
 gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine without a package index
 	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \
-	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --only-binary=:all: --no-deps msgspec pyzmq
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --only-binary=:all: --no-deps msgspec safetensors pyzmq
 
 load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
 	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)

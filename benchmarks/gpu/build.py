@@ -29,11 +29,17 @@ TABLE_SIZE = 1 << 16
 
 @dataclass(frozen=True)
 class Room:
-    """What an engine makes room for: requests at once, positions of one, KV blocks of all."""
+    """What an engine makes room for: the numbers of requests that decode at once (`batches`, a captured step for each),
+    positions of one request, KV blocks of all."""
 
-    num_rows: int
+    batches: tuple[int, ...]
     max_model_len: int
     num_blocks: int
+
+    @property
+    def num_rows(self) -> int:
+        """Requests at once, at most."""
+        return max(self.batches)
 
 
 class RandomEngine:
@@ -72,7 +78,13 @@ class RandomEngine:
             dtype=self.dtype,
             synthetic=drawn_by_place(acceptance, self.device) if acceptance is not None and k else None,
         )
-        runner.prepare(use_graphs=True, progress=lambda message, fraction: None, sampled=False)
+        runner.prepare(
+            use_graphs=True,
+            progress=lambda message, fraction: None,
+            sizes=room.batches,
+            sampled=False,
+            compiles=False,
+        )
         # Prompts are not computed, so nothing bounds how many tokens of theirs a step takes.
         unbounded = 1 << 40
         limits = EngineLimits(

@@ -82,8 +82,8 @@ def run_engine_part(context: Context) -> None:
     k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
     grid, room = _fitting(context, GRID if device.type == "cuda" else CPU_GRID, cycles)
     engine = RandomEngine(shape, room, device, context.dtype)
-    for drafts in (k, 0):
-        core = engine.core(drafts, context.acceptance if drafts else None)
+    drafting = engine.core(k, context.acceptance)
+    for drafts, core in ((k, drafting), (0, engine.core(0, None))):
         for cell in grid:
             what = f"k = {drafts}, batch {cell.batch}, context {cell.context}"
             if context.out_of_time():
@@ -95,11 +95,12 @@ def run_engine_part(context: Context) -> None:
                 context.skip(what, f"{type(error).__name__}: {error}")
                 continue
             context.recorder.write(cycle)
-        if drafts and not context.out_of_time():
-            for kernel in profile_cell(core, shape, grid[0], drafts, PROFILED_CYCLES, device):
-                context.recorder.write(kernel)
-        del core
-        reference.release(device)
+    # Last: should the profiler not work on a machine, nothing is lost but the profile.
+    if context.out_of_time():
+        context.skip("profile", "no time was left")
+        return
+    for kernel in profile_cell(drafting, shape, grid[0], k, PROFILED_CYCLES, device):
+        context.recorder.write(kernel)
 
 
 def run_references(context: Context) -> None:
@@ -110,12 +111,6 @@ def run_references(context: Context) -> None:
         return
     grid = REFERENCE_GRID if device.type == "cuda" else CPU_REFERENCE_GRID
     cycles = REFERENCE_CYCLES[device.type]
-    try:
-        for cycle in reference.measure_transformers(shape, grid[:3], context.dtype, device):
-            context.recorder.write(cycle)
-    except ImportError as error:
-        context.skip("transformers", f"not available: {error}")
-    reference.release(device)
     for cell in grid:
         if context.out_of_time():
             context.skip(f"plain torch, batch {cell.batch}, context {cell.context}", "no time was left")
@@ -126,6 +121,15 @@ def run_references(context: Context) -> None:
         except torch.OutOfMemoryError as error:
             context.skip(f"plain torch, batch {cell.batch}, context {cell.context}", str(error).partition("\n")[0])
         reference.release(device)
+    # Last, since it is the package of the machine, of whatever version, that runs here.
+    if context.out_of_time():
+        context.skip("transformers", "no time was left")
+        return
+    try:
+        for cycle in reference.measure_transformers(shape, grid[:3], context.dtype, device):
+            context.recorder.write(cycle)
+    except ImportError as error:
+        context.skip("transformers", f"not available: {error}")
 
 
 def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], Room]:
@@ -149,7 +153,7 @@ def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell
             )
     longest = max(cell.context + cell.max_tokens(k, cycles) for cell in fitting)
     blocks = max(cell.num_blocks(k, cycles, BLOCK_SIZE) for cell in fitting)
-    return fitting, Room(max(cell.batch for cell in fitting), longest + 1, blocks)
+    return fitting, Room(tuple(sorted({cell.batch for cell in fitting})), longest + 1, blocks)
 
 
 def _ceilings(context: Context) -> Ceilings:

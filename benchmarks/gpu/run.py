@@ -8,7 +8,6 @@ always ends in time with all that it has.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -125,13 +124,6 @@ def main(argv: list[str] | None = None) -> int:
         print(
             "torch sees no NVIDIA GPU here, and this benchmark measures one. To see that it runs: python -m "
             "benchmarks.gpu --device cpu --shape tiny",
-            file=sys.stderr,
-        )
-        return 1
-    if importlib.util.find_spec("msgspec") is None:
-        print(
-            f"the engine needs the package msgspec, which {sys.executable} does not have: install it, or fetch it with "
-            "`make gpu-packages` where there is a package index and bring it along in .gpu-packages",
             file=sys.stderr,
         )
         return 1

@@ -21,7 +21,6 @@ from dflash_backend.attention.interface import (
     RowLayout,
 )
 from dflash_backend.attention.triton_backend import exact_rows
-from dflash_kernels.kv_write import kv_write
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -83,10 +82,6 @@ class FlashAttnBackend:
             causal=pattern.causal,
             window=window_sides(pattern),
         )
-
-    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
-        """See `AttentionBackend.write_kv`."""
-        kv_write(kv, slots, layer.slots)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

@@ -31,8 +31,8 @@ class Capabilities:
     """What a backend can run.
 
     head_dims: None means any. emulated: those of `devices` on which it runs for tests only, so that `auto` takes any
-    other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` and
-    `write_kv` may run inside a CUDA graph, since the host waits for nothing in them.
+    other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` may
+    run inside a CUDA graph, since the host waits for nothing in it.
     """
 
     causal: bool
@@ -115,11 +115,6 @@ class AttentionBackend(Protocol):
 
     def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> AttentionMetadata:
         """Build what all layers of a forward pass that have the same pattern share."""
-        ...
-
-    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
-        """Write `kv` `[num_tokens, 2, num_kv_heads, head_dim]` to `slots` (int64 `[num_tokens]`). Slots below 0 are
-        padding, whose K/V is written nowhere."""
         ...
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:

@@ -24,7 +24,6 @@ from dflash_backend.attention.interface import (
     KVLayer,
     RowLayout,
 )
-from dflash_kernels.kv_write import kv_write_reference
 
 # A group may compute this many times the K/V positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25
@@ -169,11 +168,6 @@ class TorchBackend:
         starts = torch.from_numpy(first * self.block_size).to(tables.device)
         key = starts[:, None, None] + torch.arange(width * self.block_size, device=tables.device)
         return gather_tables(tables, first, width), key
-
-    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
-        """See `AttentionBackend.write_kv`."""
-        padded = slots.numel() > 0 and slots.min().item() < 0
-        kv_write_reference(kv, slots, layer.slots, padded)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

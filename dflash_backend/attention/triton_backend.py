@@ -21,7 +21,6 @@ from dflash_backend.attention.interface import (
     KVLayer,
     RowLayout,
 )
-from dflash_kernels.kv_write import kv_write
 from dflash_kernels.paged_attention import PagedRows, paged_attention
 from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
 
@@ -79,10 +78,6 @@ class TritonBackend:
         exact = layout.device or exact_rows(layout)
         rows = PagedRows(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
         return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern)
-
-    def write_kv(self, kv: torch.Tensor, slots: torch.Tensor, layer: KVLayer) -> None:
-        """See `AttentionBackend.write_kv`."""
-        kv_write(kv, slots, layer.slots)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

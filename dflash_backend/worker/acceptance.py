@@ -12,7 +12,7 @@ from dflash_backend.models.interface import TargetModel
 from dflash_backend.speculative.sampling import probabilities
 from dflash_backend.speculative.verify import VerifyLayout, verify_greedy, verify_sampled
 from dflash_backend.worker.batch import StepBatch, spans
-from dflash_backend.worker.logits import adjust, token_logprobs
+from dflash_backend.worker.logits import JudgedRows, adjust, token_logprobs
 from dflash_backend.worker.request_table import RequestTable
 
 
@@ -47,8 +47,9 @@ def accept_rows(
     last_known = batch.first_token[rows] + batch.num_new[rows] - 1
     _, flat = spans(last_known, num_draft + 1)
     raw_logits = target.logits(hidden[torch.from_numpy(flat).to(device)])
-    logits = adjust(raw_logits, batch, rows, requests)
     first_position = batch.start[rows] + batch.num_new[rows]
+    judged = JudgedRows([batch.request_ids[i] for i in rows.tolist()], batch.table[rows], first_position, num_draft)
+    logits = adjust(raw_logits, judged, requests)
 
     layout = VerifyLayout.build(num_draft, device)
     table = torch.from_numpy(batch.table[rows]).to(device)
@@ -71,4 +72,4 @@ def accept_rows(
     rows_of_tokens = requests.tokens[table[:, None], positions[:, None] + columns].tolist()
     counts = accepted.cpu().numpy()
     new_tokens = [tokens[: count + 1] for tokens, count in zip(rows_of_tokens, counts.tolist(), strict=True)]
-    return AcceptedRows(counts, new_tokens, token_logprobs(raw_logits, batch, rows, requests, new_tokens))
+    return AcceptedRows(counts, new_tokens, token_logprobs(raw_logits, judged, requests, new_tokens))

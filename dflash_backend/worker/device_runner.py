@@ -23,7 +23,7 @@ from dflash_backend.worker.device_guard import DeviceGuard
 from dflash_backend.worker.device_layout import HostRows, LayoutBuffer, RowTraits
 from dflash_backend.worker.device_requests import DeviceRequests
 from dflash_backend.worker.device_special import SpecialRows
-from dflash_backend.worker.device_state import DeviceState
+from dflash_backend.worker.device_state import Accepted, DeviceState
 from dflash_backend.worker.device_step import DeviceStep, Hooks
 from dflash_backend.worker.graphs import EagerStep, GraphCapturer, PaddedSteps, Progress, ladder
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -31,6 +31,7 @@ from dflash_backend.worker.runner import PHASES
 from dflash_backend.worker.step_ops import StepOps
 from dflash_backend.worker.synthetic import SyntheticAcceptance
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader
+from dflash_backend.worker.warm_up import warm_up
 
 
 @dataclass(frozen=True)
@@ -91,26 +92,38 @@ class DeviceRunner:
         num_tokens = max(sizes.num_tokens, sizes.num_rows * (sizes.k + 1))
         self.layouts = LayoutBuffer(sizes.num_rows, num_tokens, device)
         self.padded = PaddedSteps(self.step, self.layouts)
-        self._num_rows = sizes.num_rows
+        self._max_tokens = sizes.num_tokens
+        # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
+        self._max_padded_rows = max(1, min(sizes.num_rows, sizes.num_tokens // self.step.width))
         self._downloader = Downloader(self.step.result_size(self.layouts.max_rows), device)
         self._in_flight: deque[StepInFlight] = deque()
 
     @torch.inference_mode()
     def prepare(
-        self, use_graphs: bool, progress: Progress, sizes: Sequence[int] | None = None, sampled: bool = True
+        self,
+        use_graphs: bool,
+        progress: Progress,
+        sizes: Sequence[int] | None = None,
+        sampled: bool = True,
+        compiles: bool = True,
     ) -> None:
         """To be called once, before the first step: makes the padded steps that decode rows alone run in.
 
         With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, of which
         `progress` hears `(message, fraction)`. `sizes`: the numbers of rows that they have, a ladder by default.
-        `sampled`: make those for sampled requests too; without them such steps run operation by operation.
+        `sampled`: make those for sampled requests too; without them such steps run operation by operation. `compiles`:
+        on a GPU, also have the kernels of other steps ready.
         """
-        sizes = sizes or ladder(self._num_rows)
+        sizes = sizes or ladder(self._max_padded_rows)
+        if self.device.type == "cuda":
+            if sampled:
+                self.requests.keep_draft_probs()  # at the address that graphs know from now on
+            if compiles:
+                progress("compiling kernels", 0.0)
+                warm_up(self.step, self.layouts, self._max_tokens, sampled)
         if not self.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":
-            if sampled:
-                self.requests.keep_draft_probs()  # at the address that graphs know from now on
             self.padded.make(GraphCapturer(self.step, self.layouts), sizes, sampled, progress)
         else:
             self.padded.make(lambda inputs: EagerStep(self.step, inputs), sizes, sampled, lambda message, done: None)
@@ -163,22 +176,15 @@ class DeviceRunner:
         if padded is not None and plan.writable_block_ids is None:
             result = padded.replay()
         else:
-            result = self.step.run(inputs, self._hooks(plan, special, inputs.num_rows, logprobs))
+            result = self.step.run(inputs, self._hooks(plan, special, logprobs))
         return StepInFlight(plan.step_id, plan.rows, inputs.num_rows, self._downloader.begin(result), logprobs)
 
-    def _hooks(
-        self,
-        plan: StepPlan,
-        special: SpecialRows | None,
-        num_rows: int,
-        logprobs: dict[int, list[TokenLogprobs]],
-    ) -> Hooks:
+    def _hooks(self, plan: StepPlan, special: SpecialRows | None, logprobs: dict[int, list[TokenLogprobs]]) -> Hooks:
         """What a step does beside; puts the log-probabilities of its rows into `logprobs`."""
 
-        def note_logprobs(result: torch.Tensor) -> None:
+        def note_logprobs(accepted: Accepted) -> None:
             assert special is not None
-            counts, tokens, _ = self.step.unpacked(result.cpu().numpy(), num_rows)
-            logprobs.update(special.logprobs(counts, tokens))
+            logprobs.update(special.logprobs(accepted.count.cpu().numpy(), accepted.tokens.cpu().numpy()))
 
         check = None
         if plan.writable_block_ids is not None:

@@ -12,10 +12,10 @@ import torch
 
 from dflash_backend.core.plan import ScheduledRow
 from dflash_backend.messages import TokenLogprobs
-from dflash_backend.worker.batch import StepBatch, spans
+from dflash_backend.worker.batch import spans
 from dflash_backend.worker.device_layout import HostRows
 from dflash_backend.worker.device_requests import DeviceRequests
-from dflash_backend.worker.logits import adjust, token_logprobs
+from dflash_backend.worker.logits import JudgedRows, adjust, token_logprobs
 
 
 class SpecialRows:
@@ -31,7 +31,9 @@ class SpecialRows:
         # The distributions of these rows among those of the step, int64 `[sum(num_draft + 1)]`.
         _, self._flat = spans(first[which], sizes[which])
         self._raw: torch.Tensor | None = None
-        self._batch = self._as_batch(plan_rows, rows)
+        ids = [plan_rows[i].request_id for i in which.tolist()]
+        position = rows.start[which] + rows.num_new[which]
+        self._judged = JudgedRows(ids, rows.table[which], position, rows.num_draft[which])
 
     @classmethod
     def of(cls, plan_rows: list[ScheduledRow], rows: HostRows, requests: DeviceRequests) -> SpecialRows | None:
@@ -56,13 +58,13 @@ class SpecialRows:
     @property
     def any_logprobs(self) -> bool:
         """Whether `logprobs` has anything to give."""
-        return bool((self._requests.num_logprobs[self._batch.table] >= 0).any())
+        return bool((self._requests.num_logprobs[self._judged.table] >= 0).any())
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
         """See `device_step.Hooks.adjust`."""
         flat = torch.from_numpy(self._flat).to(logits.device)
         self._raw = logits.index_select(0, flat)
-        adjusted = adjust(self._raw, self._batch, np.arange(len(self.which)), self._requests)
+        adjusted = adjust(self._raw, self._judged, self._requests)
         if adjusted is self._raw:
             return logits
         return logits.float().index_copy(0, flat, adjusted)
@@ -70,30 +72,9 @@ class SpecialRows:
     def logprobs(self, counts: np.ndarray, tokens: np.ndarray) -> dict[int, list[TokenLogprobs]]:
         """What the rows that asked get, by their place in the plan, once the step has decided.
 
-        counts: int64 `[rows of the step]`. tokens: int64 `[rows of the step, k + 1]`.
+        counts: int32 `[rows of the step]`. tokens: int64 `[rows of the step, k + 1]`.
         """
         assert self._raw is not None
         new = [tokens[i, : counts[i] + 1].tolist() for i in self.which.tolist()]
-        entries = token_logprobs(self._raw, self._batch, np.arange(len(new)), self._requests, new)
+        entries = token_logprobs(self._raw, self._judged, self._requests, new)
         return {row: entry for row, entry in zip(self.which.tolist(), entries, strict=True) if entry is not None}
-
-    def _as_batch(self, plan_rows: list[ScheduledRow], rows: HostRows) -> StepBatch:
-        """These rows as `worker.logits` knows them. It asks nothing of tokens and slots."""
-        which, nothing = self.which, np.zeros(0, dtype=np.int64)
-        chosen = [plan_rows[i] for i in which.tolist()]
-        return StepBatch(
-            rows=chosen,
-            request_ids=[row.request_id for row in chosen],
-            table=rows.table[which],
-            start=rows.start[which],
-            num_new=rows.num_new[which],
-            num_draft=rows.num_draft[which],
-            num_next_draft=rows.num_next[which],
-            sample=rows.sample[which],
-            first_token=nothing,
-            token_row=nothing,
-            token_position=nothing,
-            token_slot=nothing,
-            block_size=self._requests.state.block_size,
-            blocks=nothing,
-        )

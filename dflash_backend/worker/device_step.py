@@ -33,12 +33,13 @@ class Hooks:
     check: is told of K/V writes before they happen: phase, row of each slot (int32 `[n]`, -1 for padding), slots
     (int64 `[n]`, -1 for no write), and how many slots each row should write (int32 `[R]`), where that is certain.
     adjust: gives the logits that are chosen from, for those that the model gave (both `[D, vocab]`).
-    finished: is told the step's result (see `DeviceStep.finish`).
+    accepted: is told what the accept phase decided, before anything is drafted. So a step that lacks memory for it can
+    be undone: the distributions that its drafts were drawn from are still there.
     """
 
     check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor | None], None] | None = None
     adjust: Callable[[torch.Tensor], torch.Tensor] | None = None
-    finished: Callable[[torch.Tensor], None] | None = None
+    accepted: Callable[[Accepted], None] | None = None
 
 
 NO_HOOKS = Hooks()
@@ -97,13 +98,10 @@ class DeviceStep:
         verified = self.verify(inputs, hooks)
         before = Undo(self.state, inputs.rows, verified.prepared)
         try:
-            result = self.finish(inputs, verified, hooks)
-            if hooks.finished:
-                hooks.finished(result)
+            return self.finish(inputs, verified, hooks)
         except torch.OutOfMemoryError:
             before.apply()
             raise
-        return result
 
     def unpacked(self, result: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A result's parts, on the host: counts `[num_rows]`, tokens `[num_rows, k + 1]` and times `[NUM_MARKS]`."""
@@ -156,6 +154,8 @@ class DeviceStep:
         if self.synthetic is not None:
             best = forced_choices(self.synthetic, best, inputs, prepared, self.state)
         accepted = self.ops.accept(best, verified.probs, rows, prepared, self.state)
+        if hooks.accepted:
+            hooks.accepted(accepted)
         self.clock.note(marks, 2)
         if self.drafter is not None and verified.features is not None:
             slots = self.ops.inject_slots(rows, prepared, self.state)
@@ -206,23 +206,22 @@ class DeviceStep:
 class Undo:
     """What `DeviceStep.finish` changes of the requests' state, as it was before: for a step that fails midway.
 
-    K/V needs no such care: a step that failed wrote no final positions, and the next one writes those again.
+    K/V needs no such care: a step that failed wrote no final positions, and the next one writes those again. Nor do the
+    drafts' distributions, which are stored last.
     """
 
     def __init__(self, state: DeviceState, rows: StepRows, prepared: Prepared) -> None:
         self._state = state
-        self._table = rows.table
         # The token after the accepted drafts, at most k of them, then the next k drafts.
         first = (prepared.starts + rows.num_new).long()
         columns = torch.arange(2 * state.k + 1, device=first.device)
         self._positions = (first[:, None] + columns).clamp(max=state.max_len - 1)
-        index = rows.table.clamp(min=0).long()
-        self._tokens = state.tokens[index[:, None], self._positions]
-        self._computed = state.computed[index]
+        # Padding rows keep what somebody's row holds: put back, that is the same value once more.
+        self._index = rows.table.clamp(min=0).long()
+        self._tokens = state.tokens[self._index[:, None], self._positions]
+        self._computed = state.computed[self._index]
 
     def apply(self) -> None:
-        """Put everything back. Waits for the device."""
-        held = (self._table >= 0).nonzero().squeeze(1)
-        index = self._table[held].long()
-        self._state.tokens[index[:, None], self._positions[held]] = self._tokens[held]
-        self._state.computed[index] = self._computed[held]
+        """Put everything back."""
+        self._state.tokens[self._index[:, None], self._positions] = self._tokens
+        self._state.computed[self._index] = self._computed

@@ -28,6 +28,9 @@ LADDER_STRIDE = 8
 # Padding costs arithmetic and a launch without a graph costs the host's time: rows are padded to twice their number at
 # the most, or by this many.
 ALWAYS_WORTH_PADDING = LADDER_STRIDE
+# And a step to twice its tokens at the most, or to so many, for which a GPU still spends its time on reading weights.
+# Rows without drafts are much narrower than their places.
+CHEAP_TOKENS = 128
 # Left free for what steps without a graph allocate.
 RESERVED_BYTES = 1 << 30
 
@@ -129,6 +132,7 @@ class PaddedSteps:
             return None
         count = len(rows.table)
         most = max(2 * count, count + ALWAYS_WORTH_PADDING)
+        most = min(most, max(2 * int(rows.query_lens.sum()), CHEAP_TOKENS) // self._step.width)
         fitting = [step for step in self._steps[traits.sampled] if count <= step.inputs.num_rows <= most]
         return min(fitting, key=lambda step: step.inputs.num_rows, default=None)
 

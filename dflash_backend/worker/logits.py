@@ -1,4 +1,5 @@
-"""What requests change in the target's logits, and what they want to know of them. Called by `worker.acceptance`.
+"""What requests change in the target's logits, and what they want to know of them. Called by `worker.acceptance` and
+`worker.device_special`.
 
 The order is vLLM v1's. Log-probabilities are those of the logits as the model gave them. Then come logit bias, stop
 tokens hidden before `min_tokens`, and penalties, which is `adjust`; temperature and the cuts of the tail follow in
@@ -12,11 +13,13 @@ preemption and prefix hits have nothing to restore.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from dflash_backend.messages import TokenLogprobs
-from dflash_backend.worker.batch import StepBatch, spans
+from dflash_backend.worker.batch import spans
 from dflash_backend.worker.request_table import RequestArrays
 
 # Penalties work on tensors of `[distributions, vocab]`. With 16 distributions a row and 150,000 tokens, 8 rows are
@@ -24,25 +27,40 @@ from dflash_backend.worker.request_table import RequestArrays
 PENALISED_ROWS_AT_A_TIME = 8
 
 
-def adjust(logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, requests: RequestArrays) -> torch.Tensor:
-    """The logits that the batch's `rows` (int64 `[n]`) choose from.
+@dataclass(frozen=True)
+class JudgedRows:
+    """Rows that choose tokens, int64 `[n]` each but the ids: row in the request table, position of the token that the
+    first distribution decides, number of drafts."""
+
+    request_ids: list[str]
+    table: np.ndarray
+    position: np.ndarray
+    num_draft: np.ndarray
+
+    @property
+    def first(self) -> np.ndarray:
+        """Index of each row's first distribution: int64 `[n]`."""
+        sizes = self.num_draft + 1
+        starts: np.ndarray = np.cumsum(sizes) - sizes
+        return starts
+
+
+def adjust(logits: torch.Tensor, rows: JudgedRows, requests: RequestArrays) -> torch.Tensor:
+    """The logits that `rows` choose from.
 
     logits: `[sum(num_draft + 1), vocab]`, not changed. Returns `logits` itself when no row asks for a change, else a
     float32 copy, in which the other rows have their values.
     """
-    table = batch.table[rows]
-    # Of the token that the first distribution of each row decides.
-    position = batch.start[rows] + batch.num_new[rows]
+    table, position, num_draft = rows.table, rows.position, rows.num_draft
     num_hidden = requests.min_end[table] - position
     biased, penalised = requests.biased[table], requests.penalised[table]
     special = (num_hidden > 0) | biased
     if not (special | penalised).any():
         return logits
     adjusted = logits.to(torch.float32, copy=True)
-    num_draft = batch.num_draft[rows]
-    first = np.cumsum(num_draft + 1) - (num_draft + 1)
+    first = rows.first
     for i in special.nonzero()[0].tolist():
-        record = requests.records[batch.request_ids[rows[i]]]
+        record = requests.records[rows.request_ids[i]]
         part = adjusted[first[i] : first[i] + num_draft[i] + 1]
         if biased[i]:
             part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
@@ -101,22 +119,20 @@ def _penalise(
 
 
 def token_logprobs(
-    logits: torch.Tensor, batch: StepBatch, rows: np.ndarray, requests: RequestArrays, new_tokens: list[list[int]]
+    logits: torch.Tensor, rows: JudgedRows, requests: RequestArrays, new_tokens: list[list[int]]
 ) -> list[list[TokenLogprobs] | None]:
     """Log-probabilities of each row's new tokens, and of the most likely ones beside them; None for rows that did not
     ask.
 
-    logits: `[sum(num_draft + 1), vocab]`, as the model gave them. new_tokens: the accepted drafts of each of the
-    batch's `rows` (int64 `[n]`) and the token that follows, so at most num_draft + 1.
+    logits: `[sum(num_draft + 1), vocab]`, as the model gave them. new_tokens: the accepted drafts of each row and
+    the token that follows, so at most num_draft + 1.
     """
-    wanted = requests.num_logprobs[batch.table[rows]]
+    wanted = requests.num_logprobs[rows.table]
     asking = (wanted >= 0).nonzero()[0]
-    results: list[list[TokenLogprobs] | None] = [None] * len(rows)
+    results: list[list[TokenLogprobs] | None] = [None] * len(rows.table)
     if len(asking) == 0:
         return results
-    sizes = batch.num_draft[rows] + 1
-    first = np.cumsum(sizes) - sizes
-    _, flat = spans(first[asking], np.array([len(new_tokens[i]) for i in asking]))
+    _, flat = spans(rows.first[asking], np.array([len(new_tokens[i]) for i in asking]))
     chosen = torch.tensor([token for i in asking for token in new_tokens[i]], device=logits.device)[:, None]
     host = _ranked(logits[torch.from_numpy(flat).to(logits.device)], chosen, int(wanted.max()))
     entries = iter(zip(*host, strict=True))

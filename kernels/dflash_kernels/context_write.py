@@ -1,7 +1,7 @@
 """The drafter's context injection: of one product for all its layers, keys normalised and rotated, and K and V of every
 layer written to the slots of that layer's cache, in one launch. Called by `models.ops`.
 
-What `qk_norm_rope_write.py` says of rotation and tables holds here.
+What `qk_norm_rope_write.py` says of rotation, tables and slots holds here.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash_kernels.kv_write import kv_write_reference
-from dflash_kernels.qk_norm_rope_write import head_norm_reference, rotate_reference
+from dflash_kernels.qk_norm_rope_write import head_norm_reference, kv_write_reference, rotate_reference
 
 try:
     import triton

@@ -45,7 +45,8 @@ if triton is not None:
         rate = tl.div_rn(weights, exponential_of(state, offsets.to(tl.int64)))
         return best_in_tile(tl.where(weights > 0.0, rate, -1.0), offsets, size)
 
-    @triton.jit(do_not_specialize=["stream"])
+    # Positions may be part of a row of them, at any alignment.
+    @triton.jit(do_not_specialize=["stream"], do_not_specialize_on_alignment=["positions_ptr"])
     def _race_kernel(
         weights_ptr, seeds_ptr, positions_ptr, best_ptr, index_ptr, stream, vocab, stride, num_tiles,
         BLOCK: tl.constexpr,

@@ -293,6 +293,9 @@ if triton is not None:
         out_offsets = (token * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP) * HEAD_DIM + d
         tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
+    # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
+    INTERPRETED = not isinstance(_attend_kernel, triton.JITFunction)
+
     def paged_attention(
         query: torch.Tensor,
         cache: torch.Tensor,
@@ -368,8 +371,7 @@ if triton is not None:
             *cache.stride()[:4],
             **constants,
             SPLIT=splits > 1,
-            # The interpreter, which alone runs kernels on a CPU, takes bfloat16 for integers in a product.
-            WIDEN=not query.is_cuda,
+            WIDEN=INTERPRETED,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

@@ -3,15 +3,14 @@ so) and rotated, K and V written to their slots of the paged cache. Called by `m
 
 Rotary position embedding (Su et al., arXiv 2104.09864) in the half-split form: number i of a head pairs with number
 i + head_dim / 2. Tables are `[max_positions, head_dim]` with the sine's first half negated, so that the rotation is
-`x * cos + swap_halves(x) * sin`; `context_write.py` shares all of this.
+`x * cos + swap_halves(x) * sin`. A slot below 0 marks a padding token, whose K/V is written nowhere (trap 7: a captured
+graph runs padding rows too). `context_write.py` shares all of this.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from dflash_kernels.kv_write import kv_write_reference
 
 try:
     import triton
@@ -29,6 +28,18 @@ def head_norm_reference(heads: torch.Tensor, weight: torch.Tensor, eps: float) -
 def rotate_reference(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate `heads` `[..., n, num_heads, head_dim]` by tables that broadcast to them: `[n, 1, head_dim]`."""
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+def kv_write_reference(kv: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, padded: bool = False) -> None:
+    """Copy `kv[i]` to `cache[slots[i]]`. `padded` says that slots below 0 may be among them.
+
+    kv: `[num_tokens, 2, num_kv_heads, head_dim]`. slots: int64 `[num_tokens]`, distinct where not negative; negative
+    ones are skipped. cache: `[num_slots, 2, num_kv_heads, head_dim]`, changed in place.
+    """
+    if padded:
+        written = slots >= 0
+        kv, slots = kv[written], slots[written]
+    cache.index_copy_(0, slots, kv)
 
 
 def qk_norm_rope_write_reference(

@@ -129,15 +129,3 @@ def test_metadata_of_rows_with_one_bound_copies_nothing_to_the_device() -> None:
     metadata = TritonBackend(BLOCK_SIZE).prepare(DECODE.layout(noise(0)[2]), AttentionPattern(True), torch.float32)
     ((_, tiles),) = metadata.launches_for(HeadShape(HEADS, KV_HEADS, HEAD_DIM, 4))
     assert tiles is None
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_slots_are_not_written(backend: type[AttentionBackend]) -> None:
-    _, layer, _ = noise(0)
-    before = layer.data.clone()
-    kv = torch.randn(3, 2, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    written = KVLayer(layer.data.to(DEVICE))
-    backend(BLOCK_SIZE).write_kv(kv.to(DEVICE), torch.tensor([-1, 7, -1], device=DEVICE), written)
-    after = written.slots.cpu()
-    assert torch.equal(after[7], kv[1])
-    assert torch.equal(after[[0, 6, 8, -1]], before.flatten(0, 1)[[0, 6, 8, -1]])

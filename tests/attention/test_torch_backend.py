@@ -58,7 +58,7 @@ def run_and_compare(
     for row, (q, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
         slots = torch.from_numpy(tables[row, np.arange(n) // BLOCK_SIZE] * BLOCK_SIZE + np.arange(n) % BLOCK_SIZE)
         kv = torch.randn(n, 2, kv_heads, HEAD_DIM, generator=generator).to(dtype)
-        backend.write_kv(kv, slots, layer)
+        layer.slots[slots] = kv
         expected.append(dense(query[first : first + q], kv[:, 0], kv[:, 1], pattern))
         first += q
     layout = RowLayout(np.array(query_lens), np.array(seq_lens), torch.from_numpy(tables[: len(seq_lens)]))

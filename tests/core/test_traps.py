@@ -1,8 +1,8 @@
 """Each trap of the design's list that is about cache, window or slots, as far as the core decides it.
 
 Every test checks by content, on the toy's K/V: what a drafter's query or a rejected draft would have destroyed. Trap 7,
-padding rows that write, is the kernels': `tests/kernels/test_qk_norm_rope_write.py` and `test_context_write.py`; traps 3
-and 4 on real models are in `tests/worker/test_context_kv.py`.
+padding rows that write, is the kernels': `tests/kernels/test_qk_norm_rope_write.py` and `test_context_write.py`; traps
+3 and 4 on real models are in `tests/worker/test_context_kv.py`.
 """
 
 from __future__ import annotations

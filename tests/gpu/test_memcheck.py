@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # One allocation a tensor, so that what lies behind it is not another tensor of the caching allocator.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-TESTS = "padding_writes_nothing or padding_tokens_write_nothing or argmax_equals_its_reference"
+TESTS = "padding_tokens_write_nothing or argmax_equals_its_reference"
 ERRORS_FOUND = 9
 
 

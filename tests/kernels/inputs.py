@@ -1,4 +1,4 @@
-"""What tests of the models' kernels share: where they run, in which dtypes, and rotary tables."""
+"""What tests of the kernels share: where they run, in which dtypes, and rotary tables."""
 
 from __future__ import annotations
 

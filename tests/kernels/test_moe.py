@@ -7,8 +7,8 @@ import torch
 
 from dflash_kernels.moe import TILES, Tile, experts_mlp, experts_mlp_reference, tile_for
 from dflash_kernels.moe_routing import group, max_blocks, route, route_reference
+from tests.kernels.inputs import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_EXPERTS = 6
 # On a GPU float32 products are summed in another order than torch's.
 FLOAT32 = {"atol": 1e-4, "rtol": 1e-4}

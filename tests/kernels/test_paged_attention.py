@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from dflash_kernels.paged_attention import PagedRows, paged_attention, paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape, Launch, choose_splits, plan_launches
+from tests.kernels.inputs import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

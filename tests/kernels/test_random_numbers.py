@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from dflash_kernels.random_numbers import exponential, exponential_of, state_bits, uniform, uniform_of
+from tests.kernels.inputs import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNT = 8192
 
 

@@ -8,8 +8,8 @@ import torch
 from dflash_kernels.argmax import argmax, argmax_reference
 from dflash_kernels.draw import draw, draw_reference
 from dflash_kernels.softmax import temperature_softmax, temperature_softmax_reference
+from tests.kernels.inputs import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 64
 SIZES = [(1, 1), (3, 63), (2, 64), (5, 65), (3, 500), (0, 70)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -17,7 +17,7 @@ PROGRESS = "tests/core/test_progress.py"
 MODEL_BASED = "tests/core/test_core_random.py"
 CONTEXT_KV = "tests/worker/test_context_kv.py"
 DRAFTS = "tests/worker/test_draft_alignment.py"
-KV_WRITE = "tests/kernels/test_kv_write.py"
+QK_NORM_ROPE_WRITE = "tests/kernels/test_qk_norm_rope_write.py"
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ _TRAPS = (
     ),
     Mutant(
         "trap 7: padding rows are written",
-        "kernels/dflash_kernels/kv_write.py",
+        "kernels/dflash_kernels/qk_norm_rope_write.py",
         "if slot >= 0:",
         "if slot >= -1:",
-        (KV_WRITE,),
+        (QK_NORM_ROPE_WRITE,),
     ),
 )
 

@@ -16,6 +16,7 @@ from dflash_backend.messages import SamplingParams
 from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
 from dflash_backend.worker.device_runner import DeviceRunner
+from dflash_backend.worker.device_special import SpecialRows
 from dflash_backend.worker.device_state import Prepared, StepRows
 from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.runner import PHASES
@@ -184,6 +185,30 @@ def test_a_step_that_does_not_fit_leaves_the_requests_as_they_were(settings: dic
     with pytest.raises(StepOutOfMemory, match="step 2 with 1 rows and 8 tokens does not fit the memory of cpu"):
         runner.submit(plans[1])
     assert all(torch.equal(now, then) for now, then in zip(memory(runner)[-4:], before, strict=True))
+    assert run(runner, plans[1]).rows == expected[1]
+
+
+def test_log_probabilities_that_do_not_fit_leave_the_drafts_their_distributions(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, logprobs=2)
+    plans = [prefill(1, "a", list(range(8)), sampling), decode(2, "a", 6)]
+    untroubled = device_runner(engine(**settings))
+    expected = [run(untroubled, plan).rows for plan in plans]
+
+    runner = device_runner(engine(**settings))
+    run(runner, plans[0])
+    before = [tensor.clone() for tensor in memory(runner)[-5:]]
+    assert before[-1].any()
+
+    def lacking(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with monkeypatch.context() as short:
+        short.setattr(SpecialRows, "logprobs", lacking)
+        with pytest.raises(StepOutOfMemory):
+            runner.submit(plans[1])
+    assert all(torch.equal(now, then) for now, then in zip(memory(runner)[-5:], before, strict=True))
     assert run(runner, plans[1]).rows == expected[1]
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.worker import graphs
 from dflash_backend.worker.device_layout import HostRows, RowTraits, StepInputs
 from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.graphs import EagerStep, ladder
 from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.warm_up import warm_up
 from tests.tiny_models import make_draft, make_target
 from tests.worker.device_engine import Outputs, engine, memory, on_device_runner
 
@@ -123,6 +125,29 @@ def test_a_step_that_would_be_mostly_padding_is_run_without_a_graph(pair: dict[s
     runner.prepare(use_graphs=False, progress=ignore, sizes=[16])
     assert runner.padded.find(rows_like(runner, rows, 7), GREEDY) is None
     assert runner.padded.find(rows_like(runner, rows, 8), GREEDY) is not None
+
+
+def test_rows_without_drafts_are_not_widened_to_many_tokens(
+    pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "CHEAP_TOKENS", 64)
+    runner, rows = decoding(pair, a={"k": 0}, b={"k": 0}, c={"k": 0})
+    assert runner.step.width == 8
+    assert runner.padded.find(rows_like(runner, rows, 8), GREEDY) is not None
+    assert runner.padded.find(rows_like(runner, rows, 9), GREEDY) is None
+
+
+def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any]) -> None:
+    built = on_device_runner(engine(**pair, max_num_batched_tokens=39))
+    assert isinstance(built.runner, DeviceRunner)
+    assert sorted(step.inputs.num_rows for step in built.runner.padded.steps(sampled=True)) == [1, 2, 4]
+
+
+def test_warming_up_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]) -> None:
+    runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
+    before = [tensor.clone() for tensor in memory(runner)]
+    warm_up(runner.step, runner.layouts, max_tokens=64, sampled=True)
+    assert all(torch.equal(now, then) for now, then in zip(memory(runner), before, strict=True))
 
 
 def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.plan import NewRequest, ScheduledRow
+from dflash_backend.core.plan import NewRequest
 from dflash_backend.messages import SamplingParams
-from dflash_backend.worker.batch import StepBatch
-from dflash_backend.worker.logits import PENALISED_ROWS_AT_A_TIME, adjust, token_logprobs
+from dflash_backend.worker.logits import PENALISED_ROWS_AT_A_TIME, JudgedRows, adjust, token_logprobs
 from dflash_backend.worker.request_table import RequestTable
 
 VOCAB = 11
@@ -20,16 +19,16 @@ PROMPT = [1, 2, 2]
 OUTPUT = [3, 4, 3]
 
 
-def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[StepBatch, np.ndarray, RequestTable]:
+def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[JudgedRows, RequestTable]:
     """A decode row with drafts 5, 3, 5 for each set of sampling parameters."""
     requests = RequestTable(32, 32, K, 4, VOCAB, torch.device("cpu"))
-    rows = []
+    names = [str(i) for i in range(len(asked))]
     for i, changes in enumerate(asked):
         sampling = SamplingParams(**({"temperature": 0.0} | changes))
         requests.learn(NewRequest(str(i), PROMPT + OUTPUT, len(PROMPT), sampling, (0,), 0))
         requests.tokens[requests.records[str(i)].index, 6 : 6 + K] = torch.tensor([5, 3, 5])
-        rows.append(ScheduledRow(str(i), 5, 1, num_draft, True, K, []))
-    return StepBatch.build(rows, requests, 4), np.arange(len(rows)), requests
+    table = np.array([requests.records[name].index for name in names])
+    return JudgedRows(names, table, np.full_like(table, 6), np.full_like(table, num_draft)), requests
 
 
 def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -92,18 +91,18 @@ def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
 def test_ranks_count_what_is_at_least_as_likely_and_places_among_the_most_likely() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, :4] = torch.tensor([1.0, 3.0, 3.0, 5.0])
-    batch, rows, requests = make_batch([{"logprobs": 2}], num_draft=0)
-    (entries,) = token_logprobs(logits, batch, rows, requests, [[0]])
+    rows, requests = make_batch([{"logprobs": 2}], num_draft=0)
+    (entries,) = token_logprobs(logits, rows, requests, [[0]])
     assert entries is not None
     assert entries[0].token_ids[:2] == [0, 3]
     assert entries[0].ranks == [4, 1, 2]
-    (entries,) = token_logprobs(logits, batch, rows, requests, [[3]])
+    (entries,) = token_logprobs(logits, rows, requests, [[3]])
     assert entries is not None
     assert (entries[0].token_ids[0], entries[0].ranks) == (3, [1, 2])
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:
-    batch, rows, requests = make_batch([{"logprobs": 20}], num_draft=0)
-    (entries,) = token_logprobs(random_logits(1)[:1], batch, rows, requests, [[4]])
+    rows, requests = make_batch([{"logprobs": 20}], num_draft=0)
+    (entries,) = token_logprobs(random_logits(1)[:1], rows, requests, [[4]])
     assert entries is not None
     assert sorted(entries[0].token_ids) == list(range(VOCAB))

@@ -1,0 +1,53 @@
+"""A launch of each kernel of a decoder layer and of the drafter's context, in the shapes of Qwen3-8B, for
+`compile_only`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dflash_kernels.context_write import context_write
+from dflash_kernels.paged_attention import PagedRows, paged_attention
+from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
+from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
+from dflash_kernels.rms_norm import add_rms_norm, rms_norm
+from dflash_kernels.silu_mul import silu_mul
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
+NUM_SLOTS, BLOCK_SIZE = 64, 16
+
+
+def launches() -> None:
+    """A decode row of 16 tokens; attention of one row, of many draft blocks, and of a mixed step."""
+    x, weight = zeros(16, HIDDEN), zeros(HIDDEN)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x, weight, 1e-6)
+    silu_mul(zeros(16, 2 * INNER))
+
+    table, numbers = zeros(NUM_SLOTS, HEAD_DIM), torch.zeros(16, dtype=torch.int64)
+    qkv, cache = zeros(16, (HEADS + 2 * KV_HEADS) * HEAD_DIM), zeros(NUM_SLOTS, 2, KV_HEADS, HEAD_DIM)
+    for norm in (None, zeros(HEADS + KV_HEADS, HEAD_DIM)):
+        qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, cache)
+    projected, caches = zeros(16, DRAFT_LAYERS * 2 * KV_HEADS * HEAD_DIM), torch.stack([cache] * DRAFT_LAYERS)
+    context_write(projected, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM), 1e-6, table, table, numbers, numbers, caches)
+
+    attend([16], causal=True)
+    attend([16] * 128, causal=False)
+    attend([2048, 16, 0], causal=True)
+
+
+def attend(query_lens: list[int], causal: bool) -> None:
+    """One layer's attention over contexts of up to 32k."""
+    num_rows = len(query_lens)
+    planned = plan_launches(
+        np.array(query_lens), np.full(num_rows, 32768), HeadShape(HEADS, KV_HEADS, HEAD_DIM, 2), causal, None, 132
+    )
+    tiled = [(launch, None if launch.tiles is None else torch.from_numpy(launch.tiles)) for launch in planned]
+    numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
+    rows = PagedRows(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
+    query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
+    paged_attention(query, cache, rows, tiled, causal, None)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
