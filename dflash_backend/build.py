@@ -187,7 +187,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
         return DeviceRunner(target, drafter, kv, models.backend, step_ops, room, greedy_drafts, device, models.dtype)
     requests = RequestTable(config.max_num_seqs, sizes.max_model_len, k, config.kv_block_size, vocab_size, device)
     directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    row_workers = num_row_workers(device, sum(weight_bytes(directory) for directory in directories))
+    row_workers = num_row_workers(sum(weight_bytes(directory) for directory in directories))
     return ModelRunner(target, drafter, kv, models.backend, requests, greedy_drafts, device, models.dtype, row_workers)
 
 

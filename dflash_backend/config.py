@@ -216,7 +216,8 @@ SETTINGS: tuple[Setting, ...] = (
         "enable_cuda_graphs",
         bool,
         True,
-        "on a GPU, capture the decode cycle as CUDA graphs at the start, which takes seconds and memory",
+        "on a GPU with the attention backend triton, capture the decode cycle as CUDA graphs at the start, which takes "
+        "seconds and memory",
     ),
     Setting("enable_overlap", bool, True, "plan the next step while the device runs this one; takes effect on a GPU"),
     Setting("seed", int, 0, low=0, high=2**63 - 1, help="seeds the requests that bring no seed of their own"),

@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--records", type=Path, required=True, help="file to append results to")
     parser.add_argument("--seconds", type=float, required=True, help="nothing new is begun after so long")
-    parser.add_argument("--acceptance-length", type=float, default=6.5)
+    parser.add_argument("--acceptance-length", type=float, required=True)
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.seconds
     shape = SHAPES[args.shape]()

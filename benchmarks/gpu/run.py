@@ -128,13 +128,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     # A tiny drafter has fewer drafts than the mean asks for.
-    lengths = {name: min(args.acceptance_length, 0.6 * SHAPES[name]().draft.block_size) for name in shapes}
-    described = {
-        name: SyntheticAcceptance.with_mean_length(SHAPES[name]().num_speculative_tokens, length).describe()
-        for name, length in lengths.items()
-    }
-    settings = {"shapes": shapes, "budget_s": args.budget, "acceptance": described[shapes[0]]}
-    options = ["--device", args.device, "--acceptance-length", str(lengths[shapes[0]])]
+    length = min(args.acceptance_length, *(0.6 * SHAPES[name]().draft.block_size for name in shapes))
+    acceptance = SyntheticAcceptance.with_mean_length(SHAPES[shapes[0]]().num_speculative_tokens, length)
+    settings = {"shapes": shapes, "budget_s": args.budget, "acceptance": acceptance.describe()}
+    options = ["--device", args.device, "--acceptance-length", str(length)]
     out = out_directory(args)
     with tempfile.TemporaryDirectory() as directory:
         records = Path(directory) / "records.jsonl"

@@ -136,9 +136,8 @@ class EngineLimits:
     `num_speculative_tokens` is k (0: no drafter); `lookahead(k)` positions are reserved past the tokens of a step
     for the drafter's queries (invariant RESERVE): `lookahead_base + k` when k > 0 (DFlash: base 1), else 0.
     `drafter_max_len` bounds drafting (invariant WINDOW). A step that decodes runs no more than
-    `max_prefill_tokens_per_step` prompt tokens beside; None: half as many as it decodes, or as many times what it
-    decodes as there are requests without a first token for each that decodes, and at least
-    `min_prefill_tokens_per_step`.
+    `max_prefill_tokens_per_step` prompt tokens beside; None: half as many as it decodes or, if more, what it decodes
+    times (requests without a first token / requests that decode); at least `min_prefill_tokens_per_step`.
     """
 
     num_blocks: int

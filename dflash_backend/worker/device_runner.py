@@ -29,7 +29,7 @@ from dflash_backend.worker.graphs import EagerStep, GraphCapturer, PaddedSteps, 
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import PHASES
 from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.synthetic import SyntheticAcceptance
+from dflash_backend.worker.synthetic import ForcedAcceptance
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader
 from dflash_backend.worker.warm_up import warm_up
 
@@ -78,7 +78,7 @@ class DeviceRunner:
         greedy_drafts: bool,
         device: torch.device,
         dtype: torch.dtype,
-        synthetic: SyntheticAcceptance | None = None,
+        synthetic: ForcedAcceptance | None = None,
     ) -> None:
         """`synthetic` takes the place of the comparison with the target's choices, for benchmarks."""
         self.target = target

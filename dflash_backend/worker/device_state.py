@@ -22,8 +22,9 @@ class DeviceState:
     old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose K/V is final.
     temperature (above 0), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
     block_size: tokens in a block. k: the most drafts that a row has.
-    draft_probs: float32 `[S, k, vocab]`, what sampled drafts were drawn from. None as long as nothing is drawn: greedy
-    service never needs it, and drafts that are the drafter's most likely tokens have no distribution.
+    draft_probs: float32 `[S, k, vocab]`, what sampled drafts were drawn from. None as long as there is no room
+    for them: on a GPU it is made at the start, since graphs must know its address, elsewhere when the first sampled
+    request comes. Drafts that are the drafter's most likely tokens have no distribution.
     """
 
     tokens: torch.Tensor

@@ -20,7 +20,7 @@ from dflash_backend.worker.device_layout import StepInputs
 from dflash_backend.worker.device_state import Accepted, DeviceState, Prepared, StepRows
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.synthetic import SyntheticAcceptance, forced_choices
+from dflash_backend.worker.synthetic import ForcedAcceptance, forced_choices
 
 # The times that a step notes: as it begins, and as each of its four phases ends.
 NUM_MARKS = 5
@@ -70,7 +70,7 @@ class DeviceStep:
         state: DeviceState,
         greedy_drafts: bool,
         dtype: torch.dtype,
-        synthetic: SyntheticAcceptance | None = None,
+        synthetic: ForcedAcceptance | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter

@@ -29,10 +29,10 @@ MIN_PART_TOKENS = 32
 INTRA_OP_TOKENS = 256
 
 
-def num_row_workers(device: torch.device, weight_bytes: int) -> int:
-    """How many threads share the rows: one for each core that this process may use, for a small model on a CPU; else 1,
-    which leaves the cores to torch's own threads."""
-    if device.type != "cpu" or weight_bytes > MAX_WEIGHT_BYTES:
+def num_row_workers(weight_bytes: int) -> int:
+    """How many threads share the rows: one for each core that this process may use, for a small model; else 1, which
+    leaves the cores to torch's own threads."""
+    if weight_bytes > MAX_WEIGHT_BYTES:
         return 1
     return len(os.sched_getaffinity(0))
 

@@ -1,4 +1,5 @@
-"""Executes step plans on the device: verify, accept, inject, draft. Called by the engine core, through `Worker`."""
+"""Executes step plans on a CPU: verify, accept, inject, draft. Called by the engine core, through `Worker`;
+`device_runner` does it on a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class PartResult:
 
 
 class ModelRunner:
-    """Owns the device: models, K/V and request table. `submit` runs a step to its end, since a CPU has nothing to
+    """Owns models, K/V and request table. `submit` runs a step to its end, since a CPU has nothing to
     overlap it with."""
 
     overlaps = False

@@ -12,13 +12,13 @@ import torch
 from dflash_backend.worker.device_layout import StepInputs
 from dflash_backend.worker.device_state import DeviceState, Prepared, StepRows
 
-SyntheticAcceptance = Callable[[StepRows, Prepared], torch.Tensor]
+ForcedAcceptance = Callable[[StepRows, Prepared], torch.Tensor]
 """How many drafts of each row shall stand: int32 `[R]` on the device, 0 to k, of which no more than the row has stand.
 It is captured in graphs, so it must follow from its arguments: from the rows and where they start."""
 
 
 def forced_choices(
-    acceptance: SyntheticAcceptance, best: torch.Tensor, inputs: StepInputs, prepared: Prepared, state: DeviceState
+    acceptance: ForcedAcceptance, best: torch.Tensor, inputs: StepInputs, prepared: Prepared, state: DeviceState
 ) -> torch.Tensor:
     """What takes the place of the target's most likely tokens (`best`, int64 `[D]`), so that greedy rows accept as many
     drafts as `acceptance` says: the drafts themselves, and then another token than the next draft."""

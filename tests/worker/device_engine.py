@@ -17,12 +17,10 @@ from dflash_backend.messages import FinishReason, GenerationRequest, SamplingPar
 from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step_ops import TorchStepOps
-from dflash_backend.worker.synthetic import SyntheticAcceptance
+from dflash_backend.worker.synthetic import ForcedAcceptance
 
 
-def device_runner(
-    built: BuiltEngine, synthetic: SyntheticAcceptance | None = None, padded: bool = True
-) -> DeviceRunner:
+def device_runner(built: BuiltEngine, synthetic: ForcedAcceptance | None = None, padded: bool = True) -> DeviceRunner:
     """A device runner over the models of an engine that was built for a CPU, and over its K/V."""
     limits, cpu = built.core.limits, built.runner
     assert isinstance(cpu, ModelRunner)
