@@ -68,7 +68,7 @@ class KVManager:
 
     def reserve(self, request: Request, num_positions: int) -> list[int] | None:
         """Extend the block table to cover `num_positions`; the blocks added, or None when the pool has too few."""
-        missing = self.blocks_for(num_positions) - len(request.block_ids)
+        missing = -(-num_positions // self._block_size) - len(request.block_ids)
         if missing <= 0:
             return []
         if missing > self.pool.num_free:

@@ -135,7 +135,8 @@ class EngineLimits:
 
     `num_speculative_tokens` is k (0: no drafter); `lookahead(k)` positions are reserved past the tokens of a step
     for the drafter's queries (invariant RESERVE): `lookahead_base + k` when k > 0 (DFlash: base 1), else 0.
-    `drafter_max_len` bounds drafting (invariant WINDOW). A step that decodes runs no more than
+    `drafter_max_len` bounds drafting (invariant WINDOW): no draft and no anchor's query lies past `max_drafting_len`
+    positions, which follows from it and from `max_model_len`. A step that decodes runs no more than
     `max_prefill_tokens_per_step` prompt tokens beside; None: half as many as it decodes or, if more, what it decodes
     times (requests without a first token / requests that decode); at least `min_prefill_tokens_per_step`.
     """
@@ -154,11 +155,10 @@ class EngineLimits:
     min_prefill_tokens_per_step: int = 64
     kv_write_guard: bool = False
     seed: int = 0
+    max_drafting_len: int = field(init=False)
 
-    @property
-    def max_drafting_len(self) -> int:
-        """No draft and no anchor's query lies past this many positions."""
-        return min(self.drafter_max_len, self.max_model_len)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_drafting_len", min(self.drafter_max_len, self.max_model_len))
 
     def lookahead(self, k: int) -> int:
         """Positions reserved for the drafter's queries when it proposes k tokens."""

@@ -2,7 +2,8 @@
 
 Nothing here looks at other requests, at the pool or at the queue. Where a request's draft blocks start decides what a
 sampled request draws, so k must follow from the request itself for its output to be the same whatever else runs, and
-whether or not a step is in flight. Called by the scheduler for every row and by admission.
+whether or not a step is in flight. Called by the scheduler for every row, hundreds of times a step, so what is short is
+written out rather than called; and by admission.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def prefills_next(request: Request) -> bool:
 
 def decode_tokens(request: Request) -> int:
     """Tokens of the request's next row if that decodes, at most while one is in flight; 0 while it is in prefill."""
-    if prefills_next(request):
-        return 0
-    return 1 + request.pending_draft if request.row_in_flight is None else request.max_decode_tokens
+    if request.row_in_flight is None:
+        return 1 + request.pending_draft if len(request.token_ids) - request.num_computed == 1 else 0
+    return 0 if prefills_next(request) else request.max_decode_tokens
 
 
 def shape_decode_ahead(request: Request, row: ScheduledRow, limits: EngineLimits) -> RowShape | None:
@@ -106,7 +107,7 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, limits:
     k = request.num_speculative_tokens
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
-    return k if _in_window(k, num_tokens + num_draft + 1, limits) else 0
+    return k if num_tokens + num_draft + 1 + k + 1 <= limits.max_drafting_len else 0
 
 
 def peak_positions(request: Request, limits: EngineLimits) -> int:
@@ -117,14 +118,10 @@ def peak_positions(request: Request, limits: EngineLimits) -> int:
     longest = min(request.num_prompt_tokens + request.sampling.max_tokens, limits.max_model_len)
     target = longest - 1  # the last token of all is never run
     k = request.num_speculative_tokens
-    if k == 0 or request.sampling.max_tokens == 1 or not _in_window(k, request.num_prompt_tokens + 1, limits):
+    if next_draft_length(request, request.num_prompt_tokens, 0, limits) == 0:
         return target  # it never drafts
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
     reach = k + limits.lookahead(k)
     by_tokens = request.num_prompt_tokens + request.sampling.max_tokens - 2 + reach
     by_window = limits.max_drafting_len + limits.lookahead(k) - k - 2
     return max(target, min(by_tokens, by_window))
-
-
-def _in_window(k: int, num_tokens: int, limits: EngineLimits) -> bool:
-    return num_tokens + k + 1 <= limits.max_drafting_len

@@ -201,7 +201,7 @@ class Scheduler:
         """A running request's next row; None when it sits this step out."""
         row = request.row_in_flight
         if row is None:
-            if request.num_tokens - request.num_computed == 1:
+            if len(request.token_ids) - request.num_computed == 1:
                 return shape_decode(request, self._limits)
             return self._shape_chunk(request, request.num_computed, builder)
         if request.needs_own_output:

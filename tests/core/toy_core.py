@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_backend.core.block_pool import BlockPool
@@ -457,10 +457,7 @@ class Engine:
 
 def run_alone(request: GenerationRequest, limits: EngineLimits) -> Output:
     """The request's output with an engine to itself: no sharing, no chunks, no lack of blocks."""
-    changes = {name: getattr(limits, name) for name in limits.__slots__}
-    roomy = EngineLimits(
-        **(changes | {"num_blocks": 512, "max_num_batched_tokens": 4096, "enable_prefix_caching": False})
-    )
+    roomy = replace(limits, num_blocks=512, max_num_batched_tokens=4096, enable_prefix_caching=False)
     return Engine(roomy).run(request)[0]
 
 

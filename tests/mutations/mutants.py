@@ -60,15 +60,15 @@ _TRAPS = (
     _core(
         "trap 2: maximum length without the anchor's slot",
         "row_shape",
-        "return num_tokens + k + 1 <= limits.max_drafting_len",
-        "return num_tokens + k <= limits.max_drafting_len",
+        "return k if num_tokens + num_draft + 1 + k + 1 <= limits.max_drafting_len else 0",
+        "return k if num_tokens + num_draft + 1 + k <= limits.max_drafting_len else 0",
         TRAPS,
     ),
     _core(
         "trap 2: drafting past max_model_len",
         "plan",
-        "return min(self.drafter_max_len, self.max_model_len)",
-        "return self.drafter_max_len",
+        "min(self.drafter_max_len, self.max_model_len)",
+        "self.drafter_max_len",
         SCHEDULING,
     ),
     _core(
