@@ -46,6 +46,10 @@ MESSAGES_A_TURN = 64
 CONNECT_MS = 5000
 # How long the last messages of a process that has died may take to arrive.
 LAST_WORDS_MS = 200
+# glibc would give a large buffer back to the system at the end of a step, to ask for it again, page by page, in the
+# next, and the process's size would follow its steps. What loading large weights leaves is larger than this, and is
+# given back. 32 MiB is the most that every glibc takes for the first.
+KEEP_STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 # How long a process whose lifeline has ended may take to become one that has an exit status.
 REAP_S = 1.0
 
@@ -259,9 +263,9 @@ def _environment() -> dict[str, str]:
     OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
     server, the stub and often the clients, and one that spins keeps the one it waits for from running. Its allocator is
     its own: the few arenas that suit Triton's many threads (`dflash_client.triton_install`) would be shared by threads
-    that compute.
+    that compute, and a step's buffers are kept for the next one (`KEEP_STEP_BUFFERS`).
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", **KEEP_STEP_BUFFERS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environ.pop("MALLOC_ARENA_MAX", None)
     return environ
