@@ -83,6 +83,13 @@ def make_target(
     return model
 
 
+def make_pair(directory: Path) -> dict[str, str]:
+    """Save a random target and a drafter for it, and return the settings that name them."""
+    make_target(directory / "t")
+    make_draft(directory / "d")
+    return {"target_model": str(directory / "t"), "draft_model": str(directory / "d")}
+
+
 def make_draft(directory: Path, seed: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
     """Save a random two-layer z-lab drafter for `make_target`'s model and return its tensors."""
     hidden, intermediate, heads, kv_heads, head_dim, layers = 32, 40, 4, 2, 16, 2

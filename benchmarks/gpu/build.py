@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.gpu.engine import SkippedPrefill
+from benchmarks.gpu.forced_ops import ForcedAcceptance, force_acceptance
 from benchmarks.gpu.shapes import Shape, draft_tensors, target_tensors
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 from dflash_backend.attention import AttentionBackend, Requirements, select_backend
@@ -66,17 +66,19 @@ class RandomEngine:
         if k:
             length = room.max_model_len + k + 1
             drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend, length)
+        ops = select_step_ops(self.device)
+        if acceptance is not None and k:
+            ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
         runner = DeviceRunner(
             self.target,
             drafter,
             self.kv,
             self.backend,
-            select_step_ops(self.device),
+            ops,
             RunnerSizes(room.num_rows, room.num_rows * (k + 1), room.max_model_len, k),
             greedy_drafts=True,
             device=self.device,
             dtype=self.dtype,
-            synthetic=drawn_by_place(acceptance, self.device) if acceptance is not None and k else None,
         )
         runner.prepare(
             use_graphs=True,
@@ -111,10 +113,8 @@ def attention_backend(shape: Shape, device: torch.device, dtype: torch.dtype) ->
     return select_backend(None, needs, BLOCK_SIZE)
 
 
-def drawn_by_place(
-    acceptance: SyntheticAcceptance, device: torch.device
-) -> Callable[[StepRows, Prepared], torch.Tensor]:
-    """How many drafts of each row stand, as `DeviceRunner` asks for it: looked up by the row's request and start in a
+def drawn_by_place(acceptance: SyntheticAcceptance, device: torch.device) -> ForcedAcceptance:
+    """How many drafts of each row stand: looked up by the row's request and start in a
     table of draws, since a captured step can only compute from what is on the device."""
     table = torch.tensor(acceptance.draw(TABLE_SIZE, seed=0), dtype=torch.int32, device=device)
     multipliers = [random.Random(seed).randrange(1, TABLE_SIZE, 2) for seed in (1, 2)]

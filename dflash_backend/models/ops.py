@@ -14,6 +14,7 @@ import torch
 from dflash_backend.attention import KVLayer
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import context_write, qk_norm_rope_write, rms_norm, silu_mul
+from dflash_kernels.form import takes_kernels
 
 
 @dataclass(frozen=True)
@@ -212,14 +213,5 @@ def stacked(caches: list[KVLayer]) -> torch.Tensor:
 
 
 def select_ops(device: torch.device, wanted: str | None = None) -> LayerOps:
-    """The operations `wanted`, "torch" or "triton"; with None Triton's on a GPU where the package is there, else
-    torch's. Raises `ValueError` for others, and where Triton's are wanted and the package is missing."""
-    available = rms_norm.triton is not None
-    name = wanted or ("triton" if device.type == "cuda" and available else "torch")
-    if name == "torch":
-        return TorchOps()
-    if name != "triton":
-        raise ValueError(f"no layer operations are called '{name}'; there are 'torch' and 'triton'")
-    if not available:
-        raise ValueError("the layer operations 'triton' need the package triton, which cannot be imported here")
-    return TritonOps()
+    """The operations of the form that `dflash_kernels.form.takes_kernels` says, which also raises."""
+    return TritonOps() if takes_kernels(device, wanted) else TorchOps()

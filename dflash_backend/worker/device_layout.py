@@ -6,7 +6,6 @@ number of places for each of a fixed number of rows, which is what a captured gr
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +17,7 @@ from dflash_backend.worker.device_requests import DeviceRequests
 from dflash_backend.worker.device_state import StepRows
 from dflash_backend.worker.transfers import ALIGNMENT, Uploader
 
-# The vectors of the layout have a multiple of this length, so that each begins at an address that is round enough for
-# kernels that were compiled before.
+# A ragged step has a multiple of this number of rows: Triton compiles a kernel anew for a number that is 1.
 ROW_MULTIPLE = 4
 
 
@@ -154,18 +152,15 @@ class LayoutBuffer:
     def padded_rows(self, num_rows: int, width: int) -> StepRows:
         """The layout of padded steps with `num_rows` rows of `width` places each: what the last `send_padded` of this
         shape sent, whenever the device reads it."""
-        long = _rounded(num_rows)
-        size = 4 * StepRows.buffer_size(long, num_rows * width)
-        rows = StepRows.over(self._uploader.buffer[:size].view(torch.int32), long)
-        vectors = {name: vector[:num_rows] for name, vector in vars(rows).items() if name != "token_row"}
-        return dataclasses.replace(rows, **vectors)
+        size = 4 * StepRows.buffer_size(num_rows, num_rows * width)
+        return StepRows.over(self._uploader.buffer[:size].view(torch.int32), num_rows)
 
     def send_padded(self, rows: HostRows, num_rows: int, width: int) -> None:
         """Send the layout of decode rows (`HostRows.decode_only`), with padding up to `num_rows` rows of `width`."""
         first = np.arange(num_rows) * width
         lens = padded(rows.query_lens, num_rows)
         places = np.where(np.arange(width) < lens[:, None], np.arange(num_rows)[:, None], -1)
-        self._uploader.send([_numbers(rows, _rounded(num_rows), first, first, places.reshape(-1))])
+        self._uploader.send([_numbers(rows, num_rows, first, first, places.reshape(-1))])
 
     def send_nothing(self, num_rows: int, width: int) -> None:
         """Send the layout of padding rows alone, to run a padded step that changes nothing."""

@@ -29,7 +29,6 @@ from dflash_backend.worker.graphs import EagerStep, GraphCapturer, PaddedSteps, 
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import PHASES
 from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.synthetic import ForcedAcceptance
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader
 from dflash_backend.worker.warm_up import warm_up
 
@@ -78,9 +77,7 @@ class DeviceRunner:
         greedy_drafts: bool,
         device: torch.device,
         dtype: torch.dtype,
-        synthetic: ForcedAcceptance | None = None,
     ) -> None:
-        """`synthetic` takes the place of the comparison with the target's choices, for benchmarks."""
         self.target = target
         self.drafter = drafter
         self.kv = kv
@@ -88,7 +85,7 @@ class DeviceRunner:
         self.device = device
         self.state = DeviceState.allocate(sizes.num_rows, sizes.max_model_len, sizes.k, kv.block_size, device)
         self.requests = DeviceRequests(self.state, target.spec.vocab_size, greedy_drafts, device)
-        self.step = DeviceStep(target, drafter, kv, backend, ops, self.state, greedy_drafts, dtype, synthetic)
+        self.step = DeviceStep(target, drafter, kv, backend, ops, self.state, greedy_drafts, dtype)
         num_tokens = max(sizes.num_tokens, sizes.num_rows * (sizes.k + 1))
         self.layouts = LayoutBuffer(sizes.num_rows, num_tokens, device)
         self.padded = PaddedSteps(self.step, self.layouts)

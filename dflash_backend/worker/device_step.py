@@ -20,7 +20,6 @@ from dflash_backend.worker.device_layout import StepInputs
 from dflash_backend.worker.device_state import Accepted, DeviceState, Prepared, StepRows
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.synthetic import ForcedAcceptance, forced_choices
 
 # The times that a step notes: as it begins, and as each of its four phases ends.
 NUM_MARKS = 5
@@ -70,7 +69,6 @@ class DeviceStep:
         state: DeviceState,
         greedy_drafts: bool,
         dtype: torch.dtype,
-        synthetic: ForcedAcceptance | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -80,7 +78,6 @@ class DeviceStep:
         self.state = state
         self.greedy_drafts = greedy_drafts
         self.dtype = dtype
-        self.synthetic = synthetic
         self.clock = DeviceClock(state.tokens.device)
 
     @property
@@ -150,10 +147,7 @@ class DeviceStep:
         0 behind the last, then the times at which each phase ended.
         """
         rows, prepared, marks = inputs.rows, verified.prepared, verified.marks
-        best = verified.best
-        if self.synthetic is not None:
-            best = forced_choices(self.synthetic, best, inputs, prepared, self.state)
-        accepted = self.ops.accept(best, verified.probs, rows, prepared, self.state)
+        accepted = self.ops.accept(verified.best, verified.probs, rows, prepared, self.state)
         if hooks.accepted:
             hooks.accepted(accepted)
         self.clock.note(marks, 2)
@@ -171,7 +165,7 @@ class DeviceStep:
     def _draft(self, drafter: Drafter, inputs: StepInputs, hooks: Hooks) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""
         state, rows, bounds = self.state, inputs.rows, inputs.bounds
-        queries = self.ops.prepare_draft(rows, state, state.k, drafter.mask_token_id)
+        queries = self.ops.prepare_draft(rows, state, drafter.mask_token_id)
         width = self.width
         num_rows = len(rows.table)
         if hooks.check:

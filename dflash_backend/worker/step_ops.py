@@ -16,6 +16,7 @@ from dflash_backend.speculative.sampling import SamplingRows, probabilities
 from dflash_backend.worker.device_state import Accepted, DeviceState, DraftQueries, Prepared, StepRows
 from dflash_kernels import accept, argmax, prepare_draft, prepare_step, softmax
 from dflash_kernels import draw as race
+from dflash_kernels.form import takes_kernels
 
 
 class StepOps(Protocol):
@@ -53,8 +54,8 @@ class StepOps(Protocol):
         """The tokens' slots, int64 `[T]`, with -1 for positions that are not final, after `accept`."""
         ...
 
-    def prepare_draft(self, rows: StepRows, state: DeviceState, k: int, mask_token_id: int) -> DraftQueries:
-        """What the drafter runs, after `accept`, for rows of at most k drafts (`num_next`)."""
+    def prepare_draft(self, rows: StepRows, state: DeviceState, mask_token_id: int) -> DraftQueries:
+        """What the drafter runs, after `accept`: a row of `state.k + 1` queries for each row of the step."""
         ...
 
     def store_drafts(
@@ -117,13 +118,13 @@ class TorchStepOps:
         """See `StepOps.inject_slots`."""
         return self._inject_slots(prepared.slots, prepared.positions, rows.table, state.computed, rows.token_row)
 
-    def prepare_draft(self, rows: StepRows, state: DeviceState, k: int, mask_token_id: int) -> DraftQueries:
+    def prepare_draft(self, rows: StepRows, state: DeviceState, mask_token_id: int) -> DraftQueries:
         """See `StepOps.prepare_draft`."""
         ids, positions, slots, query_lens, seq_lens = self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            rows.table, rows.num_next, k, mask_token_id,
+            rows.table, rows.num_next, state.k, mask_token_id,
         )  # fmt: skip
-        return DraftQueries(ids, positions, slots, _every(1 + k, rows), query_lens, seq_lens)
+        return DraftQueries(ids, positions, slots, _every(1 + state.k, rows), query_lens, seq_lens)
 
     def store_drafts(
         self, drafts: torch.Tensor, rows: StepRows, state: DeviceState, probs: torch.Tensor | None = None
@@ -156,17 +157,8 @@ if prepare_step.triton is not None:
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
-    """The operations `wanted`, "torch" or "triton"; with None Triton's on a GPU where the package is there, else
-    torch's. Raises `ValueError` for others, and where Triton's are wanted and the package is missing."""
-    available = prepare_step.triton is not None
-    name = wanted or ("triton" if device.type == "cuda" and available else "torch")
-    if name == "torch":
-        return TorchStepOps()
-    if name != "triton":
-        raise ValueError(f"no step operations are called '{name}'; there are 'torch' and 'triton'")
-    if not available:
-        raise ValueError("the step operations 'triton' need the package triton, which cannot be imported here")
-    return TritonStepOps()
+    """The operations of the form that `dflash_kernels.form.takes_kernels` says, which also raises."""
+    return TritonStepOps() if takes_kernels(device, wanted) else TorchStepOps()
 
 
 def _every(size: int, rows: StepRows) -> torch.Tensor:

@@ -26,5 +26,5 @@ def launches() -> None:
     state.keep_draft_probs(VOCAB)
     ops.accept(best, probs, rows, prepared, state)
     ops.inject_slots(rows, prepared, state)
-    queries = ops.prepare_draft(rows, state, K, 3)
+    queries = ops.prepare_draft(rows, state, 3)
     ops.store_drafts(queries.token_ids[:, 1:], rows, state, torch.zeros(ROWS, K, VOCAB))

@@ -16,11 +16,10 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.messages import FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
 from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
 from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step_ops import TorchStepOps
-from dflash_backend.worker.synthetic import ForcedAcceptance
+from dflash_backend.worker.step_ops import StepOps, TorchStepOps
 
 
-def device_runner(built: BuiltEngine, synthetic: ForcedAcceptance | None = None, padded: bool = True) -> DeviceRunner:
+def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> DeviceRunner:
     """A device runner over the models of an engine that was built for a CPU, and over its K/V."""
     limits, cpu = built.core.limits, built.runner
     assert isinstance(cpu, ModelRunner)
@@ -29,14 +28,13 @@ def device_runner(built: BuiltEngine, synthetic: ForcedAcceptance | None = None,
         cpu.drafter,
         cpu.kv,
         cpu.backend,
-        TorchStepOps(),
+        ops or TorchStepOps(),
         RunnerSizes(
             limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.num_speculative_tokens
         ),
         cpu.greedy_drafts,
         torch.device("cpu"),
         torch.float32,
-        synthetic,
     )
     if padded:
         runner.prepare(use_graphs=False, progress=lambda message, fraction: None)

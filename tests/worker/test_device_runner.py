@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
 from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.device_special import SpecialRows
-from dflash_backend.worker.device_state import Prepared, StepRows
 from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.runner import PHASES
 from dflash_backend.worker.write_guard import KVWriteError
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair
 from tests.worker.device_engine import Outputs, device_runner, engine, memory, on_device_runner
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -37,16 +35,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    make_target(folder / "t")
-    make_draft(folder / "d")
-    return {
-        "target_model": folder / "t",
-        "draft_model": folder / "d",
-        "kv_block_size": 4,
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-    }
+    models = make_pair(tmp_path_factory.mktemp("pair"))
+    return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
 
 
 @pytest.fixture
@@ -238,17 +228,3 @@ def test_a_block_that_the_plan_forgot_stops_a_guarded_step(runner: DeviceRunner)
     plan = prefill(1, "a", [0, 1, 2])
     with pytest.raises(KVWriteError, match="step 1, phase draft: request a has no block for some"):
         runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))
-
-
-def test_synthetic_acceptance_takes_the_place_of_the_comparison(settings: dict[str, Any]) -> None:
-    def two(rows: StepRows, prepared: Prepared) -> torch.Tensor:
-        return torch.full_like(rows.num_draft, 2)
-
-    built = on_device_runner(engine(**settings), overlap=True, synthetic=two)
-    outputs = Outputs(built)
-    for i in range(3):
-        outputs.add(str(i), [*PROMPT, i], max_tokens=19, temperature=0.0, ignore_eos=True)
-    outputs.finish()
-    stats = built.core.stats()
-    assert stats.num_accepted_tokens == 2 * stats.num_drafts
-    assert [len(tokens) for tokens in outputs.tokens.values()] == [19, 19, 19]

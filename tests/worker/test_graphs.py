@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.graphs import EagerStep, ladder
 from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.warm_up import warm_up
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair
 from tests.worker.device_engine import Outputs, engine, memory, on_device_runner
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
@@ -35,16 +34,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("pair")
-    make_target(folder / "t")
-    make_draft(folder / "d")
-    return {
-        "target_model": folder / "t",
-        "draft_model": folder / "d",
-        "kv_block_size": 4,
-        "max_model_len": 64,
-        "max_num_seqs": 16,
-    }
+    models = make_pair(tmp_path_factory.mktemp("pair"))
+    return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 16}
 
 
 def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunner, list[ScheduledRow]]:

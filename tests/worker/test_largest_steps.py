@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflash_backend.core.plan import EngineLimits, StepPlan
 from dflash_backend.worker.largest_steps import PLAIN, decode_step, prefill_step
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair
 from tests.worker.device_engine import device_runner, engine
 
 
@@ -99,16 +99,7 @@ def test_a_step_forgets_the_requests_of_the_one_before_and_learns_its_own() -> N
 
 
 def test_a_device_runner_takes_these_steps_over_a_single_block(tmp_path: Path) -> None:
-    make_target(tmp_path / "t")
-    make_draft(tmp_path / "d")
-    built = engine(
-        target_model=str(tmp_path / "t"),
-        draft_model=str(tmp_path / "d"),
-        device="cpu",
-        max_model_len=48,
-        max_num_seqs=3,
-        max_num_batched_tokens=60,
-    )
+    built = engine(**make_pair(tmp_path), max_model_len=48, max_num_seqs=3, max_num_batched_tokens=60)
     bounds = built.core.limits
     first, second = steps(bounds)
     runner = device_runner(built, padded=False)

@@ -202,7 +202,7 @@ def test_context_of_positions_that_are_final_is_injected_and_no_other(ops: StepO
 def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(ops: StepOps, seed: int, k: int) -> None:
     step = random_step(seed, k)
     rows, state = step.rows, step.state
-    queries = ops.prepare_draft(rows, state, k, MASK_ID)
+    queries = ops.prepare_draft(rows, state, MASK_ID)
     assert queries.query_start.tolist() == [r * (k + 1) for r in range(len(rows.table))]
     for r, (table, num_next) in enumerate(zip(host(rows.table).tolist(), host(rows.num_next).tolist(), strict=True)):
         drafts = table >= 0 and num_next > 0
@@ -250,7 +250,7 @@ def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
     best, probs = torch.zeros(12, dtype=torch.int64, device=DEVICE), torch.full((12, VOCAB), 0.1, device=DEVICE)
     accepted = ops.accept(best, probs, rows, prepared, state)
     slots = ops.inject_slots(rows, prepared, state)
-    queries = ops.prepare_draft(rows, state, 3, MASK_ID)
+    queries = ops.prepare_draft(rows, state, MASK_ID)
     ops.store_drafts(torch.ones(3, 3, dtype=torch.int64, device=DEVICE), rows, state, probs[:9].view(3, 3, VOCAB))
     for tensor in (prepared.token_ids, prepared.positions, prepared.starts, prepared.seq_lens, accepted.count):
         assert not tensor.any()
@@ -286,7 +286,7 @@ def whole_step(
     prepared = ops.prepare(rows, state)
     accepted = ops.accept(best, probs, rows, prepared, state)
     slots = ops.inject_slots(rows, prepared, state)
-    queries = ops.prepare_draft(rows, state, k, MASK_ID)
+    queries = ops.prepare_draft(rows, state, MASK_ID)
     drafts = ops.best(torch.sin(torch.arange(len(rows.table) * k * VOCAB, device=DEVICE)).view(-1, VOCAB)).view(-1, k)
     kept = None if state.draft_probs is None else torch.full((len(rows.table), k, VOCAB), 0.5, device=DEVICE)
     ops.store_drafts(drafts, rows, state, kept)

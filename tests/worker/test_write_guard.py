@@ -13,20 +13,16 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.core.plan import EngineLimits, StepPlan, StepResult
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    make_target(folder / "t")
-    make_draft(folder / "d")
-    return folder
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
-def engine(pair: Path) -> BuiltEngine:
-    settings = {"target_model": pair / "t", "draft_model": pair / "d", "kv_block_size": 4, "kv_write_guard": True}
-    return build_engine(EngineConfig.from_values(settings))
+def engine(pair: dict[str, str]) -> BuiltEngine:
+    return build_engine(EngineConfig.from_values({**pair, "kv_block_size": 4, "kv_write_guard": True}))
 
 
 def guard(allowed: dict[str, frozenset[int]] | None) -> WriteGuard:

@@ -1,0 +1,49 @@
+"""Step operations whose accept takes as many drafts as a function says. Used by `build`, whose weights are random and
+would accept nothing.
+
+What is generated then means nothing; what a step costs is the same, since everything is computed as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dflash_backend.worker.device_state import Accepted, DeviceState, Prepared, StepRows
+from dflash_backend.worker.step_ops import StepOps
+
+ForcedAcceptance = Callable[[StepRows, Prepared], torch.Tensor]
+"""How many drafts of each row shall stand: int32 `[R]` on the device, 0 to k, of which no more than the row has stand.
+It is captured in graphs, so it must follow from its arguments: from the rows and where they start."""
+
+
+def force_acceptance(ops: StepOps, acceptance: ForcedAcceptance) -> StepOps:
+    """`ops` itself, whose accept sees other choices of the target from now on: `forced_choices`."""
+    accept = ops.accept
+
+    def forced(
+        best: torch.Tensor, probs: torch.Tensor | None, rows: StepRows, prepared: Prepared, state: DeviceState
+    ) -> Accepted:
+        choices = forced_choices(acceptance(rows, prepared), best, rows, prepared, state)
+        return accept(choices, probs, rows, prepared, state)
+
+    ops.accept = forced  # type: ignore[method-assign]
+    return ops
+
+
+def forced_choices(
+    counts: torch.Tensor, best: torch.Tensor, rows: StepRows, prepared: Prepared, state: DeviceState
+) -> torch.Tensor:
+    """What takes the place of the target's most likely tokens (`best`, int64 `[D]`), so that greedy rows accept
+    `counts` (int32 `[R]`) of their drafts: the drafts themselves, and then another token than the next draft."""
+    columns = torch.arange(state.k + 1, device=best.device)
+    first = (prepared.starts + rows.num_new).long()
+    positions = (first[:, None] + columns).clamp(min=0, max=state.max_len - 1)
+    drafts = state.tokens[rows.table.clamp(min=0).long()[:, None], positions]
+    other = torch.where(drafts > 0, drafts - 1, drafts + 1)
+    chosen = torch.where(columns < counts[:, None], drafts, other)
+    # What is nobody's goes to a place behind the last.
+    is_judged = (rows.dist_start[:, None] >= 0) & (columns <= rows.num_draft[:, None])
+    places = torch.where(is_judged, rows.dist_start[:, None].long() + columns, len(best))
+    return torch.cat([best, best[-1:]]).scatter(0, places.flatten(), chosen.flatten())[:-1]

@@ -1,0 +1,38 @@
+"""Acceptance that a function decides, for benchmarks over random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.forced_ops import force_acceptance
+from dflash_backend.worker.device_state import Prepared, StepRows
+from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.step_ops import TorchStepOps
+from tests.tiny_models import make_pair
+from tests.worker.device_engine import Outputs, engine, on_device_runner
+
+PROMPT = [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("count", [0, 2, 7])
+def test_each_row_accepts_as_many_drafts_as_the_function_says(tmp_path: Path, count: int) -> None:
+    """All rows of a step, next to others that draft fewer because they are about to end."""
+
+    def acceptance(rows: StepRows, prepared: Prepared) -> torch.Tensor:
+        return rows.num_draft.clamp(max=count)
+
+    built = engine(**make_pair(tmp_path), max_model_len=64, max_num_seqs=4)
+    built = on_device_runner(built, ops=force_acceptance(TorchStepOps(), acceptance))
+    lengths = [19, 22, 28]
+    outputs = Outputs(built)
+    with one_thread():
+        for i, length in enumerate(lengths):
+            outputs.add(str(i), [*PROMPT, i], max_tokens=length, temperature=0.0, ignore_eos=True)
+        outputs.finish()
+    assert [len(tokens) for tokens in outputs.tokens.values()] == lengths
+    per_position = built.core.stats().num_accepted_tokens_per_pos
+    assert min(per_position[:count], default=1) > 0
+    assert not any(per_position[count:])
