@@ -68,8 +68,9 @@ format: setup ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup ## Write the generated pages of docs/
+docs: setup ## Write the generated pages of docs/ and the dashboard
 	$(BIN)/python docs/write_settings.py
+	$(BIN)/python docker/grafana/write_dashboard.py
 
 mutants: setup ## Put known defects back into a copy of the source and show that the tests notice
 	$(BIN)/python -m tests.mutations.run

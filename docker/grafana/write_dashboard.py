@@ -1,0 +1,197 @@
+"""Writes dashboards/dflash.json, the Grafana dashboard, from the panels listed here. Run by `make docs`.
+
+Every expression is over the metrics of `dflash_backend.frontend.metrics`, summed over the engines of a model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).resolve().parent / "dashboards" / "dflash.json"
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WHERE = 'model=~"$model"'
+WIDTH, HEIGHT = 8, 8
+COLUMNS = 24 // WIDTH
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart: `series` are pairs of legend and PromQL expression. `unit` is Grafana's name of one."""
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]
+    help: str = ""
+    most: float | None = None
+
+
+def rate(metric: str, by: str = "model") -> str:
+    """A counter's growth per second, in sum over everything but `by`."""
+    return f"sum by ({by}) (rate(dflash:{metric}{{{WHERE}}}[$__rate_interval]))"
+
+
+def gauge(metric: str) -> str:
+    """A gauge, in sum over the model's engines."""
+    return f"sum by (model) (dflash:{metric}{{{WHERE}}})"
+
+
+def times(metric: str) -> tuple[tuple[str, str], ...]:
+    """A histogram's mean and percentiles. A Triton without histogram metrics has the mean alone."""
+    buckets = rate(f"{metric}_bucket", "model, le")
+    mean = ("mean {{model}}", f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}")
+    return (mean, *((f"p{p} {{{{model}}}}", f"histogram_quantile({p / 100}, {buckets})") for p in (50, 99)))
+
+
+PANELS: tuple[Panel, ...] = (
+    Panel(
+        "Tokens per second",
+        "short",
+        (
+            ("answers {{model}}", rate("generation_tokens_total")),
+            ("prompts {{model}}", rate("prompt_tokens_total")),
+        ),
+    ),
+    Panel(
+        "Acceptance length",
+        "short",
+        (
+            (
+                "{{model}}",
+                f"1 + {rate('spec_decode_num_accepted_tokens_total')} / {rate('spec_decode_num_drafts_total')}",
+            ),
+        ),
+        "Tokens that a step yields for a request, on average. 1 means that no draft is ever accepted.",
+    ),
+    Panel(
+        "Acceptance by position",
+        "percentunit",
+        (
+            (
+                "{{position}}",
+                f"{rate('spec_decode_num_accepted_tokens_per_pos_total', 'model, position')} "
+                f"/ on (model) group_left () {rate('spec_decode_num_drafts_total')}",
+            ),
+        ),
+        "Share of the draft blocks whose token at this position was accepted.",
+        most=1,
+    ),
+    Panel("Time to first token", "s", times("time_to_first_token_seconds")),
+    Panel(
+        "Time between tokens",
+        "s",
+        times("inter_token_latency_seconds"),
+        "The mean over a request's tokens, observed once for each request.",
+    ),
+    Panel("Whole request", "s", times("e2e_request_latency_seconds")),
+    Panel(
+        "Requests",
+        "short",
+        (("running {{model}}", gauge("num_requests_running")), ("waiting {{model}}", gauge("num_requests_waiting"))),
+    ),
+    Panel("Wait in the queue", "s", times("request_queue_time_seconds")),
+    Panel(
+        "Requests ended per second",
+        "reqps",
+        (
+            ("{{finished_reason}} {{model}}", rate("request_success_total", "model, finished_reason")),
+            ("{{status}} {{model}}", rate("request_errors_total", "model, status")),
+        ),
+    ),
+    Panel(
+        "Prefix cache hit rate",
+        "percentunit",
+        (("{{model}}", f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}"),),
+        "Share of the prompt tokens that were found in the prefix cache.",
+        most=1,
+    ),
+    Panel(
+        "KV blocks in use",
+        "percentunit",
+        (("{{model}} {{engine}}", f"dflash:kv_cache_usage_perc{{{WHERE}}}"),),
+        "Blocks of finished requests that are kept for the prefix cache do not count.",
+        most=1,
+    ),
+    Panel("Preemptions per second", "short", (("{{model}}", rate("num_preemptions_total")),)),
+    Panel(
+        "Phases of a step, mean",
+        "s",
+        (
+            (
+                "{{phase}} {{model}}",
+                f"{rate('step_seconds_sum', 'model, phase')} / {rate('step_seconds_count', 'model, phase')}",
+            ),
+        ),
+    ),
+    Panel("Engines ready", "short", (("{{model}} {{engine}}", f"dflash:engine_ready{{{WHERE}}}"),)),
+    Panel(
+        "Engine restarts",
+        "short",
+        (("{{model}}", f"sum by (model) (increase(dflash:engine_restarts_total{{{WHERE}}}[$__rate_interval]))"),),
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard in Grafana's JSON model."""
+    return {
+        "uid": "dflash",
+        "title": "DFlash on Triton",
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "refresh": "5s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [_datasource_variable(), _model_variable()]},
+        "panels": [_panel(index, panel) for index, panel in enumerate(PANELS)],
+    }
+
+
+def text() -> str:
+    """The file's content."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def _datasource_variable() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}
+
+
+def _model_variable() -> dict[str, Any]:
+    return {
+        "name": "model",
+        "label": "Model",
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": "label_values(dflash:engine_ready, model)", "refId": "models"},
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _panel(index: int, panel: Panel) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": {"lineWidth": 1, "fillOpacity": 5}}
+    if panel.most is not None:
+        defaults["max"] = panel.most
+    return {
+        "id": index + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.help,
+        "datasource": DATASOURCE,
+        "gridPos": {"x": index % COLUMNS * WIDTH, "y": index // COLUMNS * HEIGHT, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + number), "datasource": DATASOURCE, "expr": expression, "legendFormat": legend}
+            for number, (legend, expression) in enumerate(panel.series)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")

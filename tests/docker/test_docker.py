@@ -1,0 +1,146 @@
+"""Container, Compose, alerts and dashboard: what they name exists, as far as can be told without a container engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
+from dflash_backend.frontend.metrics import METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8"))
+
+LABELS = {"instance", "job", "model", "engine", "le"} | {spec.label for spec in METRICS}
+
+
+def read(*parts: str) -> Any:
+    """A YAML file of `docker/`."""
+    return yaml.safe_load(DOCKER.joinpath(*parts).read_text(encoding="utf-8"))
+
+
+def alerts() -> list[dict[str, Any]]:
+    """The alerts of every group."""
+    return [rule for group in read("prometheus", "alerts.yml")["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[str]:
+    """All PromQL."""
+    for rule in alerts():
+        yield rule["expr"]
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+
+
+def series() -> set[str]:
+    """The names on the metrics page."""
+    names = {spec.name for spec in METRICS if spec.kind != "histogram"}
+    for spec in METRICS:
+        if spec.kind == "histogram":
+            names |= {f"{spec.name}_{part}" for part in ("sum", "count", "bucket")}
+    return names
+
+
+def test_the_dashboard_is_what_its_writer_says() -> None:
+    writer = runpy.run_path(str(DOCKER / "grafana" / "write_dashboard.py"))
+    assert (DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8") == writer["text"](), (
+        "run `make docs`"
+    )
+
+
+def test_every_expression_is_over_metrics_and_labels_that_exist() -> None:
+    for expression in expressions():
+        named = set(re.findall(r"dflash:\w+", expression))
+        assert named <= series(), expression
+        assert named or expression.startswith("up{"), expression
+        grouped = re.findall(r"(?:by|on) \(([^)]*)\)", expression)
+        labels = {label.strip() for group in grouped for label in group.split(",")}
+        labels |= set(re.findall(r"[{,](\w+)=", expression))
+        assert labels <= LABELS, expression
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    """But one: the draft tokens tell nothing beside the number of draft blocks and what was accepted."""
+    shown = " ".join(expressions())
+    missing = {spec.name for spec in METRICS if spec.name not in shown}
+    assert missing == {"dflash:spec_decode_num_draft_tokens_total"}
+
+
+def test_panels_do_not_overlap() -> None:
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    assert len({(place["x"], place["y"]) for place in places}) == len(places)
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+
+
+def test_the_page_says_what_to_do_about_every_alert() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names)
+    assert set(re.findall(r"^\| `(DFlash\w+)`", PAGE, re.MULTILINE)) == set(names)
+
+
+def test_prometheus_scrapes_the_server_under_the_job_that_the_alerts_name() -> None:
+    config = read("prometheus", "prometheus.yml")
+    (job,) = config["scrape_configs"]
+    (target,) = job["static_configs"][0]["targets"]
+    host, _, port = target.partition(":")
+    assert host in read("compose.yaml")["services"]
+    assert port in re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE)[0].split()
+    assert all(f'job="{job["job_name"]}"' in rule["expr"] for rule in alerts() if "up{" in rule["expr"])
+    assert all((DOCKER / "prometheus" / name).is_file() for name in config["rule_files"])
+
+
+def test_grafana_finds_the_data_source_and_the_dashboard() -> None:
+    (source,) = read("grafana", "provisioning", "datasources", "prometheus.yml")["datasources"]
+    (provider,) = read("grafana", "provisioning", "dashboards", "dflash.yml")["providers"]
+    services = read("compose.yaml")["services"]
+    assert source["url"].removeprefix("http://").split(":")[0] in services
+    grafana = services["grafana"]
+    mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+    assert all((DOCKER / source).is_dir() for source in mounts)
+    assert provider["options"]["path"] == mounts["./grafana/dashboards"]
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/dflash.json"
+
+
+def test_compose_names_settings_that_exist_and_passes_their_defaults() -> None:
+    environment = {
+        name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+        for name, value in read("compose.yaml")["services"]["dflash"]["environment"].items()
+        if name.startswith(ENV_PREFIX)
+    }
+    assert environment
+    given = EngineConfig.from_values(environment_settings(environment), "environment")
+    assert given.as_strings() == EngineConfig.from_values({}).as_strings()
+
+
+def test_the_page_names_every_variable_and_build_argument() -> None:
+    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
+    names = set(re.findall(r"\$\{(\w+):-", text)) | set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    assert names
+    assert all(f"`{name}`" in PAGE for name in names), names
+
+
+def test_the_image_copies_what_exists_and_all_that_a_wheel_is_made_of() -> None:
+    sources = [
+        source
+        for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
+        for source in line.split()[:-1]
+    ]
+    assert all((ROOT / source).exists() for source in sources)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(sources) == kept
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    packaged = re.findall(r'^"([\w/]+)" = "dflash_backend/_assets', project, re.MULTILINE)
+    packaged += re.findall(r'"([\w/]+)"', re.findall(r"^packages = \[(.*dflash_client.*)\]", project, re.MULTILINE)[0])
+    assert packaged
+    assert all(path.split("/")[0] in sources for path in packaged)
