@@ -32,6 +32,7 @@ from dflash_backend.config import (
 from dflash_client.ports import reachable_host, settle_ports
 from dflash_client.processes import family, gone, send
 from dflash_client.server_log import LogLine, ServerLog
+from dflash_client.tied import tied
 from dflash_client.triton_install import LauncherError, TritonInstall, find_triton
 
 __all__ = ["LauncherError", "TritonServer"]
@@ -59,7 +60,9 @@ class TritonServer:
     `instances` engines share the model's requests. `more_models` are further models from the same folder, by name, with
     the settings that go into their config.pbtxt; those of `settings` and the environment are the server's and win.
     With `explicit`, clients may load and unload models through Triton's repository API; without it they may not.
-    `stopping` says that `stop` has begun. Raises `LauncherError` or `ConfigError`, with a sentence for the operator.
+    `stopping` says that `stop` has begun. A server that the main thread started ends with the process, however that
+    ends; of one that was killed a temporary folder stays. Raises `LauncherError` or `ConfigError`, with a sentence for
+    the operator.
     """
 
     def __init__(
@@ -198,6 +201,9 @@ class TritonServer:
             *install.prepare_backends(self._directory / "backends"),
             *self._options(),
         ]
+        # Of a thread that ends before the process the server would go with the thread.
+        if threading.current_thread() is threading.main_thread():
+            command = tied(command)
         # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which then stops the server.
         self._process = subprocess.Popen(
             command,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,9 +17,11 @@ import pytest
 from dflash_backend.config import ConfigError
 from dflash_client import DFlashClient
 from dflash_client.launcher import LauncherError, TritonServer
-from dflash_client.processes import family
+from dflash_client.processes import family, gone, send
 from dflash_client.triton_install import find_triton
 from tests.client.conftest import TOY_REPOSITORY, toy_server
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_missing_server_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +124,43 @@ def test_a_stop_cuts_off_a_request_that_outlasts_the_exit_timeout(tmp_path: Path
         assert not stopper.is_alive()
         assert family(pid) == set()
         stream.close()
+
+
+ABANDON = """
+import time
+from tests.client.conftest import toy_server
+with toy_server() as server:
+    print(server.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.server
+def test_a_server_whose_launcher_is_killed_ends() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ABANDON], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    with launcher.stdout as said:
+        members = family(int(said.readline()))
+        assert len(members) >= 2
+        launcher.kill()
+        launcher.wait(10)
+        try:
+            assert gone(members, 10)
+        finally:
+            send(members, signal.SIGKILL)
+    for folder in Path(tempfile.gettempdir()).glob(f"dflash-triton-{launcher.pid}-*"):
+        shutil.rmtree(folder)
+
+
+@pytest.mark.server
+def test_a_server_outlives_the_thread_that_started_it() -> None:
+    with ExitStack() as stack:
+        server = toy_server()
+        starter = threading.Thread(target=stack.enter_context, args=(server,))
+        starter.start()
+        starter.join(60)
+        with DFlashClient(server.grpc_url, timeout_s=10) as client:
+            assert client.generate("still here").text == "still here"
 
 
 def test_a_repository_must_hold_one_model(tmp_path: Path) -> None:
