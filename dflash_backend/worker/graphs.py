@@ -2,7 +2,7 @@
 
 A graph has a number of rows from a ladder, each with 1 + k places. A step with fewer rows is filled up with padding
 rows, which read and write nothing (trap 7). There are two kinds: for steps of greedy requests alone, and for steps with
-sampled ones, at any temperature. Whatever else a step asks for is run without a graph.
+sampled ones. Whatever else a step asks for is run without a graph.
 
 Built and used by the device runner. Without graphs the same padded steps run operation by operation.
 """
@@ -128,7 +128,7 @@ class PaddedSteps:
 
     def find(self, rows: HostRows, traits: RowTraits) -> PaddedStep | None:
         """The smallest padded step that can run `rows`; None when there is none, or none that is worth its padding."""
-        if not rows.decode_only or traits.any_top_k_or_p or traits.any_min_p:
+        if not rows.decode_only:
             return None
         count = len(rows.table)
         most = max(2 * count, count + ALWAYS_WORTH_PADDING)
@@ -164,7 +164,8 @@ class PaddedSteps:
             )
 
     def _inputs(self, num_rows: int, sampled: bool) -> StepInputs:
-        """Of a padded step over the layout buffer: every token has a distribution, and any length is possible."""
+        """Of a padded step over the layout buffer: every token has a distribution, any length is possible and, with
+        `sampled`, any cut."""
         state = self._step.state
         device = state.tokens.device
         longest = np.full(num_rows, state.max_len)
@@ -173,7 +174,7 @@ class PaddedSteps:
             dist_token=None,
             dist_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(self._step.width),
             bounds=Bounds(np.full(num_rows, self._step.width), longest, longest, max_slack=state.max_len),
-            traits=RowTraits(sampled=sampled, drafts=self._step.drafter is not None and state.k > 0),
+            traits=RowTraits(sampled, self._step.drafter is not None and state.k > 0, sampled, sampled),
         )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow, StepPlan
 from dflash_backend.messages import SamplingParams
 
-PLAIN = SamplingParams(temperature=1.0)
-# Cuts the tail, which sorts the distributions.
-CUT = SamplingParams(temperature=1.0, top_p=0.9)
+# Cuts the tail, which sorts the distributions where there are no kernels.
+SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
 
 
 def prefill_step(limits: EngineLimits) -> StepPlan:
@@ -25,10 +24,10 @@ def prefill_step(limits: EngineLimits) -> StepPlan:
         num_new = min(left - (num_rows - 1 - index), longest)
         left -= num_new
         rows.append(_row(limits, f"prefill-{index}", longest - num_new if index == 0 else 0, num_new, 0))
-    return StepPlan(0, rows, [_request(row, CUT) for row in rows])
+    return StepPlan(0, rows, [_request(row) for row in rows])
 
 
-def decode_step(limits: EngineLimits, before: StepPlan, sampling: SamplingParams = CUT) -> StepPlan:
+def decode_step(limits: EngineLimits, before: StepPlan) -> StepPlan:
     """The step after `before`, whose requests are forgotten: a decode row with all its drafts for each request there
     may be, the first one as long as drafts are made."""
     k = limits.num_speculative_tokens
@@ -40,7 +39,7 @@ def decode_step(limits: EngineLimits, before: StepPlan, sampling: SamplingParams
     starts = [longest] + [min(1, longest)] * (num_rows - 1)
     step_id = before.step_id + 1
     rows = [_row(limits, f"decode-{step_id}-{index}", start, 1, k) for index, start in enumerate(starts)]
-    return StepPlan(step_id, rows, [_request(row, sampling) for row in rows], [row.request_id for row in before.rows])
+    return StepPlan(step_id, rows, [_request(row) for row in rows], [row.request_id for row in before.rows])
 
 
 def _row(limits: EngineLimits, request_id: str, start: int, num_new: int, num_draft: int) -> ScheduledRow:
@@ -52,7 +51,7 @@ def _row(limits: EngineLimits, request_id: str, start: int, num_new: int, num_dr
     return ScheduledRow(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
 
 
-def _request(row: ScheduledRow, sampling: SamplingParams) -> NewRequest:
+def _request(row: ScheduledRow) -> NewRequest:
     """The request of a row, as it is when the row's drafts are not verified yet."""
     known = row.num_computed + row.num_new
-    return NewRequest(row.request_id, [0] * known, known, sampling, (), 0)
+    return NewRequest(row.request_id, [0] * known, known, SAMPLING, (), 0)

@@ -15,7 +15,7 @@ import torch
 
 from dflash_backend.config import ConfigError
 from dflash_backend.core.plan import EngineLimits, StepOutOfMemory, StepPlan
-from dflash_backend.worker.largest_steps import PLAIN, decode_step, prefill_step
+from dflash_backend.worker.largest_steps import decode_step, prefill_step
 
 GIB = 1024**3
 
@@ -162,8 +162,8 @@ def _run_largest(probe: MemoryProbe, run: RunStep, limits: EngineLimits) -> tupl
     step = probe.peak()
     held = probe.allocated()
     probe.reset_peak()
-    # By now the runner holds whatever it makes at first use. Steps that cut the tail are not captured.
-    run(decode_step(limits, decode, PLAIN))
+    # By now the runner holds whatever it makes at first use.
+    run(decode_step(limits, decode))
     return step, probe.peak() - held
 
 

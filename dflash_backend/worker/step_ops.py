@@ -14,7 +14,7 @@ import torch
 from dflash_backend.speculative.random import Stream
 from dflash_backend.speculative.sampling import SamplingRows, probabilities
 from dflash_backend.worker.device_state import Accepted, DeviceState, DraftQueries, Prepared, StepRows
-from dflash_kernels import accept, argmax, prepare_draft, prepare_step, softmax
+from dflash_kernels import accept, argmax, cut_softmax, prepare_draft, prepare_step
 from dflash_kernels import draw as race
 from dflash_kernels.form import takes_kernels
 
@@ -150,10 +150,10 @@ if prepare_step.triton is not None:
         _store_probs = staticmethod(prepare_draft.store_probs)
 
         def probabilities(self, logits: torch.Tensor, parameters: SamplingRows) -> torch.Tensor:
-            """See `StepOps.probabilities`. Rows that cut their distribution sort it, which stays with torch."""
-            if parameters.any_top_k_or_p or parameters.any_min_p:
-                return probabilities(logits, parameters)
-            return softmax.temperature_softmax(logits, parameters.temperature)
+            """See `StepOps.probabilities`."""
+            return cut_softmax.cut_softmax(
+                logits, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
+            )
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:

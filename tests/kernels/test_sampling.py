@@ -1,4 +1,4 @@
-"""The kernels that choose tokens equal their references: argmax, softmax at a temperature, and the draw."""
+"""The kernels that choose tokens equal their references: argmax, the cut distribution, and the draw."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dflash_kernels.argmax import argmax, argmax_reference
+from dflash_kernels.cut_softmax import cut_softmax, cut_softmax_reference
 from dflash_kernels.draw import draw, draw_reference
-from dflash_kernels.softmax import temperature_softmax, temperature_softmax_reference
 from tests.kernels.inputs import DEVICE
 
 TILE = 64
@@ -43,29 +43,86 @@ def test_argmax_is_a_token_even_of_values_that_are_not_numbers() -> None:
 
 def test_rows_may_be_part_of_a_wider_tensor() -> None:
     wide = randn(4, 200).to(DEVICE)
-    temperature = torch.full((4,), 0.7, device=DEVICE)
     assert torch.equal(argmax(wide[:, :150], TILE), wide[:, :150].argmax(-1))
-    probs = temperature_softmax(wide[:, :150], temperature, TILE)
-    torch.testing.assert_close(probs, temperature_softmax_reference(wide[:, :150], temperature))
+    parameters = [tensor.to(DEVICE) for tensor in cuts(4)]
+    torch.testing.assert_close(
+        cut_softmax(wide[:, :150], *parameters, TILE), cut_softmax_reference(wide[:, :150], *parameters)
+    )
+
+
+def cuts(num_rows: int, **changes: float) -> list[torch.Tensor]:
+    """Temperature, top_k, top_p and min_p, the same for all rows; none cuts anything unless `changes` say so."""
+    values = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changes
+    return [
+        torch.full((num_rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
+        for name, value in values.items()
+    ]
+
+
+def assert_same_distribution(logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+    """The kernel's result, which equals the reference's and hides the same tokens."""
+    probs = cut_softmax(logits.to(DEVICE), *(tensor.to(DEVICE) for tensor in parameters), TILE).cpu()
+    expected = cut_softmax_reference(logits, *parameters)
+    torch.testing.assert_close(probs, expected, rtol=2e-5, atol=1e-9)
+    assert torch.equal(probs > 1e-30, expected > 1e-30)
+    return probs
 
 
 @pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_softmax_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype) -> None:
+def test_softmax_at_a_temperature_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype) -> None:
     logits = (10 * randn(num_rows, vocab)).to(dtype)
-    temperature = torch.linspace(0.01, 3.0, num_rows)
-    probs = temperature_softmax(logits.to(DEVICE), temperature.to(DEVICE), TILE)
-    torch.testing.assert_close(probs.cpu(), temperature_softmax_reference(logits, temperature), rtol=2e-5, atol=1e-9)
+    parameters = [torch.linspace(0.3, 3.0, num_rows), *cuts(num_rows)[1:]]
+    assert_same_distribution(logits, parameters)
 
 
-def test_a_tile_of_forbidden_tokens_has_probability_zero() -> None:
+@pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cut_distribution_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> None:
+    """Every row with cuts of its own, or none; with half-precision logits many tokens are equally likely."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(dtype)
+
+    def uniform() -> torch.Tensor:
+        return torch.rand(num_rows, generator=generator)
+
+    top_k = torch.randint(0, vocab + 2, (num_rows,), generator=generator)
+    top_p = torch.where(uniform() < 0.3, 1.0, uniform().clamp(min=0.01))
+    min_p = torch.where(uniform() < 0.5, 0.0, 0.2 * uniform())
+    assert_same_distribution(logits, [0.1 + 2 * uniform(), top_k, top_p, min_p])
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}])
+def test_equally_likely_tokens_are_kept_or_hidden_together(changes: dict[str, float]) -> None:
+    logits = torch.zeros(1, 3 * TILE)
+    logits[0, [5, TILE + 1, 2 * TILE]] = -4.0
+    logits[0, [7, TILE, 2 * TILE + 3, 3 * TILE - 1]] = 8.0
+    probs = assert_same_distribution(logits, cuts(1, **changes))
+    assert probs.nonzero()[:, 1].tolist() == [7, TILE, 2 * TILE + 3, 3 * TILE - 1]
+    assert probs.unique().tolist() == [0.0, 0.25]
+
+
+def test_cuts_at_either_end_keep_one_token_or_all() -> None:
+    logits = randn(1, 200)
+    for changes in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        assert assert_same_distribution(logits, cuts(1, **changes)).count_nonzero() == 1
+    for changes in ({"top_k": 200}, {"top_k": 5000}, {"top_p": 1.0}):
+        assert assert_same_distribution(logits, cuts(1, **changes)).count_nonzero() == 200
+
+
+def test_logits_of_any_size_are_searched() -> None:
+    """From the smallest differences to the largest: a search by halves of the values alone would not end soon."""
+    logits = torch.tensor([[0.0, 1e-38, -1e-30, 1e-3, 1.0, 1.0000001, -5e4, 3e4, 3e38, -3e38]]).repeat(9, 1)
+    assert_same_distribution(logits, [torch.ones(9), torch.arange(1, 10), torch.ones(9), torch.zeros(9)])
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 70}, {"top_k": 150}, {"top_p": 0.9}, {"min_p": 0.01}])
+def test_forbidden_tokens_have_probability_zero(changes: dict[str, float]) -> None:
     logits = randn(2, 3 * TILE)
     logits[:, :TILE] = float("-inf")
     logits[1, 2 * TILE :] = float("-inf")
-    temperature = torch.tensor([1.0, 0.5])
-    probs = temperature_softmax(logits.to(DEVICE), temperature.to(DEVICE), TILE).cpu()
-    assert not probs[:, :TILE].any()
-    torch.testing.assert_close(probs, temperature_softmax_reference(logits, temperature))
+    assert not assert_same_distribution(logits, cuts(2, **changes))[:, :TILE].any()
 
 
 @pytest.mark.parametrize(("num_rows", "vocab"), SIZES)

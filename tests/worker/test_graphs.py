@@ -164,11 +164,10 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
     assert step.inputs.num_rows == 8
 
 
-def test_prefill_rows_and_cut_distributions_have_no_padded_step(pair: dict[str, Any]) -> None:
+def test_prefill_rows_have_no_padded_step(pair: dict[str, Any]) -> None:
     runner, rows = decoding(pair)
     chunk = ScheduledRow("a", 0, 2, 0, False, 0, [])
     assert runner.padded.find(HostRows.of([*rows, chunk], runner.requests), GREEDY) is None
     decode = HostRows.of(rows, runner.requests)
-    assert runner.padded.find(decode, RowTraits(sampled=True, drafts=True, any_top_k_or_p=True)) is None
-    assert runner.padded.find(decode, RowTraits(sampled=True, drafts=True, any_min_p=True)) is None
-    assert runner.padded.find(decode, RowTraits(sampled=True, drafts=True)) is not None
+    assert runner.padded.find(decode, GREEDY) is not None
+    assert runner.padded.find(decode, RowTraits(True, True, any_top_k_or_p=True, any_min_p=True)) is not None

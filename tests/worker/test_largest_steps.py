@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from dflash_backend.core.plan import EngineLimits, StepPlan
-from dflash_backend.worker.largest_steps import PLAIN, decode_step, prefill_step
+from dflash_backend.worker.largest_steps import decode_step, prefill_step
 from tests.tiny_models import make_pair
 from tests.worker.device_engine import device_runner, engine
 
@@ -88,7 +88,7 @@ def test_without_a_drafter_a_decode_row_is_one_token() -> None:
 def test_a_step_forgets_the_requests_of_the_one_before_and_learns_its_own() -> None:
     bounds = limits(300, 3, 100, 7, 400)
     first, second = steps(bounds)
-    third = decode_step(bounds, second, PLAIN)
+    third = decode_step(bounds, second)
     assert [plan.step_id for plan in (first, second, third)] == [0, 1, 2]
     assert second.finished == [request.request_id for request in first.new]
     assert third.finished == [request.request_id for request in second.new]
@@ -103,6 +103,6 @@ def test_a_device_runner_takes_these_steps_over_a_single_block(tmp_path: Path) -
     bounds = built.core.limits
     first, second = steps(bounds)
     runner = device_runner(built, padded=False)
-    for plan in (first, second, decode_step(bounds, second, PLAIN)):
+    for plan in (first, second, decode_step(bounds, second)):
         runner.submit(plan)
         assert [len(row.token_ids) >= 1 for row in runner.collect().rows] == [True] * 3
