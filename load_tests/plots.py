@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 
 from load_tests.result import RunResult
-from load_tests.timeline import ServerSecond, UserWindow
+from load_tests.timeline import ServerSecond, UserWindow, server_windows
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -21,13 +21,14 @@ def plot_run(result: RunResult, seconds: Sequence[ServerSecond], windows: Sequen
     """Throughput, queue, latencies, cache, acceptance, KV usage, memory and CPU, one below the other."""
     figure, axes = pyplot.subplots(4, 2, figsize=(14, 14), sharex=True, constrained_layout=True)
     figure.suptitle(f"{result.scenario.name}: {result.scenario.summary}", fontsize=11)
+    shares = server_windows(result.observations)
     panels: list[Callable[[Any], None]] = [
         lambda axis: _throughput(axis, windows),
         lambda axis: _queue(axis, seconds),
         lambda axis: _percentiles(axis, windows, "time to first token [ms]", "ttft"),
         lambda axis: _percentiles(axis, windows, "inter-token, between responses [ms]", "gap"),
-        lambda axis: _hit_rate(axis, seconds, result),
-        lambda axis: _lines(axis, seconds, "acceptance length", acceptance_length="server"),
+        lambda axis: _hit_rate(axis, shares, result),
+        lambda axis: _lines(axis, shares, "acceptance length", acceptance_length="server"),
         lambda axis: _cpu(axis, seconds),
         lambda axis: _memory(axis, seconds),
     ]
@@ -74,8 +75,8 @@ def _percentiles(axis: Any, windows: Sequence[UserWindow], title: str, what: str
     _lines(axis, windows, title, 1000.0, **{f"{what}_p50_s": "median", f"{what}_p99_s": "p99"})
 
 
-def _hit_rate(axis: Any, seconds: Sequence[ServerSecond], result: RunResult) -> None:
-    _lines(axis, seconds, "prefix cache hit rate [%]", 100.0, hit_rate="measured")
+def _hit_rate(axis: Any, shares: Sequence[ServerSecond], result: RunResult) -> None:
+    _lines(axis, shares, "prefix cache hit rate [%]", 100.0, hit_rate="measured")
     if result.ideal is not None:
         axis.axhline(result.ideal.rate * 100, color="black", linestyle="--", linewidth=1, label="ideal, whole run")
 

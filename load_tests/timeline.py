@@ -74,6 +74,11 @@ def server_seconds(observations: Sequence[Observation]) -> list[ServerSecond]:
     return [_server_second(before, now) for before, now in pairwise(observations)]
 
 
+def server_windows(observations: Sequence[Observation]) -> list[ServerSecond]:
+    """The same over longer times: a second of few requests says little about a share."""
+    return server_seconds(observations[:: max(1, round(len(observations) / WINDOWS))])
+
+
 def user_windows(result: RunResult) -> list[UserWindow]:
     """The run cut into windows of equal length, whole seconds each."""
     seconds = max(1, round(result.duration_s / WINDOWS))

@@ -84,8 +84,7 @@ class RandomEngine:
             use_graphs=True,
             progress=lambda message, fraction: None,
             sizes=room.batches,
-            sampled=False,
-            compiles=False,
+            serves=False,
         )
         # Prompts are not computed, so nothing bounds how many tokens of theirs a step takes.
         unbounded = 1 << 40

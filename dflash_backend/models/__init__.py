@@ -3,17 +3,14 @@
 from dflash_backend.models.decoder import target_patterns
 from dflash_backend.models.dflash import DFlashModel, draft_patterns
 from dflash_backend.models.interface import TargetModel, TargetOutput
-from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.registry import TARGETS, load_target
 
 __all__ = [
     "TARGETS",
     "DFlashModel",
-    "LayerOps",
     "TargetModel",
     "TargetOutput",
     "draft_patterns",
     "load_target",
-    "select_ops",
     "target_patterns",
 ]

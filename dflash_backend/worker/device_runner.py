@@ -101,29 +101,26 @@ class DeviceRunner:
         use_graphs: bool,
         progress: Progress,
         sizes: Sequence[int] | None = None,
-        sampled: bool = True,
-        compiles: bool = True,
+        serves: bool = True,
     ) -> None:
         """To be called once, before the first step: makes the padded steps that decode rows alone run in.
 
         With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, of which
         `progress` hears `(message, fraction)`. `sizes`: the numbers of rows that they have, a ladder by default.
-        `sampled`: make those for sampled requests too; without them such steps run operation by operation. `compiles`:
-        on a GPU, also have the kernels of other steps ready.
+        Without `serves` only what greedy decode rows need: no padded steps for sampled requests, and on a GPU the
+        kernels of other steps are compiled when they come.
         """
         sizes = sizes or ladder(self._max_padded_rows)
-        if self.device.type == "cuda":
-            if sampled:
-                self.requests.keep_draft_probs()  # at the address that graphs know from now on
-            if compiles:
-                progress("compiling kernels", 0.0)
-                warm_up(self.step, self.layouts, self._max_tokens, sampled)
+        if self.device.type == "cuda" and serves:
+            self.requests.keep_draft_probs()  # at the address that graphs know from now on
+            progress("compiling kernels", 0.0)
+            warm_up(self.step, self.layouts, self._max_tokens)
         if not self.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":
-            self.padded.make(GraphCapturer(self.step, self.layouts), sizes, sampled, progress)
+            self.padded.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress)
         else:
-            self.padded.make(lambda inputs: EagerStep(self.step, inputs), sizes, sampled, lambda message, done: None)
+            self.padded.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, lambda message, done: None)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:

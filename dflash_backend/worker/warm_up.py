@@ -19,17 +19,16 @@ CHUNK = 256
 NUM_ROWS = 4
 
 
-def warm_up(step: DeviceStep, layouts: LayoutBuffer, max_tokens: int, sampled: bool) -> None:
+def warm_up(step: DeviceStep, layouts: LayoutBuffer, max_tokens: int) -> None:
     """Run steps of padding rows alone, which read and write nothing, under the bounds of real ones: a token, a decode
-    row and a chunk, each over a short and a long context; then one of sampled requests, with `sampled`.
+    row and a chunk, each over a short and a long context; then one of sampled requests.
 
     max_tokens: the most of a step.
     """
     for num_tokens in sorted({1, min(step.width, max_tokens), min(CHUNK, max_tokens)}):
         for length in (num_tokens, step.state.max_len):
             step.run(_padding_under_bounds(step, layouts, num_tokens, length, sampled=False))
-    if sampled:
-        step.run(_padding_under_bounds(step, layouts, 1, step.state.max_len, sampled=True))
+    step.run(_padding_under_bounds(step, layouts, 1, step.state.max_len, sampled=True))
 
 
 def _padding_under_bounds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from load_tests.observation import parse_metrics
 from load_tests.recording import Wrong
 from load_tests.report import generator_note, lines, summarise, write_report
 from load_tests.result import RUNNING, WAITING, gaps, percentile
-from load_tests.timeline import server_seconds, user_windows
+from load_tests.timeline import server_seconds, server_windows, user_windows
 from tests.load_tests.runs import observation, result, sample
 
 PAGE = f"""# HELP {RUNNING} Requests that run
@@ -60,6 +61,13 @@ def test_each_second_shows_what_happened_since_the_one_before() -> None:
 def test_a_second_without_lookups_has_no_hit_rate() -> None:
     (row,) = server_seconds([observation(5.0), observation(6.0, metrics=observation(5.0).metrics)])
     assert (row.hit_rate, row.acceptance_length) == (None, None)
+
+
+def test_shares_of_a_long_run_are_taken_over_longer_times() -> None:
+    windows = server_windows([observation(float(at)) for at in range(1200)])
+    assert {later.at_s - row.at_s for row, later in pairwise(windows)} == {10.0}
+    assert {(row.hit_rate, row.acceptance_length) for row in windows} == {(0.9, 5.0)}
+    assert len(server_windows([observation(float(at)) for at in range(40)])) == 39
 
 
 def test_windows_put_every_request_and_gap_where_it_was() -> None:

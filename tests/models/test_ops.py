@@ -14,9 +14,9 @@ from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints.resolve import read_draft
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.models import TARGETS, DFlashModel, LayerOps, TargetModel, load_target, select_ops
+from dflash_backend.models import TARGETS, DFlashModel, TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.ops import TorchOps, TritonOps, stacked
+from dflash_backend.models.ops import LayerOps, TorchOps, TritonOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target

@@ -137,7 +137,7 @@ def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any
 def test_warming_up_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]) -> None:
     runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
     before = [tensor.clone() for tensor in memory(runner)]
-    warm_up(runner.step, runner.layouts, max_tokens=64, sampled=True)
+    warm_up(runner.step, runner.layouts, max_tokens=64)
     assert all(torch.equal(now, then) for now, then in zip(memory(runner), before, strict=True))
 
 
