@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, reference
+from benchmarks.gpu import attention, reference, sampling
 from benchmarks.gpu.build import BLOCK_SIZE, RandomEngine, Room, attention_backend
 from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
@@ -63,7 +63,7 @@ class Context:
 
 
 def run_ceilings(context: Context) -> None:
-    """Copy bandwidth, matrix rate, and the attention of one layer at a long context."""
+    """Copy bandwidth, matrix rate, the attention of one layer at a long context, and sampling."""
     context.recorder.write(measure_ceilings(context.device, context.dtype))
     shape = context.shape
     backend = attention_backend(shape, context.device, context.dtype)
@@ -71,7 +71,12 @@ def run_ceilings(context: Context) -> None:
     for run in attention.measure(shape, backend, cases, context.dtype, context.device):
         context.recorder.write(run)
         if context.out_of_time():
-            context.skip("more attention", "no time was left")
+            context.skip("more attention, and sampling", "no time was left")
+            return
+    for sampled in sampling.measure(shape, context.dtype, context.device):
+        context.recorder.write(sampled)
+        if context.out_of_time():
+            context.skip("more sampling", "no time was left")
             return
 
 

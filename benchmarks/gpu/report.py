@@ -89,6 +89,7 @@ def as_json(results: Results) -> dict[str, Any]:
         "targets": [asdict(target) | {"verdict": target.verdict} for target in targets(results)],
         "cycles": cycles,
         "attention": [asdict(run) for run in results.attention],
+        "sampling": [asdict(run) for run in results.sampling],
         "kernels": [asdict(entry) for entry in results.kernels],
         "skipped": [asdict(entry) for entry in results.skipped],
     }
@@ -110,6 +111,8 @@ def markdown(results: Results) -> str:
         parts += ["## Against other ways to run the same weights", comparison]
     if results.attention:
         parts += ["## Attention of one layer alone", attention_table(results)]
+    if results.sampling:
+        parts += ["## Distributions of sampled rows", sampling_table(results)]
     for shape in dict.fromkeys(entry.shape for entry in results.kernels):
         parts += [f"## Where a cycle's time goes: {shape}", kernel_table(results, shape)]
     if results.skipped:
@@ -166,6 +169,15 @@ def attention_table(results: Results) -> str:
         rows.append([*row, f"{run.seconds * 1e6:.1f}", f"{run.bytes_per_s / 1e12:.3f}", share])
     header = ["model", "backend", "as in", "batch", "queries", "context", "time, us", "TB/s", "of copy bandwidth"]
     return _table(header, rows)
+
+
+def sampling_table(results: Results) -> str:
+    """What serves beside the torch form, which sorts where something is cut."""
+    rows = [
+        [run.shape, run.cut, str(run.rows), f"{run.seconds * 1e6:.1f}", f"{run.torch_seconds * 1e6:.1f}"]
+        for run in results.sampling
+    ]
+    return _table(["model", "cut", "rows", "time, us", "torch, us"], rows)
 
 
 def kernel_table(results: Results, shape: str) -> str:

@@ -79,6 +79,18 @@ class AttentionRun:
 
 
 @dataclass(frozen=True)
+class SamplingRun:
+    """From logits `[rows, vocab]` to probabilities, cut as `cut` says: by what serves, and by the torch form."""
+
+    shape: str
+    cut: str
+    rows: int
+    vocab: int
+    seconds: float
+    torch_seconds: float
+
+
+@dataclass(frozen=True)
 class KernelTime:
     """A kernel in the profile of a cycle: how often it ran in one, and its time there in all."""
 
@@ -108,6 +120,7 @@ class Results:
     ceilings: Ceilings | None = None
     cycles: list[Cycle] = field(default_factory=list)
     attention: list[AttentionRun] = field(default_factory=list)
+    sampling: list[SamplingRun] = field(default_factory=list)
     kernels: list[KernelTime] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
 
@@ -128,6 +141,8 @@ class Results:
             self.cycles.append(Cycle(**values))
         elif kind == "attention":
             self.attention.append(AttentionRun(**values))
+        elif kind == "sampling":
+            self.sampling.append(SamplingRun(**values))
         elif kind == "kernel":
             self.kernels.append(KernelTime(**values))
         elif kind == "skipped":
@@ -141,11 +156,12 @@ class Results:
         return next((c for c in self.cycles if (c.shape, c.system, c.batch, c.nominal_context) == wanted), None)
 
 
-Record = Ceilings | Cycle | AttentionRun | KernelTime | Skipped
+Record = Ceilings | Cycle | AttentionRun | SamplingRun | KernelTime | Skipped
 _KINDS: dict[type[Record], str] = {
     Ceilings: "ceilings",
     Cycle: "cycle",
     AttentionRun: "attention",
+    SamplingRun: "sampling",
     KernelTime: "kernel",
     Skipped: "skipped",
 }
