@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
@@ -86,6 +89,21 @@ def test_the_page_says_what_to_do_about_every_alert() -> None:
     names = [rule["alert"] for rule in alerts()]
     assert len(set(names)) == len(names)
     assert set(re.findall(r"^\| `(DFlash\w+)`", PAGE, re.MULTILINE)) == set(names)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool")
+def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(["promtool", *command], cwd=DOCKER / "prometheus", capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
+    cases = [case for test in read("prometheus", "alerts_test.yml")["tests"] for case in test["alert_rule_test"]]
+    for fires in (True, False):
+        assert {case["alertname"] for case in cases if ("exp_alerts" in case) is fires} == {
+            rule["alert"] for rule in alerts()
+        }
 
 
 def test_prometheus_scrapes_the_server_under_the_job_that_the_alerts_name() -> None:
