@@ -98,7 +98,7 @@ if triton is not None:
 
     @triton.jit
     def _order(value):
-        """Floats as integers in the same order, and back."""
+        """Floats as integers in the same order."""
         bits = value.to(tl.int32, bitcast=True)
         return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
