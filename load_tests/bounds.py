@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from statistics import mean
 
 import numpy as np
 
 from load_tests.observation import Observation
+from load_tests.recording import Sample
 from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, gaps, percentile, ttfts
 from load_tests.verdict import Bound
 
@@ -34,14 +37,19 @@ def answers(result: RunResult, refusals_allowed: bool = False) -> list[Bound]:
 
 
 def acceptance_drift(result: RunResult) -> Bound:
-    """Acceptance length in the last quarter of the run against the first."""
-    first, last = result.acceptance_length(0, 0.25), result.acceptance_length(0.75, 1)
+    """Acceptance length in the last quarter of the run against the first, over the questions that both have."""
+    quarters = [_by_question(result, start, start + 0.25) for start in (0.0, 0.75)]
+    # Some questions accept more than others, so each counts alike on both sides.
+    weights = {
+        name: min(len(quarter[name]) for quarter in quarters) for name in quarters[0].keys() & quarters[1].keys()
+    }
+    first, last = (_acceptance_length(quarter, weights) for quarter in quarters)
     drift = None if first is None or last is None else abs(last / first - 1) * 100
     note = "" if drift is None else f"{first:.3f} in the first, {last:.3f} in the last"
-    quarter = min(_rights_sent(result, 0, 0.25), _rights_sent(result, 0.75, 1))
-    enough = quarter >= MIN_DRIFT_ANSWERS
+    compared = sum(weights.values())
+    enough = compared >= MIN_DRIFT_ANSWERS
     if not enough:
-        note += f"; a quarter has {quarter} answers, at least {MIN_DRIFT_ANSWERS} are needed"
+        note += f"; the quarters have {compared} answers to the same questions, at least {MIN_DRIFT_ANSWERS} are needed"
     return Bound(
         "acceptance length of the last quarter, off the first's", drift, "at most", 1.0, "%", required=enough, note=note
     )
@@ -110,8 +118,23 @@ def flat_memory(result: RunResult, role: str, limit_percent: float = 2.0) -> Bou
     return Bound(name, moved, "at most", limit_percent, "%", note=note)
 
 
-def _rights_sent(result: RunResult, start: float, end: float) -> int:
-    return sum(s.outcome == "right" and start <= s.sent_s / result.duration_s < end for s in result.samples)
+def _by_question(result: RunResult, start: float, end: float) -> dict[str, list[Sample]]:
+    """The right answers with drafts that were asked for between two shares of the run's time, by question."""
+    found: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in result.samples:
+        if sample.outcome == "right" and sample.num_drafts and start <= sample.sent_s / result.duration_s < end:
+            found[sample.question].append(sample)
+    return dict(found)
+
+
+def _acceptance_length(answers: dict[str, list[Sample]], weights: dict[str, int]) -> float | None:
+    """Mean tokens of a step with drafts, when each question was asked as often as its weight says."""
+
+    def total(count: Callable[[Sample], int]) -> float:
+        return sum(weight * mean(map(count, answers[name])) for name, weight in weights.items())
+
+    drafts = total(lambda sample: sample.num_drafts)
+    return 1 + total(lambda sample: sample.num_accepted) / drafts if drafts else None
 
 
 def _last_third(observations: Iterable[Observation]) -> list[Observation]:

@@ -79,9 +79,9 @@ class RunResult:
         base = last.metrics.get(over, 0.0) - first.metrics.get(over, 0.0)
         return (last.metrics.get(counter, 0.0) - first.metrics.get(counter, 0.0)) / base if base else None
 
-    def acceptance_length(self, start: float = 0.0, end: float = 1.0) -> float | None:
-        """Mean tokens of a step with drafts, between two shares of the run's time, from the requests sent then."""
-        chosen = [s for s in self.samples if start <= s.sent_s / self.duration_s < end and s.outcome == "right"]
+    def acceptance_length(self) -> float | None:
+        """Mean tokens of a step with drafts, over the right answers."""
+        chosen = [sample for sample in self.samples if sample.outcome == "right"]
         drafts = sum(sample.num_drafts for sample in chosen)
         return 1 + sum(sample.num_accepted for sample in chosen) / drafts if drafts else None
 

@@ -65,10 +65,13 @@ class Stage:
         if left > 0:
             self._changed.wait(left)
 
-    def shoot(self, phase: Phase, traffic: str, shot: Shot) -> Sample:
-        """Send a shot and wait for its end."""
+    def shoot(self, phase: Phase, traffic: str, shot: Shot) -> Sample | None:
+        """Send a shot and wait for its end; None when its phase was over before it was sent. So nothing is sent once
+        the last phase has ended, when nobody would wait for it any more."""
         if self.full:
             self.begin(None)
+        if self.phase is not phase:
+            return None
         sent_s = self.recorder.now() - self._started_s
         sample = self.recorder.begin(phase.name, traffic, shot, measured=sent_s >= phase.warmup_s)
         return self._bridge.run(self._player.play(shot, sample))
@@ -80,8 +83,10 @@ class LoadUser(locust.User):
     abstract = True
     stage: Stage
 
-    def report(self, sample: Sample) -> None:
-        """Tell locust: the whole request, and under a name of its own the time to the first token."""
+    def report(self, sample: Sample | None) -> None:
+        """Tell locust of a request, if one was sent: all of it, and under its own name the time to the first token."""
+        if sample is None:
+            return
         error = None
         if sample.outcome not in ("right", "cancelled"):
             error = AnswerError(f"{sample.outcome} {sample.status.partition(':')[0]}".strip())

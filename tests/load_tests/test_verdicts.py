@@ -85,6 +85,28 @@ def test_decaying_acceptance_fails_the_run() -> None:
     assert verdict(result(samples=samples)) == ["acceptance length of the last quarter, off the first's"]
 
 
+def test_another_mixture_of_questions_is_no_drift() -> None:
+    """A question that accepts little is asked twice as often in the last quarter; each accepts what it did."""
+    samples = hits_and_misses()
+    for index, one in enumerate(samples):
+        if index % (3 if index < 750 else 2) == 0:
+            one.question, one.num_accepted = "hard", 2
+    run = result(samples=samples)
+    assert bounds.acceptance_drift(run).measured == pytest.approx(0.0)
+    for one in samples[750:]:
+        one.num_accepted -= one.question == "hard"
+    assert bounds.acceptance_drift(run).verdict == "FAIL"
+
+
+def test_questions_of_one_quarter_alone_are_not_compared() -> None:
+    samples = hits_and_misses()
+    for one in samples[:200]:
+        one.question = "early"
+    drift = bounds.acceptance_drift(result(samples=samples))
+    assert not drift.required
+    assert "50 answers to the same questions" in drift.note
+
+
 def test_acceptance_of_a_handful_of_answers_is_shown_and_not_judged() -> None:
     samples = hits_and_misses()[::100]
     samples[-1].num_accepted = 0
@@ -245,6 +267,5 @@ def test_what_was_not_measured_is_missed() -> None:
 
 
 def test_quarters_are_of_the_time_that_the_run_took() -> None:
-    samples = [sample(at, num_accepted=4 * int(at // (DURATION_S / 4))) for at in (5.0, 15.0, 25.0, 35.0)]
-    run = result(samples=samples)
-    assert [run.acceptance_length(share, share + 0.25) for share in (0, 0.25, 0.5, 0.75)] == [1, 2, 3, 4]
+    samples = [sample(at, num_accepted=4 * int(at // (DURATION_S / 4))) for at in (0.0, 9.9, 10.0, 29.9, 30.0, 39.9)]
+    assert bounds.acceptance_drift(result(samples=samples)).note.startswith("1.000 in the first, 4.000 in the last")
