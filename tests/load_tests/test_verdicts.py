@@ -100,11 +100,11 @@ def test_another_mixture_of_questions_is_no_drift() -> None:
 
 def test_questions_of_one_quarter_alone_are_not_compared() -> None:
     samples = hits_and_misses()
-    for one in samples[:200]:
+    for one in samples[:240]:
         one.question = "early"
     drift = bounds.acceptance_drift(result(samples=samples))
     assert not drift.required
-    assert "50 answers to the same questions" in drift.note
+    assert "10 answers to the same questions" in drift.note
 
 
 def test_acceptance_of_a_handful_of_answers_is_shown_and_not_judged() -> None:
