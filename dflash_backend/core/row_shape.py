@@ -99,15 +99,15 @@ def shape_decode_ahead(request: Request, row: ScheduledRow, limits: EngineLimits
 def next_draft_length(request: Request, num_tokens: int, num_draft: int, limits: EngineLimits) -> int:
     """k for the drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: all of k, or none.
 
-    Invariant WINDOW: the tokens that the step may leave, k and 1 must fit what the drafter can address; the 1 is the
-    slot of the anchor that follows when every draft stands. It must fit `max_model_len` as well, past which no verified
-    position may lie. A request that the step is sure to end drafts no more; surplus drafts before that are dropped at
+    Invariant WINDOW: the drafter's queries, the anchor and k masks, must lie within what it can address. When every
+    draft is accepted the step leaves `num_tokens + num_draft + 1` tokens, of which the last is the anchor, and the
+    masks follow it. They must lie within `max_model_len` as well, past which no verified position may lie. A request that the step is sure to end drafts no more; surplus drafts before that are dropped at
     `max_tokens`.
     """
     k = request.num_speculative_tokens
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
-    return k if num_tokens + num_draft + 1 + k + 1 <= limits.max_drafting_len else 0
+    return k if num_tokens + num_draft + 1 + k <= limits.max_drafting_len else 0
 
 
 def peak_positions(request: Request, limits: EngineLimits) -> int:
@@ -123,5 +123,5 @@ def peak_positions(request: Request, limits: EngineLimits) -> int:
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
     reach = k + limits.lookahead(k)
     by_tokens = request.num_prompt_tokens + request.sampling.max_tokens - 2 + reach
-    by_window = limits.max_drafting_len + limits.lookahead(k) - k - 2
+    by_window = limits.max_drafting_len + limits.lookahead(k) - k - 1
     return max(target, min(by_tokens, by_window))

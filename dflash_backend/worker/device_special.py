@@ -42,7 +42,10 @@ class SpecialRows:
         Raises `RuntimeError` for one whose start is not certain.
         """
         table = rows.table
-        hides = requests.min_end[table] > rows.start + rows.num_new - rows.uncertain
+        # 0 for a request without `min_tokens`. The lowest start may then be below 0: an upper bound is cut at the
+        # request's end, and the number of drafts in flight is not.
+        min_end = requests.min_end[table]
+        hides = (min_end > 0) & (min_end > rows.start + rows.num_new - rows.uncertain)
         special = hides | requests.biased[table] | requests.penalised[table] | (requests.num_logprobs[table] >= 0)
         which = (rows.sample & special).nonzero()[0]
         if len(which) == 0:

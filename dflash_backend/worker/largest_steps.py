@@ -31,10 +31,10 @@ def decode_step(limits: EngineLimits, before: StepPlan) -> StepPlan:
     """The step after `before`, whose requests are forgotten: a decode row with all its drafts for each request there
     may be, the first one as long as drafts are made."""
     k = limits.num_speculative_tokens
-    # The row's own tokens, the one that follows, and the next draft block with its anchor's slot (WINDOW).
-    if limits.max_drafting_len < 2 * k + 3:
+    # The row's own 1 + k tokens, the anchor that follows, and its k masks (WINDOW).
+    if limits.max_drafting_len < 2 * k + 2:
         k = 0
-    longest = limits.max_drafting_len - 2 * k - 3 if k else limits.max_model_len - 2
+    longest = limits.max_drafting_len - 2 * k - 2 if k else limits.max_model_len - 2
     num_rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // (1 + k)))
     starts = [longest] + [min(1, longest)] * (num_rows - 1)
     step_id = before.step_id + 1
@@ -46,7 +46,7 @@ def _row(limits: EngineLimits, request_id: str, start: int, num_new: int, num_dr
     """A row that samples, and drafts where that fits (WINDOW)."""
     k = limits.num_speculative_tokens
     end = start + num_new + num_draft
-    num_next = k if k and end + 1 + k + 1 <= limits.max_drafting_len else 0
+    num_next = k if k and end + 1 + k <= limits.max_drafting_len else 0
     num_blocks = -(-(end + limits.lookahead(num_next)) // limits.block_size)
     return ScheduledRow(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
 

@@ -280,7 +280,7 @@ def test_a_request_that_is_ended_with_a_row_in_flight_frees_its_blocks_at_once(h
 
 def test_a_row_that_runs_for_nothing_may_lie_past_its_blocks() -> None:
     # All drafts stand, so the request ends at its length: its real positions are past the bound that was planned with.
-    engine = CheckedEngine(make_limits(block_size=1, drafter_max_len=15), lag=lambda: 2)
+    engine = CheckedEngine(make_limits(block_size=1, drafter_max_len=14), lag=lambda: 2)
     engine.worker.keep_plans = True
     engine.add(make_request("a", PROMPT, max_tokens=5, seed=ALL_STAND))
     engine.finish()

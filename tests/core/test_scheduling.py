@@ -53,22 +53,28 @@ def _next_drafts(drafter_max_len: int, max_model_len: int, prompt_len: int) -> i
 
 
 def test_drafter_window_reserves_the_anchor_slot() -> None:
-    # After the prefill of 9 the request has 10 tokens: 10 + 3 + 1 must fit.
-    assert _next_drafts(drafter_max_len=14, max_model_len=100, prompt_len=9) == 3
-    assert _next_drafts(drafter_max_len=13, max_model_len=100, prompt_len=9) == 0
+    # After the prefill of 9 the anchor is at position 9 and three masks follow it: 13 positions.
+    assert _next_drafts(drafter_max_len=13, max_model_len=100, prompt_len=9) == 3
+    assert _next_drafts(drafter_max_len=12, max_model_len=100, prompt_len=9) == 0
+
+
+def test_with_three_drafts_and_a_limit_of_100_a_sequence_of_96_still_drafts() -> None:
+    """The numbers of vLLM's pull request 42971: 96 computed positions, the anchor and three masks."""
+    assert _next_drafts(drafter_max_len=100, max_model_len=200, prompt_len=96) == 3
+    assert _next_drafts(drafter_max_len=100, max_model_len=200, prompt_len=97) == 0
 
 
 def test_verified_positions_stay_within_max_model_len() -> None:
-    assert _next_drafts(drafter_max_len=100, max_model_len=14, prompt_len=9) == 3
-    assert _next_drafts(drafter_max_len=100, max_model_len=13, prompt_len=9) == 0
+    assert _next_drafts(drafter_max_len=100, max_model_len=13, prompt_len=9) == 3
+    assert _next_drafts(drafter_max_len=100, max_model_len=12, prompt_len=9) == 0
 
 
 def test_a_decode_row_judges_the_window_by_all_drafts_standing() -> None:
-    engine = Engine(make_limits(drafter_max_len=18))
+    engine = Engine(make_limits(drafter_max_len=17))
     engine.run(make_request("a", [1] * 9, max_tokens=40, seed=3))
     prefill, first, second, *_ = engine.rows_of("a")
     assert prefill.num_next_draft == 3
-    # 9 computed, the anchor, three drafts, one token more: 14, and 14 + 3 + 1 = 18 just fits.
+    # 9 computed, an anchor, three drafts, the anchor after them and three masks: 17 just fits.
     assert (first.num_computed, first.num_draft, first.num_next_draft) == (9, 3, 3)
     assert (second.num_draft, second.num_next_draft) == (3, 0)
 

@@ -247,8 +247,8 @@ class ToyWorker:
         assert end <= limits.max_model_len
         if row.num_next_draft and held.tokens_left(limits) > 1:
             assert covered >= end + self._num_queries(row), "RESERVE"
-            # The row leaves `end + 1` tokens at most, and the 1 after k is the slot of the anchor that follows.
-            longest = end + 1 + row.num_next_draft + 1
+            # The row leaves `end + 1` tokens at most, the last of them the anchor, and the masks follow it.
+            longest = end + 1 + row.num_next_draft
             assert longest <= min(limits.drafter_max_len, limits.max_model_len), "WINDOW"
 
     def _num_queries(self, row: ScheduledRow) -> int:

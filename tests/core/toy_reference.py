@@ -23,7 +23,7 @@ def expected_output(request: GenerationRequest, limits: EngineLimits, seed: int)
     drafts: list[int] = []
     while True:
         num_tokens = len(prompt) + len(output)
-        fits = num_tokens + len(drafts) + 1 + k + 1 <= window
+        fits = num_tokens + len(drafts) + 1 + k <= window
         next_k = k if fits and len(output) + 1 < sampling.max_tokens else 0
         for token in verify(seed, sampling.greedy, num_tokens, state, drafts):
             output.append(token)

@@ -60,8 +60,8 @@ _TRAPS = (
     _core(
         "trap 2: maximum length without the anchor's slot",
         "row_shape",
-        "return k if num_tokens + num_draft + 1 + k + 1 <= limits.max_drafting_len else 0",
         "return k if num_tokens + num_draft + 1 + k <= limits.max_drafting_len else 0",
+        "return k if num_tokens + num_draft + k <= limits.max_drafting_len else 0",
         TRAPS,
     ),
     _core(
@@ -456,7 +456,17 @@ _OVERLAP = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP
+_SHORT_REQUESTS = (
+    Mutant(
+        "a short request is taken for one whose stop tokens are hidden",
+        "dflash_backend/worker/device_special.py",
+        "hides = (min_end > 0) & (min_end > rows.start + rows.num_new - rows.uncertain)",
+        "hides = min_end > rows.start + rows.num_new - rows.uncertain",
+        ("tests/worker/test_short_requests.py",),
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS
 
 # Applied in continuous integration too: a trap, and a defect of the cache, the scheduler and overlap, cheap to find.
 SMOKE = (

@@ -50,7 +50,7 @@ def test_no_row_and_no_step_passes_a_bound() -> None:
             assert end <= bounds.max_model_len - 1 + row.num_draft
             assert end + 1 <= bounds.max_drafting_len or not row.num_draft
             if row.num_next_draft:
-                assert end + 1 + row.num_next_draft + 1 <= bounds.max_drafting_len, "WINDOW"
+                assert end + 1 + row.num_next_draft <= bounds.max_drafting_len, "WINDOW"
             reserved = end + bounds.lookahead(row.num_next_draft)
             assert len(row.new_block_ids) * bounds.block_size >= reserved, "RESERVE"
             assert set(row.new_block_ids) == {0}
@@ -72,7 +72,7 @@ def test_a_prefill_step_takes_all_that_few_short_requests_can_bring() -> None:
 def test_a_decode_step_has_every_request_with_all_its_drafts_and_proposes_as_many() -> None:
     _, plan = steps(limits(300, 64, 4096, 7, 400))
     assert [(row.num_new, row.num_draft, row.num_next_draft) for row in plan.rows] == [(1, 7, 7)] * 64
-    assert max(row.num_computed for row in plan.rows) == 300 - 2 * 7 - 3
+    assert max(row.num_computed for row in plan.rows) == 300 - 2 * 7 - 2
 
 
 def test_no_more_requests_decode_than_a_step_has_tokens_for() -> None:

@@ -1,0 +1,136 @@
+"""Requests as short as a health check's, with a step in flight: shorter than a block of drafts, or of one token.
+
+The bounds that a step is planned with are cut where such a request ends, so they are unlike those of any longer one.
+`test_random_overlapped_workloads_yield_what_the_engine_without_overlap_yields` mixes them with everything else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dflash_backend.build import BuiltEngine
+from dflash_backend.worker.row_parallel import one_thread
+from tests.tiny_models import make_pair
+from tests.worker.device_engine import Outputs, engine, on_device_runner
+
+K = 7
+NUM_WORKLOADS = 25
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.parametrize("prompt_len", range(1, K + 1))
+def test_a_request_shorter_than_its_drafts_ends_as_it_does_without_overlap(
+    models: dict[str, str], prompt_len: int
+) -> None:
+    """Every length of output up to one past a whole block of drafts, all in one engine."""
+    settings = {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+    tokens = []
+    for built in (engine(**settings), on_device_runner(engine(**settings))):
+        outputs = Outputs(built)
+        for max_tokens in range(1, K + 3):
+            prompt = [5 + max_tokens] * prompt_len
+            outputs.add(f"{max_tokens}", prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        tokens.append(outputs.finish())
+    assert tokens[1] == tokens[0]
+    assert {name: len(output) for name, output in tokens[1].items()} == {str(n): n for n in range(1, K + 3)}
+
+
+def test_min_tokens_of_a_short_request_still_waits_for_what_is_in_flight(models: dict[str, str]) -> None:
+    """The stop token is hidden for two tokens, though the bounds say that the request has ended."""
+    settings = {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+    tokens = []
+    for built in (engine(**settings), on_device_runner(engine(**settings))):
+        outputs = Outputs(built)
+        every_token = tuple(range(1, 97))
+        for prompt_len in (1, 2, 3):
+            outputs.add(
+                f"{prompt_len}",
+                [5] * prompt_len,
+                max_tokens=4,
+                min_tokens=2,
+                stop_token_ids=every_token,
+                temperature=0.0,
+                ignore_eos=True,
+            )
+        tokens.append(outputs.finish())
+    assert tokens[1] == tokens[0]
+    assert all(len(output) >= 2 for output in tokens[1].values())
+
+
+def _workload(seed: int) -> tuple[dict[str, Any], list[tuple[int, str, list[int], int | None, dict[str, Any]]]]:
+    """Settings, and requests with the step that each one comes at."""
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {
+        "kv_block_size": rng.choice([2, 4, 16]),
+        "max_model_len": rng.choice([24, 64]),
+        "max_num_seqs": rng.choice([2, 4, 6]),
+        "kv_write_guard": rng.random() < 0.5,
+    }
+    if rng.random() < 0.5:
+        settings["max_num_batched_tokens"] = rng.choice([16, 24, 48])
+    if rng.random() < 0.3:
+        settings["enable_prefix_caching"] = False
+    requests = []
+    for index in range(rng.randint(2, 8)):
+        prompt_len, max_tokens = rng.randint(1, 14), rng.randint(1, 18)
+        max_tokens = min(max_tokens, settings["max_model_len"] - prompt_len)
+        sampling: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "ignore_eos": rng.random() < 0.6,
+            "temperature": rng.choice([0.0, 0.0, 0.8]),
+            "seed": rng.randrange(100),
+        }
+        for name, value, share in (
+            ("logprobs", rng.choice([0, 2]), 0.15),
+            ("repetition_penalty", 1.3, 0.1),
+            ("min_tokens", min(max_tokens, rng.randint(1, 5)), 0.1),
+            ("logit_bias", {7: 3.0}, 0.1),
+            ("top_p", 0.8, 0.15),
+            ("top_k", 3, 0.1),
+        ):
+            if rng.random() < share:
+                sampling[name] = value
+        shared = [5, 6, 7, 8] * 4
+        prompt = shared[:prompt_len] if rng.random() < 0.5 else [rng.randrange(4, 60) for _ in range(prompt_len)]
+        k = rng.choice([None, None, None, 0, 1, 3])
+        requests.append((rng.choice([0, 0, 1, 2, 5]), f"r{index}", prompt, k, sampling))
+    return settings, requests
+
+
+def _play(built: BuiltEngine, requests: list[tuple[int, str, list[int], int | None, dict[str, Any]]]) -> Outputs:
+    outputs = Outputs(built)
+    for step in range(1000):
+        for at, name, prompt, k, sampling in requests:
+            if at == step:
+                outputs.add(name, prompt, k, **sampling)
+        if step > 5 and not built.core.has_unfinished():
+            break
+        outputs.step()
+        built.core.check_invariants()
+    return outputs
+
+
+@pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
+def test_random_overlapped_workloads_yield_what_the_engine_without_overlap_yields(
+    models: dict[str, str], seed: int
+) -> None:
+    settings, requests = _workload(seed)
+    expected = _play(engine(**models, **settings), requests)
+    overlapped = _play(on_device_runner(engine(**models, **settings)), requests)
+    assert overlapped.tokens == expected.tokens
+    assert overlapped.reasons == expected.reasons
+    assert expected.reasons.keys() == {name for _, name, *_ in requests}
