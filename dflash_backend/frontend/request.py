@@ -6,17 +6,16 @@ every refusal can be tested without a server.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dflash_backend.client_json import JsonError, read_json
 from dflash_backend.frontend.tokenizer import PromptError, Tokenizer
 from dflash_backend.messages import EngineReady, SamplingParams
-from dflash_backend.sampling_params import parse_sampling_params, quoted
+from dflash_backend.sampling_params import parse_sampling_params
 
 Array = np.ndarray[Any, Any]
 
@@ -32,12 +31,16 @@ RETURN_FLAGS = (
     "return_token_ids",
     "return_spec_stats",
 )
-# Longer numbers are nowhere allowed, and Python reads none of thousands of digits.
-MAX_DIGITS = 100
-# A logit bias for every token of a large vocabulary fits.
-MAX_PARAMETERS_CHARS = 4_000_000
-# JSON writes some characters in six, and a message has a role and the names of its fields besides.
-MESSAGES_CHARS_PER_PROMPT_CHAR = 8
+# Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
+MAX_PARAMETERS_CHARS = 65_536
+PARAMETERS_CHARS_PER_TOKEN = 24
+MAX_PARAMETERS_BRACKETS = 5000
+# JSON may write a character in six, and a message has a role and the names of its fields besides.
+MAX_MESSAGES_CHARS = 65_536
+MESSAGES_CHARS_PER_TOKEN = 64
+MESSAGES_BRACKETS_PER_TOKEN = 4
+# A character has at most four bytes in UTF-8.
+BYTES_PER_CHAR = 4
 
 
 class InputError(ValueError):
@@ -83,7 +86,7 @@ def parse_request(
         raise InputError("input 'exclude_input_in_output' is false and 'stream' is true; allowed with streaming: true")
     returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
     sampling = parse_sampling_params(
-        _sampling_values(inputs, parameters),
+        _sampling_values(inputs, parameters, ready),
         max_speculative_tokens=ready.num_speculative_tokens,
         vocab_size=ready.vocab_size,
         max_n=max_n,
@@ -91,11 +94,7 @@ def parse_request(
     token_ids, text = _prompt(inputs, tokenizer, ready)
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")
-    if len(token_ids) + 1 > ready.max_model_len:
-        raise InputError(
-            f"the prompt has {len(token_ids)} tokens and the answer needs at least 1, but max_model_len is "
-            f"{ready.max_model_len}; shorten the prompt"
-        )
+    _check_num_tokens(len(token_ids), ready)
     prefix = ""
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
@@ -109,42 +108,74 @@ def _prompt(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineRead
         sent = f"{' and '.join(given)} were sent" if given else "none was sent"
         raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
     if given == ["text_input"]:
-        text = _string(inputs, "text_input")
-        _check_length(text, tokenizer, ready)
-        return tokenizer.encode(text) if text else [], text
+        text = _prompt_text(inputs, tokenizer, ready)
+        return _encode(text, tokenizer, ready, chat=False), text
     if given == ["messages"]:
-        most = MESSAGES_CHARS_PER_PROMPT_CHAR * ready.max_model_len * tokenizer.max_token_chars
-        text = tokenizer.render_chat(_messages(_string(inputs, "messages"), most))
-        _check_length(text, tokenizer, ready)
-        return tokenizer.encode_chat(text), text
-    return _token_ids(inputs["input_ids"], ready.vocab_size), None
+        text = tokenizer.render_chat(_messages(inputs, ready))
+        return _encode(text, tokenizer, ready, chat=True), text
+    return _token_ids(inputs["input_ids"], ready), None
 
 
-def _check_length(text: str, tokenizer: Tokenizer, ready: EngineReady) -> None:
-    """Refuse a text that is too long whatever its tokens are: tokenising megabytes would keep others waiting."""
-    most = ready.max_model_len * tokenizer.max_token_chars
-    if len(text) > most:
+def _prompt_text(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady) -> str:
+    value = _one(inputs["text_input"], "text_input")
+    if isinstance(value, bytes) and len(value) > BYTES_PER_CHAR * _most_chars(tokenizer, ready):
+        raise _too_long(f"{len(value)} bytes", tokenizer, ready)
+    return _string(inputs, "text_input", len(value) if isinstance(value, bytes) else 0)
+
+
+def _too_long(size: str, tokenizer: Tokenizer, ready: EngineReady) -> InputError:
+    return InputError(
+        f"the prompt has {size}, but max_model_len is {ready.max_model_len} tokens, which are at most "
+        f"{_most_chars(tokenizer, ready)} characters; shorten the prompt"
+    )
+
+
+def _most_chars(tokenizer: Tokenizer, ready: EngineReady) -> int:
+    return ready.max_model_len * tokenizer.max_token_chars
+
+
+def _encode(text: str, tokenizer: Tokenizer, ready: EngineReady, chat: bool) -> list[int]:
+    """Token ids of a prompt that may fit: tokenising one that cannot would keep other clients waiting."""
+    if len(text) > _most_chars(tokenizer, ready):
+        raise _too_long(f"{len(text)} characters", tokenizer, ready)
+    if tokenizer.has_more_tokens(text, ready.max_model_len):
         raise InputError(
-            f"the prompt has {len(text)} characters, but max_model_len is {ready.max_model_len} tokens, which are at "
-            f"most {most} characters; shorten the prompt"
+            f"the prompt has {len(text)} characters, which are too many tokens: max_model_len is "
+            f"{ready.max_model_len}; shorten the prompt"
         )
+    if not text:
+        return []
+    return tokenizer.encode_chat(text) if chat else tokenizer.encode(text)
 
 
-def _token_ids(array: Array, vocab_size: int) -> list[int]:
+def _token_ids(array: Array, ready: EngineReady) -> list[int]:
     if array.dtype not in (np.int32, np.int64):
         raise InputError(f"input 'input_ids' has the type {array.dtype}; allowed: INT32 or INT64")
-    token_ids: list[int] = array.reshape(-1).tolist()
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise InputError(
-                f"input 'input_ids' has {token_id} at position {position}; allowed: the target's token ids, 0 to "
-                f"{vocab_size - 1}"
-            )
+    _check_num_tokens(array.size, ready)
+    ids = array.reshape(-1)
+    strange = np.flatnonzero((ids < 0) | (ids >= ready.vocab_size))
+    if strange.size:
+        position = int(strange[0])
+        raise InputError(
+            f"input 'input_ids' has {ids[position]} at position {position}; allowed: the target's token ids, 0 to "
+            f"{ready.vocab_size - 1}"
+        )
+    token_ids: list[int] = ids.tolist()
     return token_ids
 
 
-def _messages(text: str, max_chars: int) -> list[dict[str, Any]]:
-    messages = _load_json(text, "input 'messages'", max_chars)
+def _check_num_tokens(num_tokens: int, ready: EngineReady) -> None:
+    if num_tokens + 1 > ready.max_model_len:
+        raise InputError(
+            f"the prompt has {num_tokens} tokens and the answer needs at least 1, but max_model_len is "
+            f"{ready.max_model_len}; shorten the prompt"
+        )
+
+
+def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str, Any]]:
+    max_chars = MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * ready.max_model_len
+    max_brackets = MAX_PARAMETERS_BRACKETS + MESSAGES_BRACKETS_PER_TOKEN * ready.max_model_len
+    messages = _load_json(inputs, "messages", max_chars, max_brackets)
     if not isinstance(messages, list) or not messages:
         raise InputError('input \'messages\' must be a JSON list such as [{"role": "user", "content": "Hello"}]')
     for index, message in enumerate(messages):
@@ -153,12 +184,18 @@ def _messages(text: str, max_chars: int) -> list[dict[str, Any]]:
     return messages
 
 
-def _sampling_values(inputs: Mapping[str, Array], parameters: str) -> dict[str, Any]:
+def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: EngineReady) -> dict[str, Any]:
     """The sampling parameters as they were sent: the input wins over the request's own parameters."""
+    max_chars = MAX_PARAMETERS_CHARS + PARAMETERS_CHARS_PER_TOKEN * ready.vocab_size
     if "sampling_parameters" in inputs:
-        values = _json_object(_string(inputs, "sampling_parameters"), "input 'sampling_parameters'")
+        what = "input 'sampling_parameters'"
+        values = _load_json(inputs, "sampling_parameters", max_chars, MAX_PARAMETERS_BRACKETS)
     else:
-        values = _json_object(parameters or "{}", "the object of request parameters")
+        what = "the object of request parameters"
+        values = _read(parameters or "{}", what, max_chars, MAX_PARAMETERS_BRACKETS)
+    if not isinstance(values, dict):
+        raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
+    if "sampling_parameters" not in inputs:
         values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
     # Triton's vLLM backend takes it; a client must not think that its adapter was used.
     if values.pop("lora_name", None) is not None:
@@ -166,55 +203,28 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str) -> dict[str, 
     return values
 
 
-def _json_object(text: str, what: str) -> dict[str, Any]:
-    values = _load_json(text, what, MAX_PARAMETERS_CHARS)
-    if not isinstance(values, dict):
-        raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
-    return values
+def _load_json(inputs: Mapping[str, Array], name: str, max_chars: int, max_brackets: int) -> Any:
+    """The value of a JSON input."""
+    text = _string(inputs, name, max_chars * BYTES_PER_CHAR)
+    return _read(text, f"input '{name}'", max_chars, max_brackets)
 
 
-def _load_json(text: str, what: str, max_chars: int) -> Any:
-    """Parse JSON that a client wrote. Raises `InputError`, also for what Python's reader would let pass: NaN, a key
-    that comes twice, and half a surrogate pair, which has no UTF-8 form."""
-    if len(text) > max_chars:
-        raise InputError(f"{what} has {len(text)} characters; allowed: at most {max_chars}")
+def _read(text: str, what: str, max_chars: int, max_brackets: int) -> Any:
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_short_int)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RecursionError:
-        raise InputError(f"{what} is nested too deeply") from None
-    except UnicodeEncodeError:
-        raise InputError(f"{what} has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
-    except ValueError as error:
-        raise InputError(f"{what} is not JSON: {error}") from None
-    return value
+        return read_json(text, max_chars=max_chars, max_brackets=max_brackets)
+    except JsonError as error:
+        raise InputError(f"{what} {error}") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {quoted(twice)} comes twice in one object")
-    return values
-
-
-def _short_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits, more than {MAX_DIGITS}")
-    return int(digits)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _string(inputs: Mapping[str, Array], name: str) -> str:
+def _string(inputs: Mapping[str, Array], name: str, max_bytes: int) -> str:
+    """The text of an input, which is measured before it is decoded."""
     value = _one(inputs[name], name)
     if isinstance(value, str):
         return value
     if not isinstance(value, bytes):
         raise InputError(f"input '{name}' has the type {inputs[name].dtype}; allowed: STRING")
+    if len(value) > max_bytes:
+        raise InputError(f"input '{name}' has {len(value)} bytes; allowed: at most {max_bytes}")
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:

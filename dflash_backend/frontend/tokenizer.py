@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,18 @@ _TEMPLATE_ERRORS = (
 MAX_REASON_CHARS = 200
 
 
+# Tokens that a text may lose when pieces of it are tokenised as one: those around each place where it was cut.
+TOKENS_LOST_AT_A_CUT = 256
+# Characters that a piece has for each token that is allowed. Most text has fewer than this for each of its tokens.
+PIECE_CHARS_PER_TOKEN = 4
+
+
 class PromptError(ValueError):
     """A prompt cannot be turned into token ids. The message is for the client."""
+
+
+# One text is tokenised at a time; a pool of threads would only be in the way of the fork that starts the engine.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -75,7 +86,28 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
-        return list(self._fast.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
+
+    def has_more_tokens(self, text: str, limit: int) -> bool:
+        """Whether a text surely has more than `limit` tokens; False means that it may fit.
+
+        Tokenises no more of it than it takes to know: the cost is about that of a prompt of `limit` tokens, however
+        long the text is.
+        """
+        size = PIECE_CHARS_PER_TOKEN * limit + TOKENS_LOST_AT_A_CUT
+        if len(text) <= size:
+            return False
+        num_tokens = 0
+        for start in range(0, len(text), size):
+            num_tokens += len(self._encode(text[start : start + size], add_special_tokens=False)) - TOKENS_LOST_AT_A_CUT
+            if num_tokens > limit:
+                return True
+        return False
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids. The method for a batch lets other threads run meanwhile; the one for a single text does not."""
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text that the chat template makes of `messages`, up to where the assistant's answer begins.
@@ -96,7 +128,7 @@ class Tokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """Token ids of a text that `render_chat` made, which has its special tokens already."""
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of `messages` through the chat template, with `options` as in `render_chat`. Raises

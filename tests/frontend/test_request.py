@@ -1,10 +1,15 @@
 """Every way a request can be wrong, and what the message says."""
 
 import json
+import threading
+import time
 
+import msgspec
+import numpy as np
 import pytest
 
-from dflash_backend.frontend.request import ReturnFlags, parse_request
+from dflash_backend.frontend.request import InputError, ReturnFlags, parse_request
+from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import EngineReady
 from tests.frontend.conftest import START
 from tests.frontend.fake_triton import as_input
@@ -94,20 +99,30 @@ def test_the_longest_prompt_leaves_room_for_one_token(parse):
         ({"text_input": "a", "sampling_parameters": '{"temperature": 1e999}'}, "'temperature' has the value inf"),
         ({"text_input": "a", "sampling_parameters": '{"seed": 1, "seed": 2}'}, "the key 'seed' comes twice"),
         ({"text_input": "a", "sampling_parameters": '{"seed": %s}' % ("9" * 5000)}, "a number has 5000 digits"),
-        ({"text_input": "a", "sampling_parameters": '{"seed": "%s"}' % ("9" * 5000)}, r"9\.\.\. \(5002 characters\)"),
-        ({"text_input": "a", "sampling_parameters": '{"seed": %s}' % ("[" * 500 + "]" * 500)}, "'seed' has the value"),
-        ({"text_input": "a", "sampling_parameters": "[" * 100_000}, "'sampling_parameters' is nested too deeply"),
+        ({"text_input": "a", "sampling_parameters": '{"seed": "%s"}' % ("9" * 5000)}, r"9\.\.\. \(5000 characters\)"),
+        (
+            {"text_input": "a", "sampling_parameters": '{"seed": %s}' % ("[" * 500 + "]" * 500)},
+            "nested too deeply; allowed: 16",
+        ),
+        ({"text_input": "a", "sampling_parameters": '{"seed": [[[]]]}'}, "'seed' has the value"),
+        ({"text_input": "a", "sampling_parameters": "[" * 60_000}, "is nested too deeply or has too many parts"),
         ({"text_input": "a", "sampling_parameters": '{"stop": "\\ud800"}'}, "half a surrogate pair"),
+        ({"text_input": "a", "sampling_parameters": '{"stop": ["\\ud800"]}'}, "half a surrogate pair"),
         ({"text_input": "a", "sampling_parameters": '{"stop": "[\\"\\\\ud800\\"]"}'}, "'stop' has the value"),
-        ({"text_input": "a", "sampling_parameters": " " * 4_000_001}, "has 4000001 characters; allowed: at most"),
+        ({"text_input": "a", "sampling_parameters": " " * 71_729}, "has 71729 characters; allowed: at most 71728"),
+        ({"text_input": "a", "sampling_parameters": " " * 400_000}, "has 400000 bytes; allowed: at most"),
         ({"text_input": "a", "sampling_parameters": json.dumps({"stop": ["x"] * 65})}, "at most 64 strings"),
         ({"text_input": "a", "sampling_parameters": json.dumps({"stop": "x" * 1025})}, "1 to 1024 characters"),
         ({"text_input": "a", "sampling_parameters": json.dumps({"cache_salt": "x" * 1025})}, "at most 1024 characters"),
         ({"text_input": "a", "sampling_parameters": json.dumps({"stop_token_ids": [1] * 1025})}, "at most 1024 token"),
-        ({"text_input": "a" * 1000}, "the prompt has 1000 characters, but max_model_len is 32 tokens"),
+        ({"text_input": "a" * 1000}, "the prompt has 1000 bytes, but max_model_len is 32 tokens, .* at most 128 char"),
+        ({"text_input": "\u00e9" * 170}, "the prompt has 170 characters, but max_model_len is 32 tokens"),
+        ({"input_ids": [300] * 40}, "the prompt has 40 tokens and the answer needs at least 1"),
         ({"messages": "[" * 900}, "'messages' is not JSON"),
         ({"messages": '[{"role": "u", "content": "\\udc00"}]'}, "half a surrogate pair"),
-        ({"messages": " " * 5000}, "'messages' has 5000 characters; allowed"),
+        ({"messages": " " * 70_000}, "'messages' has 70000 characters; allowed: at most 67584"),
+        ({"messages": json.dumps([{"role": "u", "content": [[]] * 6000}])}, "6003 brackets; allowed: 5128"),
+        ({"text_input": "a", "sampling_parameters": json.dumps({"stop": [{}] * 6000})}, "6002 brackets; allowed: 5000"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(parse, inputs, message):
@@ -125,3 +140,117 @@ def test_a_name_for_no_adapter_is_let_pass(parse):
 
 def test_a_nul_in_a_prompt_is_a_character_like_others(parse):
     assert parse(text_input="a\0b").prompt_token_ids == [97, 0, 98]
+
+
+# What would be expensive to read is refused before it is read: the readers below fail the test when they are called.
+
+
+@pytest.fixture
+def no_reader(monkeypatch):
+    """Neither JSON nor UTF-8 of a client's text is read, and nothing is tokenised."""
+
+    def fail(text, *args, **kwargs):
+        assert text == "{}", "the text was read before it was measured"
+        return {}
+
+    monkeypatch.setattr(json, "loads", fail)
+    monkeypatch.setattr(Tokenizer, "_encode", fail)
+
+
+BIG = {
+    "nested 900 deep": '{"triton_x": [' + ",".join(["[" * 900 + "]" * 900] * 200) + "]}",
+    "an unknown name of megabytes": json.dumps({"x" * 3_900_000: 1}),
+    "biases of no token": json.dumps({"logit_bias": {f"{number:07d}": 1 for number in range(100_000)}}),
+    "stop token ids": json.dumps({"stop_token_ids": [1] * 200_000}),
+    "empty objects": '{"triton_x": [' + "{}," * 200_000 + "{}]}",
+}
+
+
+@pytest.mark.parametrize("text", BIG.values(), ids=BIG)
+@pytest.mark.parametrize("place", ["as an input", "as request parameters"])
+def test_sampling_parameters_are_measured_before_they_are_read(parse, no_reader, text, place):
+    sent = {"sampling_parameters": text} if place == "as an input" else {}
+    with pytest.raises(InputError, match="allowed: "):
+        parse("{}" if sent else text, text_input="a", **sent)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"text_input": b"\xff" * 1_000_000},
+        {"messages": b"\xff" * 1_000_000},
+        {"messages": '[{"role": "u", "content": "a", "x": [' + "{}," * 10_000 + "{}]}]"},
+    ],
+)
+def test_prompts_are_measured_before_they_are_read(parse, no_reader, inputs):
+    with pytest.raises(InputError, match=r"max_model_len|allowed: "):
+        parse(**inputs)
+
+
+class _UnreadableArray(np.ndarray):
+    def tolist(self):
+        raise AssertionError("the ids were converted before they were checked")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([300] * 40, "has 40 tokens"), ([1, 2, 999], "has 999 at position 2"), ([-1], "has -1 at")]
+)
+def test_token_ids_are_checked_as_an_array(parse, ids, message):
+    array = np.array(ids, dtype=np.int64).view(_UnreadableArray)
+    with pytest.raises(InputError, match=message):
+        parse(input_ids=array)
+
+
+def test_a_bias_for_every_token_of_a_large_vocabulary_fits(tokenizer):
+    ready = msgspec.structs.replace(READY, vocab_size=152_000)
+    biases = json.dumps({"logit_bias": {str(token_id): -99.75 for token_id in range(152_000)}})
+    parsed = parse_request(
+        {"text_input": as_input("a"), "sampling_parameters": as_input(biases)}, "{}", tokenizer, ready, max_n=4
+    )
+    assert len(parsed.sampling.logit_bias) == 152_000
+
+
+def test_a_text_is_tokenised_no_further_than_it_takes_to_refuse_it(parse, tokenizer, monkeypatch):
+    tokenised = []
+    encode = Tokenizer._encode
+
+    def counting(self, text, add_special_tokens):
+        tokenised.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counting)
+    monkeypatch.setattr(tokenizer, "max_token_chars", 20)
+    ready = msgspec.structs.replace(READY, max_model_len=2048)
+    with pytest.raises(InputError, match="has 10000 characters, which are too many tokens: max_model_len is 2048"):
+        parse_request({"text_input": as_input("a" * 10_000)}, "{}", tokenizer, ready, max_n=4)
+    assert 0 < sum(tokenised) < 9000
+
+
+def test_a_long_text_of_long_tokens_is_not_refused_for_its_length(tokenizer, monkeypatch):
+    monkeypatch.setattr("dflash_backend.frontend.tokenizer.PIECE_CHARS_PER_TOKEN", 1)
+    ready = msgspec.structs.replace(READY, max_model_len=2000)
+    text = "</s>" * 1990 + "<s>" * 9
+    assert not tokenizer.has_more_tokens(text, 1999)
+    parsed = parse_request({"text_input": as_input(text)}, "{}", tokenizer, ready, max_n=4)
+    assert len(parsed.prompt_token_ids) == 1999
+
+
+def test_tokenising_lets_other_threads_run(tokenizer):
+    """The thread that answers everybody shares the interpreter with the one that tokenises."""
+    ran_meanwhile = 0
+    done = threading.Event()
+
+    def count():
+        nonlocal ran_meanwhile
+        while not done.wait(0.0005):
+            ran_meanwhile += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    time.sleep(0.05)
+    before = ran_meanwhile
+    tokenizer.encode("word " * 200_000)
+    after = ran_meanwhile
+    done.set()
+    other.join()
+    assert after - before >= 3

@@ -1,0 +1,110 @@
+"""JSON that a client wrote, read strictly and at a bounded cost. Used by `frontend.request` and `sampling_params`.
+
+The thread that reads requests shares one interpreter with the thread that answers everybody, and a JSON reader holds
+the interpreter until it is done. So a text is measured, with searches that cost next to nothing, before it is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+# Longer numbers are not allowed anywhere, and Python does not read numbers of thousands of digits.
+MAX_DIGITS = 100
+MAX_DEPTH = 16
+# What an error message shows of a value.
+MAX_QUOTED_CHARS = 200
+MAX_QUOTED_ITEMS = 20
+MAX_QUOTED_DEPTH = 3
+
+
+class JsonError(ValueError):
+    """A text is not JSON that is accepted. The message is for the client and completes a sentence."""
+
+
+class NotJsonError(JsonError):
+    """A text is no JSON at all."""
+
+
+def read_json(text: str, *, max_chars: int, max_brackets: int) -> Any:
+    """The value of a JSON text.
+
+    Refused besides what is no JSON: more than `max_chars` characters; more than `max_brackets` opening brackets and
+    braces, those in strings included; nesting deeper than `MAX_DEPTH`; NaN and infinities; a key that comes twice in an
+    object; half a surrogate pair, which has no UTF-8 form. Raises `JsonError`.
+    """
+    if len(text) > max_chars:
+        raise JsonError(f"has {len(text)} characters; allowed: at most {max_chars}")
+    brackets = text.count("[") + text.count("{")
+    if brackets > max_brackets:
+        raise JsonError(f"is nested too deeply or has too many parts: {brackets} brackets; allowed: {max_brackets}")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_int=_short_int)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise JsonError("is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise JsonError("has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+    except ValueError as error:
+        raise NotJsonError(f"is not JSON: {error}") from None
+    if brackets > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
+        raise JsonError(f"is nested too deeply; allowed: {MAX_DEPTH} levels")
+    return value
+
+
+def _deeper_than(value: Any, depth: int) -> bool:
+    """Whether lists and objects lie in each other more than `depth` times. Asks no deeper than that."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return depth == 0 or any(_deeper_than(item, depth - 1) for item in value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {quoted(twice)} comes twice in one object")
+    return values
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, more than {MAX_DIGITS}")
+    return int(digits)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def quoted(value: Any) -> str:
+    """A value as an error message shows it. Only its beginning is looked at, since a client may have sent megabytes."""
+    text = repr(_beginning(value, MAX_QUOTED_DEPTH))
+    shown = text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
+    if isinstance(value, str) and len(value) > MAX_QUOTED_CHARS:
+        return f"{shown} ({len(value)} characters)"
+    if isinstance(value, list | tuple | Mapping) and len(value) > MAX_QUOTED_ITEMS:
+        return f"{shown} ({len(value)} items)"
+    return shown
+
+
+def _beginning(value: Any, depth: int) -> Any:
+    """The first characters or items of a value, and of its items."""
+    if isinstance(value, str):
+        return value[: MAX_QUOTED_CHARS + 1]
+    if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
+        return "a number of more than 100 digits"
+    if depth == 0 and isinstance(value, list | tuple | Mapping):
+        return ...
+    if isinstance(value, list | tuple):
+        return [_beginning(item, depth - 1) for item in value[:MAX_QUOTED_ITEMS]]
+    if isinstance(value, Mapping):
+        items = itertools.islice(value.items(), MAX_QUOTED_ITEMS)
+        return {_beginning(key, 0): _beginning(item, depth - 1) for key, item in items}
+    return value

@@ -1,0 +1,99 @@
+"""The sampling parameters of vLLM that this server does not have, and names that other servers use.
+
+A client of vLLM may send every field of `SamplingParams`, most of them at their defaults. A value that asks for nothing
+is taken; any other is refused by name, with what would work instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+MAX_NEUTRAL_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class VllmParameter:
+    """`neutral` are the values, besides null, that ask for nothing; `instead` says what to do in place of others."""
+
+    neutral: tuple[Any, ...]
+    instead: str
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether `value`, or what its text says, is null or one of the neutral values."""
+        if isinstance(value, str) and len(value) <= MAX_NEUTRAL_CHARS:
+            value = _NAMED.get(value.lower(), value)
+            if isinstance(value, str):
+                value = _from_text(value)
+        if value is None:
+            return True
+        if isinstance(value, list | dict | tuple | str):
+            return not value and type(value) in map(type, self.neutral)
+        return any(value == neutral for neutral in self.neutral if not isinstance(neutral, list | dict | str))
+
+
+_NAMED = {"none": None, "null": None, "true": True, "false": False}
+
+
+def _from_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_NOT_YET = "this server cannot do that; leave it out"
+_OF_PROMPT = "this server returns log-probabilities of new tokens only; leave it out"
+
+VLLM_PARAMETERS: dict[str, VllmParameter] = {
+    "prompt_logprobs": VllmParameter((), _OF_PROMPT),
+    "prompt_logprob_token_ids": VllmParameter((), _OF_PROMPT),
+    "prompt_logprob_start": VllmParameter((), _OF_PROMPT),
+    "logprob_token_ids": VllmParameter((), "'logprobs' returns those of the most likely tokens"),
+    "flat_logprobs": VllmParameter((False,), "log-probabilities come as a list with an object for each token"),
+    "detokenize": VllmParameter((True,), "text is always sent; the input 'return_token_ids' sends token ids as well"),
+    "spaces_between_special_tokens": VllmParameter((True,), "text is decoded as the tokenizer does"),
+    "output_kind": VllmParameter((0,), "the input 'stream' says whether parts of the answer are sent"),
+    "stream_interval": VllmParameter((1,), "with the input 'stream' every step's tokens are sent"),
+    "skip_clone": VllmParameter((True, False), "it has no effect here"),
+    "output_text_buffer_length": VllmParameter((0,), "the server holds back what may become a stop string"),
+    "structured_outputs": VllmParameter((), _NOT_YET + ", ask for the format in the prompt"),
+    "guided_decoding": VllmParameter((), _NOT_YET + ", ask for the format in the prompt"),
+    "allowed_token_ids": VllmParameter((), "'logit_bias' can favour single tokens by up to 100"),
+    "bad_words": VllmParameter(([],), "'logit_bias' of -100 keeps single tokens out"),
+    "extra_args": VllmParameter(({},), "there are no plugins to take them"),
+    "skip_reading_prefix_cache": VllmParameter((False,), "a new 'cache_salt' keeps a request from cached prefixes"),
+    "thinking_token_budget": VllmParameter((-1,), "'chat_template_kwargs' can switch thinking off"),
+    "repetition_detection": VllmParameter((), "'repetition_penalty' and 'frequency_penalty' hold repetition back"),
+    "routed_experts_prompt_start": VllmParameter((0,), _NOT_YET),
+    "trace_decode_token_ids": VllmParameter((), _NOT_YET),
+    "truncate_prompt_tokens": VllmParameter((), "shorten the prompt before it is sent"),
+    "early_stopping": VllmParameter((False,), "there is no beam search; 'n' asks for several answers"),
+    "length_penalty": VllmParameter((1,), "there is no beam search; 'n' asks for several answers"),
+    "use_beam_search": VllmParameter((False,), "there is no beam search; 'n' asks for several answers"),
+    "logits_processors": VllmParameter(([],), "'logit_bias' changes the logits of single tokens"),
+}
+
+# What other servers and libraries call a parameter, with what to send here.
+OTHER_NAMES: dict[str, str] = {
+    "max_completion_tokens": "'max_tokens'",
+    "max_new_tokens": "'max_tokens'",
+    "max_length": "'max_tokens'",
+    "num_predict": "'max_tokens'",
+    "min_new_tokens": "'min_tokens'",
+    "stop_sequences": "'stop'",
+    "stop_strings": "'stop'",
+    "eos_token_id": "'stop_token_ids'",
+    "num_return_sequences": "'n'",
+    "random_seed": "'seed'",
+    "top_logprobs": "'logprobs'",
+    "do_sample": "'temperature' of 0 for greedy decoding",
+    "thinking": "'enable_thinking'",
+}
+
+
+def check_best_of(value: Any, n: int, read_int: Callable[[Any], int | None]) -> str | None:
+    """What is allowed where `best_of` asks for more answers than `n`; None where it does not."""
+    return None if value is None or read_int(value) in (1, n) else f"{n}, the value of 'n': all answers are returned"
