@@ -18,8 +18,9 @@ from typing import Any
 ENV_PREFIX = "DFLASH_"
 AUTO = "auto"
 
-# Environment names under our prefix that are not settings of the engine.
-RESERVED_ENV_PREFIX = "DFLASH_REAL_WEIGHTS_"  # tests/test_real_weights.py
+# Environment names under our prefix that are not settings of the engine: those of tests/test_real_weights.py, and the
+# key that the command line sends to a server.
+RESERVED_ENV_PREFIX = ("DFLASH_REAL_WEIGHTS_", "DFLASH_API_KEY")
 
 
 class ConfigError(ValueError):
@@ -320,9 +321,41 @@ def _as_text(value: Any) -> str:
     return str(value)
 
 
+# What other servers call settings that are here.
+_OTHER_NAMES = {
+    "model": "target_model",
+    "target": "target_model",
+    "draft": "draft_model",
+    "drafter": "draft_model",
+    "speculative_model": "draft_model",
+    "max_seq_len": "max_model_len",
+    "block_size": "kv_block_size",
+    "enable_prefix_cache": "enable_prefix_caching",
+    "max_batch_size": "max_num_seqs",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "chunked_prefill_size": "max_prefill_tokens_per_step",
+}
+
+# Settings of other servers that nothing here stands for, and why.
+_NOT_HERE = {
+    "enable_lora": "there are no adapters",
+    "lora_modules": "there are no adapters",
+    "quantization": "weights are bfloat16, float16 or float32",
+    "kv_cache_dtype": "the KV cache has the dtype of the weights",
+    "tensor_parallel_size": "a model runs on one GPU; run a server for each",
+    "pipeline_parallel_size": "a model runs on one GPU; run a server for each",
+    "data_parallel_size": "a model runs on one GPU; run a server for each",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+}
+
+
 def nearest(name: str) -> str:
     """`; did you mean ...` when a valid setting is close to `name`, else the hint where they are listed."""
-    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.6)
+    if name in _OTHER_NAMES:
+        return f"; here that is '{_OTHER_NAMES[name]}'"
+    if name in _NOT_HERE:
+        return f"; {_NOT_HERE[name]}"
+    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.7)
     if close:
         return f"; did you mean '{close[0]}'?"
     return "; the settings are: " + ", ".join(_BY_NAME)

@@ -5,21 +5,26 @@
 engine's settings.
 """
 
-from dflash_client.client import AsyncDFlashClient, DFlashClient
-from dflash_client.errors import (
-    Cancelled,
-    ClientError,
-    ConnectionFailed,
-    ConnectionLost,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    RequestTimeout,
-    Unavailable,
-)
-from dflash_client.results import Completion, Delta, GenerationResult, Logprob
-from dflash_client.sampling import Sampling
-from dflash_client.stream import AsyncStream, Stream
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_client.client import AsyncDFlashClient, DFlashClient
+    from dflash_client.errors import (
+        Cancelled,
+        ClientError,
+        ConnectionFailed,
+        ConnectionLost,
+        Internal,
+        InvalidArgument,
+        NotFound,
+        PermissionDenied,
+        RequestTimeout,
+        Unauthenticated,
+        Unavailable,
+    )
+    from dflash_client.results import Completion, Delta, GenerationResult, Logprob
+    from dflash_client.sampling import Sampling
+    from dflash_client.stream import AsyncStream, Stream
 
 __all__ = [
     "AsyncDFlashClient",
@@ -36,8 +41,32 @@ __all__ = [
     "InvalidArgument",
     "Logprob",
     "NotFound",
+    "PermissionDenied",
     "RequestTimeout",
     "Sampling",
     "Stream",
+    "Unauthenticated",
     "Unavailable",
 ]
+
+_HOME = {
+    "client": ("AsyncDFlashClient", "DFlashClient"),
+    "results": ("Completion", "Delta", "GenerationResult", "Logprob"),
+    "sampling": ("Sampling",),
+    "stream": ("AsyncStream", "Stream"),
+}
+_MODULES = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is asked for: gRPC and httpx take a while, and the command line must be able to
+    end before they are there."""
+    if name not in __all__:
+        raise AttributeError(f"module 'dflash_client' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"dflash_client.{_MODULES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

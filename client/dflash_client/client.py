@@ -7,9 +7,10 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from dflash_client.address import ProtocolName, parse_url
+from dflash_client.connection import Connection, File
 from dflash_client.errors import RequestTimeout
 from dflash_client.grpc_aio_transport import AsyncGrpcTransport
 from dflash_client.grpc_transport import GrpcTransport
@@ -32,16 +33,39 @@ Prompt = str | Sequence[int] | None
 Messages = Sequence[Mapping[str, Any]] | None
 
 
+class _Options(TypedDict):
+    """What `Connection.build` takes beside the location."""
+
+    headers: Mapping[str, str] | None
+    api_key: str | None
+    ca_cert: File | None
+    client_cert: File | None
+    client_key: File | None
+
+
 class _Endpoint:
     """What both clients hold: which model of which server, and how long and how often to try."""
 
-    def __init__(self, url: str, protocol: ProtocolName, model: str, timeout_s: float, retries: int) -> None:
-        self.protocol, self.address = parse_url(url, protocol)
+    def __init__(
+        self, url: str, protocol: ProtocolName, model: str, timeout_s: float, retries: int, options: _Options
+    ) -> None:
+        self.location = parse_url(url, protocol)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
         self.model = model
         self.timeout_s = timeout_s
         self.retry = RetryPolicy(retries)
+        self._connection = Connection.build(self.location, **options)
+
+    @property
+    def protocol(self) -> ProtocolName:
+        """`grpc` or `http`."""
+        return self.location.protocol
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the server."""
+        return self.location.address
 
     def _plan(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> Plan:
         return Plan(Request.build(self.model, stream, prompt, messages, sampling), self.timeout_s, self.retry)
@@ -53,10 +77,19 @@ class _Endpoint:
 class DFlashClient(_Endpoint):
     """A synchronous client of one model. Safe to share between threads; a context manager.
 
-    `url` is `host:port`, or `grpc://host:port` or `http://host:port`, which also chooses the protocol; without a
-    port it is Triton's usual one. `timeout_s` bounds each request as a whole: connecting, retries and reading included.
-    Requests that the server did not begin (its queue is full, it is stopping, it is not there) are sent again up to
-    `retries` times, after waits that grow. Raises `ValueError` for arguments that make no sense.
+    `url` is `host:port`, or a URL that begins with `grpc://`, `http://`, `grpcs://` or `https://`, which also chooses
+    the protocol and, with the `s`, TLS. Without a port it is Triton's usual one, and 443 with TLS. An HTTP URL may have
+    the path under which a proxy has the server: `https://host/llm`.
+
+    `timeout_s` bounds each request as a whole: connecting, retries and reading included. Requests that the server did
+    not begin (its queue is full, it is stopping, it is not there) are sent again up to `retries` times, after waits
+    that grow.
+
+    `headers` go with every request, over gRPC as metadata; `api_key` is the header `Authorization: Bearer ...`. Triton
+    checks neither: they are for what stands in front of it. For TLS, `ca_cert` is a PEM file of the certificates to
+    trust in place of the usual authorities, `client_cert` and `client_key` are those of this client.
+
+    Raises `ValueError` for arguments that make no sense.
     """
 
     def __init__(
@@ -66,10 +99,23 @@ class DFlashClient(_Endpoint):
         model: str = "dflash",
         timeout_s: float = 300.0,
         retries: int = 0,
+        *,
+        headers: Mapping[str, str] | None = None,
+        api_key: str | None = None,
+        ca_cert: File | None = None,
+        client_cert: File | None = None,
+        client_key: File | None = None,
     ) -> None:
-        super().__init__(url, protocol, model, timeout_s, retries)
+        options: _Options = {
+            "headers": headers,
+            "api_key": api_key,
+            "ca_cert": ca_cert,
+            "client_cert": client_cert,
+            "client_key": client_key,
+        }
+        super().__init__(url, protocol, model, timeout_s, retries, options)
         self._transport: Transport = (
-            GrpcTransport(self.address) if self.protocol == "grpc" else HttpTransport(self.address)
+            GrpcTransport(self._connection) if self.protocol == "grpc" else HttpTransport(self._connection)
         )
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
@@ -128,10 +174,23 @@ class AsyncDFlashClient(_Endpoint):
         model: str = "dflash",
         timeout_s: float = 300.0,
         retries: int = 0,
+        *,
+        headers: Mapping[str, str] | None = None,
+        api_key: str | None = None,
+        ca_cert: File | None = None,
+        client_cert: File | None = None,
+        client_key: File | None = None,
     ) -> None:
-        super().__init__(url, protocol, model, timeout_s, retries)
+        options: _Options = {
+            "headers": headers,
+            "api_key": api_key,
+            "ca_cert": ca_cert,
+            "client_cert": client_cert,
+            "client_key": client_key,
+        }
+        super().__init__(url, protocol, model, timeout_s, retries, options)
         self._transport: AsyncTransport = (
-            AsyncGrpcTransport(self.address) if self.protocol == "grpc" else AsyncHttpTransport(self.address)
+            AsyncGrpcTransport(self._connection) if self.protocol == "grpc" else AsyncHttpTransport(self._connection)
         )
         self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 

@@ -17,6 +17,18 @@ class InvalidArgument(ClientError):
     status = "INVALID_ARGUMENT"
 
 
+class Unauthenticated(ClientError):
+    """What stands in front of the server does not know who is calling."""
+
+    status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(ClientError):
+    """What stands in front of the server does not let this caller do this."""
+
+    status = "PERMISSION_DENIED"
+
+
 class NotFound(ClientError):
     """The server has no model of that name."""
 
@@ -60,7 +72,17 @@ class ConnectionLost(ConnectionFailed):
 
 
 _BY_STATUS: dict[str, type[ClientError]] = {
-    kind.status: kind for kind in (InvalidArgument, NotFound, Unavailable, Cancelled, RequestTimeout, Internal)
+    kind.status: kind
+    for kind in (
+        InvalidArgument,
+        Unauthenticated,
+        PermissionDenied,
+        NotFound,
+        Unavailable,
+        Cancelled,
+        RequestTimeout,
+        Internal,
+    )
 }
 # How Triton 2.51 words the errors of its own that are not the fault of what was sent. The first that fits counts.
 _TRITONS_WORDS = (("no available versions", "UNAVAILABLE"), ("unknown model", "NOT_FOUND"))
@@ -91,3 +113,22 @@ def timed_out() -> RequestTimeout:
 def cancelled_here() -> Cancelled:
     """The error of a request that this client cancelled."""
     return Cancelled("the request was cancelled")
+
+
+def refused_caller(status: str, address: str, details: str) -> ClientError:
+    """The error of a caller who is not known, or not allowed to do this; `status` says which."""
+    what_to_do = "give a valid api_key (--api-key)" if status == "UNAUTHENTICATED" else "ask whoever runs it"
+    return error_for(status, f"{address} does not let this request in ({details}); {what_to_do}")
+
+
+def untrusted(address: str, why: str) -> ConnectionFailed:
+    """The error of a server whose certificate is not accepted."""
+    return ConnectionFailed(
+        f"the server at {address} is not trusted: {why}; if it has an authority of its own, give that one's "
+        "certificate as ca_cert (--ca-cert)"
+    )
+
+
+def no_tls(address: str, scheme: str) -> ConnectionFailed:
+    """The error of a server that does not speak TLS, and the scheme to use instead."""
+    return ConnectionFailed(f"what answers at {address} does not speak TLS; begin the URL with {scheme}")

@@ -10,8 +10,9 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from dflash_client.connection import Connection
 from dflash_client.errors import cancelled_here
-from dflash_client.grpc_messages import CHANNEL_OPTIONS, decode, encode, remaining_s, translate
+from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, decode, encode, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
@@ -19,8 +20,8 @@ from dflash_client.responses import Outputs
 class AsyncGrpcCall:
     """See `AsyncCall`."""
 
-    def __init__(self, stub: Any, address: str, request: Request, deadline: float) -> None:
-        self._stub, self._address, self._request, self._deadline = stub, address, request, deadline
+    def __init__(self, stub: Any, connection: Connection, request: Request, deadline: float) -> None:
+        self._stub, self._connection, self._request, self._deadline = stub, connection, request, deadline
         self._stream: Any = None
         self._cancelled = False
 
@@ -28,12 +29,14 @@ class AsyncGrpcCall:
         """See `Call.responses`."""
         if self._cancelled:
             raise cancelled_here()
-        self._stream = self._stub.ModelStreamInfer(iter([encode(self._request)]), timeout=remaining_s(self._deadline))
+        self._stream = self._stub.ModelStreamInfer(
+            iter([encode(self._request)]), timeout=remaining_s(self._deadline), metadata=self._connection.headers
+        )
         try:
             async for message in self._stream:
                 yield decode(message)
         except grpc.RpcError as error:
-            raise cancelled_here() if self._cancelled else translate(error, self._address) from error
+            raise cancelled_here() if self._cancelled else translate(error, self._connection.location) from error
         except asyncio.CancelledError:
             # grpc.aio raises the same for a call that was cancelled as for a task that was.
             if self._cancelled:
@@ -50,22 +53,28 @@ class AsyncGrpcCall:
 
 
 class AsyncGrpcTransport:
-    """A gRPC channel to `address`. Connects with the first request."""
+    """A gRPC channel. Connects with the first request."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        address, tls = connection.location.address, connection.tls
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(address, credentials(tls), options=CHANNEL_OPTIONS)
+        )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def call(self, request: Request, deadline: float) -> AsyncGrpcCall:
         """See `Transport.call`."""
-        return AsyncGrpcCall(self._stub, self._address, request, deadline)
+        return AsyncGrpcCall(self._stub, self._connection, request, deadline)
 
     async def ready(self, model: str, timeout_s: float) -> bool:
         """See `Transport.ready`."""
         request = service_pb2.ModelReadyRequest(name=model)
         try:
-            return bool((await self._stub.ModelReady(request, timeout=timeout_s)).ready)
+            answer = await self._stub.ModelReady(request, timeout=timeout_s, metadata=self._connection.headers)
+            return bool(answer.ready)
         except grpc.RpcError:
             return False
 

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import struct
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, error_for, error_in_text, timed_out
+from dflash_client.address import Location
+from dflash_client.connection import Tls
+from dflash_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    ConnectionLost,
+    error_for,
+    error_in_text,
+    no_tls,
+    refused_caller,
+    timed_out,
+    untrusted,
+)
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 from dflash_client.transport import CONNECT_TIMEOUT_S
@@ -27,7 +40,8 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
 ]
 # How gRPC's core words an UNAVAILABLE that comes from the connection and not from the server.
-_NOT_CONNECTED = ("failed to connect", "dns resolution failed", "name resolution", "address lookup", "domain name")
+_NO_SUCH_HOST = ("dns resolution failed", "name resolution", "address lookup", "domain name")
+_NOT_CONNECTED = ("failed to connect",)
 _BROKEN = ("socket closed", "connection reset", "broken pipe", "goaway", "connection dropped", "recvmsg", "sendmsg")
 
 # Elements of the outputs by Triton's name of their type; BYTES is read apart.
@@ -89,14 +103,51 @@ def _strings(data: bytes) -> list[str]:
     return strings
 
 
-def translate(error: Any, address: str) -> ClientError:
+def credentials(tls: Tls) -> Any:
+    """The credentials of a channel over TLS. Raises `OSError` for files that have gone since they were checked."""
+
+    def content(path: str | None) -> bytes | None:
+        return None if path is None else Path(path).read_bytes()
+
+    return grpc.ssl_channel_credentials(content(tls.ca_cert), content(tls.client_key), content(tls.client_cert))
+
+
+def translate(error: Any, location: Location) -> ClientError:
     """Our error for a `grpc.RpcError`."""
     code, details = error.code(), error.details() or "no details"
     words = details.lower()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return timed_out()
-    if code is grpc.StatusCode.UNAVAILABLE and any(known in words for known in _NOT_CONNECTED):
-        return ConnectionFailed(f"no gRPC server answers at {address}; is it running, and is this its gRPC port?")
-    if code is grpc.StatusCode.UNAVAILABLE and any(known in words for known in _BROKEN):
-        return ConnectionLost(f"the connection to {address} broke: {details}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return refused_caller(code.name, location.address, details)
+    if "http2 header with status" in words:
+        # Something that speaks HTTP/2 and not gRPC: a proxy that does not pass gRPC on, or a web server.
+        status = words.rpartition(" ")[2]
+        return ConnectionFailed(
+            f"what answers at {location.address} is no gRPC server (HTTP status {status}); check the address, or use "
+            f"{'https' if location.secure else 'http'}:// if it is Triton's HTTP port"
+        )
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return _unreachable(words, details, location)
     return error_for(code.name, details)
+
+
+def _unreachable(words: str, details: str, location: Location) -> ClientError:
+    """The error for an UNAVAILABLE, which may be the server's own or the connection's."""
+    if location.secure and "verify_failed" in words:
+        return untrusted(location.address, "its certificate leads to no authority that is trusted here")
+    if location.secure and "hostname verification" in words:
+        return untrusted(location.address, "its certificate is for another host")
+    if location.secure and "wrong_version_number" in words:
+        return no_tls(location.address, "grpc://")
+    if any(known in words for known in _NO_SUCH_HOST):
+        return ConnectionFailed(f"the host of {location.address} has no address; check its name")
+    if any(known in words for known in _NOT_CONNECTED):
+        closed = not location.secure and any(known in words for known in _BROKEN)
+        hint = " (If it expects TLS, begin the URL with grpcs://.)" if closed else ""
+        return ConnectionFailed(
+            f"no gRPC server answers at {location.address}; is it running, and is this its gRPC port?{hint}"
+        )
+    if any(known in words for known in _BROKEN):
+        return ConnectionLost(f"the connection to {location.address} broke: {details}")
+    return error_for("UNAVAILABLE", details)

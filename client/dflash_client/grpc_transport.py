@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from dflash_client.connection import Connection
 from dflash_client.errors import cancelled_here
-from dflash_client.grpc_messages import CHANNEL_OPTIONS, decode, encode, remaining_s, translate
+from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, decode, encode, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
@@ -21,14 +22,16 @@ from dflash_client.responses import Outputs
 class GrpcCall:
     """See `Call`."""
 
-    def __init__(self, stub: Any, address: str, request: Request, deadline: float) -> None:
-        self._stub, self._address, self._request, self._deadline = stub, address, request, deadline
+    def __init__(self, stub: Any, connection: Connection, request: Request, deadline: float) -> None:
+        self._stub, self._connection, self._request, self._deadline = stub, connection, request, deadline
         self._stream: Any = None
         self._cancelled = False
 
     def responses(self) -> Generator[Outputs, None, None]:
         """See `Call.responses`."""
-        self._stream = self._stub.ModelStreamInfer(iter([encode(self._request)]), timeout=remaining_s(self._deadline))
+        self._stream = self._stub.ModelStreamInfer(
+            iter([encode(self._request)]), timeout=remaining_s(self._deadline), metadata=self._connection.headers
+        )
         # `cancel` sets the flag before it looks for the stream: one of the two sees the other.
         if self._cancelled:
             self._stream.cancel()
@@ -36,7 +39,7 @@ class GrpcCall:
             for message in self._stream:
                 yield decode(message)
         except grpc.RpcError as error:
-            raise cancelled_here() if self._cancelled else translate(error, self._address) from error
+            raise cancelled_here() if self._cancelled else translate(error, self._connection.location) from error
         finally:
             self._stream.cancel()
 
@@ -48,21 +51,27 @@ class GrpcCall:
 
 
 class GrpcTransport:
-    """A gRPC channel to `address`. Connects with the first request."""
+    """A gRPC channel. Connects with the first request."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        address, tls = connection.location.address, connection.tls
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, credentials(tls), options=CHANNEL_OPTIONS)
+        )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def call(self, request: Request, deadline: float) -> GrpcCall:
         """See `Transport.call`."""
-        return GrpcCall(self._stub, self._address, request, deadline)
+        return GrpcCall(self._stub, self._connection, request, deadline)
 
     def ready(self, model: str, timeout_s: float) -> bool:
         """See `Transport.ready`."""
+        request, headers = service_pb2.ModelReadyRequest(name=model), self._connection.headers
         try:
-            return bool(self._stub.ModelReady(service_pb2.ModelReadyRequest(name=model), timeout=timeout_s).ready)
+            return bool(self._stub.ModelReady(request, timeout=timeout_s, metadata=headers).ready)
         except grpc.RpcError:
             return False
 

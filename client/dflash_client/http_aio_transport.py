@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from dflash_client.http_messages import EventParser, Exchange, client_options, decode, model_path, refusal
+from dflash_client.connection import Connection
+from dflash_client.http_messages import EventParser, Exchange, client_options, decode, model_path
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
@@ -27,7 +28,7 @@ class AsyncHttpCall:
         try:
             async with self._client.stream(**exchange.options(self._trace)) as response:
                 if response.status_code != 200:
-                    raise refusal(response.status_code, await response.aread())
+                    raise exchange.refusal(response.status_code, await response.aread())
                 async for outputs in self._outputs(response):
                     yield outputs
             exchange.check()
@@ -56,15 +57,15 @@ class AsyncHttpCall:
 
 
 class AsyncHttpTransport:
-    """Sends to the HTTP endpoint at `address`."""
+    """Sends to an HTTP endpoint."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._client = httpx.AsyncClient(**client_options(address))
+    def __init__(self, connection: Connection) -> None:
+        self._location = connection.location
+        self._client = httpx.AsyncClient(**client_options(connection))
 
     def call(self, request: Request, deadline: float) -> AsyncHttpCall:
         """See `Transport.call`."""
-        return AsyncHttpCall(self._client, Exchange(request, self._address, deadline), request.stream)
+        return AsyncHttpCall(self._client, Exchange(request, self._location, deadline), request.stream)
 
     async def ready(self, model: str, timeout_s: float) -> bool:
         """See `Transport.ready`."""

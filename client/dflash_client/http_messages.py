@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from urllib.parse import quote
 
 import httpx
 
+from dflash_client.address import Location
+from dflash_client.connection import Connection
 from dflash_client.errors import (
     ClientError,
     ConnectionFailed,
@@ -21,24 +24,34 @@ from dflash_client.errors import (
     cancelled_here,
     error_for,
     error_in_text,
+    no_tls,
+    refused_caller,
     timed_out,
+    untrusted,
 )
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 from dflash_client.transport import CONNECT_TIMEOUT_S
 
+# How the resolvers of different systems word that a name has no address.
+_NO_SUCH_HOST = ("name or service not known", "name resolution", "no address associated", "nodename nor servname")
+# What a server that expects TLS does to a request in the clear, among others.
+_CUT_OFF = ("without sending a response", "connection reset")
 _STATUS_OF_CODE = {
     400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     408: "DEADLINE_EXCEEDED",
+    413: "INVALID_ARGUMENT",
     429: "UNAVAILABLE",
     499: "CANCELLED",
     503: "UNAVAILABLE",
 }
 
 
-def client_options(address: str) -> dict[str, Any]:
-    """The options of an httpx client for `address`.
+def client_options(connection: Connection) -> dict[str, Any]:
+    """The options of an httpx client.
 
     Each request has a connection of its own: one that was kept open may have been closed by the server just before,
     which nobody can tell from a server that died while it worked. No bound on connections: how many requests run is
@@ -46,7 +59,13 @@ def client_options(address: str) -> dict[str, Any]:
     own.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return {"base_url": f"http://{address}", "limits": limits, "trust_env": False}
+    return {
+        "base_url": connection.location.http_url,
+        "headers": dict(connection.headers),
+        "limits": limits,
+        "trust_env": False,
+        "verify": True if connection.tls is None else connection.tls.ssl_context(),
+    }
 
 
 def model_path(model: str, verb: str) -> str:
@@ -60,8 +79,8 @@ class Exchange:
     Shutting the socket down wakes whoever waits for it, and tells the server that nobody listens any more.
     """
 
-    def __init__(self, request: Request, address: str, deadline: float) -> None:
-        self._request, self._address, self._deadline = request, address, deadline
+    def __init__(self, request: Request, location: Location, deadline: float) -> None:
+        self._request, self._location, self._deadline = request, location, deadline
         self._lock = threading.Lock()
         self._socket: Any = None
         self._end: ClientError | None = None
@@ -84,7 +103,7 @@ class Exchange:
 
     def on_event(self, event: str, info: Mapping[str, Any]) -> None:
         """What httpx tells about the connection: the one thing to know is its socket."""
-        if event == "connection.connect_tcp.complete":
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._lock:
                 self._socket = info["return_value"].get_extra_info("socket")
                 if self._end is not None:
@@ -108,7 +127,11 @@ class Exchange:
         if self._socket is not None:
             # It may be closed already, when the exchange is over.
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+                if isinstance(self._socket, ssl.SSLSocket):
+                    # Its own `shutdown` also takes the TLS layer away under whoever reads from it.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                else:
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def check(self) -> None:
         """Raise the error that ended the exchange, if one did."""
@@ -119,24 +142,42 @@ class Exchange:
         """Our error for one of httpx's."""
         if self._end is not None:
             return self._end
+        address, words = self._location.address, str(error).lower()
+        if self._location.secure and "certificate_verify_failed" in words:
+            return untrusted(address, str(error).partition("failed: ")[2].partition(" (_ssl")[0] or str(error))
+        if self._location.secure and "wrong_version_number" in words:
+            return no_tls(address, "http://")
+        if any(known in words for known in _NO_SUCH_HOST):
+            return ConnectionFailed(f"the host of {address} has no address; check its name")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ConnectionFailed(
-                f"no HTTP server answers at {self._address}; is it running, and is this its HTTP port?"
-            )
+            return ConnectionFailed(f"no HTTP server answers at {address}; is it running, and is this its HTTP port?")
         if isinstance(error, httpx.TimeoutException):
             return timed_out()
-        return ConnectionLost(f"the connection to {self._address} broke: {error}")
+        if isinstance(error, httpx.RemoteProtocolError) and "illegal" in words:
+            return ConnectionFailed(
+                f"what answers at {address} does not speak HTTP; if this is the gRPC port, use grpc:// "
+                "(--protocol grpc)"
+            )
+        cut_off = not self._location.secure and any(known in words for known in _CUT_OFF)
+        hint = " (If it expects TLS, begin the URL with https://.)" if cut_off else ""
+        return ConnectionLost(f"the connection to {address} broke: {error or type(error).__name__}{hint}")
 
-
-def refusal(code: int, body: bytes) -> ClientError:
-    """The error of a response that is not 200. Triton may send it as JSON or as a server-sent event."""
-    text = body.decode("utf-8", errors="replace").strip()
-    try:
-        message = str(json.loads(text.removeprefix("data:"))["error"])
-    except (ValueError, KeyError, TypeError):
-        return error_for(_STATUS_OF_CODE.get(code, "INTERNAL"), f"HTTP status {code}: {text[:200]}")
-    # Triton 2.51 answers every error of a model with 400.
-    return error_in_text(message, _STATUS_OF_CODE.get(code, "INTERNAL"))
+    def refusal(self, code: int, body: bytes) -> ClientError:
+        """The error of a response that is not 200. Triton may send it as JSON or as a server-sent event; what stands in
+        front of it may send anything."""
+        text = body.decode("utf-8", errors="replace").strip()
+        try:
+            message = str(json.loads(text.removeprefix("data:"))["error"])
+        except (ValueError, KeyError, TypeError):
+            message = ""
+        status = _STATUS_OF_CODE.get(code, "INTERNAL")
+        if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+            return refused_caller(status, self._location.address, message or f"HTTP status {code}")
+        if message:
+            # Triton 2.51 answers every error of a model with 400.
+            return error_in_text(message, status)
+        where = f"{self._location.http_url} answered with HTTP status {code}"
+        return error_for(status, f"{where}: {' '.join(text.split())[:200]}" if text else where)
 
 
 def encode(request: Request) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Generator, Iterator
 
 import httpx
 
-from dflash_client.http_messages import EventParser, Exchange, client_options, decode, model_path, refusal
+from dflash_client.connection import Connection
+from dflash_client.http_messages import EventParser, Exchange, client_options, decode, model_path
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
@@ -29,7 +30,7 @@ class HttpCall:
         try:
             with self._client.stream(**exchange.options(exchange.on_event)) as response:
                 if response.status_code != 200:
-                    raise refusal(response.status_code, response.read())
+                    raise exchange.refusal(response.status_code, response.read())
                 yield from self._outputs(response)
             exchange.check()
         except httpx.TransportError as error:
@@ -54,15 +55,15 @@ class HttpCall:
 
 
 class HttpTransport:
-    """Sends to the HTTP endpoint at `address`."""
+    """Sends to an HTTP endpoint."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._client = httpx.Client(**client_options(address))
+    def __init__(self, connection: Connection) -> None:
+        self._location = connection.location
+        self._client = httpx.Client(**client_options(connection))
 
     def call(self, request: Request, deadline: float) -> HttpCall:
         """See `Transport.call`."""
-        return HttpCall(self._client, Exchange(request, self._address, deadline), request.stream)
+        return HttpCall(self._client, Exchange(request, self._location, deadline), request.stream)
 
     def ready(self, model: str, timeout_s: float) -> bool:
         """See `Transport.ready`."""

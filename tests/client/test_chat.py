@@ -7,12 +7,15 @@ import os
 import pty
 import select
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dflash_client import DFlashClient, Stream
 from dflash_client.cli import main
 from dflash_client.launcher import TritonServer
 from tests.client.conftest import one_more_cancellation, toy_server
@@ -46,8 +49,35 @@ def test_commands_reset_count_and_end_the_chat(
     out, err = capsys.readouterr()
     assert out == "<user>a\n<user>b\n"
     assert "[2 answers, 14 tokens, " in err
-    assert "there is no command /what" in err
-    assert err.count("/reset  forget what was said") == 1
+    assert "there is no command /what now" in err
+    assert err.count("forget what was said") == 1
+
+
+@pytest.mark.server
+def test_two_slashes_begin_a_message_with_one(
+    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "//etc")
+    assert main(["chat", "--url", toy.grpc_url]) == 0
+    assert capsys.readouterr().out == "<user>/etc\n"
+
+
+@pytest.mark.server
+def test_thinking_is_switched_in_the_chat(
+    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[object] = []
+    stream = DFlashClient.stream
+
+    def noting(self: DFlashClient, *arguments: Any, **options: Any) -> Stream:
+        sent.append(options.get("enable_thinking"))
+        return stream(self, *arguments, **options)
+
+    monkeypatch.setattr(DFlashClient, "stream", noting)
+    say(monkeypatch, "a", "/thinking on", "b", "/thinking default", "c", "/thinking maybe", "d")
+    assert main(["chat", "--url", toy.grpc_url, "--no-thinking"]) == 0
+    assert sent == [False, True, None, None]
+    assert "there is no command /thinking maybe" in capsys.readouterr().err
 
 
 @pytest.mark.server
@@ -124,6 +154,43 @@ def test_in_a_terminal_ctrl_c_cancels_the_answer_and_then_ends_the_chat(toy: Tri
         finally:
             process.kill()
             os.close(terminal)
+
+
+@pytest.mark.server
+def test_in_a_terminal_lines_are_edited_and_kept_for_their_owner_alone(toy: TritonServer, tmp_path: Path) -> None:
+    environ = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    kept = tmp_path / "dflash-triton" / "chat_history"
+
+    def chat(*keys: tuple[bytes, str], options: tuple[str, ...] = ()) -> None:
+        terminal, far_end = pty.openpty()
+        command = [sys.executable, "-m", "dflash_client.cli", "chat", "--url", toy.grpc_url, *options]
+        with subprocess.Popen(
+            command, stdin=far_end, stdout=far_end, stderr=far_end, start_new_session=True, env=environ
+        ) as process:
+            os.close(far_end)
+            screen = Screen(terminal)
+            try:
+                screen.read_until("/help lists the commands")
+                for typed, answer in keys:
+                    screen.read_until("> ")
+                    os.write(terminal, typed)
+                    screen.read_until(answer)
+                screen.read_until("> ")
+                os.write(terminal, b"/quit\n")
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
+                os.close(terminal)
+
+    # Left, and a letter between those that are there.
+    chat((b"ac\x1b[Db\n", "<user>abc"))
+    assert kept.read_text().splitlines() == ["abc", "/quit"]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    # Up twice, over "/quit", in the next chat.
+    chat((b"\x1b[A\x1b[A\n", "<user>abc"))
+    before = kept.read_text()
+    chat((b"secret\n", "<user>secret"), options=("--no-history",))
+    assert kept.read_text() == before
 
 
 # The chat as it is, but for the message's role, which would stand before the toy's special prompt.

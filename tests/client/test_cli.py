@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,7 +26,18 @@ from tests.client.conftest import TOY_REPOSITORY
     [
         ([], "COMMAND"),
         (["nonsense"], "invalid choice"),
-        (["generate"], "PROMPT"),
+        (["generate", "x", "--max-tokens", "9" * 20], "is too large; allowed: at most 9223372036854775807"),
+        (["generate", "x", "--top-p", "much"], "'much' is not a number"),
+        (["serve", "--max-num-seqs", "32"], "a setting is given with --set max_num_seqs=32"),
+        (["serve", "--max-num-seqs=32", "--verbose"], "a setting is given with --set max_num_seqs=32"),
+        (["serve", "--port", "80"], "--http-port, --grpc-port and --metrics-port"),
+        (["serve", "--tensor-parallel-size", "2"], "a model runs on one GPU"),
+        (["eval", "--kv-cache-gb", "2"], "a setting is given with --set kv_cache_gb=2"),
+        (["generate", "x", "--cache-salt", "me"], "a sampling parameter is given with --set-param cache_salt=me"),
+        (["generate", "x", "--tempreature", "0"], "did you mean --temperature?"),
+        (["generate", "What", "is", "this"], "put it in quotes"),
+        (["chat", "--port", "8001"], "--url HOST:PORT"),
+        (["inspect", "x", "--zzz"], "dflash-triton inspect --help lists the options"),
         (["generate", "x", "--max-tokens", "0"], "'0' is not a whole number above 0"),
         (["generate", "x", "--temperature", "-1"], "'-1' is not a number of at least 0"),
         (["generate", "x", "--temperature", "nan"], "'nan' is not a number of at least 0"),
@@ -48,6 +60,12 @@ def test_bad_usage_ends_with_2_and_says_what_is_wrong(
     ("argv", "words"),
     [
         (["generate", "x", "--url", "host:port"], "the port 'port'"),
+        (["generate"], "give the prompt once"),
+        (["generate", "x", "--prompt", "y"], "give the prompt once"),
+        (["generate", "x", "--no-thinking"], "add --chat"),
+        (["generate", "x", "--ca-cert", "x"], "begin it with grpcs://"),
+        (["serve", "--set", "model=x"], "here that is 'target_model'"),
+        (["serve", "--set", "enable_lora=true"], "there are no adapters"),
         (["generate", "a\udc80"], "not UTF-8"),
         (["generate", "x", "--set-param", "messages=[]"], "'messages' is not a sampling parameter"),
         (["serve", "--set", "sede=1"], "did you mean 'seed'"),
@@ -116,6 +134,90 @@ def test_json_is_one_object_with_what_was_sent(toy: TritonServer, capsys: pytest
 
 
 @pytest.mark.server
+def test_common_sampling_parameters_have_options(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "--prompt", "hello", "--url", toy.grpc_url, "--json", "--seed", "1", "--top-p", "0.9"]
+    argv += ["--top-k", "-1", "--min-p", "0.1", "--stop", "5", "--stop", "b", "--n", "2", "--min-tokens", "0"]
+    argv += ["--presence-penalty", "-1", "--frequency-penalty", "1", "--repetition-penalty", "1.5", "--logprobs", "2"]
+    assert main([*argv, "--num-speculative-tokens", "3", "--set-param", "cache-salt=7"]) == 0
+    assert json.loads(capsys.readouterr().out)["spec_stats"]["sampling"] == {
+        "seed": 1,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "stop": ["5", "b"],
+        "n": 2,
+        "min_tokens": 0,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.5,
+        "logprobs": 2,
+        "num_speculative_tokens": 3,
+        "cache_salt": "7",
+    }
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("option", "wanted"), [("--no-thinking", False), ("--thinking", True), (None, None)])
+def test_a_chat_template_is_told_whether_to_think(
+    toy: TritonServer, option: str | None, wanted: bool | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [] if option is None else [option]
+    assert main(["generate", "hello", "--chat", "--json", "--url", toy.grpc_url, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["spec_stats"]["sampling"].get("enable_thinking") is wanted
+
+
+@pytest.mark.server
+def test_logprobs_are_shown_after_the_text(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "ab", "--url", toy.grpc_url, "--logprobs", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "ab\n"
+    assert [line.split() for line in err.splitlines()[1:]] == [
+        ["97", "'a'", "-0.500", "'a'", "-0.500"],
+        ["98", "'b'", "-0.500", "'b'", "-0.500"],
+    ]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_output_that_takes_no_more_is_one_sentence(toy: TritonServer, options: list[str]) -> None:
+    command = [sys.executable, "-m", "dflash_client.cli", "generate", "hello", "--url", toy.grpc_url, *options]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "dflash-triton: standard output cannot be written: No space left on device\n"
+
+
+def test_ctrl_c_at_any_time_is_no_traceback(unused_address: str) -> None:
+    """The signal comes at moments from the first import on to the wait for a connection."""
+    command = [sys.executable, "-c", ANY_TIME, "generate", "x", "--url", unused_address]
+    for step in range(12):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            time.sleep(step * 0.05)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=60)
+        assert "Traceback" not in error
+        assert (process.returncode, error) in ((130, "dflash-triton: cancelled\n"), (1, error), (-2, error))
+
+
+# As the installed program; the server that is not there is waited for long enough.
+ANY_TIME = """
+import sys
+import dflash_client.cli as cli
+print("importing", flush=True)
+cli.entry()
+"""
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"dflash-triton \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.server
 def test_chat_sends_a_message_and_a_refusal_ends_with_1(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hi", "--chat", "--url", toy.grpc_url]) == 0
     assert capsys.readouterr().out == "<user>hi\n"
@@ -126,13 +228,14 @@ def test_chat_sends_a_message_and_a_refusal_ends_with_1(toy: TritonServer, capsy
 @pytest.mark.server
 def test_a_signal_to_generate_cancels_the_request(toy: TritonServer, cancel_log: Path) -> None:
     before = cancel_log.read_text() if cancel_log.exists() else ""
-    command = [sys.executable, "-m", "dflash_client.cli", "generate", "forever", "--url", toy.grpc_url]
+    command = [sys.executable, "-m", "dflash_client.cli", "generate", "forever", "--url", toy.grpc_url, "--stats"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.read(1) == "x"
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (1, "dflash-triton: cancelled\n")
+    assert process.returncode == 130
+    assert re.match(r"dflash-triton: cancelled\ntokens +\d+ in .*\ntime to first token ", error)
     deadline = time.monotonic() + 10
     while (cancel_log.read_text() if cancel_log.exists() else "") == before and time.monotonic() < deadline:
         time.sleep(0.01)

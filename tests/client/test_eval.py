@@ -120,7 +120,14 @@ def test_settings_come_from_the_environment_too(
 
 @pytest.mark.parametrize(
     "argv",
-    [["--limit", "0"], ["--max-tokens", "x"], ["--temperature", "-1"], ["--seed", "-1"], ["--concurrency", "0"]],
+    [
+        ["--limit", "0"],
+        ["--max-tokens", "x"],
+        ["--temperature", "-1"],
+        ["--seed", "-1"],
+        ["--seed", str(2**63)],
+        ["--concurrency", "0"],
+    ],
 )
 def test_bad_numbers_are_bad_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -139,7 +146,7 @@ def test_bad_numbers_are_bad_usage(argv: list[str], capsys: pytest.CaptureFixtur
         (["--url", "localhost", "--draft", "x"], "--draft is for an engine in this process"),
         (["--url", "localhost", "--set", "seed=1"], "--set is for an engine in this process"),
         (["--url", "host:port"], "the port 'port'"),
-        (["--limit", "1", "--seed", str(2**63)], "seed"),
+        (["--limit", "2", "--seed", str(2**63 - 1)], "seed"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence_and_2(

@@ -1,5 +1,7 @@
 """URLs, requests and results: what needs no server."""
 
+from typing import Any
+
 import pytest
 
 from dflash_client import (
@@ -15,7 +17,7 @@ from dflash_client import (
     RequestTimeout,
     Unavailable,
 )
-from dflash_client.address import parse_url
+from dflash_client.address import Location, parse_url
 from dflash_client.request import Request
 from dflash_client.responses import ResponseReader
 from dflash_client.retry import RetryPolicy
@@ -31,15 +33,23 @@ from dflash_client.retry import RetryPolicy
         ("grpc://10.0.0.1", "http", ("grpc", "10.0.0.1:8001")),
         ("[::1]:8001", "grpc", ("grpc", "[::1]:8001")),
         ("[::1]", "http", ("http", "[::1]:8000")),
+        ("https://host", "grpc", ("http", "host:443", True)),
+        ("grpcs://host:9", "http", ("grpc", "host:9", True)),
+        ("http://host/a/b/", "grpc", ("http", "host:8000", False, "/a/b")),
+        ("host/a/v2", "http", ("http", "host:8000", False, "/a")),
+        ("https://host/v2/", "http", ("http", "host:443", True, "")),
     ],
 )
-def test_a_url_gives_protocol_and_address(url: str, protocol: str, expected: tuple[str, str]) -> None:
-    assert parse_url(url, protocol) == expected
+def test_a_url_gives_protocol_address_tls_and_path(url: str, protocol: str, expected: tuple[Any, ...]) -> None:
+    assert parse_url(url, protocol) == Location(*expected)
 
 
-@pytest.mark.parametrize("url", ["", ":8001", "host:0", "host:70000", "host:x", "https://host", "host/path:1", "a b:1"])
+@pytest.mark.parametrize(
+    "url",
+    ["", ":8001", "host:0", "host:70000", "host:x", "ftp://host", "host/path", "a b:1", "http://h/a?b", "me@host"],
+)
 def test_a_bad_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"address|port|begins with"):
+    with pytest.raises(ValueError, match=r"address|port|begins with|path"):
         parse_url(url, "grpc")
 
 

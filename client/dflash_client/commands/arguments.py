@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+# What a request can carry: integers of 64 bits.
+MAX_INT = 2**63 - 1
+
 
 def assignment(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as a pair; the value may be empty and may hold `=`."""
@@ -33,17 +36,50 @@ def port(text: str) -> int:
     return int(text)
 
 
+def parameter(text: str) -> tuple[str, str]:
+    """As `assignment`; names may be written with dashes, as options are."""
+    name, value = assignment(text)
+    return name.replace("-", "_"), value
+
+
+def header(text: str) -> tuple[str, str]:
+    """`NAME: VALUE` as a pair."""
+    name, separator, value = text.partition(":")
+    if not separator or not name.strip():
+        # Without the text itself, which may be a key.
+        raise argparse.ArgumentTypeError("a header is NAME: VALUE, as in --header 'X-Team: blue'")
+    return name.strip(), value.strip()
+
+
 def positive_int(text: str) -> int:
     """A whole number above 0."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+    return _whole(text, "a whole number above 0", 1)
 
 
 def non_negative_int(text: str) -> int:
     """A whole number of at least 0."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return _whole(text, "a whole number of at least 0", 0)
+
+
+def whole_number(text: str) -> int:
+    """A whole number, negative ones too."""
+    return _whole(text, "a whole number", -MAX_INT)
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    value = _float(text)
+    if not abs(value) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def _whole(text: str, kind: str, least: int) -> int:
+    digits = text.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    if int(text) > MAX_INT:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large; allowed: at most {MAX_INT}")
     return int(text)
 
 

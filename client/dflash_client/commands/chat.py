@@ -7,7 +7,6 @@ message.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,17 +14,21 @@ from typing import Any
 
 from dflash_client.client import DFlashClient
 from dflash_client.commands.client_options import add_client_options, client_of, sampling_of
-from dflash_client.commands.console import fail, say
+from dflash_client.commands.console import fail, remark, say, write
+from dflash_client.commands.line_editor import typed_lines
 from dflash_client.commands.timing import Report, TimedStream
 from dflash_client.errors import ClientError, ConnectionFailed, InvalidArgument
 
 MAX_TOKENS = 256
 PROMPT = "> "
-HELP = """/reset  forget what was said
-/stats  tokens, speed and acceptance of the whole chat
-/help   this list
-/quit   end the chat, as Ctrl-D does
+HELP = """/reset     forget what was said
+/thinking  on, off or default: whether the model thinks first, where its chat template knows that
+/stats     tokens, speed and acceptance of the whole chat
+/help      this list
+/quit      end the chat, as Ctrl-D does
+//...       a message that begins with /
 Ctrl-C cancels an answer; at the prompt it ends the chat."""
+THINKING: dict[str, bool | None] = {"on": True, "off": False, "default": None}
 
 
 def add_parser(commands: Any) -> None:
@@ -36,8 +39,9 @@ def add_parser(commands: Any) -> None:
         description="Talk to a running server; answers stream, and what speculation did is shown after each. With "
         "piped standard input each line is a message. /help lists the commands.",
     )
-    add_client_options(parser, max_tokens=MAX_TOKENS)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the first one")
+    parser.add_argument("--no-history", action="store_true", help="keep no file of what is typed")
+    add_client_options(parser, max_tokens=MAX_TOKENS)
     parser.set_defaults(run=run)
 
 
@@ -53,18 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
                     f"the model '{client.model}' does not answer at {client.address}; is the server running, and is "
                     f"this its {client.protocol} port?"
                 )
-            _converse(Chat(client, sampling, arguments.system))
+            if sys.stdin.isatty():
+                remark(f"{client.model} at {client.address}; /help lists the commands, Ctrl-D ends the chat")
+            _converse(Chat(client, sampling, arguments.system), keep_history=not arguments.no_history)
     except ValueError as error:
         return fail(str(error), status=2)
     except ConnectionFailed as error:
         return fail(str(error))
     except KeyboardInterrupt:
         # At the prompt.
-        print(file=sys.stderr)
-    except BrokenPipeError:
-        # The reader of our output is gone: nobody is left to tell, and flushing at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        remark("")
     return 0
 
 
@@ -108,6 +110,12 @@ class Chat:
         """Forget what was said; the system message stays."""
         self._messages = []
 
+    def let_think(self, wanted: bool | None) -> None:
+        """Whether the model may think first from now on; None leaves it to the chat template."""
+        self._sampling = {name: value for name, value in self._sampling.items() if name != "enable_thinking"}
+        if wanted is not None:
+            self._sampling["enable_thinking"] = wanted
+
     def ask(self, text: str) -> str:
         """Stream the answer to standard output; a line about it. Raises `ClientError`: then nothing was said."""
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -116,8 +124,7 @@ class Chat:
             timed = TimedStream(stream)
             try:
                 for delta in timed:
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
+                    write(delta.text)
             except KeyboardInterrupt:
                 cancelled = True
         report = timed.report()
@@ -127,16 +134,16 @@ class Chat:
         return "cancelled" if cancelled else report.as_line()
 
 
-def _converse(chat: Chat) -> None:
+def _converse(chat: Chat, keep_history: bool) -> None:
     """Read messages and commands until there are no more. Raises `ConnectionFailed` when the server is gone."""
-    for line in _lines():
+    for line in typed_lines(PROMPT, keep_history) if sys.stdin.isatty() else _piped_lines():
         text = line.strip()
         if text == "/quit":
             return
-        if text.startswith("/"):
+        if text.startswith("/") and not text.startswith("//"):
             _command(chat, text)
         elif text:
-            _answer(chat, text)
+            _answer(chat, text.removeprefix("/") if text.startswith("//") else text)
 
 
 def _answer(chat: Chat, text: str) -> None:
@@ -144,39 +151,30 @@ def _answer(chat: Chat, text: str) -> None:
     try:
         about = chat.ask(text)
     except ConnectionFailed:
-        print(flush=True)
+        write("\n")
         raise
     except ClientError as error:
-        print(flush=True)
+        write("\n")
         say(str(error) + (" (/reset starts over)" if isinstance(error, InvalidArgument) else ""))
         return
-    print(flush=True)
-    print(f"[{about}]", file=sys.stderr, flush=True)
+    write("\n")
+    remark(f"[{about}]")
 
 
 def _command(chat: Chat, text: str) -> None:
-    if text == "/reset":
+    name, *rest = text.split()
+    if name == "/thinking" and len(rest) == 1 and rest[0] in THINKING:
+        chat.let_think(THINKING[rest[0]])
+        remark(f"[thinking: {rest[0]}]")
+    elif text == "/reset":
         chat.reset()
-        print("[what was said is forgotten]", file=sys.stderr)
+        remark("[what was said is forgotten]")
     elif text == "/stats":
-        print(f"[{chat.totals.as_line()}]", file=sys.stderr)
+        remark(f"[{chat.totals.as_line()}]")
     elif text == "/help":
-        print(HELP, file=sys.stderr)
+        remark(HELP)
     else:
-        print(f"there is no command {text.split()[0]}; there are:\n{HELP}", file=sys.stderr)
-
-
-def _lines() -> Iterator[str]:
-    """What is typed, line by line, or the lines of piped input."""
-    if not sys.stdin.isatty():
-        yield from _piped_lines()
-        return
-    while True:
-        try:
-            yield input(PROMPT)
-        except EOFError:
-            print(file=sys.stderr)
-            return
+        remark(f"there is no command {text}; there are:\n{HELP}")
 
 
 def _piped_lines() -> Iterator[str]:

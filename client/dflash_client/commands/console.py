@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
+# What a shell says of a program that Ctrl-C ended.
+INTERRUPTED = 130
+
+
+class OutputFailed(Exception):
+    """Standard output takes no more; the text says why, and is empty where whoever read it has gone."""
+
 
 def say(text: str) -> None:
-    """One line to standard error."""
-    print(f"dflash-triton: {text}", file=sys.stderr, flush=True)
+    """One line to standard error. Where that takes no more, nobody is left to tell."""
+    with contextlib.suppress(OSError):
+        print(f"dflash-triton: {text}", file=sys.stderr, flush=True)
+
+
+def remark(text: str) -> None:
+    """Text to standard error that is no message of ours, such as statistics."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def fail(message: str, status: int = 1) -> int:
@@ -17,12 +32,20 @@ def fail(message: str, status: int = 1) -> int:
     return status
 
 
-def show(text: str) -> int:
-    """Print a result and return the exit status: 1 when whoever read our output is gone."""
+def write(text: str) -> None:
+    """A piece of a result to standard output, at once. Raises `OutputFailed`, which the command line turns into the end
+    of the command."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Nobody is left to tell, and flushing at exit must not fail again.
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered goes nowhere, or flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        gone = isinstance(error, BrokenPipeError)
+        raise OutputFailed("" if gone else f"standard output cannot be written: {error.strerror}") from None
+
+
+def show(text: str) -> int:
+    """Print a result and return the exit status of success. Raises as `write` does."""
+    write(f"{text}\n")
     return 0

@@ -19,6 +19,7 @@ from dflash_client.commands.arguments import (
     positive_int,
 )
 from dflash_client.commands.console import fail, say, show
+from dflash_client.commands.packages import engine_missing
 
 if TYPE_CHECKING:
     from dflash_backend.evaluation import Answerer, Evaluation, Question
@@ -93,8 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         return fail(str(error), status=2)
     except EvaluationError as error:
         return fail(str(error))
-    except KeyboardInterrupt:
-        return fail("cancelled")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -227,4 +226,4 @@ def _encoder(target: str) -> Encode:
 def _engine_missing(error: ImportError) -> Exception:
     from dflash_backend.evaluation import EvaluationError
 
-    return EvaluationError(f"this needs the engine's packages ({error}); run pip install 'dflash-triton[server]'")
+    return EvaluationError(engine_missing(error))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from dflash_client.commands.client_options import add_client_options, client_of, sampling_of
-from dflash_client.commands.console import fail
+from dflash_client.commands.console import INTERRUPTED, fail, remark, say, write
 from dflash_client.commands.timing import TimedStream
 from dflash_client.errors import ClientError
 
@@ -20,44 +19,48 @@ def add_parser(commands: Any) -> None:
         help="complete one prompt on a running server",
         description="Complete one prompt on a running server; the text streams to standard output.",
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; '-' reads it from standard input")
-    add_client_options(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; '-' reads it from standard input")
+    parser.add_argument("--prompt", dest="prompt_option", metavar="TEXT", help="the same as an option")
     parser.add_argument("--chat", action="store_true", help="send PROMPT as a chat message")
     parser.add_argument("--stats", action="store_true", help="print speed and acceptance to standard error afterwards")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    add_client_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the sub-command and return the exit status."""
+    """Run the sub-command and return the exit status. After Ctrl-C `--stats` shows what had come."""
     try:
-        inputs, sampling = _inputs(_prompt(arguments.prompt), arguments.chat), sampling_of(arguments)
+        prompt, sampling = _prompt(arguments), sampling_of(arguments)
         if str(sampling.get("n", 1)) != "1" and not arguments.json:
             raise ValueError("n above 1 gives several texts, which cannot stream into one; add --json")
-        with client_of(arguments) as client, client.stream(**inputs, **sampling) as stream:
+        if arguments.enable_thinking is not None and not arguments.chat:
+            raise ValueError("--thinking and --no-thinking are for the chat template, which --chat applies; add --chat")
+        with client_of(arguments) as client, client.stream(**_inputs(prompt, arguments.chat), **sampling) as stream:
             timed = TimedStream(stream)
-            _show(timed, quiet=arguments.json)
+            interrupted = _show(timed, quiet=arguments.json)
     except ValueError as error:
         return fail(str(error), status=2)
     except ClientError as error:
         return fail(str(error))
-    except KeyboardInterrupt:
-        return fail("cancelled")
-    except BrokenPipeError:
-        # The reader of our output is gone: nobody is left to tell, and flushing at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     report = timed.report()
-    if arguments.json:
-        print(report.as_json())
+    if interrupted:
+        say("cancelled")
+    elif arguments.json:
+        write(f"{report.as_json()}\n")
+    elif report.result.logprobs is not None:
+        remark(report.logprobs_as_text())
     if arguments.stats:
-        print(report.as_text(), file=sys.stderr)
-    return 0
+        remark(report.as_text())
+    return INTERRUPTED if interrupted else 0
 
 
-def _prompt(argument: str) -> str:
-    if argument != "-":
-        return argument
+def _prompt(arguments: argparse.Namespace) -> str:
+    given = [text for text in (arguments.prompt, arguments.prompt_option) if text is not None]
+    if len(given) != 1:
+        raise ValueError("give the prompt once: as an argument, with --prompt, or '-' to read it from standard input")
+    if given[0] != "-":
+        return str(given[0])
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -68,13 +71,17 @@ def _inputs(prompt: str, chat: bool) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
 
 
-def _show(stream: TimedStream, quiet: bool) -> None:
+def _show(stream: TimedStream, quiet: bool) -> bool:
+    """Write the text as it comes. Whether Ctrl-C ended it."""
     last = "\n"
-    for delta in stream:
-        if not quiet and delta.text:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-            last = delta.text[-1]
-    if not quiet and last != "\n":
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    try:
+        for delta in stream:
+            if not quiet and delta.text:
+                write(delta.text)
+                last = delta.text[-1]
+    except KeyboardInterrupt:
+        return True
+    finally:
+        if not quiet and last != "\n":
+            write("\n")
+    return False

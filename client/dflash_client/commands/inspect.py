@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dflash_client.commands.console import fail, show
+from dflash_client.commands.packages import engine_missing
 
 if TYPE_CHECKING:
     from dflash_backend.inspection import CheckpointReport, Inspection
@@ -35,13 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
         from dflash_backend.checkpoints import CheckpointError
         from dflash_backend.inspection import inspect
     except ImportError as error:
-        return fail(f"this needs the engine's packages ({error}); run pip install 'dflash-triton[server]'")
+        return fail(engine_missing(error))
     try:
         found = inspect(arguments.checkpoint, arguments.draft)
     except CheckpointError as error:
         return fail(str(error))
-    except KeyboardInterrupt:
-        return fail("cancelled")
     status = show(json.dumps(as_dict(found), ensure_ascii=False) if arguments.json else as_text(found))
     if found.pair is not None and not found.pair.fits:
         return fail(str(found.pair.reason))

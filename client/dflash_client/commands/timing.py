@@ -87,6 +87,19 @@ class Report:
             lines.append("acceptance length      no drafts")
         return "\n".join(lines)
 
+    def logprobs_as_text(self) -> str:
+        """A line for each token of the first completion: its text, its log-probability, and the likeliest tokens."""
+        lines = []
+        for token_id, entries in zip(self.result.token_ids, self.result.logprobs or (), strict=False):
+            chosen = entries.get(token_id)
+            others = ", ".join(
+                f"{entry.decoded_token!r} {entry.logprob:.3f}"
+                for _, entry in sorted(entries.items(), key=lambda item: -item[1].logprob)
+            )
+            text, logprob = ("", "-") if chosen is None else (repr(chosen.decoded_token), f"{chosen.logprob:.3f}")
+            lines.append(f"{token_id:>8} {text:<16} {logprob:>8}   {others}")
+        return "\n".join([f"{'token':>8} {'text':<16} {'logprob':>8}   likeliest", *lines])
+
     def as_line(self) -> str:
         """The same in one line."""
         result, stats = self.result, self.result.spec_stats

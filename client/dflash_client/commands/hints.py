@@ -1,0 +1,66 @@
+"""What to write in place of an option that a command does not have: people bring those of other servers with them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+
+from dflash_client.sampling import Sampling
+
+SETTINGS_COMMANDS = ("serve", "eval")
+REQUEST_COMMANDS = ("generate", "chat")
+ENDPOINT = "the server is given with --url HOST:PORT"
+PORTS = "there is one for each protocol: --http-port, --grpc-port and --metrics-port"
+# By command, then by option as others call it. "" stands for a word that is no option.
+KNOWN: dict[str, dict[str, str]] = {
+    "serve": {
+        "": "the model is given with --target, its drafter with --draft",
+        "--model": "the model is given with --target, its drafter with --draft",
+        "--speculative-model": "the drafter is given with --draft",
+        "--speculative-config": "the drafter is given with --draft, k with --set num_speculative_tokens=N",
+        "--port": PORTS,
+        "--served-model-name": "the name that clients use is --model-name",
+        "--tensor-parallel-size": "a model runs on one GPU; start a server for each",
+        "--api-key": "Triton checks no keys; put a proxy that does in front of it (docs/operators.md, Security)",
+        "--ssl-certfile": "put a proxy that ends TLS in front of it (docs/operators.md, Security)",
+    },
+    "generate": {
+        "": "the prompt is one argument: put it in quotes",
+        "--host": ENDPOINT,
+        "--port": ENDPOINT,
+        "--stream": "the text streams by itself",
+    },
+    "chat": {"": "messages are typed, or piped in", "--host": ENDPOINT, "--port": ENDPOINT},
+    "eval": {"--host": ENDPOINT, "--port": ENDPOINT, "--model": "the model is given with --target"},
+    "inspect": {},
+}
+
+
+def hint(command: str, parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """`; ` and what to write instead of the first of the `unknown` arguments, or nothing."""
+    words = next((word for word in unknown if word.startswith("--")), unknown[0])
+    option, _, value = words.partition("=")
+    place = list(unknown).index(words)
+    if not value and place + 1 < len(unknown) and not unknown[place + 1].startswith("--"):
+        value = unknown[place + 1]
+    known = KNOWN[command].get(option if option.startswith("-") else "")
+    if known is not None:
+        return f"; {known}"
+    name = option.lstrip("-").replace("-", "_")
+    if command in SETTINGS_COMMANDS and name in _settings():
+        return f"; a setting is given with --set {name}={value or 'VALUE'}"
+    if command in REQUEST_COMMANDS and name in Sampling.__annotations__:
+        return f"; a sampling parameter is given with --set-param {name}={value or 'VALUE'}"
+    close = difflib.get_close_matches(option, re.findall(r"--[a-z][a-z-]*", parser.format_help()), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else f"; dflash-triton {command} --help lists the options"
+
+
+def _settings() -> frozenset[str]:
+    """The names of the engine's settings, where its package is there."""
+    try:
+        from dflash_backend.config import SETTINGS
+    except ImportError:
+        return frozenset()
+    return frozenset(setting.name for setting in SETTINGS)

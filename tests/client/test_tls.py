@@ -1,0 +1,216 @@
+"""TLS, headers, keys and path prefixes, over both protocols and with both clients, against real servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_client import (
+    AsyncDFlashClient,
+    Cancelled,
+    ConnectionFailed,
+    DFlashClient,
+    PermissionDenied,
+    RequestTimeout,
+    Unauthenticated,
+)
+from dflash_client.cli import main
+from tests.client.tls_servers import Certificates, grpc_server, http_server
+
+PROTOCOLS = pytest.mark.parametrize("protocol", ["grpc", "http"])
+SERVERS = {"grpc": grpc_server, "http": http_server}
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates.make(tmp_path_factory.mktemp("tls"))
+
+
+def url(protocol: str, address: str, secure: bool = True) -> str:
+    return f"{protocol}{'s' if secure else ''}://{address}"
+
+
+async def asked_with_asyncio(address: str, **options: Any) -> tuple[bool, str, str]:
+    async with AsyncDFlashClient(address, timeout_s=20, **options) as client:
+        ready = await client.ready()
+        text = (await client.generate("one")).text
+        return ready, text, "".join([delta.text async for delta in client.stream("two")])
+
+
+def asked(address: str, **options: Any) -> tuple[bool, str, str]:
+    with DFlashClient(address, timeout_s=20, **options) as client:
+        return client.ready(), client.generate("one").text, "".join(delta.text for delta in client.stream("two"))
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_requests_go_over_tls_with_headers_and_key(
+    protocol: str, asynchronous: bool, certificates: Certificates
+) -> None:
+    with SERVERS[protocol](certificates) as seen:
+        options = {"headers": {"X-Team": "blue"}, "api_key": "secret", "ca_cert": certificates.ca}
+        where = url(protocol, seen.address)
+        answers = asyncio.run(asked_with_asyncio(where, **options)) if asynchronous else asked(where, **options)
+    assert answers == (True, "one", "two")
+    assert len(seen.headers) == 3
+    for headers in seen.headers:
+        assert (headers["x-team"], headers["authorization"]) == ("blue", "Bearer secret")
+
+
+@PROTOCOLS
+def test_a_server_that_asks_who_is_calling_gets_our_certificate(protocol: str, certificates: Certificates) -> None:
+    with SERVERS[protocol](certificates, mutual=True) as seen:
+        where, trust = url(protocol, seen.address), {"ca_cert": certificates.ca}
+        ours = {"client_cert": certificates.client, "client_key": certificates.client_key}
+        assert asked(where, **trust, **ours) == (True, "one", "two")
+        with pytest.raises(ConnectionFailed):
+            asked(where, **trust)
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("trusted", ["other", None])
+def test_a_certificate_of_an_unknown_authority_is_not_accepted(
+    protocol: str, asynchronous: bool, trusted: str | None, certificates: Certificates
+) -> None:
+    options = {} if trusted is None else {"ca_cert": getattr(certificates, trusted)}
+
+    def ask(where: str) -> object:
+        return asyncio.run(asked_with_asyncio(where, **options)) if asynchronous else asked(where, **options)
+
+    with SERVERS[protocol](certificates) as seen, pytest.raises(ConnectionFailed, match=r"not trusted.*--ca-cert"):
+        ask(url(protocol, seen.address))
+
+
+@PROTOCOLS
+def test_a_certificate_for_another_host_is_not_accepted(protocol: str, certificates: Certificates) -> None:
+    with (
+        SERVERS[protocol](certificates, elsewhere=True) as seen,
+        pytest.raises(ConnectionFailed, match="not trusted"),
+        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=20) as client,
+    ):
+        client.generate("one")
+
+
+@PROTOCOLS
+def test_tls_to_a_server_in_the_clear_says_which_url_to_use(protocol: str, certificates: Certificates) -> None:
+    with (
+        SERVERS[protocol](None) as seen,
+        pytest.raises(ConnectionFailed, match=f"does not speak TLS; begin the URL with {protocol}://"),
+        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=20) as client,
+    ):
+        client.generate("one")
+
+
+@PROTOCOLS
+def test_a_server_with_tls_that_is_called_in_the_clear_says_which_url_to_use(
+    protocol: str, certificates: Certificates
+) -> None:
+    with (
+        SERVERS[protocol](certificates) as seen,
+        pytest.raises(ConnectionFailed, match=f"TLS.*{protocol}s://"),
+        DFlashClient(url(protocol, seen.address, secure=False), timeout_s=20) as client,
+    ):
+        client.generate("one")
+
+
+@PROTOCOLS
+@pytest.mark.parametrize(("key", "kind"), [("wrong", Unauthenticated), ("other", PermissionDenied)])
+def test_a_key_that_is_refused_is_said_with_what_to_do(
+    protocol: str, key: str, kind: type, certificates: Certificates
+) -> None:
+    with (
+        SERVERS[protocol](None) as seen,
+        pytest.raises(kind, match=r"does not let this request in .*; (give a valid api_key|ask whoever runs it)"),
+        DFlashClient(url(protocol, seen.address, secure=False), api_key=key, timeout_s=20) as client,
+    ):
+        client.generate("one")
+
+
+@pytest.mark.parametrize("prefix", ["/llm/one", "/llm/one/", "/llm/one/v2"])
+def test_a_path_stands_before_tritons_own(prefix: str) -> None:
+    with http_server(None) as seen:
+        assert asked(f"http://{seen.address}{prefix}") == (True, "one", "two")
+    assert seen.paths == [f"/llm/one/v2/models/dflash/{verb}" for verb in ("ready", "generate", "generate_stream")]
+
+
+@PROTOCOLS
+def test_a_request_over_tls_is_cancelled_from_another_thread(protocol: str, certificates: Certificates) -> None:
+    with (
+        SERVERS[protocol](certificates) as seen,
+        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=20) as client,
+    ):
+        stream = client.stream("wait")
+        assert next(stream).text == "wait"
+        threading.Timer(0.1, stream.cancel).start()
+        began = time.monotonic()
+        with pytest.raises(Cancelled):
+            next(stream)
+        assert time.monotonic() - began < 10
+
+
+@PROTOCOLS
+def test_a_request_over_tls_ends_with_its_time(protocol: str, certificates: Certificates) -> None:
+    with (
+        SERVERS[protocol](certificates) as seen,
+        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=1) as client,
+        pytest.raises(RequestTimeout),
+    ):
+        list(client.stream("wait"))
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "words"),
+    [
+        ("grpc://h", {"ca_cert": "x"}, "begin it with grpcs://"),
+        ("http://h", {"ca_cert": "x"}, "begin it with https://"),
+        ("https://h", {"ca_cert": "/no/such.pem"}, "ca_cert: /no/such.pem cannot be read"),
+        ("grpcs://h", {"ca_cert": __file__}, "holds no certificates in PEM"),
+        ("grpcs://h", {"client_cert": "x"}, "go together"),
+        ("grpc://h", {"headers": {"a b": "c"}}, "'a b' cannot be sent"),
+        ("grpc://h", {"headers": {"x-data-bin": "c"}}, "'x-data-bin' cannot be sent"),
+        ("grpc://h", {"headers": {"x": "se\ncret"}}, "value of the header 'x' cannot be sent"),
+        ("grpc://h", {"api_key": "se\ncret"}, "value of the header 'authorization' cannot be sent"),
+        ("grpc://h", {"api_key": "k", "headers": {"Authorization": "k"}}, "either api_key or"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_and_no_secret_is_said(
+    address: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        DFlashClient(address, **options)
+    assert "secret" not in str(refused.value).replace("\n", "")
+
+
+@PROTOCOLS
+def test_the_command_line_has_the_same_options(
+    protocol: str,
+    certificates: Certificates,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DFLASH_API_KEY", "from the environment")
+    with SERVERS[protocol](certificates, mutual=True) as seen:
+        argv = ["generate", "hi", "--url", url(protocol, seen.address), "--header", "X-Team: blue"]
+        argv += ["--ca-cert", str(certificates.ca), "--client-cert", str(certificates.client)]
+        argv += ["--client-key", str(certificates.client_key)]
+        assert main(argv) == 0
+        assert main([*argv, "--api-key", "given"]) == 0
+    assert capsys.readouterr().out == "hi\nhi\n"
+    assert [headers["authorization"] for headers in seen.headers] == ["Bearer from the environment", "Bearer given"]
+    assert {headers["x-team"] for headers in seen.headers} == {"blue"}
+
+
+def test_a_header_is_a_name_and_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--header", "s3cret"])
+    error = capsys.readouterr().err
+    assert "a header is NAME: VALUE" in error
+    assert "s3cret" not in error
