@@ -212,6 +212,15 @@ SETTINGS: tuple[Setting, ...] = (
         low=0.0,
         help="seconds after which a request ends with what it has; 0: never",
     ),
+    Setting(
+        "max_response_mb",
+        float,
+        64.0,
+        low=0.0,
+        low_open=True,
+        help="megabytes that the responses to one request may hold altogether; a request that passes it ends with an "
+        "error",
+    ),
     Setting("kv_write_guard", bool, False, "check every KV write against its owner and stop at a breach (slow)"),
     Setting(
         "enable_cuda_graphs",
@@ -269,6 +278,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_queue_size: int = 1024
     request_timeout_s: float = 0.0
+    max_response_mb: float = 64.0
     kv_write_guard: bool = False
     enable_cuda_graphs: bool = True
     enable_overlap: bool = True

@@ -12,7 +12,9 @@ token, runs on to there without its client; `request_timeout_s` bounds that.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Collection
+
+from dflash_backend.frontend.responder import Responder, SendFailed
 
 # Between two looks; what is due at one is asked about in one go, because waking up costs as well.
 TICK_S = 0.05
@@ -28,35 +30,45 @@ class CancellationWatch:
 
     def __init__(self) -> None:
         # The one that was not asked about for longest comes first. Those that have ended stay until it is their turn.
-        self._watched: deque[tuple[str, Any]] = deque()
+        self._watched: deque[tuple[str, Responder]] = deque()
         self._asked_at = 0.0
         self._due = 0.0
 
-    def add(self, request_id: str, sender: Any) -> None:
+    def add(self, request_id: str, responder: Responder) -> None:
         """Watch a request from now on."""
-        self._watched.append((request_id, sender))
+        self._watched.append((request_id, responder))
 
     def timeout_s(self) -> float:
         """How long the thread that asks may sleep before it asks again."""
         return 0.0 if self._due >= 1.0 else TICK_S
 
-    def ask(self, now: float, in_flight: dict[str, Any]) -> list[str]:
-        """Ask about those that are due at `now`, a few at a time; the ids of the ones whose client is gone, which are
-        not watched any longer. Of those that are not `in_flight` nobody is asked: their answer was sent."""
+    def ask(self, now: float, in_flight: Collection[str]) -> tuple[list[str], list[tuple[str, SendFailed]]]:
+        """Ask about those that are due at `now`, a few at a time.
+
+        Returns the ids of the ones whose client is gone, and of those that Triton could not be asked about with the
+        reason; neither are watched any longer. Of those that are not `in_flight` nobody is asked: their answer was
+        sent.
+        """
         self._become_due(now, len(in_flight))
         gone: list[str] = []
+        failed: list[tuple[str, SendFailed]] = []
         asked = 0
         while self._watched and self._due >= 1.0 and asked < CHECKS_A_TURN:
-            request_id, sender = self._watched.popleft()
+            request_id, responder = self._watched.popleft()
             if request_id not in in_flight:
                 continue
             asked += 1
             self._due -= 1.0
-            if sender.is_cancelled():
+            try:
+                cancelled = responder.is_cancelled()
+            except SendFailed as error:
+                failed.append((request_id, error))
+                continue
+            if cancelled:
                 gone.append(request_id)
             else:
-                self._watched.append((request_id, sender))
-        return gone
+                self._watched.append((request_id, responder))
+        return gone, failed
 
     def _become_due(self, now: float, count: int) -> None:
         elapsed = now - self._asked_at

@@ -6,13 +6,14 @@ sees them together, in one response.
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Any
 
 import msgspec
 
 from dflash_backend.frontend.detokenizer import Detokenizer
 from dflash_backend.frontend.request import ParsedRequest
+from dflash_backend.frontend.responder import Responder
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import FinishReason, RequestStats, SamplingParams, TokenDelta, TokenLogprobs
 from dflash_backend.sampling_params import child
@@ -20,6 +21,8 @@ from dflash_backend.sampling_params import child
 # What JSON has no number for: a token that the model gives no chance at all. vLLM's value.
 LOWEST_LOGPROB = -9999.0
 SEPARATOR = "/"
+# A token of the output `token_ids`.
+TOKEN_ID_BYTES = 4
 
 
 class Completion:
@@ -33,7 +36,10 @@ class Completion:
         self._end_sent = False
         self.text: list[str] = [parsed.prefix] if parsed.prefix else []
         self.token_ids: list[int] = []
-        self.logprobs: list[dict[str, dict[str, Any]]] = []
+        # The JSON of each token.
+        self.logprobs: list[str] = []
+        # Of what was not sent yet; kept as it grows, since it is looked at after every step.
+        self.num_bytes = len(parsed.prefix.encode())
         self.cumulative_logprob = 0.0
         # A stop string was found: the engine was told, and only its last delta is still to come.
         self.stopped = False
@@ -52,6 +58,7 @@ class Completion:
                 count = self._append(delta.token_ids, finished)
             self.token_ids += delta.token_ids[:count]
             self.num_tokens += count
+            self.num_bytes += count * TOKEN_ID_BYTES
         if finished:
             self.finish_reason = "stop" if self.stopped else delta.finish_reason
             self.stats = delta.stats
@@ -66,13 +73,14 @@ class Completion:
 
     def clear(self) -> None:
         """Everything so far was sent."""
-        self.text, self.token_ids, self.logprobs = [], [], []
+        self.text, self.token_ids, self.logprobs, self.num_bytes = [], [], [], 0
         self._end_sent = self.finish_reason is not None
 
     def _append(self, token_ids: list[int], finished: bool) -> int:
         text, self.stopped, count = self._detokenizer.append(token_ids, finished)
         if text:
             self.text.append(text)
+            self.num_bytes += len(text.encode())
         return count
 
     def _add_each(self, token_ids: list[int], logprobs: list[TokenLogprobs], finished: bool) -> int:
@@ -81,6 +89,7 @@ class Completion:
             last = finished and index == len(token_ids) - 1
             if self._tell_logprobs:
                 self.logprobs.append(self._logprobs_json(entry, last))
+                self.num_bytes += len(self.logprobs[-1])
             self.cumulative_logprob += entry.logprobs[0]
             self._append([token_id], last)
             if self.stopped:
@@ -89,24 +98,26 @@ class Completion:
             self._append([], True)
         return len(token_ids)
 
-    def _logprobs_json(self, entry: TokenLogprobs, last: bool) -> dict[str, dict[str, Any]]:
-        """The contract's object for one position. The new token is the first, also among equals."""
-        return {
-            str(token_id): {
-                "logprob": max(logprob, LOWEST_LOGPROB),
-                "rank": rank,
-                "decoded_token": self._detokenizer.would_add(token_id, last),
+    def _logprobs_json(self, entry: TokenLogprobs, last: bool) -> str:
+        """The contract's object for one position, as JSON in ASCII. The new token is the first, also among equals."""
+        return json.dumps(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, LOWEST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": self._detokenizer.would_add(token_id, last),
+                }
+                for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
             }
-            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
-        }
+        )
 
 
 class Flight:
     """A Triton request that the engine works on."""
 
-    def __init__(self, request_id: str, sender: Any, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request_id: str, responder: Responder, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
         self.request_id = request_id
-        self.sender = sender
+        self.responder = responder
         self.parsed = parsed
         self.completions = [Completion(parsed, tokenizer) for _ in range(parsed.sampling.n)]
         self.submitted_at = time.monotonic()
@@ -123,6 +134,11 @@ class Flight:
     def num_new_tokens(self) -> int:
         """Tokens of all completions that were not sent yet."""
         return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that the request's responses hold: of those that were sent, and of what waits to be."""
+        return self.responder.num_bytes_sent + sum(completion.num_bytes for completion in self.completions)
 
     def clear(self) -> None:
         """Everything so far was sent."""

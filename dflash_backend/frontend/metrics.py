@@ -107,6 +107,8 @@ class Metrics:
         self._pb = pb_utils
         self._model = model_name
         self._engine = engine
+        self._log = log
+        self._has_failed = False
         self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")
         if not self._has_histograms:
             log("this Triton has no histogram metrics; counters that end in _sum and _count stand in for them")
@@ -164,17 +166,30 @@ class Metrics:
                 self._gauges[spec.name] = 0.0
 
     def flush(self) -> None:
-        """Hand over what has changed since the last time."""
+        """Hand over what has changed since the last time. What Triton does not take waits for the next time; the log
+        says so once."""
         with self._counts_lock:
             counts, self._counts = self._counts, defaultdict(float)
         for (name, label), amount in counts.items():
-            self._metric(name, label).increment(amount)
+            if not self._tell(name, label, "increment", amount):
+                self.count(name, amount, label)
         # Also those that have not changed: while a model is replaced, two instances of the same name set one gauge.
         for name, value in self._gauges.items():
-            self._metric(name, self._engine).set(value)
+            self._tell(name, self._engine, "set", value)
         observations, self._observations = self._observations, []
         for name, label, value in observations:
-            self._metric(name, label).observe(value)
+            self._tell(name, label, "observe", value)
+
+    def _tell(self, name: str, label: str, action: str, value: float) -> bool:
+        """Do `action` of a metric; False when Triton did not take it."""
+        try:
+            getattr(self._metric(name, label), action)(value)
+        except Exception as error:  # noqa: BLE001 - whatever Triton raises: a figure is missing, and no more
+            if not self._has_failed:
+                self._log(f"metrics could not be handed to Triton: {error}")
+            self._has_failed = True
+            return False
+        return True
 
     def _declare(self, spec: MetricSpec) -> None:
         """Make the metric's family; metrics without a further label are on the page from the start."""

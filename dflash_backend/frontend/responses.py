@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_backend.frontend.flight import Flight
+from dflash_backend.frontend.responder import Response
 from dflash_backend.messages import RequestStats
 
 # gRPC status names, as Triton's `TritonError` calls them.
@@ -21,6 +22,11 @@ _ERROR_CODES = {
 }
 
 
+Array = np.ndarray[Any, Any]
+# Triton stores a text with its length before it.
+LENGTH_BYTES = 4
+
+
 class ResponseBuilder:
     """Makes `InferenceResponse` objects. `pb_utils` is Triton's module, which exists only inside its stub."""
 
@@ -28,7 +34,7 @@ class ResponseBuilder:
         self._pb = pb_utils
         self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-    def output(self, flight: Flight) -> Any:
+    def output(self, flight: Flight) -> Response:
         """A response with what is new of a request: text, and the outputs that were asked for.
 
         Outputs have an element for each of the n completions, and counts and ids of tokens are those new in this one.
@@ -36,27 +42,26 @@ class ResponseBuilder:
         `spec_stats` belong to the response that ends the request.
         """
         returns, completions = flight.parsed.returns, flight.completions
-        tensors = [self._strings("text_output", ["".join(one.text) for one in completions])]
+        outputs: dict[str, Array] = {"text_output": _texts(["".join(one.text) for one in completions])}
         if returns.finish_reason:
-            tensors.append(self._strings("finish_reason", [str(one.finish_reason) for one in completions]))
+            outputs["finish_reason"] = _texts([str(one.finish_reason) for one in completions])
         if returns.cumulative_logprob:
-            sums = [one.cumulative_logprob for one in completions]
-            tensors.append(self._numbers("cumulative_logprob", sums, np.float32))
+            outputs["cumulative_logprob"] = np.array([one.cumulative_logprob for one in completions], dtype=np.float32)
         if returns.logprobs:
             asked = flight.parsed.sampling.logprobs is not None
-            values = [json.dumps(one.logprobs if asked else None) for one in completions]
-            tensors.append(self._strings("logprobs", values))
+            outputs["logprobs"] = _texts([f"[{', '.join(one.logprobs)}]" if asked else "null" for one in completions])
         if returns.num_input_tokens:
-            tensors.append(self._numbers("num_input_tokens", [len(flight.parsed.prompt_token_ids)], np.uint32))
+            outputs["num_input_tokens"] = np.array([len(flight.parsed.prompt_token_ids)], dtype=np.uint32)
         if returns.num_output_tokens:
-            tensors.append(self._numbers("num_output_tokens", [len(one.token_ids) for one in completions], np.uint32))
+            outputs["num_output_tokens"] = np.array([len(one.token_ids) for one in completions], dtype=np.uint32)
         if returns.token_ids:
             ids = [token_id for one in completions for token_id in one.token_ids]
-            tensors.append(self._numbers("token_ids", ids, np.int32))
+            outputs["token_ids"] = np.array(ids, dtype=np.int32)
         if returns.spec_stats and flight.ended:
             stats = [spec_stats_json(one.stats) for one in completions if one.stats is not None]
-            tensors.append(self._strings("spec_stats", stats))
-        return self._pb.InferenceResponse(tensors)
+            outputs["spec_stats"] = _texts(stats)
+        tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
+        return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
 
     def error(self, status: str, message: str) -> Any:
         """A response that is an error. `status` is a gRPC status name.
@@ -67,11 +72,16 @@ class ResponseBuilder:
         code = getattr(self._pb.TritonError, _ERROR_CODES[status])
         return self._pb.InferenceResponse(error=self._pb.TritonError(f"{status}: {message}", code))
 
-    def _strings(self, name: str, texts: list[str]) -> Any:
-        return self._pb.Tensor(name, np.array([text.encode("utf-8") for text in texts], dtype=np.object_))
 
-    def _numbers(self, name: str, values: Sequence[float], dtype: type) -> Any:
-        return self._pb.Tensor(name, np.array(values, dtype=dtype))
+def _texts(texts: Sequence[str]) -> Array:
+    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
+
+
+def _num_bytes(values: Array) -> int:
+    """The bytes of an output as Triton stores it."""
+    if values.dtype == np.object_:
+        return sum(len(text) + LENGTH_BYTES for text in values)
+    return int(values.nbytes)
 
 
 def spec_stats_json(stats: RequestStats) -> str:

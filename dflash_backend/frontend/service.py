@@ -11,9 +11,12 @@ tokens, and why cancellation and metrics are looked at only now and then.
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,7 @@ from dflash_backend.frontend.flight import Flight, flight_id
 from dflash_backend.frontend.log import Log
 from dflash_backend.frontend.metrics import Metrics
 from dflash_backend.frontend.request import InputError, ParsedRequest, PromptError, parse_request
+from dflash_backend.frontend.responder import Responder, SendFailed, one_line, shared_memory_room
 from dflash_backend.frontend.responses import ResponseBuilder
 from dflash_backend.frontend.supervisor import EngineLost, EngineSupervisor
 from dflash_backend.frontend.tokenizer import Tokenizer
@@ -35,6 +39,7 @@ from dflash_backend.messages import (
     RequestRejected,
     StepOutputs,
     StopRequests,
+    TokenDelta,
 )
 from dflash_backend.sampling_params import ParameterError
 
@@ -46,6 +51,14 @@ IDLE_S = 0.25
 # Requests in flight may finish for so long when the model is unloaded.
 DRAIN_S = 10.0
 RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
+SHUT_DOWN = "the server was shut down while it worked on this request"
+BROKEN = "the model stopped working while it worked on this request; the server's log says why"
+
+
+def end_process() -> None:
+    """End Triton's stub at once: whoever supervises the server sees that, and a model that is up but dead is seen by
+    nobody."""
+    os._exit(1)
 
 
 class FrontendService:
@@ -58,17 +71,21 @@ class FrontendService:
         pb_utils: ModuleType,
         command: Sequence[str] | None = None,
         instance: str = "",
+        abandon: Callable[[], None] = end_process,
     ) -> None:
         """Load the tokenizer and start the engine process, by `command` unless it is the usual one.
 
-        `instance` is Triton's name of the model instance, by default that of a model's first one. Raises `ConfigError`,
-        `CheckpointError` or `EngineError` with a sentence for the operator.
+        `instance` is Triton's name of the model instance, by default that of a model's first one. `abandon` is called
+        when the output thread has died of an error. Raises `ConfigError`, `CheckpointError` or `EngineError` with a
+        sentence for the operator.
         """
         self._pb = pb_utils
         self._log = Log(pb_utils, config.log_level)
         self._config = config
+        self._abandon = abandon
         self._responses = ResponseBuilder(pb_utils)
-        self._metrics = Metrics(pb_utils, model_name, instance or f"{model_name}_0_0", self._log.info)
+        self._has_room = shared_memory_room()
+        self._max_response_bytes = int(config.max_response_mb * 1e6)
         self._flights: dict[str, Flight] = {}
         self._cancellations = CancellationWatch()
         self._activity = ActivityLog()
@@ -91,6 +108,8 @@ class FrontendService:
             self._engine.close()
             raise
         self._engine.wait_until_ready()
+        # Last: Triton 2.51 crashes when a model that has made metrics fails to load while it replaces one that serves.
+        self._metrics = Metrics(pb_utils, model_name, instance or f"{model_name}_0_0", self._log.info)
         self._num_restarts = 0
         self._log.info(f"ready: {self._engine.ready.description}")
         self._report(time.monotonic())
@@ -104,29 +123,38 @@ class FrontendService:
 
     def submit(self, request: Any) -> None:
         """Take one Triton request. Whatever is wrong with it is answered; nothing is raised."""
-        sender = request.get_response_sender()
+        responder = Responder(
+            request.get_response_sender(), self._responses.error, self._responses.final, self._has_room
+        )
         engine = self._engine.engine
         if (refusal := self._refusal()) is not None or engine is None:
-            self._refuse(sender, "UNAVAILABLE", refusal or RESTARTING)
+            self._refuse(responder, "UNAVAILABLE", refusal or RESTARTING)
             return
         # Before anything is done for it: what an overloaded server refuses must cost next to nothing.
-        if self._refuse_overflow(sender, engine, 1):
+        if self._refuse_overflow(responder, engine, 1):
             return
         try:
             parsed = self._parsed(request)
         except (InputError, PromptError, ParameterError) as error:
-            self._refuse(sender, "INVALID_ARGUMENT", str(error))
+            self._refuse(responder, "INVALID_ARGUMENT", str(error))
             return
-        if self._refuse_overflow(sender, engine, parsed.sampling.n):
+        except Exception as error:  # noqa: BLE001 - Triton could not hand over its inputs: this request alone ends
+            self._log.error(f"a request could not be read: {one_line(error)}")
+            self._refuse(responder, "INTERNAL", f"the request could not be read: {one_line(error)}")
             return
-        request_id = next(self._ids)
-        flight = Flight(request_id, sender, parsed, self._tokenizer)
-        self._flights[request_id] = flight
-        self._cancellations.add(request_id, sender)
+        if self._refuse_overflow(responder, engine, parsed.sampling.n):
+            return
+        self._begin(Flight(next(self._ids), responder, parsed, self._tokenizer), engine)
+
+    def _begin(self, flight: Flight, engine: EngineClient) -> None:
+        """Hand a request to the engine; from here on the output thread owns it."""
+        parsed = flight.parsed
+        self._flights[flight.request_id] = flight
+        self._cancellations.add(flight.request_id, flight.responder)
         if self._log.debugging:
             prompt = self._tokenizer.decode(parsed.prompt_token_ids, skip_special_tokens=False)
             self._log.debug(
-                f"request {request_id}: {len(parsed.prompt_token_ids)} tokens: {prompt!r}: {parsed.sampling}"
+                f"request {flight.request_id}: {len(parsed.prompt_token_ids)} tokens: {prompt!r}: {parsed.sampling}"
             )
         for index, engine_id in enumerate(flight.engine_ids):
             engine.send(
@@ -139,10 +167,10 @@ class FrontendService:
                 )
             )
         # The engine may have died between: whoever takes the request out of the table answers it.
-        if self._engine.engine is not engine and self._flights.pop(request_id, None) is not None:
-            self._refuse(sender, "UNAVAILABLE", RESTARTING)
+        if self._engine.engine is not engine and self._flights.pop(flight.request_id, None) is not None:
+            self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
 
-    def _refuse_overflow(self, sender: Any, engine: EngineClient, num_completions: int) -> bool:
+    def _refuse_overflow(self, responder: Responder, engine: EngineClient, num_completions: int) -> bool:
         """Refuse a request that the queue has no room for; whether it had none.
 
         The engine would say the same, a step later, and of each completion by itself.
@@ -151,7 +179,7 @@ class FrontendService:
         if waiting + num_completions <= limit:
             return False
         self._refuse(
-            sender,
+            responder,
             "UNAVAILABLE",
             f"{waiting} requests wait already, this one has {num_completions}, and max_queue_size is {limit}; try "
             "again later",
@@ -192,16 +220,31 @@ class FrontendService:
 
     def _run(self) -> None:
         """The output thread. However it ends, no request stays without an answer, and no engine behind."""
+        failure: Exception | None = None
         try:
             while not self._ended:
                 self._turn()
-        finally:
-            self._ended = True
-            self._engine.close()
-            self._fail_all("the server was shut down while it worked on this request")
-            self._metrics.forget_engine()
-            self._metrics.flush()
-            self._drained.set()
+        except Exception as error:  # noqa: BLE001 - a fault of ours: said in the log, and the end of this process
+            failure = error
+            self._say_why(error)
+        self._ended = True
+        # The clients first: the engine may take seconds to end.
+        self._fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
+        for last in (self._engine.close, self._metrics.forget_engine, self._metrics.flush):
+            try:
+                last()
+            except Exception as error:  # noqa: BLE001 - what comes after must happen all the same
+                self._say_why(error)
+        # Requests that came in as the engine was closed.
+        self._fail_all("INTERNAL", SHUT_DOWN)
+        self._drained.set()
+        if failure is not None and not self._closing:
+            self._abandon()
+
+    def _say_why(self, error: Exception) -> None:
+        """The error in Triton's log, and where it came from on standard error, in case the log cannot be reached."""
+        self._log.error(f"the model stops: {one_line(error)}; the server must be restarted")
+        traceback.print_exception(error, file=sys.stderr)
 
     def _turn(self) -> None:
         """Read what the engine has said, answer, and do what is due now and then."""
@@ -210,7 +253,7 @@ class FrontendService:
             outputs = self._engine.receive(int(patience_s * 1000))
         except EngineLost as lost:
             outputs = []
-            self._fail_all(str(lost))
+            self._fail_all("INTERNAL", str(lost))
             self._metrics.forget_engine()
             self._metrics.flush()
             self._activity.restart()
@@ -218,8 +261,8 @@ class FrontendService:
         touched: dict[str, Flight] = {}
         for message in outputs:
             self._take(message, touched)
-        for request_id, flight in touched.items():
-            self._answer(request_id, flight)
+        for flight in touched.values():
+            self._answer(flight)
         now = time.monotonic()
         self._check_cancelled(now)
         self._stale = self._stale or bool(outputs or self._flights)
@@ -247,17 +290,15 @@ class FrontendService:
         stopped: list[str] = []
         orphans: list[str] = []
         for delta in outputs.deltas:
-            request_id = flight_id(delta.request_id)
-            flight = self._flights.get(request_id)
+            flight = self._flights.get(flight_id(delta.request_id))
             if flight is None:
                 # Cancelled or refused, perhaps while its completions were still being sent to the engine.
                 if delta.finish_reason is None:
                     orphans.append(delta.request_id)
-                continue
-            flight.add(delta)
-            touched[request_id] = flight
-            if flight.wants_stop(delta.request_id):
-                stopped.append(delta.request_id)
+            elif self._add(flight, delta):
+                touched[flight.request_id] = flight
+                if flight.wants_stop(delta.request_id):
+                    stopped.append(delta.request_id)
         if stopped:
             self._engine.send(StopRequests(stopped))
         if orphans:
@@ -267,22 +308,50 @@ class FrontendService:
             self._metrics.follow(outputs.stats)
             self._activity.follow(outputs.stats)
 
-    def _answer(self, request_id: str, flight: Flight) -> None:
-        """Send what a request has for its client, if anything."""
-        if not flight.due:
+    def _add(self, flight: Flight, delta: TokenDelta) -> bool:
+        """Add new tokens to their request; False when that ended it with an error."""
+        try:
+            flight.add(delta)
+        except Exception as error:  # noqa: BLE001 - a fault in one request's text must not reach the others
+            self._log.error(f"request {flight.request_id} failed: {one_line(error)}")
+            self._give_up(flight, "INTERNAL", f"the new tokens could not be turned into text: {one_line(error)}")
+            return False
+        if flight.num_bytes > self._max_response_bytes:
+            self._give_up(
+                flight,
+                "INVALID_ARGUMENT",
+                f"the answer has grown past max_response_mb ({self._config.max_response_mb:g} MB); ask for fewer "
+                "tokens, completions or log-probabilities",
+            )
+            return False
+        return True
+
+    def _answer(self, flight: Flight) -> None:
+        """Send what a request has for its client, if anything. It stays in flight until its last response was sent."""
+        if flight.request_id not in self._flights or not flight.due:
             return
-        response = self._responses.output(flight)
+        final, new_tokens, first = flight.ended, flight.num_new_tokens, not flight.answered
+        try:
+            flight.responder.send(self._responses.output(flight), final)
+        except Exception as error:  # noqa: BLE001 - SendFailed, or an answer that cannot even be built
+            reason = str(error) if isinstance(error, SendFailed) else one_line(error)
+            self._log.error(f"request {flight.request_id} failed: {reason}")
+            self._give_up(flight, "INTERNAL", reason)
+            return
         # What a client is told of is what counts: one that is refused or cancelled before that has got no token.
-        if not flight.answered:
+        if first:
             self._metrics.count("dflash:prompt_tokens_total", len(flight.parsed.prompt_token_ids))
-        self._metrics.count("dflash:generation_tokens_total", flight.num_new_tokens)
+        self._metrics.count("dflash:generation_tokens_total", new_tokens)
         flight.clear()
-        if not flight.ended:
-            flight.sender.send(response)
-            return
-        del self._flights[request_id]
-        flight.sender.send(response, flags=self._responses.final)
-        self._count_finished(flight)
+        if final:
+            del self._flights[flight.request_id]
+            self._count_finished(flight)
+
+    def _give_up(self, flight: Flight, status: str, message: str) -> None:
+        """End a request that the engine still works on, with an error. The others go on."""
+        if self._flights.pop(flight.request_id, None) is not None:
+            self._engine.send(AbortRequests(flight.engine_ids))
+            self._refuse(flight.responder, status, message)
 
     def _count_finished(self, flight: Flight) -> None:
         """Each of the latencies is observed once a request, also when it has several completions."""
@@ -300,27 +369,26 @@ class FrontendService:
 
     def _check_cancelled(self, now: float) -> None:
         """Ask Triton for some of the requests whether their client is still there."""
-        cancelled = self._cancellations.ask(now, self._flights)
-        if cancelled:
-            flights = [self._flights.pop(request_id) for request_id in cancelled]
-            self._engine.send(AbortRequests([engine_id for flight in flights for engine_id in flight.engine_ids]))
-            for flight in flights:
-                self._refuse(flight.sender, "CANCELLED", "the request was cancelled")
+        gone, failed = self._cancellations.ask(now, self._flights)
+        for request_id in gone:
+            self._give_up(self._flights[request_id], "CANCELLED", "the request was cancelled")
+        for request_id, error in failed:
+            self._log.error(f"request {request_id} failed: {error}")
+            self._give_up(self._flights[request_id], "INTERNAL", str(error))
 
     def _reject(self, rejected: RequestRejected) -> None:
         """One completion that the engine cannot take ends the whole request."""
-        flight = self._flights.pop(flight_id(rejected.request_id), None)
+        flight = self._flights.get(flight_id(rejected.request_id))
         if flight is not None:
-            if len(flight.completions) > 1:
-                self._engine.send(AbortRequests(flight.engine_ids))
-            self._refuse(flight.sender, rejected.status, rejected.message)
+            self._give_up(flight, rejected.status, rejected.message)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, status: str, message: str) -> None:
         while self._flights:
             _, flight = self._flights.popitem()
-            self._refuse(flight.sender, "INTERNAL", message)
+            self._refuse(flight.responder, status, message)
 
-    def _refuse(self, sender: Any, status: str, message: str) -> None:
+    def _refuse(self, responder: Responder, status: str, message: str) -> None:
         """End a request with an error."""
-        sender.send(self._responses.error(status, message), flags=self._responses.final)
+        if not responder.fail(status, message):
+            self._log.error(f"a client could not be told of its error: {status}: {message}")
         self._metrics.count("dflash:request_errors_total", 1, status)

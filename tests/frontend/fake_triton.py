@@ -45,17 +45,35 @@ def _value(array: Any) -> Any:
     return texts[0] if len(texts) == 1 else texts
 
 
+class TritonModelException(Exception):
+    """What Triton's module raises."""
+
+
 class Sender:
-    """Keeps the responses of one request, and fails the test where Triton would fail: a response after the last."""
+    """Keeps the responses of one request, and fails where Triton does: at a response after the last.
+
+    `failures` is how many of the next sends raise, as when the shared memory is full; like Triton's own, a last
+    response that fails counts as sent. `misuse` has what the caller should not have done.
+    """
 
     def __init__(self) -> None:
         self.cancelled = False
+        self.failures = 0
+        self.unreachable = False
+        self.misuse: list[str] = []
         self._ended = False
-        self._responses: queue.Queue[tuple[InferenceResponse, int]] = queue.Queue()
+        self._responses: queue.Queue[tuple[InferenceResponse | None, int]] = queue.Queue()
 
-    def send(self, response: InferenceResponse, flags: int = 0) -> None:
-        assert not self._ended, "a response after the last one"
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self._ended:
+            self.misuse.append("a response after the last one")
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
         self._ended = bool(flags & FINAL)
+        if self.failures:
+            self.failures -= 1
+            raise TritonModelException(
+                "Failed to increase the shared memory pool size for key 'dflash_1_ab' to 4 bytes"
+            )
         self._responses.put((response, flags))
 
     @property
@@ -64,20 +82,27 @@ class Sender:
         return self._ended
 
     def is_cancelled(self) -> bool:
-        assert not self._ended, "asked about a request that has ended"
+        if self._ended:
+            self.misuse.append("asked about a request that has ended")
+        if self.unreachable:
+            raise TritonModelException("no shared memory is left to ask with")
         return self.cancelled
 
     def next(self) -> InferenceResponse:
         """Wait for one response."""
-        return self._responses.get(timeout=WAIT_S)[0]
+        response = self._responses.get(timeout=WAIT_S)[0]
+        assert response is not None, self.misuse
+        return response
 
     def all(self) -> list[InferenceResponse]:
         """Wait for the last response; all of them."""
         responses = []
         while True:
             response, flags = self._responses.get(timeout=WAIT_S)
-            responses.append(response)
+            if response is not None:
+                responses.append(response)
             if flags & FINAL:
+                assert not self.misuse, self.misuse
                 return responses
 
 
@@ -116,6 +141,8 @@ class FakeTriton:
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
         self.observed: dict[str, list[float]] = defaultdict(list)
         self.Tensor, self.InferenceResponse, self.TritonError = Tensor, InferenceResponse, TritonError
+        self.TritonModelException = TritonModelException
+        self.metrics_fail = False
         self.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
         write = self.lines.append
         self.Logger = SimpleNamespace(log_info=write, log_warn=write, log_error=write)
@@ -131,9 +158,15 @@ class FakeTriton:
                 others = [labels[name] for name in labels if name != "model"]
                 key = (self.name, *others)
                 fake.values[key] += 0
+
+                def change(new: float) -> None:
+                    if fake.metrics_fail:
+                        raise TritonModelException("no shared memory is left for a metric")
+                    fake.values[key] = new
+
                 return SimpleNamespace(
-                    increment=lambda v: fake.values.__setitem__(key, fake.values[key] + v),
-                    set=lambda v: fake.values.__setitem__(key, v),
+                    increment=lambda v: change(fake.values[key] + v),
+                    set=change,
                     observe=fake.observed[self.name].append,
                 )
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 
 from dflash_backend.frontend.cancellation import CHECKS_A_TURN, MAX_NOTICE_S, NOTICE_S, TICK_S, CancellationWatch
+from dflash_backend.frontend.responder import SendFailed
 
 
 class Client:
-    """A response sender that counts how often it is asked whether its client has left."""
+    """Stands in for a `Responder`: counts how often it is asked whether its client has left."""
 
     def __init__(self) -> None:
         self.asked = 0
         self.left = False
+        self.unreachable = False
 
     def is_cancelled(self) -> bool:
         self.asked += 1
+        if self.unreachable:
+            raise SendFailed("Triton could not be asked")
         return self.left
 
 
@@ -32,9 +36,9 @@ def watch(count: int) -> tuple[CancellationWatch, dict[str, Client]]:
 
 def turn(watched: CancellationWatch, clients: dict[str, Client], now: float) -> list[str]:
     """All that is asked at `now`."""
-    gone = watched.ask(now, clients)
+    gone = watched.ask(now, clients)[0]
     while watched.timeout_s() == 0.0:
-        gone += watched.ask(now, clients)
+        gone += watched.ask(now, clients)[0]
     return gone
 
 
@@ -53,6 +57,17 @@ def test_the_one_whose_client_has_left_is_found_and_not_asked_about_again():
     clients["40"].left = True
     found = [gone for tick in range(1, 9) for gone in turn(watched, clients, 100.0 + tick * TICK_S)]
     assert found == ["40"]
+
+
+def test_one_that_triton_cannot_be_asked_about_is_told_with_the_reason_and_the_others_are_asked():
+    watched, clients = watch(3)
+    clients["1"].unreachable = True
+    answers = [watched.ask(101.0 + tick * NOTICE_S, clients) for tick in range(3)]
+    assert [(request_id, str(error)) for _, failed in answers for request_id, error in failed] == [
+        ("1", "Triton could not be asked")
+    ]
+    assert clients["1"].asked == 1
+    assert min(clients["0"].asked, clients["2"].asked) > 1
 
 
 def test_a_request_that_has_ended_is_not_asked_about():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from tests.frontend import toy_engine
 from tests.frontend.fake_triton import FakeTriton, Request
 
 COMMAND = engine_command("tests.frontend.toy_engine")
+WAIT_S = 20.0
 TEXT = "漢字🙂 é"
 
 
@@ -265,3 +269,160 @@ def test_requests_are_counted_by_how_they_ended(service, triton):
     assert triton.values["dflash:num_requests_running", "dflash_0_0"] == 0
     assert len(triton.observed["dflash:time_to_first_token_seconds"]) == 2
     assert triton.observed["dflash:request_queue_time_seconds"] == [0.5, 0.5]
+
+
+# What Triton does not take must end one request and no more.
+
+
+def in_flight(service: FrontendService) -> int:
+    return len(service._flights)
+
+
+def eventually(reached) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"n": 3}])
+def test_a_response_that_cannot_be_sent_ends_its_request_with_an_error_and_no_other(service, triton, sampling):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    broken = submit(service, "ab", max_tokens=10**9, stream=True, sampling=sampling)
+    broken.next()
+    broken.failures = 1
+    error = broken.all()[-1].error
+    assert (error.code, "could not be handed to Triton" in error.message) == ("INTERNAL", True)
+    assert "dflash_1_ab" not in error.message  # the name of the shared memory is the server's
+    assert joined(other.all()) == "ab" * 750
+    assert submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()[0].outputs["text_output"] == "aa"
+    service.close()
+    # The engine was told: nothing ran on.
+    assert service._metrics._last.num_requests_running == 0
+    assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
+
+
+def test_a_last_response_that_cannot_be_sent_ends_its_request_and_no_other(service, triton):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    broken = submit(service, "ab", max_tokens=30)
+    broken.failures = 10**9
+    eventually(lambda: broken.answered)
+    assert joined(other.all()) == "ab" * 750
+    assert service.ready
+    eventually(lambda: not service._flights)
+    service.close()
+    assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
+    assert any("could not be told of its error" in line for line in triton.lines)
+
+
+def test_a_refusal_that_cannot_be_sent_hurts_nobody(service):
+    request = Request(sampling_parameters="{}", text_input="")
+    request.sender.failures = 10**9
+    service.submit(request)
+    assert submit(service, "a", max_tokens=2).all()[0].error is None
+
+
+def test_an_answer_without_room_in_the_shared_memory_is_refused_while_that_can_still_be_said(service):
+    rooms = []
+    service._has_room = lambda num_bytes: rooms.append(num_bytes) or num_bytes < 500
+    (large,) = submit(service, "ab", max_tokens=1000).all()
+    assert large.error.code == "INTERNAL"
+    assert "does not fit the shared memory between Triton and the model (/dev/shm)" in large.error.message
+    (small,) = submit(service, "ab", max_tokens=100, exclude_input_in_output=True).all()
+    assert small.outputs["text_output"] == "ab" * 50
+    # Triton stores a text with its length, and of these answers a text is all there is.
+    assert rooms == [len("ab") + 1000 + 4, 100 + 4]
+
+
+def test_a_request_that_triton_cannot_be_asked_about_ends_and_no_other(service):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender.unreachable = True
+    (response,) = sender.all()
+    assert (response.error.code, "could not be asked" in response.error.message) == ("INTERNAL", True)
+    assert joined(other.all()) == "ab" * 750
+
+
+def test_metrics_that_triton_does_not_take_stop_nothing_and_arrive_later(service, triton):
+    triton.metrics_fail = True
+    submit(service, "ab", max_tokens=6).all()
+    eventually(lambda: any("metrics could not be handed to Triton" in line for line in triton.lines))
+    assert submit(service, "ab", max_tokens=6).all()[0].error is None
+    triton.metrics_fail = False
+    service.close()
+    assert triton.values["dflash:generation_tokens_total",] == 12
+    assert len([line for line in triton.lines if "metrics could not" in line]) == 1
+
+
+def test_a_log_that_triton_does_not_take_stops_nothing(model_dir, triton, capsys):
+    def broken(text: str) -> None:
+        raise RuntimeError("no shared memory is left for a line")
+
+    triton.Logger.log_info = broken
+    service = FrontendService(EngineConfig(target_model=str(model_dir)), "dflash", triton, COMMAND)
+    assert submit(service, "ab", max_tokens=2).all()[0].error is None
+    service.close()
+    assert "dflash: ready: toy (not in the log: no shared memory is left for a line)" in capsys.readouterr().err
+
+
+def test_a_fault_in_one_requests_text_ends_that_request_alone(service, monkeypatch):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    broken = submit(service, "ab", max_tokens=10**9, stream=True)
+    broken.next()
+    (flight,) = [flight for flight in service._flights.values() if flight.parsed.sampling.max_tokens > 10**6]
+    monkeypatch.setattr(flight, "add", lambda delta: 1 / 0)
+    assert broken.all()[-1].error.code == "INTERNAL"
+    assert joined(other.all()) == "ab" * 750
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_responses_hold_too_much_ends_with_an_error(model_dir, triton, stream):
+    config = EngineConfig(target_model=str(model_dir), max_response_mb=0.5)
+    service = FrontendService(config, "dflash", triton, COMMAND)
+    try:
+        sampling = {"n": 2, "logprobs": 3}
+        responses = submit(
+            service, "ab", max_tokens=10**9, stream=stream, sampling=sampling, return_logprobs=True
+        ).all()
+        sent = sum(len(text) for response in responses[:-1] for text in response.outputs["logprobs"])
+        assert (sent > 0) is stream
+        assert sent <= 500_000
+        assert responses[-1].error.code == "INVALID_ARG"
+        assert "has grown past max_response_mb (0.5 MB)" in responses[-1].error.message
+        assert submit(service, "ab", max_tokens=50).all()[0].error is None
+    finally:
+        service.close()
+    assert service._metrics._last.num_requests_running == 0
+
+
+def test_an_output_thread_that_dies_answers_everybody_says_why_and_ends_the_process(model_dir, triton, capsys):
+    ended = threading.Event()
+    service = FrontendService(EngineConfig(target_model=str(model_dir)), "dflash", triton, COMMAND, abandon=ended.set)
+    senders = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
+    senders[0].failures = 10**9
+    pid = service._engine.engine.pid
+    service._activity.line = lambda now: 1 / 0
+    assert ended.wait(WAIT_S)
+    for sender in senders[1:]:
+        (response,) = sender.all()
+        assert (response.error.code, "the model stopped working" in response.error.message) == ("INTERNAL", True)
+    assert "dflash: the model stops: ZeroDivisionError: division by zero; the server must be restarted" in triton.lines
+    assert "in <lambda>" in capsys.readouterr().err
+    assert not Path(f"/proc/{pid}").exists()
+    assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
+
+
+def test_a_service_that_is_closed_does_not_end_the_process(model_dir, triton):
+    ended = threading.Event()
+    service = FrontendService(EngineConfig(target_model=str(model_dir)), "dflash", triton, COMMAND, abandon=ended.set)
+    service.close()
+    assert not ended.is_set()
+
+
+def test_a_model_that_fails_to_load_has_made_no_metric(model_dir, triton):
+    """Triton 2.51 crashes later when a model that made some fails to load while it replaces one that serves."""
+    with pytest.raises(EngineError):
+        FrontendService(
+            EngineConfig(target_model=str(model_dir), max_model_len=toy_engine.FAIL_AT), "dflash", triton, COMMAND
+        )
+    assert not triton.values

@@ -37,6 +37,14 @@ def test_a_bad_setting_in_the_file_stops_the_load(tmp_path, name, value, message
         server.start()
 
 
+def test_a_model_that_may_send_one_response_only_is_not_loaded(tmp_path):
+    repository = repository_with(tmp_path, "max_num_seqs", "8")
+    config = repository / "dflash" / "config.pbtxt"
+    config.write_text(config.read_text(encoding="utf-8").replace("decoupled: true", ""), encoding="utf-8")
+    with pytest.raises(LauncherError, match=r"has no `model_transaction_policy { decoupled: true }`"):
+        new_server(model_repository=repository).start()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

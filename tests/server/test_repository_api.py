@@ -21,6 +21,7 @@ from dflash_client.processes import family
 from tests.server.conftest import eventually, new_server
 
 RELOADS = 10
+BAD_LOADS = 3
 # Before the first figures are taken, allocators and caches of the server have grown to what they keep.
 WARM_UP = 3
 # Resident memory of the server's own process may differ by so much from one load to a much later one.
@@ -132,6 +133,32 @@ def test_a_model_that_is_loaded_again_while_it_serves_is_replaced_and_its_counte
     client.generate("Hello", max_tokens=5, ignore_eos=True)
     eventually(lambda: float(samples(explicit, name)[0].rpartition(" ")[2]) == counted + 5, "it is counted")
     eventually(lambda: samples(explicit, "dflash:engine_ready")[0].endswith(" 1"), "the gauge is the new engine's")
+
+
+def test_a_load_that_fails_leaves_the_model_that_serves_and_the_server_alone(explicit, client):
+    config = explicit._directory / "models" / "dflash" / "config.pbtxt"
+    good = config.read_text(encoding="utf-8")
+    bad = good.replace(
+        'key: "target_model" value { string_value: "" }', 'key: "target_model" value { string_value: "/etc" }'
+    )
+    assert bad != good
+    eventually(lambda: len(engine_pids(explicit.pid)) == 1, "the engine that was replaced has ended")
+    before = engine_pids(explicit.pid)
+    try:
+        for _ in range(BAD_LOADS):
+            config.write_text(bad, encoding="utf-8")
+            refused = change(explicit, "load")
+            assert refused.status_code == 400
+            assert "/etc/config.json does not exist" in refused.text
+            assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+            assert engine_pids(explicit.pid) == before
+            # The crash came within a second, or with the next load.
+            time.sleep(1.5)
+    finally:
+        config.write_text(good, encoding="utf-8")
+    touch_model(explicit)
+    assert change(explicit, "load").is_success
+    assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
 
 
 def touch_model(server: TritonServer) -> None:

@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.frontend.engine_client import EngineError
+from dflash_backend.frontend.model_config import check_decoupled
 from dflash_backend.frontend.service import FrontendService
 
 
@@ -17,9 +18,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the models that the parameters of config.pbtxt and the environment name."""
-        parameters = json.loads(args["model_config"])["parameters"]
-        values = {name: value["string_value"] for name, value in parameters.items()}
+        model_config = json.loads(args["model_config"])
+        values = {name: value["string_value"] for name, value in model_config["parameters"].items()}
         try:
+            check_decoupled(model_config)
             config = EngineConfig.load(values, os.environ)
             self._service = FrontendService(config, args["model_name"], pb_utils, instance=args["model_instance_name"])
         except (ConfigError, CheckpointError, EngineError) as error:

@@ -1,0 +1,103 @@
+"""Sends the responses of one request to Triton, and keeps every failure of that to this request.
+
+Whatever reaches Triton can fail: a response goes through shared memory, which may be full. Triton's own sender counts a
+response as the last one before it tries to store it, so a last response that fails leaves no way to answer. The room
+that a last response needs is therefore looked at first, while an error can still be sent in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+SHARED_MEMORY = "/dev/shm"
+# The pool of Triton's Python backend grows by whole steps of 1 MiB; and a response is more than its outputs.
+GROWTH_BYTES = 2 << 20
+OVERHEAD_BYTES = 64 << 10
+
+Room = Callable[[int], bool]
+
+
+class Response(NamedTuple):
+    """A response of Triton's type, and how many bytes its outputs have."""
+
+    handle: Any
+    num_bytes: int
+
+
+class SendFailed(Exception):
+    """A response could not be handed to Triton, or Triton could not be asked. The message is for client and log."""
+
+
+class Responder:
+    """The responses of one request. `fail` raises nothing; `send` and `is_cancelled` only `SendFailed`."""
+
+    def __init__(self, sender: Any, error: Callable[[str, str], Any], final: int, has_room: Room) -> None:
+        """`sender` is Triton's response sender, `error` makes a response of a status and a message, `final` is Triton's
+        flag of a last response, and `has_room` says whether so many bytes fit the shared memory."""
+        self._sender = sender
+        self._error = error
+        self._final = final
+        self._has_room = has_room
+        self.num_bytes_sent = 0
+
+    def send(self, response: Response, final: bool) -> None:
+        """Send one response; `final` says that it is the last."""
+        if final and not self._has_room(response.num_bytes):
+            raise SendFailed(
+                f"an answer of {response.num_bytes / 1e6:.1f} MB does not fit the shared memory between Triton and the "
+                f"model ({SHARED_MEMORY}); ask for fewer tokens, completions or log-probabilities, or give the server "
+                "more of it (for a container: --shm-size)"
+            )
+        try:
+            self._sender.send(response.handle, flags=self._final if final else 0)
+        except Exception as error:  # whatever Triton raises concerns this response alone
+            raise SendFailed(f"the answer could not be handed to Triton: {one_line(error)}") from error
+        self.num_bytes_sent += response.num_bytes
+
+    def fail(self, status: str, message: str) -> bool:
+        """End the request with an error; where even that fails, without a word. Whether the client was told."""
+        try:
+            self._sender.send(self._error(status, message), flags=self._final)
+        except Exception:  # noqa: BLE001 - nothing is left but to close the request
+            try:
+                self._sender.send(flags=self._final)
+            except Exception:  # noqa: BLE001 - Triton has closed it, or cannot be reached at all
+                return False
+            return False
+        return True
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has cancelled, or has gone."""
+        try:
+            return bool(self._sender.is_cancelled())
+        except Exception as error:  # whatever Triton raises concerns this request alone
+            raise SendFailed(f"Triton could not be asked about the request: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line, without the name of the shared memory, which is nobody's business outside the server."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text.partition(' for key ')[0]}"
+
+
+def shared_memory_room() -> Room:
+    """Whether so many bytes fit: the shared memory can grow by them, or Triton's pool has twice as many free, since
+    what is free in it need not lie together."""
+    try:
+        pool = importlib.import_module("c_python_backend_utils").shared_memory
+    except (ImportError, AttributeError):  # outside Triton's stub
+        pool = None
+
+    def has_room(num_bytes: int) -> bool:
+        try:
+            free = os.statvfs(SHARED_MEMORY)
+        except OSError:
+            return True
+        if num_bytes + GROWTH_BYTES <= free.f_bavail * free.f_frsize:
+            return True
+        return pool is None or 2 * num_bytes + OVERHEAD_BYTES <= pool.free_memory()
+
+    return has_room
