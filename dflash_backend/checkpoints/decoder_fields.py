@@ -22,18 +22,20 @@ MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-# Fields that change the arithmetic in a way that is not built here. Ignoring one would only show as worse output.
+# Fields that change the arithmetic in a way that is not built here. Ignoring one would only show as worse output. Null,
+# false and, for a number that multiplies, 1 say that there is none.
 UNSUPPORTED = {
     "quantization_config": "quantised weights are not supported",
     "compression_config": "quantised weights are not supported",
     "attn_logit_softcapping": "soft-capping of attention scores is not supported",
-    "final_logit_softcapping": "soft-capping of logits is not supported",
     "logits_soft_cap": "soft-capping of logits is not supported",
     "attention_sink_bias": "attention sinks are not supported",
     "add_swa_attention_sink_bias": "attention sinks are not supported",
     "add_full_attention_sink_bias": "attention sinks are not supported",
     "attention_sinks": "attention sinks are not supported",
+    "attention_value_scale": "a scale of the values is not supported",
 }
+TARGET_UNSUPPORTED = UNSUPPORTED | {"final_logit_softcapping": "soft-capping of logits is not supported"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Family:
 
 def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> DecoderSpec:
     """Read and check the shape of the decoder stack. Raises `CheckpointError`."""
-    refuse_unsupported(config)
+    refuse_unsupported(config, UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
     if config.string("hidden_act", default="silu") not in ACTIVATIONS:
         raise config.fail("hidden_act", "'silu'; other activations are not supported")
     hidden_size = config.integer("hidden_size")
@@ -77,11 +79,11 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     )
 
 
-def refuse_unsupported(config: JsonReader) -> None:
+def refuse_unsupported(config: JsonReader, fields: Mapping[str, str] = UNSUPPORTED) -> None:
     """Raise `CheckpointError` for a field that changes the arithmetic in a way that is not built here."""
-    for field, reason in UNSUPPORTED.items():
+    for field, reason in fields.items():
         value = config.data.get(field)
-        if value is not None and value is not False:
+        if value is not None and value is not False and not (field.endswith("_scale") and value == 1):
             raise config.fail(field, f"no such field: {reason}")
     if not config.boolean("is_neox_style", default=True):
         raise config.fail("is_neox_style", "true: interleaved rotary embedding is not supported")

@@ -44,9 +44,11 @@ def draft_facts(spec: DraftSpec) -> Facts:
         ("speculative tokens", f"{spec.num_speculative_tokens}, as the checkpoint asks"),
         ("vocabulary", _vocabulary(spec)),
         ("embedding", "its own" if spec.has_embedding else "the target's"),
-        ("LM head", "its own" if spec.has_lm_head else "the target's"),
+        ("LM head", _lm_head(spec)),
         ("mask token", _mask_token(spec)),
+        *_scale_facts(spec),
         *_file_facts(spec.path, spec.dtype),
+        *(("warning", note) for note in spec.notes),
     ]
 
 
@@ -100,7 +102,26 @@ def _made_for(spec: DraftSpec) -> str:
 
 def _features(spec: DraftSpec) -> str:
     boundaries = list(to_boundary_ids(spec.target_layer_ids))
-    return f"layer ids {list(spec.target_layer_ids)} of the target, which are boundary ids {boundaries}"
+    last = "; the last layer's after the final norm" if spec.normed_last_layer else ""
+    return f"layer ids {list(spec.target_layer_ids)} of the target, which are boundary ids {boundaries}{last}"
+
+
+def _lm_head(spec: DraftSpec) -> str:
+    if spec.has_lm_head:
+        return "its own"
+    return f"the target's, {spec.draft_vocab_size} rows of it" if spec.maps_vocabulary else "the target's"
+
+
+def _scale_facts(spec: DraftSpec) -> Facts:
+    """What the checkpoint asks for beyond plain DFlash."""
+    facts = []
+    if spec.input_embedding_scale != 1:
+        facts.append(("input embedding scale", f"{spec.input_embedding_scale:g}"))
+    form = spec.logits
+    steps = [f"times {form.multiplier:g}"] if form.multiplier != 1 else []
+    steps += [f"soft-capped at {form.softcap:g}"] if form.softcap is not None else []
+    steps += [f"times {form.scale:g}"] if form.scale != 1 else []
+    return facts + ([("logits", ", then ".join(steps))] if steps else [])
 
 
 def _vocabulary(spec: DraftSpec) -> str:

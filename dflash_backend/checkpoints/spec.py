@@ -93,6 +93,20 @@ class TargetSpec:
 
 
 @dataclass(frozen=True)
+class LogitsSpec:
+    """What becomes of a drafter's logits after its head: times `multiplier`, then `softcap * tanh(logits / softcap)`
+    where there is one, then times `scale`.
+
+    multiplier, softcap: `output_multiplier` and `final_logit_softcapping` of the DFlash authors' code. scale:
+    `logit_scale`, as vLLM's drafter applies it.
+    """
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class DraftSpec:
     """A DFlash drafter.
 
@@ -105,6 +119,9 @@ class DraftSpec:
     where the checkpoint does not say.
     has_embedding, has_lm_head: the checkpoint ships its own; else the target's serve. has_mask_embedding: a file
     `mask_embedding.pt` lies beside the weights.
+    normed_last_layer: the feature of the target's last layer is taken after the final norm, else before it.
+    input_embedding_scale: what the embeddings of a block are multiplied by. logits: what becomes of its logits.
+    notes: sentences on what the checkpoint leaves open or says twice, and how it was read; for the log.
     """
 
     path: Path
@@ -124,6 +141,10 @@ class DraftSpec:
     has_lm_head: bool
     has_mask_embedding: bool
     dtype: str
+    normed_last_layer: bool = False
+    input_embedding_scale: float = 1.0
+    logits: LogitsSpec = LogitsSpec()
+    notes: tuple[str, ...] = ()
 
     @property
     def max_speculative_tokens(self) -> int:

@@ -7,26 +7,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_backend.checkpoints.causality import layer_causality
-from dflash_backend.checkpoints.decoder_fields import MAX_LAYERS, read_dtype, refuse_unsupported
+from dflash_backend.checkpoints.decoder_fields import read_dtype, refuse_unsupported
 from dflash_backend.checkpoints.drafter_fields import (
+    DFLASH,
     EMBEDDING,
     LAYERS,
     LM_HEAD,
     MAX_BLOCK_SIZE,
+    check_own_head,
     has_mask_embedding,
     read_drafter_decoder,
+    read_logits,
+    read_mask_token,
+    read_scale,
     read_tensors,
     refuse_other_methods,
     sliding_layers,
+    window_notes,
 )
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.layer_ids import to_layer_ids
+from dflash_backend.checkpoints.known_fields import unknown_fields
+from dflash_backend.checkpoints.layer_ids import SPECULATORS_FIELDS, named_layers
 from dflash_backend.checkpoints.spec import DraftSpec
 
 MODEL_TYPE = "speculators_model_type"
-DFLASH = "dflash"
-BOUNDARY_FIELDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+# The library nests these in `transformer_layer_config`; where they stand at the top level, vLLM lets those win.
+TOP_LEVEL_WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 
 
 def is_speculators(config: JsonReader) -> bool:
@@ -35,9 +41,12 @@ def is_speculators(config: JsonReader) -> bool:
 
 
 def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DraftSpec:
-    """Read a speculators drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`."""
+    """Read a speculators drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`.
+
+    The feature of the target's last layer is taken before the final norm: the library trains on what vLLM captures.
+    """
     _check_method(config)
-    layer = config.object("transformer_layer_config", required=True)
+    layer = _layer_config(config)
     dflash = config.object("dflash_config")
     kind = layer.string("model_type", default="qwen3")
     if kind not in LAYERS:
@@ -45,15 +54,22 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     decoder = read_drafter_decoder(layer, dflash, LAYERS[kind])
     block_size = config.integer("block_size", low=2, high=MAX_BLOCK_SIZE)
     vocab_size = layer.integer("vocab_size", low=2)
+    layers = named_layers(config, SPECULATORS_FIELDS)
+    if layers is None:
+        expected = "the boundary ids of the target's layers that the drafter reads, each at least 1"
+        raise config.fail(SPECULATORS_FIELDS[0][1], expected)
     tensors = read_tensors(directory, layer, decoder)
+    check_own_head(config, LM_HEAD in tensors)
+    k, k_notes = _speculative_tokens(config, block_size)
+    places = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
     return DraftSpec(
         path=directory,
         format="speculators",
         decoder=decoder,
         block_size=block_size,
-        num_speculative_tokens=_speculative_tokens(config, block_size),
-        target_layer_ids=_layer_ids(config),
-        mask_token_id=config.integer("mask_token_id", low=0),
+        num_speculative_tokens=k,
+        target_layer_ids=layers.ids,
+        mask_token_id=read_mask_token(config, dflash),
         causal=layer_causality(
             causal,
             [config, layer],
@@ -70,6 +86,9 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
         has_lm_head=LM_HEAD in tensors,
         has_mask_embedding=has_mask_embedding(directory),
         dtype=read_dtype(config, layer),
+        input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
+        logits=read_logits(dflash, config, layer),
+        notes=layers.notes + k_notes + window_notes(layer) + unknown_fields(*places),
     )
 
 
@@ -83,31 +102,29 @@ def _check_method(config: JsonReader) -> None:
     """Refuse other methods of the library by name, and forms of DFlash that are computed otherwise."""
     if config.string(MODEL_TYPE) != DFLASH:
         raise config.fail(MODEL_TYPE, f"'{DFLASH}': drafters of other methods are not supported")
-    if config.boolean("sample_from_anchor", default=False):
-        raise config.fail("sample_from_anchor", "false: a DFlash drafter does not sample from the anchor's output")
-    if config.string("projector_type", default=DFLASH) != DFLASH:
-        raise config.fail("projector_type", f"'{DFLASH}'; other projectors are not supported")
     refuse_unsupported(config)
     refuse_other_methods(config)
 
 
-def _layer_ids(config: JsonReader) -> tuple[int, ...]:
-    field = next((name for name in BOUNDARY_FIELDS if config.given(name)), BOUNDARY_FIELDS[0])
-    boundaries = config.integers(field, low=1)
-    if boundaries is None or len(boundaries) > MAX_LAYERS:
-        raise config.fail(field, "the boundary ids of the target's layers that the drafter reads, each at least 1")
-    return to_layer_ids(boundaries)
+def _layer_config(config: JsonReader) -> JsonReader:
+    """`transformer_layer_config`, with the fields of windows that stand at the top level in place of its own."""
+    layer = config.object("transformer_layer_config", required=True)
+    outer = {field: config.data[field] for field in TOP_LEVEL_WINDOWS if config.given(field)}
+    return JsonReader({**layer.data, **outer}, layer.where)
 
 
-def _speculative_tokens(config: JsonReader, block_size: int) -> int:
-    """k of the first proposal method; where there is none, all places of the block but the anchor's."""
+def _speculative_tokens(config: JsonReader, block_size: int) -> tuple[int, tuple[str, ...]]:
+    """k of the first proposal method, else all places of the block but the anchor's; and notes for the log.
+
+    Until April 2026 the library wrote the block size itself, though the anchor takes one place
+    (vllm-project/speculators pull request 456).
+    """
+    possible = block_size - 1
     methods = config.object("speculators_config").objects("proposal_methods")
     if not methods:
-        return block_size - 1
-    k = methods[0].integer("speculative_tokens", default=block_size - 1)
-    if k > block_size - 1:
-        raise CheckpointError(
-            f"{methods[0].where}: field 'speculative_tokens' is {k}; a block of {block_size} has room for "
-            f"{block_size - 1}, as the anchor takes one place"
-        )
-    return k
+        return possible, ()
+    k = methods[0].integer("speculative_tokens", default=possible)
+    if k <= possible:
+        return k, ()
+    note = f"speculative_tokens is {k}; k is {possible}, as the anchor takes one place of a block of {block_size}"
+    return possible, (note,)

@@ -1,4 +1,5 @@
-"""Drafter checkpoints as z-lab publishes them: a Qwen3 config with a `dflash_config` object (`DFlashDraftModel`)."""
+"""Drafter checkpoints as z-lab publishes them: a Qwen3 config, most often with a `dflash_config` object
+(`DFlashDraftModel`)."""
 
 from __future__ import annotations
 
@@ -11,32 +12,41 @@ from dflash_backend.checkpoints.drafter_fields import (
     LM_HEAD,
     MAX_BLOCK_SIZE,
     QWEN3_LAYER,
+    check_own_head,
     has_mask_embedding,
     read_drafter_decoder,
+    read_logits,
+    read_mask_token,
+    read_scale,
     read_tensors,
     sliding_layers,
+    window_notes,
 )
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.layer_ids import default_layer_ids
+from dflash_backend.checkpoints.known_fields import unknown_fields
+from dflash_backend.checkpoints.layer_ids import LAYER, ZLAB_FIELDS, default_layer_ids, named_layers
 from dflash_backend.checkpoints.spec import DraftSpec
 
 ARCHITECTURE = "DFlashDraftModel"
 
 
 def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -> DraftSpec:
-    """Read a z-lab drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`."""
-    dflash = config.object("dflash_config", required=True)
+    """Read a z-lab drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`.
+
+    A field that may lie in `dflash_config` or at the top level is taken from `dflash_config` first, as by the authors'
+    code. The feature of the target's last layer is taken after the final norm, since their code reads
+    `hidden_states[id + 1]` of `transformers`, the last of which has been through it.
+    """
+    dflash, eagle = config.object("dflash_config"), config.object("eagle_config")
     decoder = read_drafter_decoder(config, dflash, QWEN3_LAYER)
     num_target_layers = config.integer("num_target_layers", high=MAX_LAYERS)
-    layer_ids = dflash.integers("target_layer_ids")
-    if layer_ids is None:
-        layer_ids = default_layer_ids(num_target_layers, decoder.num_layers)
-    if max(layer_ids) >= num_target_layers or len(layer_ids) > MAX_LAYERS:
-        raise dflash.fail("target_layer_ids", f"layer ids below num_target_layers ({num_target_layers})")
-    holder = config if config.given("block_size") or not dflash.given("block_size") else dflash
-    block_size = holder.integer("block_size", low=2, high=MAX_BLOCK_SIZE)
+    layer_ids, layer_notes = _layer_ids(config, num_target_layers, decoder.num_layers)
+    block_size, block_notes = _block_size(config, dflash)
     vocab_size = config.integer("vocab_size", low=2)
     tensors = read_tensors(directory, config, decoder)
+    for reader in (config, dflash):
+        check_own_head(reader, LM_HEAD in tensors)
+    places = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
     return DraftSpec(
         path=directory,
         format="z-lab",
@@ -44,7 +54,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         block_size=block_size,
         num_speculative_tokens=block_size - 1,
         target_layer_ids=layer_ids,
-        mask_token_id=dflash.integer("mask_token_id", low=0),
+        mask_token_id=read_mask_token(dflash, config),
         causal=layer_causality(causal, [config], dflash, sliding_layers(config, decoder.num_layers), True),
         vocab_size=vocab_size,
         draft_vocab_size=config.integer("draft_vocab_size", default=vocab_size, low=2),
@@ -55,4 +65,35 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         has_lm_head=LM_HEAD in tensors,
         has_mask_embedding=has_mask_embedding(directory),
         dtype=read_dtype(config),
+        normed_last_layer=num_target_layers - 1 in layer_ids,
+        input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
+        logits=read_logits(dflash, config),
+        notes=layer_notes + block_notes + window_notes(config) + unknown_fields(*places),
     )
+
+
+def _layer_ids(
+    config: JsonReader, num_target_layers: int, num_draft_layers: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Layer ids, and notes for the log."""
+    named = named_layers(config, ZLAB_FIELDS)
+    if named is None:
+        ids = default_layer_ids(num_target_layers, num_draft_layers)
+        note = (
+            f"no field names the target's layers, so the layer ids {list(ids)} are the method's default for "
+            f"{num_draft_layers} of {num_target_layers} layers; acceptance is low if the drafter was trained on others"
+        )
+        return ids, (note,)
+    if max(named.ids) >= num_target_layers:
+        limit = "below" if named.convention == LAYER else "up to"
+        raise named.fail(f"{named.convention} {limit} num_target_layers ({num_target_layers})")
+    return named.ids, named.notes
+
+
+def _block_size(config: JsonReader, dflash: JsonReader) -> tuple[int, tuple[str, ...]]:
+    """The block size, and notes for the log."""
+    holders = [holder for holder in (dflash, config) if holder.given("block_size")] or [config]
+    sizes = [holder.integer("block_size", low=2, high=MAX_BLOCK_SIZE) for holder in holders]
+    if len(set(sizes)) == 1:
+        return sizes[0], ()
+    return sizes[0], (f"dflash_config.block_size is {sizes[0]} and is used; block_size is {sizes[1]}",)

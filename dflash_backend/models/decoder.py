@@ -93,6 +93,8 @@ class DecoderTarget:
                 hidden = hidden + added
             if index in capture:
                 captured[index] = hidden
+        if len(self.layers) in capture:
+            captured[len(self.layers)] = self.ops.rms_norm(hidden, self.final_norm, self.eps)
         features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
         return TargetOutput(hidden, features)
 

@@ -71,7 +71,8 @@ class TargetModel(Protocol):
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
         """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their K/V to `caches`, one for each
-        layer, and capturing the outputs of the layers `capture` (layer ids)."""
+        layer, and capturing the outputs of the layers `capture`: layer ids, where the number of layers stands for the
+        last layer's output after the final norm."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

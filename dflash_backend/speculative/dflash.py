@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionBackend, KVLayer, RowLayout
+from dflash_backend.checkpoints.spec import DraftSpec
 from dflash_backend.models.dflash import DFlashModel
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler, DraftBlock, DraftSampler
@@ -31,7 +32,7 @@ class DFlashDrafter:
         self.caches = caches
         self.backend = backend
         self.max_len = max_len
-        self.capture = model.spec.target_layer_ids
+        self.capture = captured_layers(model.spec, target.spec.decoder.num_layers)
         self.mask_token_id = model.spec.mask_token_id
         self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
         self.lm_head = model.lm_head  # [draft_vocab, hidden]
@@ -91,14 +92,28 @@ class DFlashDrafter:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
-        which is no other token's."""
+        which is no other token's; the checkpoint's `input_embedding_scale` multiplies both."""
         own = self.model.embedding
         embeddings = self.target.embed(token_ids) if own is None else F.embedding(token_ids, own)
         vector = self.model.mask_embedding
-        if vector is None:
-            return embeddings
-        return torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)
+        if vector is not None:
+            embeddings = torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)
+        scale = self.model.spec.input_embedding_scale
+        return embeddings if scale == 1 else embeddings * scale
 
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
-        return self.target.head(normed) if self.lm_head is None else F.linear(normed, self.lm_head)
+        logits = self.target.head(normed) if self.lm_head is None else F.linear(normed, self.lm_head)
+        form = self.model.spec.logits
+        if form.multiplier != 1:
+            logits = logits * form.multiplier
+        if form.softcap is not None:
+            logits = torch.tanh(logits / form.softcap) * form.softcap
+        return logits if form.scale == 1 else logits * form.scale
+
+
+def captured_layers(spec: DraftSpec, num_target_layers: int) -> tuple[int, ...]:
+    """What a drafter wants captured, as `TargetModel.forward` counts: layer ids, and the number of layers for the last
+    layer's output after the final norm."""
+    last = num_target_layers - 1
+    return tuple(i + 1 if i == last and spec.normed_last_layer else i for i in spec.target_layer_ids)

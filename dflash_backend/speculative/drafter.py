@@ -158,7 +158,7 @@ class Drafter(Protocol):
     """Positions that the drafter can address (WINDOW)."""
 
     capture: tuple[int, ...]
-    """Layer ids of the target whose outputs `inject` wants."""
+    """Layers of the target whose outputs `inject` wants, as `TargetModel.forward` counts them."""
 
     mask_token_id: int
     """What `propose_on_device` has in the places of tokens to come."""

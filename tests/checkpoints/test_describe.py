@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 from dflash_backend.build import build_engine
 from dflash_backend.checkpoints import draft_facts, read_draft, read_target, target_facts
 from dflash_backend.config import EngineConfig
@@ -24,6 +26,8 @@ def test_a_zlab_drafter_in_words(tmp_path: Path) -> None:
     assert facts["embedding"] == facts["LM head"] == "the target's"
     assert facts["rotary embedding"] == "theta 10000"
     assert "code" not in facts
+    assert "logits" not in facts
+    assert "input embedding scale" not in facts
 
 
 def test_a_speculators_drafter_in_words(tmp_path: Path) -> None:
@@ -66,3 +70,41 @@ def test_loading_says_how_both_checkpoints_were_read(tmp_path: Path) -> None:
     assert "target: architecture: Qwen3ForCausalLM" in messages
     fractions = [fraction for _, fraction in heard]
     assert fractions == sorted(fractions)
+
+
+def test_what_was_guessed_or_said_twice_is_said(tmp_path: Path) -> None:
+    make_draft(tmp_path)
+    assert "warning" not in dict(draft_facts(read_draft(tmp_path)))
+    dflash = {"mask_token_id": 96, "conv_taps": 2, "block_size": 4}
+    put(tmp_path / "config.json", dflash_config=dflash, unheard_of=[1])
+    warnings = [text for label, text in draft_facts(read_draft(tmp_path)) if label == "warning"]
+    assert len(warnings) == 3
+    assert "no field names the target's layers, so the layer ids [1, 2] are the method's default" in warnings[0]
+    assert warnings[1] == "dflash_config.block_size is 4 and is used; block_size is 8"
+    assert "not known here and not read: unheard_of = [1], dflash_config.conv_taps = 2" in warnings[2]
+
+
+def test_the_log_of_a_server_says_what_was_guessed(tmp_path: Path) -> None:
+    make_target(tmp_path / "t")
+    make_draft(tmp_path / "d", dflash_config={"mask_token_id": 96})
+    said: list[str] = []
+    settings = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "kv_cache_gb": "0.01"}
+    build_engine(EngineConfig.from_values(settings), progress=lambda text, share: said.append(text))
+    assert [text for text in said if text.startswith("drafter: warning: no field names the target's layers")]
+
+
+def test_scales_and_the_normed_last_layer_are_said(tmp_path: Path) -> None:
+    extra = {"input_embedding_scale": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 30}
+    make_draft(tmp_path, logit_scale=0.25, dflash_config={"mask_token_id": 96, "target_layer_ids": [1, 4]} | extra)
+    facts = dict(draft_facts(read_draft(tmp_path)))
+    assert facts["input embedding scale"] == "2.5"
+    assert facts["logits"] == "times 0.5, then soft-capped at 30, then times 0.25"
+    assert facts["features"].endswith("boundary ids [2, 5]; the last layer's after the final norm")
+
+
+def test_a_cut_vocabulary_without_a_head_takes_rows_of_the_targets(tmp_path: Path) -> None:
+    make_speculators(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert dict(draft_facts(read_draft(tmp_path)))["LM head"] == "the target's, 24 rows of it"

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_backend.checkpoints import CheckpointError, RopeSpec, read_draft
+from dflash_backend.checkpoints.spec import LogitsSpec
 from tests.checkpoints.drafts import DRAFT_VOCAB_SIZE, edit, make_speculators, put
 from tests.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft
 
@@ -172,7 +175,10 @@ def test_speculators_may_say_that_sliding_layers_are_not_causal(speculators: Pat
         ({"layer_types": [FULL, SLIDING]}, {"use_swa": True, "swa_window_size": 6}, (None, 6), (False, True)),
         ({"sliding_window": 8}, {"swa_window_size": 6}, (None, None), (False, False)),
         ({"sliding_window": 8, "use_sliding_window": False}, {}, (None, None), (False, False)),
-        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, {}, (None, 8), (False, False)),
+        # Qwen3's config class makes layer types of these two, so that all references see a sliding layer, causal.
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, {}, (None, 8), (False, True)),
+        ({"use_sliding_window": True, "max_window_layers": 1}, {}, (None, 4096), (False, True)),
+        ({"use_sliding_window": True, "max_window_layers": 1}, {"swa_window_size": 6}, (None, 6), (False, True)),
     ],
 )
 def test_windows_are_found_in_every_place(
@@ -199,10 +205,6 @@ def test_windows_are_found_in_every_place(
         ({"speculators_model_type": "dspark"}, "'speculators_model_type' is 'dspark'"),
         ({"speculators_model_type": "dflash2"}, "'speculators_model_type' is 'dflash2'"),
         ({"transformer_layer_config": None}, "'transformer_layer_config' is missing"),
-        (
-            {"speculators_config": {"proposal_methods": [{"speculative_tokens": 8}]}},
-            "is 8; a block of 8 has room for 7",
-        ),
         ({"block_size": 1}, "'block_size' is 1; expected an integer from 2"),
     ],
 )
@@ -217,7 +219,14 @@ def test_what_a_speculators_drafter_must_say_is_named(speculators: Path, fields:
     ("field", "value", "expected"),
     [
         ("attention_sink_bias", True, "attention sinks are not supported"),
-        ("final_logit_softcapping", 30.0, "soft-capping of logits"),
+        ("logits_soft_cap", 30.0, "soft-capping of logits"),
+        ("attention_value_scale", 0.707, "scale of the values"),
+        ("use_aux_hidden_state", False, "last hidden state alone is not supported"),
+        ("is_neox_style", False, "interleaved rotary embedding"),
+        ("sample_from_anchor", True, "does not sample from the anchor"),
+        ("projector_type", "domino", "other projectors are not supported"),
+        ("selector_rank", 256, "candidate selector of DFlash2"),
+        ("fc_norm", True, "as EAGLE-3 has it"),
         ("markov_rank", 64, "Markov head of DSpark"),
         ("enable_confidence_head", True, "confidence head of DSpark"),
         ("conv_kernel_size", 2, "convolutions of DFlash2"),
@@ -232,9 +241,96 @@ def test_fields_that_change_the_arithmetic_are_refused(
         read_draft(any_format)
 
 
+def by_top_level(directory: Path, **fields: Any) -> None:
+    put(directory / "config.json", **fields)
+
+
+@pytest.mark.parametrize("place", [set_dflash, by_top_level])
+def test_scales_are_read_in_both_places(any_format: Path, place: Any) -> None:
+    plain = read_draft(any_format)
+    assert (plain.input_embedding_scale, plain.logits) == (1.0, LogitsSpec(1.0, None, 1.0))
+    place(any_format, input_embedding_scale=2, output_multiplier=0.5, final_logit_softcapping=30.0, logit_scale=0.25)
+    draft = read_draft(any_format)
+    assert (draft.input_embedding_scale, draft.logits) == (2.0, LogitsSpec(0.5, 30.0, 0.25))
+    assert draft.notes == ()
+
+
+def test_dflash_config_decides_over_the_top_level(zlab: Path) -> None:
+    fields = {"input_embedding_scale": 3.0, "output_multiplier": 3.0, "final_logit_softcapping": 3.0}
+    put(zlab / "config.json", **fields, mask_token_id=5)
+    set_dflash(zlab, input_embedding_scale=1.0, output_multiplier=2.0, final_logit_softcapping=0)
+    draft = read_draft(zlab)
+    assert (draft.input_embedding_scale, draft.logits) == (1.0, LogitsSpec(2.0, None, 1.0))
+    assert draft.mask_token_id == MASK_TOKEN_ID
+
+
+@pytest.mark.parametrize(
+    "field", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping", "logit_scale"]
+)
+@pytest.mark.parametrize("value", [-1.0, "2", True, float("inf")])
+def test_a_scale_must_be_a_number_above_zero(any_format: Path, field: str, value: Any) -> None:
+    set_dflash(any_format, **{field: value})
+    with pytest.raises(CheckpointError, match=f"'{field}' is .*; expected a number above 0"):
+        read_draft(any_format)
+
+
+def test_a_zlab_config_needs_no_dflash_config(zlab: Path) -> None:
+    put(zlab / "config.json", dflash_config=None, mask_token_id=7, target_layer_ids=[0, 2])
+    draft = read_draft(zlab)
+    assert (draft.mask_token_id, draft.target_layer_ids, draft.block_size) == (7, (0, 2), 8)
+
+
+def test_a_mask_token_that_is_text_is_refused_by_name(any_format: Path) -> None:
+    set_dflash(any_format, mask_token_id=None)
+    put(any_format / "config.json", mask_token_id=None, mask_token="<|MASK|>")
+    with pytest.raises(CheckpointError, match=r"'mask_token' is '<\|MASK\|>'; expected an id in mask_token_id"):
+        read_draft(any_format)
+
+
+@pytest.mark.parametrize(("claimed", "shipped"), [(True, False), (False, True)])
+def test_a_head_of_its_own_must_be_there_where_the_config_says_so(zlab: Path, claimed: bool, shipped: bool) -> None:
+    put(zlab / "config.json", has_own_lm_head=claimed)
+    if shipped:
+        tensors = load_file(zlab / "model.safetensors")
+        save_file(tensors | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}, zlab / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'has_own_lm_head' is {claimed}; expected {str(shipped).lower()}"):
+        read_draft(zlab)
+    put(zlab / "config.json", has_own_lm_head=shipped)
+    assert read_draft(zlab).has_lm_head is shipped
+
+
+def test_speculators_windows_may_stand_at_the_top_level(speculators: Path) -> None:
+    """As in vLLM's test of its config conversion; there they win over the nested ones."""
+    set_layer(speculators, layer_types=[FULL, FULL], sliding_window=4)
+    put(speculators / "config.json", layer_types=[FULL, SLIDING], sliding_window=8, use_sliding_window=True)
+    draft = read_draft(speculators)
+    assert draft.decoder.sliding_windows == (None, 8)
+    assert draft.causal == (False, True)
+
+
+def test_a_window_that_the_config_class_would_drop_is_used_and_said(any_format: Path) -> None:
+    set_layer(any_format, layer_types=[FULL, SLIDING], sliding_window=8)
+    draft = read_draft(any_format)
+    assert draft.decoder.sliding_windows == (None, 8)
+    assert "use_sliding_window is missing: the sliding_window of 8 is used" in draft.notes[0]
+    set_layer(any_format, use_sliding_window=True)
+    assert read_draft(any_format).notes == ()
+
+
+@pytest.mark.parametrize(("asked", "k"), [(7, 7), (8, 7), (12, 7)])
+def test_a_k_of_the_whole_block_leaves_the_anchor_its_place(speculators: Path, asked: int, k: int) -> None:
+    """The library wrote the block size as k until April 2026, the published Qwen3-8B checkpoint among them."""
+    put(speculators / "config.json", speculators_config={"proposal_methods": [{"speculative_tokens": asked}]})
+    draft = read_draft(speculators)
+    assert draft.num_speculative_tokens == k
+    said = (f"speculative_tokens is {asked}; k is 7, as the anchor takes one place of a block of 8",)
+    assert draft.notes == (() if asked == k else said)
+
+
 def test_a_false_flag_changes_nothing(any_format: Path) -> None:
     set_dflash(any_format, attention_sink_bias=False, enable_confidence_head=False, final_logit_softcapping=None)
-    assert read_draft(any_format) is not None
+    set_dflash(any_format, use_aux_hidden_state=True, is_neox_style=True, attention_value_scale=1.0)
+    assert read_draft(any_format).notes == ()
 
 
 def test_layers_that_slide_and_do_not_are_refused(any_format: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from dflash_backend.checkpoints import CheckpointError, read_draft
 from dflash_backend.checkpoints.layer_ids import default_layer_ids, to_boundary_ids, to_layer_ids
-from tests.checkpoints.drafts import make_speculators, put
+from tests.checkpoints.drafts import edit, make_speculators, put
 from tests.tiny_models import TARGET_LAYERS, make_draft, make_target
 
 
@@ -54,6 +55,59 @@ def test_no_other_file_of_the_package_converts_layer_ids() -> None:
         for path in package.rglob("*.py")
         if "boundary_id" in path.read_text() or "aux_hidden_state_layer_ids" in path.read_text()
     }
-    readers = {"layer_ids.py", "speculators.py", "pairing.py", "describe.py"}
+    readers = {"layer_ids.py", "pairing.py", "describe.py"}
     assert {user for user in users if user.startswith("checkpoints/")} == {f"checkpoints/{name}" for name in readers}
     assert all(user.startswith("checkpoints/") for user in users)
+
+
+# Each name under which configs are published, with its convention; the ids given name the layers 1 and 3.
+NAMES: dict[str, tuple[str, list[int]]] = {
+    "eagle_aux_hidden_state_layer_ids": ("", [2, 4]),
+    "dflash_config.target_layer_ids": ("dflash_config", [1, 3]),
+    "target_layer_ids": ("", [1, 3]),
+    "dflash_config.layer_ids": ("dflash_config", [2, 4]),
+    "eagle_config.layer_ids": ("eagle_config", [2, 4]),
+    "aux_hidden_state_layer_ids": ("", [2, 4]),
+}
+
+
+def name_layers(directory: Path, *names: str, shift: int = 0) -> None:
+    """Write a z-lab drafter whose layers are named in these fields, each field after the first moved by `shift`."""
+    make_draft(directory, dflash_config={"mask_token_id": 96})
+    for i, name in enumerate(names):
+        holder, ids = NAMES[name]
+        ids, field = [id_ + (shift if i else 0) for id_ in ids], name.rpartition(".")[2]
+        edit(
+            directory / "config.json",
+            lambda data, holder=holder, field=field, ids=ids: (data.setdefault(holder, {}) if holder else data).update(
+                {field: ids}
+            ),
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_published_name_of_the_layers_is_read_by_its_own_convention(name: str, tmp_path: Path) -> None:
+    name_layers(tmp_path, name)
+    draft = read_draft(tmp_path)
+    assert draft.target_layer_ids == (1, 3)
+    assert draft.notes == ()
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.pairwise(NAMES)))
+def test_the_order_of_the_names_is_vllms_and_a_contradiction_is_said(first: str, second: str, tmp_path: Path) -> None:
+    name_layers(tmp_path, first, second, shift=-1)
+    draft = read_draft(tmp_path)
+    assert draft.target_layer_ids == (1, 3)
+    assert draft.notes == (f"{first} names the target layers [1, 3] and is used; {second} names [0, 2] (layer ids)",)
+
+
+def test_names_that_agree_need_no_word(tmp_path: Path) -> None:
+    name_layers(tmp_path, *NAMES)
+    assert read_draft(tmp_path).notes == ()
+
+
+def test_ids_of_another_type_are_refused_even_where_another_field_decides(tmp_path: Path) -> None:
+    name_layers(tmp_path, "eagle_aux_hidden_state_layer_ids")
+    put(tmp_path / "config.json", target_layer_ids="1,3")
+    with pytest.raises(CheckpointError, match="'target_layer_ids' is '1,3'; expected a list of integers"):
+        read_draft(tmp_path)

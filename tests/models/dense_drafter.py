@@ -37,12 +37,19 @@ class DenseDrafter:
         features = features.double()
         eps = self.spec.decoder.rms_norm_eps
         context = rms_norm(features @ self._weight("fc").T, self._weight("hidden_norm"), eps)
-        x = torch.stack([self.embedding[anchor].double()] + [self.mask.double()] * k)
+        x = torch.stack([self.embedding[anchor].double()] + [self.mask.double()] * k) * self.spec.input_embedding_scale
         for layer in range(self.spec.decoder.num_layers):
             x = x + self._attention(layer, context, x)
             x = x + self._mlp(layer, x)
         normed = rms_norm(x[1:], self._weight("norm"), eps)
-        return normed @ self.head.double().T
+        return self._shaped(normed @ self.head.double().T)
+
+    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        form = self.spec.logits
+        logits = logits * form.multiplier
+        if form.softcap is not None:
+            logits = (logits / form.softcap).tanh() * form.softcap
+        return logits * form.scale
 
     def tokens(self, logits: torch.Tensor) -> list[int]:
         """The most likely draft tokens, in the target's ids."""
@@ -67,7 +74,7 @@ class DenseDrafter:
         query = rms_norm(heads("q", normed, d.num_heads), self._weight(name + "q_norm"), d.rms_norm_eps)
         key = rms_norm(heads("k", sources, d.num_kv_heads), self._weight(name + "k_norm"), d.rms_norm_eps)
         value = heads("v", sources, d.num_kv_heads)
-        positions = torch.arange(n + q)
+        positions = torch.cat([torch.arange(n), self.query_positions(n, q)])
         query, key = rotate(query, positions[n:], d.rope), rotate(key, positions, d.rope)
         seen = visible(positions[n:], positions, self.spec.causal[layer], d.sliding_windows[layer])
         outputs = []
@@ -76,6 +83,10 @@ class DenseDrafter:
             scores = query[:, head] @ key[:, shared].T / math.sqrt(d.head_dim)
             outputs.append(scores.masked_fill(~seen, -math.inf).softmax(dim=-1) @ value[:, shared])
         return torch.cat(outputs, dim=-1) @ self._weight(name + "o_proj").T
+
+    def query_positions(self, n: int, q: int) -> torch.Tensor:
+        """Positions of the anchor and the masks, after n tokens of context."""
+        return n + torch.arange(q)
 
     def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         name = f"layers.{layer}."

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, RopeSpec
 from dflash_backend.checkpoints.resolve import read_draft
+from dflash_backend.checkpoints.spec import LogitsSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.models import DFlashModel, TargetModel, load_target
 from dflash_backend.speculative import DFlashDrafter, DraftBlock
@@ -58,8 +59,16 @@ VARIANTS = {
     "own embedding and head": Variant(embedding=True, head=True),
     "other target hidden size": Variant(target_hidden=24, embedding=True, head=True),
     "mask embedding": Variant(mask_embedding=True),
+    "block of 16": Variant({"block_size": 16, "causal": (False, True)}, {"sliding_windows": (9, None)}),
+    "input embedding scale": Variant({"input_embedding_scale": 2.5}, mask_embedding=True),
+    "logits": Variant({"logits": LogitsSpec(1.5, 2.0, 0.75)}),
     "all at once": Variant(
-        {"causal": (True, False)},
+        {
+            "causal": (True, False),
+            "block_size": 16,
+            "input_embedding_scale": 0.5,
+            "logits": LogitsSpec(softcap=3.0, scale=0.5),
+        },
         {"sliding_windows": (7, None), "rope": RopeSpec(10000.0, "linear", 4.0)},
         target_hidden=24,
         draft_vocab=DRAFT_VOCAB,
@@ -230,6 +239,19 @@ def with_decoder(spec: DraftSpec, **changes: Any) -> DraftSpec:
     return dataclasses.replace(spec, decoder=dataclasses.replace(spec.decoder, **changes))
 
 
+@torch.inference_mode()
+def test_a_block_of_16_is_compared_at_all_its_positions(tmp_path: Path) -> None:
+    drafts = drafts_of(make_pair(tmp_path, VARIANTS["block of 16"]))
+    assert max(len(draft.tokens) for draft in drafts) == 15
+
+
+class LaterQueriesInPlace(DenseDrafter):
+    """A defect: mask queries past the eighth are rotated as the eighth."""
+
+    def query_positions(self, n: int, q: int) -> torch.Tensor:
+        return n + torch.arange(q).clamp(max=8)
+
+
 MISREADINGS: dict[str, tuple[str, Callable[[DenseDrafter], DenseDrafter]]] = {
     "causality of one layer": (
         "causality of each layer",
@@ -252,6 +274,22 @@ MISREADINGS: dict[str, tuple[str, Callable[[DenseDrafter], DenseDrafter]]] = {
         lambda d: dataclasses.replace(
             d, tensors=d.tensors | {"fc.weight": torch.cat(d.tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
         ),
+    ),
+    "queries past the eighth at the eighth's position": (
+        "block of 16",
+        lambda d: LaterQueriesInPlace(**vars(d)),
+    ),
+    "input embeddings as they are": (
+        "input embedding scale",
+        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, input_embedding_scale=1.0)),
+    ),
+    "logits without their cap": (
+        "logits",
+        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, logits=LogitsSpec(1.5, None, 0.75))),
+    ),
+    "logits scaled before their cap": (
+        "logits",
+        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, logits=LogitsSpec(1.5 * 0.75, 2.0))),
     ),
     "the table's row for the mask": (
         "mask embedding",

@@ -203,6 +203,16 @@ def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> No
     torch.testing.assert_close(torch.cat(features), expected, **TOLERANCE)
 
 
+@torch.inference_mode()
+def test_the_number_of_layers_captures_the_last_layer_after_the_final_norm(pair: Pair) -> None:
+    """`hidden_states[id + 1]` of `transformers`, as the DFlash authors' code reads features."""
+    states = pair.model(pair.first.ids[None], output_hidden_states=True).hidden_states
+    layer_ids = (1, TARGET_LAYERS)
+    _, features = pair.run(block_tables(1), [(0, pair.first.ids)], layer_ids)
+    expected = torch.cat([states[2][0], states[TARGET_LAYERS][0]], dim=-1)
+    torch.testing.assert_close(features, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", TARGETS)
 @torch.inference_mode()
