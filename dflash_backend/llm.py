@@ -150,16 +150,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
-        on_finished: Callable[[int], None] | None = None,
+        on_finished: Callable[[int, RequestOutput], None] | None = None,
         **sampling: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids); the outputs come in the order of the prompts.
 
         `params` is one set for all prompts or one each; `sampling` gives single parameters instead:
         `generate("...", max_tokens=8, temperature=0)`. With `n` above 1 an output has so many completions, each with a
-        seed of its own. `on_finished` hears the index of each prompt that is done. Raises `ParameterError` for a bad
-        parameter and `RequestError` for a prompt that cannot be served, also when that shows only as it runs; the other
-        prompts are given up then.
+        seed of its own. `on_finished` hears the index and the output of each prompt that is done. Raises
+        `ParameterError` for a bad parameter and `RequestError` for a prompt that cannot be served, also when that shows
+        only as it runs; the other prompts are given up then.
         """
         batch = _as_batch(prompts)
         parameters = self._parameters(params, sampling, len(batch))
@@ -179,7 +179,7 @@ class LLM:
             if delta.finish_reason is not None:
                 num_open[job.index] -= 1
                 if num_open[job.index] == 0 and on_finished is not None:
-                    on_finished(job.index)
+                    on_finished(job.index, outputs[job.index])
         return outputs
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> RequestOutput:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest, SpecCounts
+from dflash_backend.evaluation.run import OnAnswer
 from dflash_client.client import DFlashClient
 from dflash_client.errors import ClientError
 
@@ -27,15 +28,13 @@ class ServerAnswerer:
         self._concurrency = concurrency
         self._encode = encode
 
-    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
+    def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         """See `Answerer.answer`. The first request that fails ends it: the others are not started any more."""
         pool = ThreadPoolExecutor(self._concurrency)
         try:
-            futures = [pool.submit(self._answer, request) for request in requests]
-            for future in as_completed(futures):
-                future.result()
-                on_answer()
-            return [future.result() for future in futures]
+            places = {pool.submit(self._answer, request): place for place, request in enumerate(requests)}
+            for future in as_completed(places):
+                on_answer(places[future], future.result())
         finally:
             # Not waited for: closing the client cancels those that still run.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.figures import SpecCounts
-from dflash_backend.evaluation.run import Answer, ModelRequest
+from dflash_backend.evaluation.run import Answer, ModelRequest, OnAnswer
 from dflash_backend.frontend.tokenizer import PromptError, Tokenizer
 from dflash_backend.llm import LLM, RequestOutput
 
@@ -17,7 +17,7 @@ class EngineAnswerer:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
 
-    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
+    def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         """See `Answerer.answer`. Raises `EvaluationError` for a prompt that the engine cannot take."""
         prompts = [encode(self._llm.tokenizer, request) for request in requests]
         longest = self._llm.engine.ready.max_model_len - 1
@@ -26,10 +26,11 @@ class EngineAnswerer:
                 raise EvaluationError(
                     f"{request.where}: the prompt has {len(prompt)} tokens; this model takes 1 to {longest}"
                 )
-        outputs = self._llm.generate(
-            prompts, [request.sampling for request in requests], on_finished=lambda index: on_answer()
+        self._llm.generate(
+            prompts,
+            [request.sampling for request in requests],
+            on_finished=lambda index, output: on_answer(index, _answer(output)),
         )
-        return [_answer(output) for output in outputs]
 
 
 def encode(tokenizer: Tokenizer, request: ModelRequest) -> list[int]:

@@ -16,8 +16,9 @@ def require_matplotlib() -> None:
         raise EvaluationError("--out draws a plot with matplotlib, which is not installed; run pip install matplotlib")
 
 
-def plot_by_position(path: Path, groups: Sequence[GroupResult]) -> None:
-    """One line for each group: the share of drafts whose token at a position (from 1) stood. Raises `OSError`."""
+def plot_by_position(path: Path, groups: Sequence[GroupResult], title: str) -> None:
+    """One line for each group: the share of drafts whose token at a position (from 1) was accepted. Raises
+    `OSError`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,6 +33,7 @@ def plot_by_position(path: Path, groups: Sequence[GroupResult]) -> None:
     num_positions = max(len(group.counts.per_position_rates) for group in groups)
     axes.set_xticks(range(1, num_positions + 1))
     axes.set_ylim(0, 1.02)
+    axes.set_title(title, fontsize=9)
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("share of drafts accepted up to here")
     axes.grid(alpha=0.3)

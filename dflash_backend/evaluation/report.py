@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,12 @@ from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.plot import plot_by_position, require_matplotlib
 from dflash_backend.evaluation.run import Evaluation, GroupResult
 
-COLUMNS = (
-    "set",
-    "prompts",
-    "tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "acceptance_length",
-    "draft_tokens_per_step",
-    "acceptance_rate",
-    "accuracy",
-)
+# Two tables in place of one wide one, so that they fit a terminal of 100 columns: what came out, and the counts behind
+# it. The JSON has all figures.
+FIGURES = ("set", "prompts", "tokens", "acceptance_length", "acceptance_rate", "accuracy")
+COUNTS = ("set", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+POSITIONS_IN_A_ROW = 8
+WIDTH = 100
 
 
 def groups(evaluation: Evaluation) -> list[GroupResult]:
@@ -39,6 +34,7 @@ def as_dict(evaluation: Evaluation, about: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "about": dict(about),
         "seconds": evaluation.seconds,
+        "num_left_out": evaluation.num_left_out,
         "overall": _group_dict(evaluation.overall),
         "datasets": {group.name: _group_dict(group) for group in evaluation.datasets},
         "categories": {group.name: _group_dict(group) for group in evaluation.categories},
@@ -61,38 +57,64 @@ def tables(evaluation: Evaluation, about: Mapping[str, Any]) -> str:
     shown = groups(evaluation)
     tokens = evaluation.overall.num_tokens
     speed = f" ({tokens / evaluation.seconds:.0f} tokens/s)" if evaluation.seconds else ""
-    parts = [markdown_table([COLUMNS, *map(_row, shown)])]
+    parts = [markdown_table([FIGURES, *map(_figures_row, shown)]), markdown_table([COUNTS, *map(_counts_row, shown)])]
     num_positions = max(len(group.counts.per_position_rates) for group in shown)
-    if num_positions:
-        header = ("per_position_rates", *(str(position) for position in range(1, num_positions + 1)))
-        parts.append(markdown_table([header, *(_position_row(group, num_positions) for group in shown)]))
-    else:
+    for start in range(0, num_positions, POSITIONS_IN_A_ROW):
+        positions = range(start, min(start + POSITIONS_IN_A_ROW, num_positions))
+        header = ("per_position_rates", *(str(position + 1) for position in positions))
+        parts.append(markdown_table([header, *(_position_row(group, positions) for group in shown)]))
+    if not num_positions:
         parts.append("No step had drafts, so there are no rates by position.")
     parts.append(f"{tokens} tokens in {evaluation.seconds:.2f} s{speed}")
-    parts.append("\n".join(f"- {name}: {_as_text(value)}" for name, value in about.items()))
+    if evaluation.num_left_out:
+        asked = len(evaluation.results) + evaluation.num_left_out
+        parts.append(f"Interrupted: {len(evaluation.results)} of {asked} questions were answered.")
+    parts.append("\n".join(_about_line(name, value) for name, value in about.items()))
     return "\n\n".join(parts) + "\n"
 
 
-def _row(group: GroupResult) -> tuple[str, ...]:
-    counts = group.counts
-    judged = f"{group.num_correct} of {group.num_judged} ({group.accuracy:.1%})" if group.accuracy is not None else "-"
+def title(evaluation: Evaluation, about: Mapping[str, Any]) -> str:
+    """What was run, for the picture: what was asked, and of which model."""
+    overall = evaluation.overall
+    temperature = about.get("temperature", 0.0)
+    drawn = "greedy" if temperature == 0 else f"temperature {temperature}"
+    asked = f"Acceptance by position: {overall.num_questions} prompts of {_as_text(about.get('datasets', []))}, {drawn}"
+    model = about.get("engine") or f"model {about.get('model', '?')} at {about.get('server', '?')}"
+    return "\n".join([asked, *textwrap.wrap(str(model), WIDTH)[:2]])
+
+
+def _about_line(name: str, value: Any) -> str:
+    # Words are kept whole: the description of an engine has paths in it.
+    return textwrap.fill(
+        f"- {name}: {_as_text(value)}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _figures_row(group: GroupResult) -> tuple[str, ...]:
+    judged = f"{group.num_correct} of {group.num_judged} ({group.accuracy:.0%})" if group.accuracy is not None else "-"
     return (
         group.name,
         str(group.num_questions),
         str(group.num_tokens),
-        str(counts.num_drafts),
-        str(counts.num_draft_tokens),
-        str(counts.num_accepted_tokens),
-        f"{counts.acceptance_length:.3f}",
-        _figure(counts.draft_tokens_per_step),
-        _figure(counts.acceptance_rate),
+        f"{group.counts.acceptance_length:.3f}",
+        _figure(group.counts.acceptance_rate),
         judged,
     )
 
 
-def _position_row(group: GroupResult, num_positions: int) -> tuple[str, ...]:
-    rates = [f"{rate:.3f}" for rate in group.counts.per_position_rates]
-    return (group.name, *rates, *["-"] * (num_positions - len(rates)))
+def _counts_row(group: GroupResult) -> tuple[str, ...]:
+    counts = group.counts
+    return (
+        group.name,
+        str(counts.num_drafts),
+        str(counts.num_draft_tokens),
+        str(counts.num_accepted_tokens),
+    )
+
+
+def _position_row(group: GroupResult, positions: range) -> tuple[str, ...]:
+    rates = group.counts.per_position_rates
+    return (group.name, *(f"{rates[position]:.3f}" if position < len(rates) else "-" for position in positions))
 
 
 def _figure(value: float | None) -> str:
@@ -136,6 +158,6 @@ def write(directory: Path, evaluation: Evaluation, about: Mapping[str, Any]) -> 
     try:
         (directory / "eval.json").write_text(data, encoding="utf-8")
         (directory / "eval.md").write_text(text, encoding="utf-8")
-        plot_by_position(directory / "eval.png", groups(evaluation))
+        plot_by_position(directory / "eval.png", groups(evaluation), title(evaluation, about))
     except OSError as error:
         raise EvaluationError(f"the report cannot be written to {directory}: {error.strerror}") from None

@@ -44,11 +44,15 @@ class Answer:
     counts: SpecCounts
 
 
+# Takes the place of a request and its answer, once it is there.
+OnAnswer = Callable[[int, Answer], None]
+
+
 class Answerer(Protocol):
     """A model that answers: the engine in this process, or a server."""
 
-    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
-        """Answer all requests, in their order, and call `on_answer` for each one that is done.
+    def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
+        """Answer all requests, in any order, and call `on_answer` for each one that is done, from this thread.
 
         Raises `EvaluationError`, or what the model itself raises.
         """
@@ -102,10 +106,14 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """All results, in the order of the questions, and the seconds from the first request to the last answer."""
+    """All results, in the order of the questions, and the seconds from the first request to the last answer.
+
+    An evaluation that was interrupted has the questions that were answered in full; `num_left_out` counts the others.
+    """
 
     results: tuple[QuestionResult, ...]
     seconds: float
+    num_left_out: int = 0
 
     @property
     def overall(self) -> GroupResult:
@@ -134,26 +142,38 @@ def evaluate(
 ) -> Evaluation:
     """Have all questions answered, turn by turn: a round asks every question that has that many turns.
 
-    `progress` hears `(answers so far, answers in all)`. Raises what `Answerer.answer` does.
+    `progress` hears `(answers so far, answers in all)`. Raises what `Answerer.answer` does. A `KeyboardInterrupt` ends
+    the evaluation with the questions that are answered in full by then; without any it is raised.
     """
-    answers: list[list[Answer]] = [[] for _ in questions]
+    answers: list[dict[int, Answer]] = [{} for _ in questions]
     done, total = 0, sum(question.num_turns for question in questions)
-
-    def on_answer() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
     started = time.perf_counter()
-    for turn in range(max((question.num_turns for question in questions), default=0)):
-        asked = [i for i, question in enumerate(questions) if turn < question.num_turns]
-        requests = [_request(questions[i], answers[i], sampling, i) for i in asked]
-        for i, answer in zip(asked, answerer.answer(requests, on_answer), strict=True):
-            answers[i].append(answer)
+    try:
+        for turn in range(max((question.num_turns for question in questions), default=0)):
+            asked = [i for i, question in enumerate(questions) if turn < question.num_turns]
+
+            def on_answer(place: int, answer: Answer, turn: int = turn, asked: list[int] = asked) -> None:
+                nonlocal done
+                answers[asked[place]][turn] = answer
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+
+            answerer.answer([_request(questions[i], _in_order(answers[i]), sampling, i) for i in asked], on_answer)
+    except KeyboardInterrupt:
+        if not any(len(said) == question.num_turns for question, said in zip(questions, answers, strict=True)):
+            raise
     seconds = time.perf_counter() - started
-    results = (QuestionResult(question, tuple(said)) for question, said in zip(questions, answers, strict=True))
-    return Evaluation(tuple(results), seconds)
+    results = tuple(
+        QuestionResult(question, _in_order(said))
+        for question, said in zip(questions, answers, strict=True)
+        if len(said) == question.num_turns
+    )
+    return Evaluation(results, seconds, len(questions) - len(results))
+
+
+def _in_order(said: Mapping[int, Answer]) -> tuple[Answer, ...]:
+    return tuple(said[turn] for turn in sorted(said))
 
 
 def _request(question: Question, said: Sequence[Answer], sampling: Sampling, index: int) -> ModelRequest:

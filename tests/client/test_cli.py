@@ -26,7 +26,7 @@ from tests.client.conftest import TOY_REPOSITORY
     [
         ([], "COMMAND"),
         (["nonsense"], "invalid choice"),
-        (["generate", "x", "--max-tokens", "9" * 20], "is too large; allowed: at most 9223372036854775807"),
+        (["generate", "x", "--max-tokens", "9" * 21], "is too large; allowed: at most 18446744073709551615"),
         (["generate", "x", "--top-p", "much"], "'much' is not a number"),
         (["serve", "--max-num-seqs", "32"], "a setting is given with --set max_num_seqs=32"),
         (["serve", "--max-num-seqs=32", "--verbose"], "a setting is given with --set max_num_seqs=32"),

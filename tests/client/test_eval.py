@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.evaluation import SpecCounts
 from dflash_client.cli import main
+from dflash_client.commands.progress import Progress
 from dflash_client.launcher import TritonServer
 
 LIMIT = 4
@@ -59,13 +64,39 @@ def test_the_table_shows_what_the_engine_counted_and_progress_goes_elsewhere(
     out, err = capsys.readouterr()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if "overall" in line]
     math = counted["math"]
-    assert rows[0][1:7] == [
-        str(LIMIT),
-        *(str(math[name]) for name in ("num_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")),
-        f"{math['acceptance_length']:.3f}",
-    ]
-    assert rows[1][1:] == [f"{rate:.3f}" for rate in math["per_position_rates"]]
-    assert f"{LIMIT} of {LIMIT} answers" in err
+    figures, counts, *rates = rows
+    assert figures[1:4] == [str(LIMIT), str(math["num_tokens"]), f"{math['acceptance_length']:.3f}"]
+    assert counts[1:4] == [str(math[name]) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
+    assert [cell for row in rates for cell in row[1:]] == [f"{rate:.3f}" for rate in math["per_position_rates"]]
+    assert max(map(len, out.splitlines())) <= 100
+    assert re.search(rf"{LIMIT} of {LIMIT} answers, [0-9.]+/s$", err, re.MULTILINE)
+
+
+def test_ctrl_c_shows_and_writes_what_was_answered(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    command = [sys.executable, "-m", "dflash_client.cli", "eval", *FAST, "--dataset", "math", "--concurrency", "1"]
+    with subprocess.Popen(
+        [*command, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if re.search(r"\d+ of 200 answers, ", line):
+                break
+        process.send_signal(signal.SIGINT)
+        text, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "cancelled; this is what was answered until then" in error
+    found = json.loads((out / "eval.json").read_text())
+    assert 0 < found["overall"]["num_prompts"] == 200 - found["num_left_out"] < 200
+    assert f"Interrupted: {found['overall']['num_prompts']} of 200 questions" in text
+
+
+def test_progress_has_a_rate_and_what_is_left() -> None:
+    times, said = iter([0.0, 1.0, 5.0, 6.0, 400.0]), list[str]()
+    progress = Progress("answers", said.append, clock=lambda: next(times))
+    for done in (1, 10, 11, 1000):
+        progress.step(done, 1000)
+    assert said == ["10 of 1000 answers, 2/s, about 8 min left", "1000 of 1000 answers, 2.5/s"]
 
 
 def test_without_speculation_every_step_yields_one_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +156,7 @@ def test_settings_come_from_the_environment_too(
         ["--max-tokens", "x"],
         ["--temperature", "-1"],
         ["--seed", "-1"],
-        ["--seed", str(2**63)],
+        ["--seed", str(2**64)],
         ["--concurrency", "0"],
     ],
 )
@@ -146,7 +177,7 @@ def test_bad_numbers_are_bad_usage(argv: list[str], capsys: pytest.CaptureFixtur
         (["--url", "localhost", "--draft", "x"], "--draft is for an engine in this process"),
         (["--url", "localhost", "--set", "seed=1"], "--set is for an engine in this process"),
         (["--url", "host:port"], "the port 'port'"),
-        (["--limit", "2", "--seed", str(2**63 - 1)], "seed"),
+        (["--limit", "2", "--seed", str(2**64 - 1)], "seed"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence_and_2(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.evaluation import Answer, Evaluation, EvaluationError, Question, SpecCounts
-from dflash_backend.evaluation.report import as_dict, markdown_table, prepare, tables, write
+from dflash_backend.evaluation.report import as_dict, markdown_table, prepare, tables, title, write
 from dflash_backend.evaluation.run import QuestionResult
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -44,15 +44,15 @@ def test_table_and_json_agree_for_every_group() -> None:
     assert list(rows)[1:6] == ["overall", "own", "math", "own/a", "own/b"]
     groups = {"overall": data["overall"], **data["datasets"], **data["categories"]}
     header = rows["set"][0]
-    for name, (figures, rates) in ((name, rows[name]) for name in groups):
-        shown = dict(zip(header, figures, strict=True))
+    for name, (figures, counts, rates) in ((name, rows[name]) for name in groups):
+        shown = dict(zip([*header, *rows["set"][1]], [*figures, *counts], strict=True))
         group = groups[name]
         for count in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             assert shown[count] == str(group[count])
-        for figure in ("acceptance_length", "draft_tokens_per_step", "acceptance_rate"):
+        for figure in ("acceptance_length", "acceptance_rate"):
             assert shown[figure] == f"{group[figure]:.3f}"
         assert [rate for rate in rates if rate != "-"] == [f"{rate:.3f}" for rate in group["per_position_rates"]]
-    assert dict(zip(header, rows["own"][0], strict=True))["accuracy"] == "1 of 2 (50.0%)"
+    assert dict(zip(header, rows["own"][0], strict=True))["accuracy"] == "1 of 2 (50%)"
     assert data["datasets"]["math"]["accuracy"] is None
 
 
@@ -72,6 +72,33 @@ def test_the_files_hold_what_is_printed(tmp_path: Path) -> None:
     assert json.loads((folder / "eval.json").read_text()) == as_dict(TWO_SETS, about)
     assert tables(TWO_SETS, about) in (folder / "eval.md").read_text()
     assert (folder / "eval.png").read_bytes().startswith(PNG)
+
+
+def test_tables_fit_a_terminal_of_100_columns() -> None:
+    counts = SpecCounts(1_234, 12_345, 6_789, tuple(range(15)))
+    found = Evaluation(tuple(result("mt-bench", "mt-bench/humanities", counts, "4") for _ in range(200)), seconds=1.5)
+    text = tables(found, {"engine": "a word " * 40 + "/a/path/of/its/own"})
+    assert max(map(len, text.splitlines())) <= 100
+    rates = cells(text)["mt-bench/humanities"][2:]
+    assert [len(row) for row in rates] == [8, 7]
+
+
+def test_an_interrupted_evaluation_says_so() -> None:
+    partial = Evaluation(TWO_SETS.results, seconds=1.5, num_left_out=7)
+    assert "Interrupted: 3 of 10 questions were answered." in tables(partial, {})
+    assert as_dict(partial, {})["num_left_out"] == 7
+    assert "Interrupted" not in tables(TWO_SETS, {})
+
+
+def test_the_picture_says_what_was_run() -> None:
+    about = {"engine": "target t, drafter d", "datasets": ["own", "math"], "temperature": 0.0}
+    assert title(TWO_SETS, about).splitlines() == [
+        "Acceptance by position: 3 prompts of own, math, greedy",
+        "target t, drafter d",
+    ]
+    assert "temperature 0.5\nmodel m at h:1" in title(
+        TWO_SETS, {"server": "h:1", "model": "m", "datasets": [], "temperature": 0.5}
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import pytest
 
 from dflash_backend.evaluation import Answer, ModelRequest, Question, Sampling, SpecCounts, evaluate
+from dflash_backend.evaluation.run import OnAnswer
 
 
 class Parrot:
@@ -13,11 +16,10 @@ class Parrot:
     def __init__(self) -> None:
         self.asked: list[ModelRequest] = []
 
-    def answer(self, requests: Sequence[ModelRequest], on_answer: Callable[[], None]) -> list[Answer]:
+    def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         self.asked += requests
-        for _ in requests:
-            on_answer()
-        return [Answer(self._text(request), 1, SpecCounts(1, 2, 1, (1, 0))) for request in requests]
+        for place, request in reversed(list(enumerate(requests))):
+            on_answer(place, Answer(self._text(request), 1, SpecCounts(1, 2, 1, (1, 0))))
 
     @staticmethod
     def _text(request: ModelRequest) -> str:
@@ -77,3 +79,32 @@ def test_progress_counts_answers_not_questions() -> None:
     heard: list[tuple[int, int]] = []
     evaluate(Parrot(), QUESTIONS, Sampling(), lambda done, total: heard.append((done, total)))
     assert heard == [(done, 6) for done in range(1, 7)]
+
+
+class Interrupted(Parrot):
+    """Ctrl-C comes after so many answers."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._left = after
+
+    def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
+        def counted(place: int, answer: Answer) -> None:
+            if not self._left:
+                raise KeyboardInterrupt
+            self._left -= 1
+            on_answer(place, answer)
+
+        super().answer(requests, counted)
+
+
+def test_ctrl_c_keeps_the_questions_that_were_answered_in_full() -> None:
+    found = evaluate(Interrupted(after=5), QUESTIONS, Sampling())
+    # The second of b's three turns is answered too, which is not all of it.
+    assert [result.question.id for result in found.results] == ["a", "c", "d"]
+    assert (found.num_left_out, found.overall.num_tokens) == (1, 3)
+
+
+def test_ctrl_c_before_any_answer_is_raised() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Interrupted(after=0), QUESTIONS, Sampling())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-# What a request can carry: integers of 64 bits.
-MAX_INT = 2**63 - 1
+# What a request can carry: integers of 64 bits, with or without a sign.
+MAX_INT = 2**64 - 1
 
 
 def assignment(text: str) -> tuple[str, str]:

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_client.client import DFlashClient
 from dflash_client.commands.arguments import (
     add_settings_option,
     non_negative_float,
     non_negative_int,
-    positive_float,
     positive_int,
 )
-from dflash_client.commands.console import fail, say, show
+from dflash_client.commands.client_options import add_connection_options, client_of
+from dflash_client.commands.console import INTERRUPTED, fail, say, show
 from dflash_client.commands.packages import engine_missing
+from dflash_client.commands.progress import Progress
 
 if TYPE_CHECKING:
     from dflash_backend.evaluation import Answerer, Evaluation, Question
@@ -74,12 +74,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.png there")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
-    parser.add_argument("--url", metavar="HOST:PORT", help="measure the server there")
-    parser.add_argument("--protocol", choices=("grpc", "http"), default="grpc", help="with --url (%(default)s)")
-    parser.add_argument("--model-name", default="dflash", metavar="NAME", help="with --url (%(default)s)")
-    parser.add_argument(
-        "--timeout", type=positive_float, default=600.0, metavar="S", help="with --url: of one answer (%(default)g)"
-    )
+    add_connection_options(parser, url=None, timeout=600.0)
     parser.set_defaults(run=run)
 
 
@@ -118,8 +113,10 @@ def _run(arguments: argparse.Namespace) -> int:
         report.write(arguments.out, evaluation, about)
         say(f"wrote eval.json, eval.md and eval.png to {arguments.out}")
     if arguments.json:
-        return show(json.dumps(report.as_dict(evaluation, about), ensure_ascii=False))
-    return show(report.tables(evaluation, about).rstrip("\n"))
+        show(json.dumps(report.as_dict(evaluation, about), ensure_ascii=False))
+    else:
+        show(report.tables(evaluation, about).rstrip("\n"))
+    return fail("cancelled; this is what was answered until then", INTERRUPTED) if evaluation.num_left_out else 0
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
@@ -143,13 +140,7 @@ def _evaluate(answerer: Answerer, questions: list[Question], arguments: argparse
     from dflash_backend.evaluation import Sampling, evaluate
 
     sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
-    return evaluate(answerer, questions, sampling, _show_progress)
-
-
-def _show_progress(done: int, total: int) -> None:
-    """A line for every tenth of the answers."""
-    if done * 10 // total != (done - 1) * 10 // total:
-        say(f"{done} of {total} answers")
+    return evaluate(answerer, questions, sampling, Progress("answers", say).step)
 
 
 @contextmanager
@@ -193,7 +184,7 @@ def _server(arguments: argparse.Namespace) -> Iterator[Model]:
 
     encode = None if arguments.target is None else _encoder(arguments.target)
     try:
-        client = DFlashClient(arguments.url, arguments.protocol, arguments.model_name, arguments.timeout)
+        client = client_of(arguments)
     except ValueError as error:
         raise _UsageError(str(error)) from None
     with client:
