@@ -100,8 +100,9 @@ def test_each_step_yields_a_delta_and_the_last_one_has_stats(engine):
 
 
 def test_a_request_that_is_refused_does_not_touch_the_others(engine):
-    engine.send(request("good", [1], max_tokens=30))
+    # The one to be refused goes first, so that its answer cannot come after the other's last.
     engine.send(request("bad", [toy_engine.REFUSE]))
+    engine.send(request("good", [1], max_tokens=30))
     heard = hear(engine, finished("good"))
     assert RequestRejected("bad", "UNAVAILABLE", "the toy refuses this prompt") in heard
     assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
