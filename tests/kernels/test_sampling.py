@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from dflash_kernels.draw import draw, draw_reference
 from tests.kernels.inputs import DEVICE
 
 TILE = 64
-SIZES = [(1, 1), (3, 63), (2, 64), (5, 65), (3, 500), (0, 70)]
+SIZES = [(3, 63), (2, 64), (5, 65), (3, 500)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -57,6 +59,62 @@ def cuts(num_rows: int, **changes: float) -> list[torch.Tensor]:
         torch.full((num_rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
         for name, value in values.items()
     ]
+
+
+def by_hand(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """The distribution in plain Python, from the serving contract: the temperature, then min-p, top-k and top-p."""
+
+    def softmax(scaled: list[float]) -> list[float]:
+        weights = [math.exp(value - max(scaled)) for value in scaled]
+        return [weight / sum(weights) for weight in weights]
+
+    def without(scaled: list[float], kept: set[int]) -> list[float]:
+        return [value if token in kept else -math.inf for token, value in enumerate(scaled)]
+
+    scaled = [logit / temperature for logit in logits]
+    probs = softmax(scaled)
+    scaled = without(scaled, {token for token, prob in enumerate(probs) if prob >= min_p * max(probs)})
+    by_rank = sorted(range(len(logits)), key=lambda token: -logits[token])
+    if top_k > 0:
+        scaled = without(scaled, set(by_rank[:top_k]))
+    probs, kept, total = softmax(scaled), set(), 0.0
+    for token in by_rank:
+        if total < top_p:
+            kept.add(token)
+        total += probs[token]
+    return softmax(without(scaled, kept))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"min_p": 0.35},
+        {"top_k": 4, "top_p": 0.8},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.12},
+    ],
+)
+def test_the_cuts_see_the_probabilities_at_the_temperature(temperature: float, changes: dict[str, float]) -> None:
+    """Each cut would keep other tokens if it came before the temperature."""
+    logits = [1.3, -0.4, 0.9, 2.2, -1.6, 0.1]
+    values = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | changes
+    expected = by_hand(logits, temperature, int(values["top_k"]), values["top_p"], values["min_p"])
+    probs = assert_same_distribution(torch.tensor([logits]), cuts(1, temperature=temperature, **changes))
+    assert probs[0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert 0.0 in expected or temperature > 1.0
+
+
+def test_no_rows_and_a_vocabulary_of_one_token_are_taken() -> None:
+    for num_rows, vocab in ((0, 70), (1, 1)):
+        values, integers = randn(num_rows, vocab), torch.ones(num_rows, dtype=torch.int64)
+        assert argmax(values.to(DEVICE), TILE).tolist() == [0] * num_rows
+        assert assert_same_distribution(values, cuts(num_rows, top_k=1, top_p=0.5)).tolist() == [[1.0]] * num_rows
+        weights = torch.ones(num_rows, vocab, device=DEVICE)
+        assert draw(weights, integers.to(DEVICE), integers.to(DEVICE), 1, TILE).tolist() == [0] * num_rows
 
 
 def assert_same_distribution(logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
