@@ -22,7 +22,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model clean
+.PHONY: help setup serve test test-fast nightly lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -56,8 +56,14 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 	@exec $(BIN)/dflash-triton serve $(ARGS)
 
+# A worker a core, each with servers of its own; eight at most, since each holds torch and the models it has loaded.
+PYTEST = $(BIN)/pytest -q -n logical --maxprocesses 8 --strict-skips
+
 test: setup lint ## Lint, types and all tests, slow ones included
-	$(BIN)/pytest
+	$(PYTEST)
+
+test-fast: setup ## The quick tests, for each change: less of what is random, and few with a server
+	TEST_SCALE=0.1 $(PYTEST) -m "smoke or not (slow or server)"
 
 lint: setup ## Lint, formatting and types
 	$(BIN)/ruff check .

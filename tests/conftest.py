@@ -1,14 +1,89 @@
-"""Set before anything is imported: kernels run on the GPU where there is one, else under Triton's interpreter.
+"""What holds for every test: where kernels run, which tests share a worker, and which skips are allowed.
 
-Triton reads the variable when a kernel's module is imported, and the attention backends import them, so a conftest of
+Triton reads its variable when a kernel's module is imported, and the attention backends import them, so a conftest of
 `tests/kernels` alone would come too late.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One core a worker, for the processes that the tests start as well. torch reads it when it is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
+from tests.allowed_skips import is_allowed
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Files whose tests share no fixture: each test function may go to any worker. All other files stay whole.
+SPLIT = (
+    "tests/kernels/",
+    "tests/core/",
+    "tests/attention/",
+    "tests/test_lossless.py",
+    "tests/load_tests/test_smoke.py",
+)
+# These count what is left over in /dev/shm, or leave something there for a while.
+ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
+# The server tests of `make test-fast`: together, so that it starts one server.
+SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--strict-skips", action="store_true", help="fail for skips that tests/allowed_skips.py lacks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: (not item.get_closest_marker("slow"), not item.get_closest_marker("server")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files, or functions of `SPLIT`, in the order in which they were collected."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if nodeid.startswith(SPLIT):
+                return nodeid.partition("[")[0]
+            return next((files[0] for files in (ONE_AT_A_TIME, SMOKE) if file in files), file)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    refuse_skip(item.config, report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    refuse_skip(collector.config, report)
+    return report
+
+
+def refuse_skip(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> None:
+    """With `--strict-skips`, make a failure of a skip that is not allowed."""
+    if not config.getoption("--strict-skips") or not report.skipped or hasattr(report, "wasxfail"):
+        return
+    reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not is_allowed(report.nodeid, reason):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which tests/allowed_skips.py does not allow: {reason}"

@@ -149,6 +149,7 @@ def test_adjusted_logits_and_logprobs_are_those_of_the_cpu_runner(prompts: list[
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path) -> None:
     """Two requests on a model of two layers and a drafter of one: a prefill step and three padded decode steps."""
     make_target(tmp_path / "t", num_hidden_layers=2)

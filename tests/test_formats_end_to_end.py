@@ -110,6 +110,7 @@ def test_a_larger_k_is_refused_with_the_reason(which: str, rewritten: Path) -> N
         LLM(draft=str(draft), num_speculative_tokens=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_layers_off_by_one_in_either_convention_cost_acceptance_and_nothing_else(
     offset: int, tmp_path: Path, original: Answers
@@ -131,6 +132,7 @@ def test_a_converter_that_is_off_by_one_is_noticed(
     assert found.acceptance_length <= 0.95 * original.acceptance_length
 
 
+@pytest.mark.slow
 def test_a_mask_embedding_beside_the_weights_takes_the_place_of_the_tables_row(
     rewritten: Path, tmp_path: Path, original: Answers
 ) -> None:

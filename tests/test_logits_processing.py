@@ -104,6 +104,7 @@ def test_greedy_output_is_the_best_token_of_the_changed_logits_at_every_place(
     assert [output.token_ids for output in outputs] != [output.token_ids for output in plain]
 
 
+@pytest.mark.slow
 def test_penalties_survive_preemption_and_do_not_touch_their_neighbours() -> None:
     tight = LLM(max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
     asked = [*PENALTIES.values(), {}, {}, {}]
@@ -114,6 +115,7 @@ def test_penalties_survive_preemption_and_do_not_touch_their_neighbours() -> Non
         assert_greedy(output, one)
 
 
+@pytest.mark.slow
 def test_a_penalised_sampled_request_draws_the_same_after_preemption(llm: LLM) -> None:
     sampling = PENALTIES["all"] | {"max_tokens": 60, "temperature": 1.3, "logprobs": 2}
     params = [sampling | {"seed": seed} for seed in range(8)]
@@ -191,6 +193,7 @@ def exact_distribution(prompt: list[int], params: SamplingParams) -> dict[tuple[
     return prefixes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_output_has_the_distribution_of_the_changed_logits(method: str) -> None:
     llm = LLM(draft_sample_method=method, num_speculative_tokens=3, max_num_seqs=256, max_model_len=128)

@@ -17,11 +17,12 @@ import pytest
 from dflash_backend.build import LOAD_ERRORS, build_engine
 from dflash_backend.config import EngineConfig
 from tests.checkpoints.drafts import make_speculators
+from tests.scale import scaled
 from tests.tiny_models import make_draft, make_target
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1024**3
-CASES = 250  # of each of the four kinds
+CASES = scaled(250, at_least=50)  # of each of the four kinds
 BATCHES = 5
 
 VALUES: list[Any] = [

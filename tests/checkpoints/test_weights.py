@@ -39,6 +39,7 @@ print(peak() - before, mapped, heard)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "own_mib"), [("float32", 192), ("bfloat16", 96)])
 def test_loading_takes_at_most_one_shard_above_the_models_own_size(tmp_path: Path, dtype: str, own_mib: int) -> None:
     for i in range(NUM_SHARDS):

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from toy_core import EOS, make_limits, make_request
 
+from tests.scale import scaled
+
 STEMS = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9])
 MAX_MODEL_LEN = 36
 
@@ -110,4 +112,6 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=400, stateful_step_count=30, deadline=None, derandomize=True)
+TestEngineMachine.settings = settings(
+    max_examples=scaled(400, at_least=40), stateful_step_count=30, deadline=None, derandomize=True
+)

@@ -1,5 +1,6 @@
-"""Random traffic on random limits, 160,000 steps of it: every invariant after every step, every output the model's own.
-Half of it with a step in flight, which runs on the device at a random time between its submission and its collection.
+"""Random traffic on random limits, 160,000 steps of it at scale 1: every invariant after every step, every output the
+model's own. Half of it with a step in flight, which runs on the device at a random time between its submission and its
+collection.
 
 What fails here fails again from its seed; `test_core_machine.py` shrinks.
 """
@@ -16,8 +17,9 @@ from toy_core import EOS, VOCAB, make_limits, make_request
 from dflash_backend.core.engine import RequestError
 from dflash_backend.core.plan import EngineLimits
 from dflash_backend.messages import GenerationRequest
+from tests.scale import scaled
 
-NUM_STEPS = 40_000  # of each of the four parts
+NUM_STEPS = scaled(40_000, at_least=4_000)  # of each of the four parts
 NUM_REQUESTS = 60
 
 
@@ -124,8 +126,6 @@ def test_random_traffic_keeps_every_invariant_and_every_output(part: int) -> Non
         num_evicted += engine.core.scheduler.kv.pool.num_evicted
         seed += 1
     # The traffic must have met what it is there to test.
-    assert num_refused > 2 * num_failed > 20
-    assert num_preemptions > 300
-    assert num_hits > 5000
-    assert num_accepted > 5000
-    assert num_evicted > 5000
+    assert num_refused > 2 * num_failed > NUM_STEPS // 2_000
+    assert num_preemptions > NUM_STEPS // 133
+    assert min(num_hits, num_accepted, num_evicted) > NUM_STEPS // 8

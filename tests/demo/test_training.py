@@ -57,6 +57,7 @@ def test_judging_stops_at_the_first_mismatch_and_after_the_end():
     assert judge([4, 2, 7], [5, 2, 7, 9], end=2) == (0, [5])
 
 
+@pytest.mark.slow
 def test_smoke_training_writes_a_whole_pair(tmp_path):
     train_pair(Run(tmp_path / "pair", smoke=True))
     written = {str(path.relative_to(tmp_path / "pair")) for path in (tmp_path / "pair").rglob("*") if path.is_file()}

@@ -37,6 +37,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", KERNELS)
 def test_every_kernel_compiles_for_hopper(module: str) -> None:
     assert compiled_kernels(f"tests.kernels.{module}") == KERNELS[module]

@@ -90,6 +90,7 @@ def test_sigterm_ends_a_run_as_sigint_does_with_what_there_is_and_leaves_nothing
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["verdict"] == "INTERRUPTED"
 
 
+@pytest.mark.slow
 def test_expected_answers_are_kept_and_asked_for_again_when_a_question_changes(tmp_path: Path) -> None:
     said: list[str] = []
     questions = [Question("a", "What is 3 + 4?", 4)]

@@ -36,11 +36,13 @@ def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMOKE)
 def test_the_tests_notice(name: str, source_copy: Path) -> None:
     assert try_mutant(BY_NAME[name], source_copy).killed
 
 
+@pytest.mark.slow
 def test_a_change_that_does_no_harm_survives(source_copy: Path) -> None:
     harmless = Mutant(
         "harmless",

@@ -25,6 +25,7 @@ def reference_features(token_ids: list[int], layer_ids: tuple[int, ...]) -> torc
     return torch.cat([states[i + 1][0] for i in layer_ids], dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 72, "max_prefill_tokens_per_step": 24}])
 def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[str, int]) -> None:
     """Traps 3 and 4: neither rejected drafts nor the drafter's queries survive, and hits bring drafter K/V too."""

@@ -5,6 +5,8 @@ Outputs cannot show this: verification mends whatever is drafted, and only accep
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.messages import GenerationRequest, SamplingParams
@@ -26,6 +28,7 @@ def _tokens_and_drafts(llm: LLM, request_id: str) -> tuple[list[int], list[int]]
     return list(request.token_ids), row[end : end + request.pending_draft].tolist()
 
 
+@pytest.mark.slow
 def test_drafts_after_rejections_are_those_of_a_fresh_prefill() -> None:
     llm = LLM(kv_write_guard=True)
     core = llm.engine.core

@@ -1,0 +1,15 @@
+"""How much the tests do whose number of rounds is free: `TEST_SCALE` in the environment multiplies every such number.
+
+`make test` leaves it at 1, `make test-fast` sets 0.1. `make nightly` runs the full counts of `benchmarks` besides.
+"""
+
+from __future__ import annotations
+
+import os
+
+SCALE = float(os.environ.get("TEST_SCALE", "1"))
+
+
+def scaled(count: int, at_least: int = 1) -> int:
+    """`count` rounds at this scale, and never fewer than `at_least`, below which the test would show nothing."""
+    return max(min(count, at_least), round(count * SCALE))
