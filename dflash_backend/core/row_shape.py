@@ -101,8 +101,8 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, limits:
 
     Invariant WINDOW: the drafter's queries, the anchor and k masks, must lie within what it can address. When every
     draft is accepted the step leaves `num_tokens + num_draft + 1` tokens, of which the last is the anchor, and the
-    masks follow it. They must lie within `max_model_len` as well, past which no verified position may lie. A request that the step is sure to end drafts no more; surplus drafts before that are dropped at
-    `max_tokens`.
+    masks follow it. They must lie within `max_model_len` as well, past which no verified position may lie. A request
+    that the step is sure to end drafts no more; surplus drafts before that are dropped at `max_tokens`.
     """
     k = request.num_speculative_tokens
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
