@@ -65,6 +65,9 @@ class _TimedWorker:
         self.called_s = time.thread_time()
         self._plan = plan
 
+    def reset(self) -> None:
+        """See `core.plan.Worker`."""
+
     def collect(self) -> StepResult:
         """See `core.plan.Worker`."""
         plan = self._plan

@@ -44,6 +44,8 @@ from dflash_backend.messages import (
     TokenDelta,
 )
 
+_log = logging.getLogger(__name__)
+
 STDIN = 0
 # How long an idle engine sleeps before it looks whether it was told to end; a request wakes it at once.
 IDLE_POLL_MS = 500
@@ -60,7 +62,7 @@ class Core(Protocol):
 
     def add_request(self, request: GenerationRequest) -> None: ...
     def abort(self, request_ids: Iterable[str]) -> None: ...
-    def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]: ...
+    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]: ...
     def step(self) -> list[TokenDelta]: ...
     def has_unfinished(self) -> bool: ...
     @property
@@ -157,12 +159,10 @@ class EngineLoop:
             message = ENGINE_INPUT.decode(raw)
             if isinstance(message, GenerationRequest):
                 self._num_received += 1
-                try:
-                    self._core.add_request(message)
-                except RequestError as error:
-                    rejected.append(RequestRejected(message.request_id, error.status, error.message))
+                if (refusal := self._add(message)) is not None:
+                    rejected.append(refusal)
             elif isinstance(message, StopRequests):
-                deltas += self._core.stop(message.request_ids)
+                deltas += self._core.stop(message.request_ids, message.num_tokens)
             elif isinstance(message, AbortRequests):
                 self._core.abort(message.request_ids)
             elif isinstance(message, Shutdown):
@@ -171,6 +171,18 @@ class EngineLoop:
             self._channel.send(StepOutputs(deltas, rejected, queue=self._queue()))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
+
+    def _add(self, request: GenerationRequest) -> RequestRejected | None:
+        """Queue a request, or say why it cannot be. A defect that one request shows must not end the others."""
+        try:
+            self._core.add_request(request)
+        except RequestError as error:
+            return RequestRejected(request.request_id, error.status, error.message)
+        except Exception as error:  # noqa: BLE001
+            _log.exception("request %s could not be queued", request.request_id)
+            message = f"the request could not be queued ({type(error).__name__}: {error}); the server's log has more"
+            return RequestRejected(request.request_id, "INTERNAL", message)
+        return None
 
     def _send(
         self, deltas: list[TokenDelta], failed: list[RequestRejected], phase_seconds: dict[str, float], idle: bool

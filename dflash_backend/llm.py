@@ -8,6 +8,7 @@ print(llm.generate("Write a function that adds 3.", max_tokens=64, temperature=0
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -224,6 +225,7 @@ class LLM:
         """Feed the engine as its queue has room, step it, and yield `(job, delta, text)` as tokens come."""
         core = self.engine.core
         running: dict[str, tuple[_Job, Detokenizer]] = {}
+        num_kept: Counter[str] = Counter()
         waiting = iter(jobs)
         try:
             self._feed(waiting, running)
@@ -231,8 +233,13 @@ class LLM:
                 for delta in core.step():
                     job, detokenizer = running[delta.request_id]
                     text = detokenizer.append(delta.token_ids, delta.finish_reason is not None)
+                    num_kept[delta.request_id] += text.num_tokens
                     if text.stopped:
-                        stats = delta.stats or core.stop([delta.request_id])[0].stats
+                        stats = delta.stats
+                        if stats is None:
+                            stats = core.stop([delta.request_id], [num_kept[delta.request_id]])[0].stats
+                        else:
+                            stats = stats.with_last_step_cut(len(delta.token_ids), text.num_tokens)
                         delta = _cut(delta, text.num_tokens, stats)
                     if delta.finish_reason is not None:
                         del running[delta.request_id]

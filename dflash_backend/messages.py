@@ -96,9 +96,13 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
 
 class StopRequests(msgspec.Struct, frozen=True, tag=True):
     """These requests reached a stop string in their text: end them as `stop` and free their blocks. Each one that still
-    ran gets a last delta, without tokens and with its stats; for one that had ended it was sent already."""
+    ran gets a last delta, without tokens and with its stats; for one that had ended it was sent already.
+
+    `num_tokens`: of each request, how many output tokens belong to its answer.
+    """
 
     request_ids: list[str]
+    num_tokens: list[int]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +112,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 class RequestStats(msgspec.Struct, frozen=True):
     """What a finished request cost; counts of tokens unless said otherwise.
 
-    `num_accepted_tokens_per_pos[i]` counts the drafts whose token i (0-based) was accepted.
+    `num_accepted_tokens` counts the accepted drafts that were delivered: a drafting step adds the number of tokens that
+    it yielded, less one. `num_accepted_tokens_per_pos[i]` counts the drafts whose token i (0-based) is among them.
     """
 
     num_prompt_tokens: int
@@ -125,6 +130,19 @@ class RequestStats(msgspec.Struct, frozen=True):
     def acceptance_length(self) -> float:
         """Mean tokens that a drafting step yields: 1 + accepted / drafts; 1 without drafts."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
+
+    def with_last_step_cut(self, num_tokens: int, num_kept: int) -> RequestStats:
+        """The same, when only `num_kept` of the `num_tokens` tokens of the last delta belong to the answer. A delta is
+        that of one step, but for rare ones of several; then no more is taken off than one step can have added."""
+        accepted = list(self.num_accepted_tokens_per_pos)
+        for position in range(max(num_kept - 1, 0), min(num_tokens - 1, len(accepted))):
+            accepted[position] = max(accepted[position] - 1, 0)
+        return msgspec.structs.replace(
+            self,
+            num_output_tokens=self.num_output_tokens - num_tokens + num_kept,
+            num_accepted_tokens=sum(accepted),
+            num_accepted_tokens_per_pos=accepted,
+        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

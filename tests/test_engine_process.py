@@ -108,6 +108,15 @@ def test_a_request_that_is_refused_does_not_touch_the_others(engine):
     assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
 
 
+def test_a_defect_that_a_request_shows_as_it_is_queued_ends_that_request_alone(engine):
+    engine.send(request("bad", [toy_engine.BREAK_IN_QUEUEING]))
+    engine.send(request("good", [1], max_tokens=30))
+    heard = hear(engine, finished("good"))
+    (rejected,) = [part for part in heard if isinstance(part, RequestRejected)]
+    assert (rejected.request_id, rejected.status) == ("bad", "INTERNAL")
+    assert "KeyError: 'the toy has no place for this prompt'" in rejected.message
+
+
 def test_a_request_that_is_given_up_is_told_and_does_not_touch_the_others(engine):
     engine.send(request("bad", [toy_engine.GIVE_UP]))
     engine.send(request("good", [1], max_tokens=30))
@@ -130,7 +139,7 @@ def test_an_aborted_request_is_not_heard_of_again(engine):
 def test_a_stopped_request_gets_a_last_delta_with_stats(engine):
     engine.send(request("s", [1], max_tokens=10**9))
     hear(engine, lambda part: True)
-    engine.send(StopRequests(["s", "never-there"]))
+    engine.send(StopRequests(["s", "never-there"], [3, 1]))
     last = hear(engine, finished("s"))[-1]
     assert (last.token_ids, last.finish_reason) == ([], "stop")
     assert last.stats.num_prompt_tokens == 1

@@ -74,6 +74,10 @@ class SkippedPrefill:
         """See `Worker`."""
         return self._worker.collect()
 
+    def reset(self) -> None:
+        """See `Worker`."""
+        self._worker.reset()
+
 
 @contextmanager
 def decoding(core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int) -> Iterator[int]:

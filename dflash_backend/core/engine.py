@@ -16,18 +16,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from dflash_backend.core.admission import RequestError, check_fits_alone, check_limits, check_prompt
 from dflash_backend.core.plan import (
     EngineLimits,
     RowResult,
     ScheduledRow,
+    StepFailed,
     StepOutOfMemory,
     StepPlan,
     StepResult,
     Worker,
 )
 from dflash_backend.core.request import Request
+from dflash_backend.core.row_shape import prefills_next
 from dflash_backend.core.scheduler import Scheduler
+from dflash_backend.core.spec_counts import SpecCounts
 from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineStats,
@@ -39,6 +44,11 @@ from dflash_backend.messages import (
 )
 
 __all__ = ["EngineCore", "RequestError"]
+
+# A request ends when it was in this many failing steps of which no request failed alone.
+MAX_UNEXPLAINED_FAILURES = 3
+# A request that was in a failing step runs this many decode rows alone before it runs beside others again.
+ROWS_TO_CLEAR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,8 @@ class EngineCore:
         self._overlap = overlap and worker.overlaps
         # Submitted and not collected, the oldest first: between two calls of `step` one at most.
         self._in_flight: deque[_StepInFlight] = deque()
+        # A step that the worker could not run, and why; nothing is planned before `_isolate` has looked into it.
+        self._failed_step: tuple[StepPlan, str] | None = None
         self._clock = clock
         self._trace = trace
         self._requests: dict[str, Request] = {}
@@ -80,10 +92,9 @@ class EngineCore:
         # (deadline in s, arrival, id), a heap. An entry may outlive its request; the arrival number tells whether it
         # still counts.
         self._deadlines: list[tuple[float, int, str]] = []
-        self._num_drafts = 0
-        self._num_draft_tokens = 0
-        self._num_accepted_tokens = 0
-        self._num_accepted_tokens_per_pos = [0] * limits.num_speculative_tokens
+        self._spec_counts = SpecCounts(limits.num_speculative_tokens)
+        # As the last call of `stats` gave them. A stop string takes counts back, and a counter must not fall.
+        self._reported_counts = SpecCounts(limits.num_speculative_tokens)
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -126,17 +137,24 @@ class EngineCore:
                 self.scheduler.remove(request)
                 self._trace_end(request, "abort", self._clock())
 
-    def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]:
+    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]:
         """End these requests because their text reached a stop string, and free their blocks.
 
+        `num_tokens`: how many of each request's output tokens belong to its answer. Those past them count for nothing.
         Returns a last delta, without tokens, for each that was in progress; other ids are ignored.
         """
         now = self._clock()
         deltas = []
-        for request_id in request_ids:
+        for request_id, num_kept in zip(request_ids, num_tokens, strict=True):
             request = self._requests.get(request_id)
             if request is not None:
-                deltas.append(self._finish(request, [], "stop", now))
+                for num_draft, num_delivered, kept in request.trim_yields(num_kept):
+                    request.spec_counts.take_back(num_draft, num_delivered, kept)
+                    self._spec_counts.take_back(num_draft, num_delivered, kept)
+                delta = self._finish(request, [], "stop", now)
+                assert delta.stats is not None
+                stats = msgspec.structs.replace(delta.stats, num_output_tokens=num_kept)
+                deltas.append(msgspec.structs.replace(delta, stats=stats))
         return deltas
 
     def step(self) -> list[TokenDelta]:
@@ -147,6 +165,10 @@ class EngineCore:
         started = self._clock()
         self.phase_seconds, self.failed = {}, []
         deltas = self._expire(started)
+        if self._failed_step is not None:
+            deltas += self._isolate(*self._failed_step)
+            self._step_seconds += self._clock() - started
+            return deltas
         plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
         if plan is None and not self._in_flight:
             return deltas
@@ -156,6 +178,12 @@ class EngineCore:
         except StepOutOfMemory as error:
             assert plan is not None
             deltas += self._make_room(plan, str(error))
+        except StepFailed as error:
+            assert plan is not None
+            # What is in flight is applied now; the failed step is looked into by the next call.
+            self._failed_step = plan, str(error)
+            if self._in_flight:
+                deltas += self._collect()
         else:
             stays_in_flight = 1 if self._overlap and plan is not None else 0
             if len(self._in_flight) > stays_in_flight:
@@ -165,7 +193,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether a request is queued or running, or a step of requests that have ended is in flight."""
-        return bool(self._requests or self._in_flight)
+        return bool(self._requests or self._in_flight or self._failed_step)
 
     @property
     def num_waiting(self) -> int:
@@ -175,6 +203,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Gauges as they are now and counters since the start."""
         scheduler = self.scheduler
+        counts = self._reported_counts = self._spec_counts.largest(self._reported_counts)
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=len(scheduler.waiting),
@@ -182,10 +211,10 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
-            num_accepted_tokens_per_pos=list(self._num_accepted_tokens_per_pos),
+            num_drafts=counts.num_drafts,
+            num_draft_tokens=counts.num_draft_tokens,
+            num_accepted_tokens=counts.num_accepted_tokens,
+            num_accepted_tokens_per_pos=counts.num_accepted_tokens_per_pos,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_steps=self._num_steps,
@@ -251,7 +280,7 @@ class EngineCore:
         if self._in_flight:
             deltas = self._collect()
         elif len(plan.rows) == 1:
-            self._fail(self._requests[plan.rows[0].request_id], message)
+            self._fail(self._requests[plan.rows[0].request_id], _out_of_memory(message))
             return []
         else:
             deltas = []
@@ -259,15 +288,63 @@ class EngineCore:
             self.scheduler.shrink(plan)
         return deltas
 
-    def _fail(self, request: Request, message: str) -> None:
-        """End a request that alone does not fit the device's memory."""
+    def _isolate(self, plan: StepPlan, message: str) -> list[TokenDelta]:
+        """After a step that failed, with nothing in flight: end the requests that fail alone too; the others go on.
+
+        The worker starts anew, without any request, and each request of the plan runs a few steps by itself. When all
+        of them pass, the cause lies between them or has passed; a request ends with the third such step. All who are
+        left compute their positions anew, as after a preemption, for the most part from the prefix cache.
+        """
+        self._failed_step = None
+        deltas: list[TokenDelta] = []
+        queued = self.scheduler.take_all()
+        self._worker.reset()
+        ids = {row.request_id for row in plan.rows}
+        suspects = [request for request in queued if request.request_id in ids]
+        for request in suspects:
+            deltas += self._try_alone(request)
+        if not self.failed:
+            for request in suspects:
+                request.num_unexplained_failures += 1
+                if request.num_unexplained_failures == MAX_UNEXPLAINED_FAILURES and self._is_in_progress(request):
+                    self._fail(request, _failed(message), queued=False)
+        for request in queued:
+            if self._is_in_progress(request):
+                self.scheduler.add(request)
+        return deltas
+
+    def _is_in_progress(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def _try_alone(self, request: Request) -> list[TokenDelta]:
+        """Run a request that no queue holds by itself until it has decoded, with a step in flight where steps overlap;
+        it is in no queue afterwards. Ends it if that fails. Returns one delta at most."""
+        self.scheduler.add(request)
+        deltas: list[TokenDelta] = []
+        num_decodes = 0
+        try:
+            while num_decodes < ROWS_TO_CLEAR and self._is_in_progress(request):
+                now = self._clock()
+                plan = self.scheduler.plan(now, in_flight=bool(self._in_flight))
+                if plan is not None:
+                    num_decodes += not prefills_next(request)
+                    self._submit(plan, now)
+                if len(self._in_flight) > (1 if self._overlap and plan is not None else 0):
+                    deltas += self._collect()
+        except (StepFailed, StepOutOfMemory) as error:
+            self._fail(request, _failed(str(error)))
+        while self._in_flight:
+            deltas += self._collect()
+        self.scheduler.take_all()
+        self._worker.reset()
+        return _joined(deltas)
+
+    def _fail(self, request: Request, reason: str, queued: bool = True) -> None:
+        """End a request with an error. `queued`: whether the scheduler has it."""
         del self._requests[request.request_id]
-        self.scheduler.remove(request)
+        if queued:
+            self.scheduler.remove(request)
         self._trace_end(request, "error", self._clock())
-        reason = (
-            f"a step of this request alone does not fit the device's memory ({message}); send a shorter prompt, or "
-            f"have the server's gpu_memory_utilization or max_num_batched_tokens lowered"
-        )
         self.failed.append(RequestRejected(request.request_id, "INTERNAL", reason))
 
     def _collect(self) -> list[TokenDelta]:
@@ -296,8 +373,10 @@ class EngineCore:
         now = self._clock()
         deltas = []
         for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
-            _check_row_result(row, row_result)
-            if self._requests.get(row.request_id) is not request:
+            if not self._is_in_progress(request):
+                continue
+            if not _fits(row, row_result):
+                self._fail(request, f"the worker answered {row_result} to {row}; this is a defect of the server")
                 continue
             delta = self._apply_row(request, row, row_result, now)
             if delta is not None:
@@ -308,8 +387,6 @@ class EngineCore:
         if request.row_in_flight is row:
             request.row_in_flight = None  # else the step behind has a row of it too
         request.num_computed += row.num_new + result.num_accepted
-        if row.num_draft:
-            self._count_draft(request, row.num_draft, result.num_accepted)
         if row.sample or row.num_next_draft:
             # Not after a chunk: a resumed request's drafts are pending until its prefill has come to their anchor.
             request.pending_draft = row.num_next_draft
@@ -318,20 +395,15 @@ class EngineCore:
         if row.sample:
             token_ids, finish_reason = request.append(result.token_ids, self.limits.max_model_len)
             self._num_generation_tokens += len(token_ids)
+            request.note_yield(row.num_draft, len(token_ids))
+            if row.num_draft:
+                self._spec_counts.add(row.num_draft, len(token_ids))
         self.scheduler.kv.publish(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         if finish_reason is not None:
             return self._finish(request, token_ids, finish_reason, now, logprobs)
         return TokenDelta(request.request_id, token_ids, logprobs=logprobs) if token_ids else None
-
-    def _count_draft(self, request: Request, num_draft: int, num_accepted: int) -> None:
-        request.count_draft(num_draft, num_accepted)
-        self._num_drafts += 1
-        self._num_draft_tokens += num_draft
-        self._num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self._num_accepted_tokens_per_pos[position] += 1
 
     def _finish(
         self,
@@ -351,13 +423,35 @@ class EngineCore:
             self._trace.request_ended(request.request_id, reason, request.num_tokens - request.num_prompt_tokens, now)
 
 
-def _check_row_result(row: ScheduledRow, result: RowResult) -> None:
-    """Raise RuntimeError when a worker's answer cannot belong to the row: going on would corrupt the request."""
+def _fits(row: ScheduledRow, result: RowResult) -> bool:
+    """Whether a worker's answer can belong to the row. Going on with another would corrupt the request."""
     expected = result.num_accepted + 1 if row.sample else 0
-    if (
-        result.request_id != row.request_id
-        or not 0 <= result.num_accepted <= row.num_draft
-        or len(result.token_ids) != expected
-        or (result.logprobs is not None and len(result.logprobs) != expected)
-    ):
-        raise RuntimeError(f"the worker answered {result} to {row}, which does not fit it")
+    return (
+        result.request_id == row.request_id
+        and 0 <= result.num_accepted <= row.num_draft
+        and len(result.token_ids) == expected
+        and (result.logprobs is None or len(result.logprobs) == expected)
+    )
+
+
+def _joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    """One delta in place of several of one request, in order; [] for none."""
+    if len(deltas) < 2:
+        return deltas
+    last = deltas[-1]
+    logprobs = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    return [TokenDelta(last.request_id, token_ids, last.finish_reason, last.stats, logprobs)]
+
+
+def _out_of_memory(message: str) -> str:
+    return (
+        f"a step of this request alone does not fit the device's memory ({message}); send a shorter prompt, or "
+        "have the server's gpu_memory_utilization or max_num_batched_tokens lowered"
+    )
+
+
+def _failed(message: str) -> str:
+    return f"a step with this request failed ({message}); the server's log has the whole error"

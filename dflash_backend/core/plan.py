@@ -107,6 +107,12 @@ class StepOutOfMemory(Exception):
     been taken in; none of its rows has run, and there is no result to collect. The message is for the operator."""
 
 
+class StepFailed(Exception):
+    """A step could not be run, for a reason other than memory, and the worker can go on with other steps. There is no
+    result to collect. What the worker holds of its requests is not to be relied on: `Worker.reset` comes next. The
+    message names the error."""
+
+
 class Worker(Protocol):
     """What the engine core needs of a worker: steps go in, and their results come out in the same order.
 
@@ -121,7 +127,11 @@ class Worker(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step behind those that were submitted before; at most one of them has not been collected. Raises
-        `StepOutOfMemory`."""
+        `StepOutOfMemory` and `StepFailed`; after any other error the worker is of no more use."""
+        ...
+
+    def reset(self) -> None:
+        """Remove every request, as if none had ever been in a plan. Nothing may be in flight. The K/V stays."""
         ...
 
     def collect(self) -> StepResult:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow
 from dflash_backend.core.prefix_cache import DigestChain
+from dflash_backend.core.spec_counts import SpecCounts
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestStats, SamplingParams
 
 _MASK_64 = (1 << 64) - 1
@@ -56,14 +57,16 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
     row_in_flight: ScheduledRow | None = None
+    # Steps with a row of this request that the worker could not run, and no request of which fails alone.
+    num_unexplained_failures: int = 0
 
     first_scheduled_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    spec_counts: SpecCounts = field(default_factory=lambda: SpecCounts(0))
+    # Of each step that yielded tokens: the drafts that it verified, and how many tokens it yielded. Only kept for a
+    # request with stop strings, which the text may reach steps ago.
+    yields: list[tuple[int, int]] | None = None
 
     @classmethod
     def from_generation_request(
@@ -88,7 +91,8 @@ class Request:
             arrival=arrival,
             arrival_s=now,
             deadline_s=now + request.deadline_s if request.deadline_s > 0 else None,
-            num_accepted_tokens_per_pos=[0] * k,
+            spec_counts=SpecCounts(k),
+            yields=[] if sampling.stop else None,
         )
 
     @property
@@ -130,13 +134,25 @@ class Request:
                 return token_ids[:count], "length"
         return token_ids, None
 
-    def count_draft(self, num_draft: int, num_accepted: int) -> None:
-        """Count one verified draft block. Accepted drafts past the request's end count: they measure the drafter."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft
-        self.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.num_accepted_tokens_per_pos[position] += 1
+    def note_yield(self, num_draft: int, num_tokens: int) -> None:
+        """Count a step that verified `num_draft` drafts and appended `num_tokens` tokens, at least one."""
+        if num_draft:
+            self.spec_counts.add(num_draft, num_tokens)
+        if self.yields is not None:
+            self.yields.append((num_draft, num_tokens))
+
+    def trim_yields(self, num_kept: int) -> list[tuple[int, int, int]]:
+        """The drafting steps that yielded tokens past the first `num_kept` of the output: for each the number of its
+        drafts, the tokens that it yielded and those of them that are kept. They are forgotten here."""
+        trimmed = []
+        excess = self.num_output_tokens - num_kept
+        while excess > 0 and self.yields:
+            num_draft, num_tokens = self.yields.pop()
+            cut = min(excess, num_tokens)
+            excess -= cut
+            if num_draft:
+                trimmed.append((num_draft, num_tokens, num_tokens - cut))
+        return trimmed
 
     def to_new_request(self) -> NewRequest:
         """What the worker must know to run it. The token ids are a copy: both sides append to their own."""
@@ -156,10 +172,10 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_drafts=self.num_drafts,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-            num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos),
+            num_drafts=self.spec_counts.num_drafts,
+            num_draft_tokens=self.spec_counts.num_draft_tokens,
+            num_accepted_tokens=self.spec_counts.num_accepted_tokens,
+            num_accepted_tokens_per_pos=list(self.spec_counts.num_accepted_tokens_per_pos),
             num_preemptions=self.num_preemptions,
             queue_time_s=scheduled_s - self.arrival_s,
         )

@@ -170,6 +170,18 @@ class Scheduler:
             self._preempt_latest()
         self._admits_from = plan.step_id + 1 + STEPS_TO_RECOVER
 
+    def take_all(self) -> list[Request]:
+        """Take every request out, in order of arrival, and free all blocks: the worker has lost what it held of them.
+        Nothing may be in flight. A request goes on where it was when it is added again."""
+        while self.running:
+            self._preempt_latest()
+        taken = list(self.waiting.values())
+        self.waiting.clear()
+        self._forgotten.clear()
+        self._admits_from = 0
+        self._lacks_blocks = False
+        return taken
+
     def _schedule_running(self, builder: _PlanBuilder, in_flight: bool) -> bool:
         """Give every running request its row, oldest first, preempting from the other end where blocks run out.
 

@@ -50,6 +50,7 @@ class Completion:
     def add(self, delta: TokenDelta) -> int:
         """Take new tokens; how many of them count. Those past a stop string do not."""
         finished = delta.finish_reason is not None
+        stopped_before = self.stopped
         count = 0
         if not self.stopped:
             if delta.logprobs is not None:
@@ -62,6 +63,8 @@ class Completion:
         if finished:
             self.finish_reason = "stop" if self.stopped else delta.finish_reason
             self.stats = delta.stats
+            if delta.stats is not None and count < len(delta.token_ids) and not stopped_before:
+                self.stats = delta.stats.with_last_step_cut(len(delta.token_ids), count)
         return count
 
     @property
@@ -150,6 +153,10 @@ class Flight:
         """Whether the engine still works on a completion whose text has reached a stop string."""
         completion = self.completions[_index(engine_id)]
         return completion.stopped and completion.finish_reason is None
+
+    def num_tokens(self, engine_id: str) -> int:
+        """How many tokens of a completion belong to its answer, so far."""
+        return self.completions[_index(engine_id)].num_tokens
 
     @property
     def ended(self) -> bool:

@@ -287,7 +287,7 @@ class FrontendService:
     def _take(self, outputs: StepOutputs, touched: dict[str, Flight]) -> None:
         for rejected in outputs.rejected:
             self._reject(rejected)
-        stopped: list[str] = []
+        stopped: dict[str, int] = {}
         orphans: list[str] = []
         for delta in outputs.deltas:
             flight = self._flights.get(flight_id(delta.request_id))
@@ -298,9 +298,9 @@ class FrontendService:
             elif self._add(flight, delta):
                 touched[flight.request_id] = flight
                 if flight.wants_stop(delta.request_id):
-                    stopped.append(delta.request_id)
+                    stopped[delta.request_id] = flight.num_tokens(delta.request_id)
         if stopped:
-            self._engine.send(StopRequests(stopped))
+            self._engine.send(StopRequests(list(stopped), list(stopped.values())))
         if orphans:
             self._engine.send(AbortRequests(orphans))
         self._metrics.observe_step(outputs.phase_seconds)

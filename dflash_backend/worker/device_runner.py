@@ -28,6 +28,7 @@ from dflash_backend.worker.device_step import DeviceStep, Hooks
 from dflash_backend.worker.graphs import EagerStep, GraphCapturer, PaddedSteps, Progress, ladder
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import PHASES
+from dflash_backend.worker.step_errors import step_errors
 from dflash_backend.worker.step_ops import StepOps
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader
 from dflash_backend.worker.warm_up import warm_up
@@ -127,21 +128,13 @@ class DeviceRunner:
         """See `core.plan.Worker`. Raises `KVWriteError` when the guard is on and finds a breach."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
-        self.requests.update(plan)
-        if not plan.rows:
-            self._in_flight.append(StepInFlight(plan.step_id))
-            return
-        rows = HostRows.of(plan.rows, self.requests)
-        try:
-            flight = self._launch(plan, rows, rows.traits(self.requests))
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise StepOutOfMemory(
-                f"step {plan.step_id} with {len(plan.rows)} rows and {plan.num_tokens} tokens does not fit the memory "
-                f"of {self.device} ({str(error).partition('.')[0]}); lower max_num_batched_tokens or "
-                "gpu_memory_utilization if this comes often"
-            ) from None
-        self._in_flight.append(flight)
+        with step_errors(plan, self.device):
+            self.requests.update(plan)
+            self._in_flight.append(self._run(plan) if plan.rows else StepInFlight(plan.step_id))
+
+    def reset(self) -> None:
+        """See `core.plan.Worker`."""
+        self.requests.clear()
 
     def collect(self) -> StepResult:
         """See `core.plan.Worker`."""
@@ -156,6 +149,19 @@ class DeviceRunner:
             rows.append(RowResult(row.request_id, new, count, flight.logprobs.get(i)))
         seconds = dict(zip(PHASES, (np.diff(times) / 1e9).tolist(), strict=True)) if times.any() else {}
         return StepResult(flight.step_id, rows, seconds)
+
+    def _run(self, plan: StepPlan) -> StepInFlight:
+        """Queue a step that has rows. Raises `StepOutOfMemory`."""
+        rows = HostRows.of(plan.rows, self.requests)
+        try:
+            return self._launch(plan, rows, rows.traits(self.requests))
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise StepOutOfMemory(
+                f"step {plan.step_id} with {len(plan.rows)} rows and {plan.num_tokens} tokens does not fit the memory "
+                f"of {self.device} ({str(error).partition('.')[0]}); lower max_num_batched_tokens or "
+                "gpu_memory_utilization if this comes often"
+            ) from None
 
     def _launch(self, plan: StepPlan, rows: HostRows, traits: RowTraits) -> StepInFlight:
         """Queue a step that has rows, and the copy of its results."""

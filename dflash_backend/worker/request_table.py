@@ -64,6 +64,11 @@ class RequestArrays:
         """Drop a request. One that the worker does not hold is an error of the core."""
         self._free.append(self.records.pop(request_id).index)
 
+    def clear(self) -> None:
+        """Drop every request."""
+        self.records.clear()
+        self._free = list(range(len(self.temperature) - 1, -1, -1))
+
     def learn(self, new: NewRequest) -> RequestRecord:
         """Take a request in; its tokens are left to the worker's table."""
         index = self._free.pop()

@@ -20,6 +20,7 @@ from dflash_backend.worker.batch import StepBatch, spans
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.request_table import RequestTable
 from dflash_backend.worker.row_parallel import RowPool
+from dflash_backend.worker.step_errors import step_errors
 from dflash_backend.worker.write_guard import WriteGuard
 
 PHASES = ("verify", "accept", "inject", "draft")
@@ -78,7 +79,12 @@ class ModelRunner:
 
     def submit(self, plan: StepPlan) -> None:
         """See `core.plan.Worker`. Raises `KVWriteError` when the guard is on and finds a breach."""
-        self._results.append(self._run(plan))
+        with step_errors(plan, self.device):
+            self._results.append(self._run(plan))
+
+    def reset(self) -> None:
+        """See `core.plan.Worker`."""
+        self.requests.clear()
 
     def collect(self) -> StepResult:
         """See `core.plan.Worker`."""

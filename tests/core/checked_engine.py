@@ -29,6 +29,7 @@ class CheckedEngine(Engine):
         super().__init__(limits, lag)
         self._patience = 0 if lag is None else MAX_CALLS_WITHOUT_PROGRESS
         self._calls_without_progress = 0
+        self._failed_before = False
         self.worker.keep_plans = False
         self.requests: dict[str, GenerationRequest] = {}
         # Requests that may have published in the last step: those that run, and those that ran before it.
@@ -52,21 +53,25 @@ class CheckedEngine(Engine):
         self._check_between_steps()
 
     def stop(self, request_id: str) -> None:
-        deltas = self.core.stop([request_id])
+        deltas = self.core.stop([request_id], [len(self.outputs[request_id].token_ids)])
         self._cut.update(delta.request_id for delta in deltas)
         self.take(deltas)
         self._check_between_steps()
 
     def step(self) -> None:
         scheduler = self.core.scheduler
-        num_refused = self.worker.num_refused
+        num_refused, num_failed = self.worker.num_refused, self.worker.num_failed
         self._seen = dict(scheduler.running)
         self.take(self.core.step())
         self._seen.update(scheduler.running)
         self._take_failed()
         self._check_between_steps()
-        if self.worker.num_refused == num_refused:
+        # The call after a failed step looks into it, and everybody computes anew from there.
+        if self.worker.num_failed > num_failed or self._failed_before:
+            self._oldest_progress, self._calls_without_progress = None, 0
+        elif self.worker.num_refused == num_refused:
             self._check_oldest()
+        self._failed_before = self.worker.num_failed > num_failed
 
     def finish(self) -> None:
         """Run until nothing is left, and check what all requests yielded."""
@@ -84,10 +89,10 @@ class CheckedEngine(Engine):
             self._check_output(request_id)
 
     def _take_failed(self) -> None:
-        """Requests that were given up because they do not fit the device's memory alone."""
+        """Requests that were given up because a step with them alone does not fit the device's memory, or fails."""
         self.failed += self.core.failed
         for failure in self.core.failed:
-            assert self.worker.max_tokens_in_memory is not None
+            assert self.worker.max_tokens_in_memory is not None or self.worker.num_failed
             self._cut.add(failure.request_id)
 
     def _check_between_steps(self) -> None:

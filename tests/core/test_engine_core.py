@@ -230,11 +230,11 @@ def test_a_stop_from_outside_ends_a_request_with_its_stats() -> None:
     engine.add(make_request("runs", PROMPT))
     engine.add(make_request("waits", PROMPT))
     engine.step()
-    (delta,) = engine.core.stop(["runs", "never seen", "runs"])
+    (delta,) = engine.core.stop(["runs", "never seen", "runs"], [len(engine.outputs["runs"].token_ids)] * 3)
     assert (delta.request_id, delta.token_ids, delta.finish_reason) == ("runs", [], "stop")
     assert delta.stats is not None
     assert delta.stats.num_output_tokens == len(engine.outputs["runs"].token_ids) > 0
-    assert engine.core.stop(["runs"]) == [], "its last delta was sent already"
+    assert engine.core.stop(["runs"], [1]) == [], "its last delta was sent already"
     engine.core.check_invariants()
     engine.step()
     assert engine.outputs["waits"].token_ids
@@ -349,14 +349,23 @@ class _WrongWorker:
     def submit(self, plan: StepPlan) -> None:
         self._step_id = plan.step_id
 
+    def reset(self) -> None:
+        raise AssertionError("nothing has failed")
+
     def collect(self) -> StepResult:
         return StepResult(self._step_id, self._rows)
+
+
+def test_an_answer_without_the_rows_of_the_plan_stops_the_engine() -> None:
+    core = EngineCore(make_limits(), _WrongWorker([]))
+    core.add_request(make_request("a", PROMPT))
+    with pytest.raises(RuntimeError, match="the worker answered step 1 with 0 rows"):
+        core.step()
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [],
         [RowResult("b", [1], 0)],
         [RowResult("a", [], 0)],
         [RowResult("a", [1, 2], 1)],
@@ -364,8 +373,13 @@ class _WrongWorker:
         [RowResult("a", [1], 0, [])],
     ],
 )
-def test_an_answer_that_does_not_fit_the_plan_stops_the_engine(rows: list[RowResult]) -> None:
-    core = EngineCore(make_limits(), _WrongWorker(rows))
+def test_an_answer_that_does_not_fit_its_row_ends_that_request_alone(rows: list[RowResult]) -> None:
+    core = EngineCore(make_limits(), _WrongWorker([*rows, RowResult("other", [1], 0)]))
     core.add_request(make_request("a", PROMPT))
-    with pytest.raises(RuntimeError, match="the worker answered"):
-        core.step()
+    core.add_request(make_request("other", PROMPT))
+    (delta,) = core.step()
+    assert (delta.request_id, delta.token_ids) == ("other", [1])
+    (failed,) = core.failed
+    assert (failed.request_id, failed.status) == ("a", "INTERNAL")
+    assert "the worker answered" in failed.message
+    core.check_invariants()

@@ -79,8 +79,8 @@ def test_trap_3_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
 
 def test_trap_4_a_hit_brings_the_drafters_context_with_the_targets() -> None:
     engine = CheckedEngine(make_limits(num_blocks=60))
-    _run_beside(engine, [*PREFIX, 30], seed=3)
-    engine.add(make_request("hit", [*PREFIX, 31], seed=3))
+    _run_beside(engine, [*PREFIX, 30], seed=3, max_tokens=17)
+    engine.add(make_request("hit", [*PREFIX, 31], seed=3, max_tokens=17))
     engine.step()
     blocks = engine.core.scheduler.running["hit"].block_ids[:2]
     slots = [block * 4 + offset for block in blocks for offset in range(4)]

@@ -31,6 +31,7 @@ from dflash_backend.core.plan import (
     NewRequest,
     RowResult,
     ScheduledRow,
+    StepFailed,
     StepOutOfMemory,
     StepPlan,
     StepResult,
@@ -148,6 +149,9 @@ class ToyWorker:
         self.num_steps = 0
         # A step of more tokens does not fit the made-up device's memory.
         self.max_tokens_in_memory: int | None = None
+        # Whether a step fails, by what it runs. It fails midway: requests and blocks of the plan were taken in.
+        self.fails: Callable[[StepPlan], bool] = lambda plan: False
+        self.num_failed = 0
         self.num_refused = 0
 
     @property
@@ -162,6 +166,10 @@ class ToyWorker:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def reset(self) -> None:
+        assert not self._results, "a step is in flight"
+        self._held.clear()
+
     def _admit(self, plan: StepPlan) -> None:
         """What is decided when a step is submitted: whether it fits the memory."""
         assert plan.num_tokens <= self._limits.max_num_batched_tokens
@@ -169,6 +177,9 @@ class ToyWorker:
         if self.max_tokens_in_memory is not None and plan.num_tokens > self.max_tokens_in_memory:
             self.num_refused += 1
             self._refuse(plan)
+        if self.fails(plan):
+            self.num_failed += 1
+            self._fail(plan)
         self.num_steps += 1
         if self.keep_plans:
             self.plans.append(plan)
@@ -176,6 +187,14 @@ class ToyWorker:
     def _refuse(self, plan: StepPlan) -> None:
         self._take_deltas(plan)
         raise StepOutOfMemory(f"no memory for {plan.num_tokens} tokens")
+
+    def _fail(self, plan: StepPlan) -> None:
+        self._take_deltas(plan)
+        for row in plan.rows:
+            held = self._held[row.request_id]
+            held.extend([7])
+            held.drafts = []
+        raise StepFailed("ValueError: something about a row")
 
     def _take_deltas(self, plan: StepPlan) -> None:
         """Forget and learn requests, and take the blocks that rows gained."""
@@ -340,6 +359,10 @@ class OverlappingToy(ToyWorker):
     def _refuse(self, plan: StepPlan) -> None:
         self._run_queue(0)  # what is ahead comes first, also with what it brings of requests and blocks
         super()._refuse(plan)
+
+    def _fail(self, plan: StepPlan) -> None:
+        self._run_queue(0)
+        super()._fail(plan)
 
     def _run_queue(self, num_left: int) -> None:
         while len(self._queue) > num_left:

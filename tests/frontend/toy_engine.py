@@ -33,6 +33,7 @@ QUIET = 1002  # never yields a token
 VOCAB = 1024
 REFUSE_SECOND = 1004  # add_request refuses the second of the completions
 GIVE_UP = 1005  # the step ends the request with an error
+BREAK_IN_QUEUEING = 1006  # add_request raises what it should not
 DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
 
@@ -65,6 +66,8 @@ class ToyCore:
 
     def add_request(self, request: GenerationRequest) -> None:
         first = request.prompt_token_ids[0]
+        if first == BREAK_IN_QUEUEING:
+            raise KeyError("the toy has no place for this prompt")
         if first == REFUSE or (first == REFUSE_SECOND and request.request_id.endswith("/1")):
             raise RequestError("UNAVAILABLE", "the toy refuses this prompt")
         self._requests[request.request_id] = ToyRequest(request)
@@ -73,7 +76,8 @@ class ToyCore:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
-    def stop(self, request_ids: Iterable[str]) -> list[TokenDelta]:
+    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]:
+        self.num_kept = list(num_tokens)
         ended = [(i, self._requests.pop(i)) for i in request_ids if i in self._requests]
         return [TokenDelta(request_id, [], "stop", state.stats()) for request_id, state in ended]
 

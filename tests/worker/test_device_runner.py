@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_backend.build import BuiltEngine
-from dflash_backend.core.plan import NewRequest, ScheduledRow, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import NewRequest, ScheduledRow, StepFailed, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.messages import SamplingParams
 from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
@@ -137,7 +137,7 @@ def test_rejected_drafts_leave_no_context_kv(runner: DeviceRunner) -> None:
 
 def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: DeviceRunner) -> None:
     run(runner, prefill(1, "a", list(range(8)), SamplingParams(temperature=0.0, repetition_penalty=1.2)))
-    with pytest.raises(RuntimeError, match=r"rows of \['a'\] were planned with a step of theirs in flight"):
+    with pytest.raises(StepFailed, match=r"RuntimeError: rows of \['a'\] were planned with a step of theirs in flight"):
         runner.submit(decode(2, "a", 6, num_uncertain=K))
 
 

@@ -1,0 +1,83 @@
+"""Acceptance counts what was delivered: 1 + accepted / drafts is the mean number of tokens of a drafting step."""
+
+from __future__ import annotations
+
+import pytest
+from toy_core import Engine, make_limits, make_request
+
+from dflash_backend.messages import RequestStats
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+ALL_ACCEPTED = 3  # the seed with which the toy's target takes every draft
+
+
+def _stats(engine: Engine, request_id: str) -> RequestStats:
+    stats = engine.outputs[request_id].stats
+    assert stats is not None
+    return stats
+
+
+def _rows_without_drafts(engine: Engine, request_id: str) -> int:
+    return sum(row.sample and not row.num_draft for row in engine.rows_of(request_id))
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 24))
+@pytest.mark.parametrize("seed", range(4))
+def test_every_token_of_an_answer_is_counted_once(max_tokens: int, seed: int) -> None:
+    engine = Engine(make_limits())
+    (output,) = engine.run(make_request("a", PROMPT, seed=seed, max_tokens=max_tokens))
+    stats = _stats(engine, "a")
+    assert len(output.token_ids) == max_tokens
+    assert stats.num_drafts + stats.num_accepted_tokens + _rows_without_drafts(engine, "a") == max_tokens
+    assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+    totals = engine.core.stats()
+    assert totals.num_accepted_tokens_per_pos == stats.num_accepted_tokens_per_pos
+    assert (totals.num_drafts, totals.num_accepted_tokens) == (stats.num_drafts, stats.num_accepted_tokens)
+
+
+def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
+    engine = Engine(make_limits())
+    engine.run(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=2))
+    stats = _stats(engine, "a")
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.acceptance_length) == (1, 3, 1.0)
+
+
+@pytest.mark.parametrize("num_kept", range(1, 10))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool) -> None:
+    """9 tokens are out, in steps of 1, 4 and 4, when the frontend says how many of them belong to the answer."""
+    engine = Engine(make_limits(), lag=(lambda: 1) if overlap else None)
+    engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
+    while len(engine.outputs["a"].token_ids) < 9:
+        engine.step()
+    before = engine.core.stats()
+    (delta,) = engine.core.stop(["a"], [num_kept])
+    stats = delta.stats
+    assert stats is not None
+    assert stats.num_output_tokens == num_kept
+    assert 1 + stats.num_drafts + stats.num_accepted_tokens == num_kept
+    assert stats.num_draft_tokens == 3 * stats.num_drafts == 3 * -(-(num_kept - 1) // 4)
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
+    after = engine.core.stats()
+    assert after.num_drafts == before.num_drafts, "a counter does not fall"
+    assert after.num_accepted_tokens_per_pos == before.num_accepted_tokens_per_pos
+
+
+def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> None:
+    engine = Engine(make_limits())
+    engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
+    while len(engine.outputs["a"].token_ids) < 9:
+        engine.step()
+    engine.core.stats()
+    engine.core.stop(["a"], [2])
+    engine.run(make_request("b", PROMPT, seed=ALL_ACCEPTED, max_tokens=30))
+    b = _stats(engine, "b")
+    assert engine.core.stats().num_drafts == 1 + b.num_drafts
+    assert engine.core.stats().num_accepted_tokens == b.num_accepted_tokens
+
+
+def test_a_last_step_is_cut_where_its_text_ended() -> None:
+    stats = RequestStats(9, 9, 0, 2, 6, 6, [2, 2, 2], 0, 0.0)
+    cut = stats.with_last_step_cut(4, 2)
+    assert (cut.num_output_tokens, cut.num_accepted_tokens, cut.num_accepted_tokens_per_pos) == (7, 4, [2, 1, 1])
+    assert stats.with_last_step_cut(4, 4) == stats

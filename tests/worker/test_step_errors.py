@@ -1,0 +1,133 @@
+"""A step that fails for one of its requests' sake, on both runners with a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend.build import BuiltEngine
+from dflash_backend.core.plan import NewRequest, StepFailed
+from dflash_backend.worker.request_table import RequestArrays, RequestRecord
+from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.write_guard import KVWriteError
+from tests.tiny_models import make_pair
+from tests.worker.device_engine import Outputs, engine, on_device_runner
+
+RUNNERS = pytest.mark.parametrize("runner", [lambda built: built, on_device_runner], ids=["cpu", "device"])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    models = make_pair(tmp_path_factory.mktemp("pair"))
+    return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+
+
+def _finish(outputs: Outputs) -> dict[str, str]:
+    """Run to the end; what ended with an error, and why."""
+    failed = {}
+    while outputs.core.has_unfinished():
+        outputs.step()
+        outputs.core.check_invariants()
+        failed |= {rejected.request_id: rejected.message for rejected in outputs.core.failed}
+    return failed
+
+
+def _add_others(outputs: Outputs) -> None:
+    outputs.add("greedy", [1, 2, 3], max_tokens=12, temperature=0.0, ignore_eos=True)
+    outputs.add("sampled", [4, 5, 6, 7, 8], max_tokens=12, temperature=0.9, seed=2, ignore_eos=True)
+
+
+@RUNNERS
+@pytest.mark.parametrize("breaks_in", ["a new request", "a decode row"])
+def test_the_request_at_fault_ends_and_the_others_get_what_they_get_without_it(
+    settings: dict[str, Any],
+    runner: Callable[[BuiltEngine], BuiltEngine],
+    breaks_in: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = Outputs(runner(engine(**settings)))
+    _add_others(expected)
+    assert _finish(expected) == {}
+
+    built = runner(engine(**settings))
+    outputs = Outputs(built)
+    outputs.add("bad", [9, 9], max_tokens=12, temperature=0.0, ignore_eos=True, seed=666)
+    _add_others(outputs)
+    if breaks_in == "a new request":
+        learn = RequestArrays.learn
+
+        def breaking(self: RequestArrays, new: NewRequest) -> RequestRecord:
+            record = learn(self, new)
+            if new.seed == 666:
+                raise IndexError("no place for this one")
+            return record
+
+        monkeypatch.setattr(RequestArrays, "learn", breaking)
+    else:
+        submit = built.runner.submit
+
+        def failing(plan: Any) -> None:
+            if any(row.request_id == "bad" and row.num_draft for row in plan.rows):
+                submit(plan)  # the step runs, and its result is lost
+                steps = built.runner._in_flight if built.runner.overlaps else built.runner._results
+                steps.pop()
+                raise StepFailed("TypeError: something about a row")
+            submit(plan)
+
+        monkeypatch.setattr(built.runner, "submit", failing)
+    failed = _finish(outputs)
+    assert list(failed) == ["bad"]
+    assert "a step with this request failed" in failed["bad"]
+    assert {name: outputs.tokens[name] for name in expected.tokens} == expected.tokens
+
+
+@RUNNERS
+def test_an_error_in_the_middle_of_a_step_is_contained(
+    settings: dict[str, Any], runner: Callable[[BuiltEngine], BuiltEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, after the target ran: all requests go on, and yield what they yield otherwise."""
+    expected = Outputs(runner(engine(**settings)))
+    _add_others(expected)
+    _finish(expected)
+
+    built = runner(engine(**settings))
+    calls = iter(range(10_000))
+    inject = built.runner.drafter.inject
+
+    def breaking(*arguments: Any, **options: Any) -> None:
+        inject(*arguments, **options)
+        if next(calls) == 2:
+            raise RuntimeError("once")
+
+    monkeypatch.setattr(built.runner.drafter, "inject", breaking)
+    outputs = Outputs(built)
+    _add_others(outputs)
+    assert _finish(outputs) == {}
+    assert next(calls) > 3
+    assert outputs.tokens == expected.tokens
+
+
+@RUNNERS
+def test_a_write_into_a_block_of_others_still_ends_the_engine(
+    settings: dict[str, Any], runner: Callable[[BuiltEngine], BuiltEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = runner(engine(**settings))
+    assert built.runner.drafter is not None
+
+    def breaking(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise KVWriteError("kv_write_guard: a breach")
+
+    monkeypatch.setattr(built.runner.drafter, "inject", breaking)
+    outputs = Outputs(built)
+    _add_others(outputs)
+    with pytest.raises(KVWriteError):
+        _finish(outputs)
