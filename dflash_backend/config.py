@@ -18,9 +18,12 @@ from typing import Any
 ENV_PREFIX = "DFLASH_"
 AUTO = "auto"
 
-# Environment names under our prefix that are not settings of the engine: those of tests/test_real_weights.py, and the
-# key that the command line sends to a server.
-RESERVED_ENV_PREFIX = ("DFLASH_REAL_WEIGHTS_", "DFLASH_API_KEY")
+# Environment names under our prefix that are not settings of the engine.
+RESERVED_ENV_PREFIX = (
+    "DFLASH_REAL_WEIGHTS_",  # tests/test_real_weights.py
+    "DFLASH_API_KEY",  # What the command line sends to a server.
+    "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
+)
 
 
 class ConfigError(ValueError):

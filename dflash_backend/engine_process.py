@@ -273,4 +273,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through sys.exit: everything is closed by now, and taking the interpreter down with torch in it lasts up to
+    # two seconds, for which a server that stops would wait.
+    os._exit(status)
