@@ -24,7 +24,7 @@ from pathlib import Path
 
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Internal, Unavailable
-from dflash_client.launcher import TritonServer
+from dflash_client.launcher import SEGMENT_PREFIX, TritonServer
 from dflash_client.processes import Process, family
 
 STREAMS = 16
@@ -89,8 +89,8 @@ class LeftoverCount:
 
 def _segments() -> set[str]:
     """Shared memory, without that of the servers that other processes have started."""
-    own = f"dflash_{os.getpid()}_"
-    return {name for name in os.listdir("/dev/shm") if name.startswith(own) or not name.startswith("dflash_")}
+    own = f"{SEGMENT_PREFIX}{os.getpid()}_"
+    return {name for name in os.listdir("/dev/shm") if name.startswith(own) or "dflash_" not in name}
 
 
 def engine_pids(server_pid: int) -> list[int]:

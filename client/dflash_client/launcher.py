@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import contextlib
 import os
 import re
 import secrets
@@ -16,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -29,25 +28,37 @@ from dflash_backend.config import (
     environment_name,
     environment_settings,
 )
-from dflash_client.ports import reachable_host, settle_ports
-from dflash_client.processes import family, gone, send
+from dflash_client.guardian import Guardian
+from dflash_client.model_files import adapt, copy_model
+from dflash_client.ports import is_loopback, reachable_host, settle_ports
+from dflash_client.processes import Process, end, family, marked, named
 from dflash_client.server_log import LogLine, ServerLog
+from dflash_client.server_options import RESTRICTED_APIS, GrpcTls, check_apis, checked_extra, restrictions
 from dflash_client.tied import tied
 from dflash_client.triton_install import LauncherError, TritonInstall, find_triton
 
-__all__ = ["LauncherError", "TritonServer"]
+__all__ = ["GrpcTls", "LauncherError", "TritonServer"]
 
 HEARTBEAT_S = 5.0
 POLL_S = 0.1
+LIVE_TIMEOUT_S = 2.0
 # Over and above Triton's own exit timeout: it looks once a second whether its models are unloaded.
 EXIT_MARGIN_S = 3.0
 # A server that has not finished loading has no requests to wait for, and does not heed a signal until it has.
 LOADING_EXIT_S = 1.0
+# Once its models' stubs have ended, a server has sent all answers, but waits for up to two seconds more.
+UNLOADED_EXIT_S = 0.3
 TERMINATE_S = 0.5
 KILL_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
-# Packages that the model imports in Triton's stub.
-MODEL_PACKAGES = ("dflash_backend", "dflash_kernels")
+# Newer Tritons protect shared memory whose name begins so from clients that register it.
+SEGMENT_PREFIX = "triton_python_backend_shm_region_dflash_"
+STUB_NAME = "triton_python_backend_stub"
+# A path in the environment of each of the server's processes: what the stub touches while it lives, and what tells the
+# processes of this server from all others.
+HEARTBEAT_ENV = "DFLASH_HEARTBEAT_FILE"
+# The name of a socket has at most 107 characters (`man 7 unix`); the engine's are `dflash-xxxxxxxx/out` in TMPDIR.
+LONGEST_FOLDER = 107 - len("/dflash-xxxxxxxx/out")
 
 
 class TritonServer:
@@ -59,10 +70,15 @@ class TritonServer:
     load has something to say and every few seconds; `on_log` gets every line of the server's log, in another thread.
     `instances` engines share the model's requests. `more_models` are further models from the same folder, by name, with
     the settings that go into their config.pbtxt; those of `settings` and the environment are the server's and win.
-    With `explicit`, clients may load and unload models through Triton's repository API; without it they may not.
-    `stopping` says that `stop` has begun. A server that the main thread started ends with the process, however that
-    ends; of one that was killed a temporary folder stays. Raises `LauncherError` or `ConfigError`, with a sentence for
-    the operator.
+    With `explicit`, clients may load and unload models through Triton's repository API, which lets them run code;
+    without it they may not. The APIs of `RESTRICTED_APIS` need the header `KEY_HEADER` with `api_key`, but for those
+    that `allow_apis` names, and `model-repository` with `explicit` on a loopback address. `tls` encrypts gRPC.
+    `extra_options` go to `tritonserver` as they are.
+
+    A load that says nothing new for `ready_timeout_s` (0: any time) is given up. Requests in flight have
+    `exit_timeout_s` at a stop. `stopping` says that `stop` is under way. A stopped object can be started again. However
+    the process that started a server ends, the server ends too, and nothing of it stays. Raises `LauncherError` or
+    `ConfigError`, with a sentence for the operator.
     """
 
     def __init__(
@@ -71,13 +87,16 @@ class TritonServer:
         *,
         model_name: str = "dflash",
         model_repository: Path | None = None,
-        host: str = "0.0.0.0",
+        host: str = "127.0.0.1",
         http_port: int = 8000,
         grpc_port: int = 8001,
         metrics_port: int = 8002,
         instances: int = 1,
         more_models: Mapping[str, Mapping[str, str]] | None = None,
         explicit: bool = False,
+        allow_apis: Collection[str] = (),
+        tls: GrpcTls | None = None,
+        extra_options: Sequence[str] = (),
         ready_timeout_s: float = 1800.0,
         exit_timeout_s: int = 5,
         environ: Mapping[str, str] | None = None,
@@ -90,8 +109,14 @@ class TritonServer:
                 check_setting(setting, value, f"model {name}")
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
                 raise LauncherError(f"the model name {name!r} is not allowed; use letters, digits, '_', '-' and '.'")
+        check_apis(allow_apis)
         self._instances = instances
         self._explicit = explicit
+        self._allowed_apis = {*allow_apis, *(["model-repository"] if explicit and is_loopback(host) else [])}
+        self.api_key = secrets.token_urlsafe(24)
+        self.grpc_tls = tls is not None
+        self._tls_options = tls.options() if tls is not None else []
+        self._extra_options = checked_extra(extra_options)
         self.model_name = model_name
         self.host = host
         self.http_port, self.grpc_port, self.metrics_port = http_port, grpc_port, metrics_port
@@ -101,8 +126,10 @@ class TritonServer:
         self._environ = _with_settings(os.environ if environ is None else environ, settings or {})
         self._on_progress = on_progress
         self._on_log = on_log
-        self._shared_memory_prefix = f"dflash_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._shared_memory_prefix = f"{SEGMENT_PREFIX}{os.getpid()}_{secrets.token_hex(4)}_"
         self._progress_line = ""
+        self._progress_at = 0.0
+        self._guardian: Guardian | None = None
         self._process: subprocess.Popen[str] | None = None
         self._log: ServerLog | None = None
         self._ready = False
@@ -130,9 +157,31 @@ class TritonServer:
         """The server's process number. Raises `LauncherError` before the start."""
         return self._running().pid
 
+    @property
+    def explicit(self) -> bool:
+        """Whether clients may unload models."""
+        return self._explicit
+
+    @property
+    def restricted_apis(self) -> list[str]:
+        """The APIs that need `api_key`."""
+        return [name for name in RESTRICTED_APIS if name not in self._allowed_apis]
+
+    @property
+    def folder(self) -> Path:
+        """The temporary folder of the running server. Raises `LauncherError` before the start."""
+        if self._directory is None:
+            raise LauncherError("the server is not running")
+        return self._directory
+
+    @property
+    def heartbeat(self) -> Path:
+        """The file that the model touches about once a second, from when it is ready."""
+        return self.folder / "heartbeat"
+
     def start(self) -> None:
         """Start the server and wait until the model is ready. Whatever stops this, nothing is left running."""
-        self.stopping = False
+        self._hurry.clear()
         install = find_triton(self._environ)
         names = ("--http-port", "--grpc-port", "--metrics-port")
         wanted = dict(zip(names, (self.http_port, self.grpc_port, self.metrics_port), strict=True))
@@ -149,9 +198,16 @@ class TritonServer:
         """Wait until the server ends by itself, and return its exit status."""
         return self._running().wait()
 
+    def poll(self) -> int | None:
+        """The exit status of a server that has ended by itself, else None."""
+        return self._running().poll()
+
     def failure(self) -> str:
-        """Why the server ended, from its log."""
-        return self._log.failure() if self._log is not None else ""
+        """Why the server ended, from its log: why the load failed or, once it was ready, what it said at its end."""
+        if self._log is None:
+            return ""
+        self._log.join(KILL_S)
+        return self._log.last_words() if self._ready else self._log.failure()
 
     def log_tail(self, lines: int = 50) -> str:
         """The last lines of the server's log."""
@@ -161,20 +217,43 @@ class TritonServer:
         """Make a `stop` that is under way, or is to come, not wait for requests. Safe in a signal handler."""
         self._hurry.set()
 
-    def stop(self) -> None:
-        """Stop the server: requests in flight may finish within the exit timeout. Does nothing when stopped."""
+    def keep_safe(self) -> None:
+        """What has to be done again and again while the server runs: nobody else may read its shared memory, where
+        prompts lie (Triton lets everybody, also in the segments of a model that is loaded again), and a guardian that
+        was killed is replaced."""
+        for segment in self._segments():
+            with contextlib.suppress(FileNotFoundError):
+                segment.chmod(0o600)
+        if self._guardian is not None:
+            self._guardian.start()
+
+    def stubs(self) -> set[Process]:
+        """The living processes of Triton's Python backend."""
+        return named(family(self.pid), STUB_NAME)
+
+    def stop(self, *, wait_for_requests: bool = True) -> None:
+        """Stop the server: requests in flight may finish within the exit timeout, unless `wait_for_requests` is False.
+        Does nothing when stopped."""
         self.stopping = True
         process, self._process = self._process, None
         if process is not None:
-            self._end(process)
+            self._end(process, wait_for_requests)
         if self._log is not None:
             self._log.join(KILL_S)
+        for segment in self._segments():
+            segment.unlink(missing_ok=True)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-        for segment in SHARED_MEMORY.glob(self._shared_memory_prefix + "*"):
-            segment.unlink(missing_ok=True)
+        # The last: until here it would finish what a launcher that is killed leaves undone.
+        if self._guardian is not None:
+            self._guardian.end()
+            self._guardian = None
         self._ready = False
+        self.stopping = False
+
+    def _segments(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(self._shared_memory_prefix + "*"))
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -189,25 +268,38 @@ class TritonServer:
         return self._process
 
     def _launch(self, install: TritonInstall) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix=f"dflash-triton-{os.getpid()}-"))
-        repository = self._directory / "models"
+        self._directory = folder = _temporary_folder()
+        repository = folder / "models"
         source = self._model_repository or asset_path("model_repository")
         for name, settings in self._models.items():
-            _copy_model(source, repository / name)
-            _adapt(repository / name / "config.pbtxt", settings, self._instances)
+            copy_model(source, repository / name)
+            adapt(repository / name / "config.pbtxt", settings, self._instances)
+        # For health checks that do not know how the server was started, and for the operator.
+        (folder / "http-address").write_text(self.http_url + "\n", encoding="utf-8")
+        (folder / "api-key").write_text(self.api_key + "\n", encoding="utf-8")
         command = [
             str(install.binary),
             f"--model-repository={repository}",
-            *install.prepare_backends(self._directory / "backends"),
+            *install.prepare_backends(folder / "backends"),
             *self._options(),
         ]
+        environ = install.environment(self._environ)
+        # What the server's processes write lies in the launcher's folder, and goes with it.
+        environ |= {HEARTBEAT_ENV: str(self.heartbeat), "TMPDIR": str(folder)}
+        self._guardian = Guardian(
+            mark=f"{HEARTBEAT_ENV}={self.heartbeat}",
+            patience_s=self._exit_timeout_s + EXIT_MARGIN_S,
+            folder=folder,
+            segments=str(SHARED_MEMORY / (self._shared_memory_prefix + "*")),
+        )
+        self._guardian.start()
         # Of a thread that ends before the process the server would go with the thread.
         if threading.current_thread() is threading.main_thread():
             command = tied(command)
         # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which then stops the server.
         self._process = subprocess.Popen(
             command,
-            env=install.environment(self._environ),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -238,10 +330,15 @@ class TritonServer:
             "--allow-metrics=true",
             f"--metrics-address={self.host}",
             f"--metrics-port={self.metrics_port}",
+            *restrictions(self._allowed_apis, self.api_key),
+            *self._tls_options,
+            *self._extra_options,
         ]
 
     def _read_log(self, line: LogLine) -> None:
         if not self._ready and line.progress is not None:
+            if line.progress != self._progress_line:
+                self._progress_at = time.monotonic()
             self._progress_line = line.progress
             self._say(line.progress)
         if self._on_log is not None:
@@ -253,22 +350,26 @@ class TritonServer:
 
     def _wait_until_ready(self) -> None:
         process = self._running()
-        start = time.monotonic()
+        start = self._progress_at = time.monotonic()
+        self._progress_line = ""
         next_beat = start + HEARTBEAT_S
-        with httpx.Client(base_url=f"http://{self.http_url}", timeout=2.0, trust_env=False) as http:
+        with httpx.Client(base_url=f"http://{self.http_url}", timeout=LIVE_TIMEOUT_S, trust_env=False) as http:
             while not self._answers(http):
                 if process.poll() is not None:
                     self._raise_ended(process)
                 now = time.monotonic()
-                if now - start > self._ready_timeout_s:
+                if self._ready_timeout_s and now - self._progress_at > self._ready_timeout_s:
                     raise LauncherError(
-                        f"the server was not ready after {self._ready_timeout_s:g} s; the end of its log:\n"
-                        + self.log_tail(15)
+                        f"the server was not ready after {now - start:.0f} s, and its loading has said nothing new for "
+                        f"{self._ready_timeout_s:g} s; the end of its log:\n" + self.log_tail(15)
                     )
                 if now >= next_beat:
                     next_beat += HEARTBEAT_S
                     self._say(f"{self._progress_line or 'loading'} ({now - start:.0f} s so far)")
                 time.sleep(POLL_S)
+        self.keep_safe()
+        if self._log is not None:
+            self._log.mark_ready()
         self._ready = True
 
     def _answers(self, http: httpx.Client) -> bool:
@@ -285,23 +386,31 @@ class TritonServer:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
         raise LauncherError(f"the server ended while it loaded ({how}): {self.failure()}")
 
-    def _end(self, process: subprocess.Popen[str]) -> None:
+    def _end(self, process: subprocess.Popen[str], wait_for_requests: bool) -> None:
         """Ask the server to end, then make everything that belongs to it end."""
-        members = family(process.pid)
-        if process.poll() is None:
+        mark = f"{HEARTBEAT_ENV}={self.heartbeat}"
+        members = family(process.pid) | marked(mark)
+        if process.poll() is None and wait_for_requests:
             process.send_signal(signal.SIGINT)
-            patience = self._exit_timeout_s + EXIT_MARGIN_S if self._ready else LOADING_EXIT_S
-            deadline = time.monotonic() + patience
-            while process.poll() is None and time.monotonic() < deadline and not self._hurry.is_set():
-                members |= family(process.pid, members)
-                time.sleep(POLL_S)
-        for number, patience in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
-            members = family(process.pid, members)
-            send(members, number)
+            self._wait_for_end(process, members)
+        for _ in range(3):
+            # A process may have started another one since the last look.
+            members = family(process.pid, members) | marked(mark)
             process.poll()
-            if gone(members, patience):
+            if not members or end(members, TERMINATE_S, KILL_S):
                 break
         process.wait(KILL_S)
+
+    def _wait_for_end(self, process: subprocess.Popen[str], members: set[Process]) -> None:
+        """Until it has ended, or its models have, or the time for requests in flight is over, or there is a hurry."""
+        patience = self._exit_timeout_s + EXIT_MARGIN_S if self._ready else LOADING_EXIT_S
+        deadline = time.monotonic() + patience
+        has_stub = self._ready and bool(named(members, STUB_NAME))
+        while process.poll() is None and time.monotonic() < deadline and not self._hurry.is_set():
+            if has_stub and not named(members, STUB_NAME):
+                deadline, has_stub = min(deadline, time.monotonic() + UNLOADED_EXIT_S), False
+            members |= family(process.pid, members)
+            time.sleep(POLL_S)
 
 
 def _with_settings(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
@@ -316,34 +425,15 @@ def _with_settings(environ: Mapping[str, str], settings: Mapping[str, str]) -> d
     return result
 
 
-def _copy_model(repository: Path, destination: Path) -> None:
-    """Copy the one model of a repository under its new name, with links to the packages that it imports.
-
-    The embedded stub ignores PYTHONPATH, but the folder of `model.py` is on its path; the links come last there, so
-    installed packages win.
-    """
-    models = [path for path in repository.iterdir() if (path / "config.pbtxt").is_file()]
-    if len(models) != 1:
-        raise LauncherError(f"{repository} holds {len(models)} models with a config.pbtxt; it must hold one")
-    shutil.copytree(models[0], destination, ignore=shutil.ignore_patterns("__pycache__"))
-    config = destination / "config.pbtxt"
-    # Without a name Triton takes the folder's.
-    text = re.sub(r'(?m)^\s*name\s*:\s*"[^"]*"\s*$', "", config.read_text(encoding="utf-8"), count=1)
-    config.write_text(text, encoding="utf-8")
-    for package in MODEL_PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            (destination / "1" / package).symlink_to(next(iter(spec.submodule_search_locations)))
-
-
-def _adapt(config: Path, settings: Mapping[str, str], instances: int) -> None:
-    """Write settings, which were checked, and the number of instances into a model's config.pbtxt."""
-    text = config.read_text(encoding="utf-8")
-    for name, value in settings.items():
-        text = re.sub(rf'(?m)^parameters\s*{{\s*key:\s*"{re.escape(name)}".*\n?', "", text)
-        text += f'\nparameters {{ key: "{name}" value {{ string_value: {json.dumps(value)} }} }}'
-    if instances != 1:
-        text, found = re.subn(r"(instance_group\s*\[\s*{\s*count:\s*)\d+", rf"\g<1>{instances}", text, count=1)
-        if not found:
-            raise LauncherError(f"{config.parent.name}/config.pbtxt has no instance_group with a count to change")
-    config.write_text(text, encoding="utf-8")
+def _temporary_folder() -> Path:
+    """A folder for a server's files and its processes' temporary ones. Raises `LauncherError` when the sockets in it
+    would have too long a name."""
+    prefix = f"dflash-triton-{os.getpid()}-"
+    parent = tempfile.gettempdir()
+    longest = LONGEST_FOLDER - len(f"/{prefix}xxxxxxxx")
+    if len(os.fsencode(parent)) > longest:
+        raise LauncherError(
+            f"the temporary directory {parent} has a name of {len(os.fsencode(parent))} bytes; sockets lie in it, "
+            f"whose names Linux bounds, so at most {longest} are allowed: set TMPDIR to a shorter one, such as /tmp"
+        )
+    return Path(tempfile.mkdtemp(prefix=prefix))

@@ -1,6 +1,7 @@
 """The server's processes as Linux's /proc shows them: who descends from whom, and how to end them all.
 
-The launcher uses this so that neither a stub nor an engine outlives the server, also one that left its group.
+The launcher and its guardian use this so that neither a stub nor an engine outlives the server, also one that left its
+group. Imports nothing but the standard library: the guardian runs this file without the package.
 """
 
 from __future__ import annotations
@@ -49,6 +50,59 @@ def family(leader: int, known: Iterable[Process] = ()) -> set[Process]:
         pids |= born
         grown = bool(born)
     return {p for p in everyone if p.pid in pids}
+
+
+def marked(mark: str) -> set[Process]:
+    """Everything alive that was started with `mark` in its environment. It finds what `family` cannot: a process whose
+    parents ended before anybody had looked."""
+    wanted = mark.encode()
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                fits = wanted in file.read()
+        except OSError:  # It has ended, or is somebody else's.
+            continue
+        if fits and (process := _read(int(name))) is not None:
+            found.add(process)
+    return found
+
+
+def named(processes: Iterable[Process], name: str) -> set[Process]:
+    """Those that still live and whose name, of which Linux keeps 15 characters, is `name`."""
+    found = set()
+    for process in processes:
+        now = _read(process.pid)
+        if now is None or now.start_time != process.start_time:
+            continue
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/comm", encoding="utf-8") as file:
+            if file.read().rstrip("\n") == name[:15]:
+                found.add(process)
+    return found
+
+
+def unreaped_children(parent: int, name: str) -> set[int]:
+    """Children of `parent` with this name that have ended and that it has not asked for."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
+                head, _, rest = file.read().rpartition(")")
+                fields = rest.split()
+                if fields[0] == "Z" and int(fields[1]) == parent and head.partition("(")[2] == name[:15]:
+                    found.add(int(entry))
+    return found
+
+
+def end(processes: set[Process], patience_s: float, kill_s: float) -> bool:
+    """Tell all to end, and kill those that have not after `patience_s`. False if some live `kill_s` after that."""
+    for number, patience in ((signal.SIGTERM, patience_s), (signal.SIGKILL, kill_s)):
+        send(processes, number)
+        if gone(processes, patience):
+            return True
+    return False
 
 
 def send(processes: Iterable[Process], number: signal.Signals) -> None:

@@ -6,8 +6,10 @@ model's own standard error as it is.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,11 @@ _LOAD_FAILURE = re.compile(r"failed to load '[^']*' version \d+: (.*)", re.DOTAL
 _STATUS_WORDS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Unsupported|Unknown|Not found): ")
 _EXCEPTION_NAME = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Failed): ")
 # What ends a server when no model says why: a library that is missing, an address that cannot be had.
+# A frame of the backtrace that Triton prints when it crashes.
+_FRAME = re.compile(r"^\s*#?\d+[#:]? ")
+# What a server says less than so long before its end is about its end.
+LAST_WORDS_S = 5.0
+LAST_LINES = 8
 _FATAL = re.compile(r"error while loading shared libraries|^error: |failed to start|Failed to (?:bind|start)")
 
 
@@ -53,7 +60,8 @@ class ServerLog:
     """Reads a server's output in a thread until it ends, and keeps its last lines. Used by `TritonServer` alone."""
 
     def __init__(self, stream: IO[str], on_line: Callable[[LogLine], None] | None = None) -> None:
-        self._lines: deque[LogLine] = deque(maxlen=KEPT_LINES)
+        self._lines: deque[tuple[float, LogLine]] = deque(maxlen=KEPT_LINES)
+        self._ready_at = 0.0
         self._on_line = on_line
         self._stream = stream
         self._thread = threading.Thread(target=self._read, name="tritonserver-log", daemon=True)
@@ -63,9 +71,11 @@ class ServerLog:
         with self._stream:
             for raw in self._stream:
                 line = parse_line(raw)
-                self._lines.append(line)
+                self._lines.append((time.monotonic(), line))
                 if self._on_line is not None:
-                    self._on_line(line)
+                    # The log is read on, whatever becomes of what it is shown on: an unread one stops the server.
+                    with contextlib.suppress(OSError):
+                        self._on_line(line)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the output."""
@@ -73,7 +83,19 @@ class ServerLog:
 
     def lines(self) -> list[LogLine]:
         """The lines kept so far, oldest first."""
-        return list(self._lines)
+        return [line for _, line in list(self._lines)]
+
+    def mark_ready(self) -> None:
+        """The server is ready: what was said before has nothing to do with its end."""
+        self._ready_at = time.monotonic()
+
+    def last_words(self) -> str:
+        """What a server that was ready said at its end: the lines of its last seconds, without backtraces."""
+        entries = list(self._lines)
+        since = max(self._ready_at, entries[-1][0] - LAST_WORDS_S) if entries else 0.0
+        said = [line for when, line in entries if when > since and line.text.strip() and not _FRAME.match(line.raw)]
+        told = [line for line in said if line.level in ("W", "E", "F", "") and line.raw[0] not in "+|"]
+        return "\n".join(line.text for line in told[-LAST_LINES:])
 
     def tail(self, count: int) -> str:
         """The last lines as they were written, without Triton's tables."""

@@ -32,6 +32,11 @@ class TritonInstall:
     stub: Path | None = None
     library_dirs: tuple[Path, ...] = ()
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether this is the old one inside `nvidia-pytriton`, which who reaches its ports can crash."""
+        return self.stub is not None
+
     def prepare_backends(self, directory: Path) -> list[str]:
         """Put the embedded server's Python backend together under `directory`; the options that point at it."""
         if self.backend_files is None or self.stub is None:

@@ -95,12 +95,12 @@ def test_a_server_that_is_not_there_is_one_sentence_and_1(
     assert error.count("\n") == 1
 
 
-def test_serve_refuses_a_taken_port_with_1_and_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_a_taken_port_with_1_and_the_option(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         argv = ["serve", "--host", "127.0.0.1", "--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
         assert main(argv) == 1
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert f"port {port} on 127.0.0.1 is taken" in error
     assert "--http-port" in error
 

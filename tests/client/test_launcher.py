@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,12 +13,10 @@ import pytest
 
 from dflash_backend.config import ConfigError
 from dflash_client import DFlashClient
-from dflash_client.launcher import LauncherError, TritonServer
-from dflash_client.processes import family, gone, send
+from dflash_client.launcher import LONGEST_FOLDER, SEGMENT_PREFIX, LauncherError, TritonServer
+from dflash_client.processes import family
 from dflash_client.triton_install import find_triton
 from tests.client.conftest import TOY_REPOSITORY, toy_server
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_missing_server_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +69,7 @@ def test_a_model_name_that_is_no_folder_name_is_refused(name: str) -> None:
 
 def leftovers() -> set[str]:
     """Temporary folders and shared memory of launchers in this process."""
-    segments = {path.name for path in Path("/dev/shm").glob(f"dflash_{os.getpid()}_*")}
+    segments = {path.name for path in Path("/dev/shm").glob(f"{SEGMENT_PREFIX}{os.getpid()}_*")}
     return segments | {path.name for path in Path(tempfile.gettempdir()).glob(f"dflash-triton-{os.getpid()}-*")}
 
 
@@ -106,7 +101,7 @@ def test_a_failed_load_raises_with_the_models_sentence_and_leaves_nothing() -> N
 @pytest.mark.server
 def test_a_load_that_takes_too_long_is_given_up() -> None:
     before = leftovers()
-    with pytest.raises(LauncherError, match="not ready after 1 s"):
+    with pytest.raises(LauncherError, match=r"not ready after \d+ s, and its loading has said nothing new for 1 s"):
         toy_server({"TOY_HANG": "1"}, ready_timeout_s=1.0).start()
     assert leftovers() == before
 
@@ -124,32 +119,6 @@ def test_a_stop_cuts_off_a_request_that_outlasts_the_exit_timeout(tmp_path: Path
         assert not stopper.is_alive()
         assert family(pid) == set()
         stream.close()
-
-
-ABANDON = """
-import time
-from tests.client.conftest import toy_server
-with toy_server() as server:
-    print(server.pid, flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.server
-def test_a_server_whose_launcher_is_killed_ends() -> None:
-    launcher = subprocess.Popen([sys.executable, "-c", ABANDON], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    with launcher.stdout as said:
-        members = family(int(said.readline()))
-        assert len(members) >= 2
-        launcher.kill()
-        launcher.wait(10)
-        try:
-            assert gone(members, 10)
-        finally:
-            send(members, signal.SIGKILL)
-    for folder in Path(tempfile.gettempdir()).glob(f"dflash-triton-{launcher.pid}-*"):
-        shutil.rmtree(folder)
 
 
 @pytest.mark.server
@@ -175,3 +144,52 @@ def test_a_repository_must_hold_one_model(tmp_path: Path) -> None:
 def _zombie(pid: int) -> bool:
     """Ended, and only waiting for its parent, which in a container may never ask."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_temporary_directory_with_too_long_a_name_is_refused_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ("long" * 20)
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    with pytest.raises(LauncherError, match=r"has a name of \d+ bytes; .* at most \d+ are allowed: set TMPDIR"):
+        toy_server().start()
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.server
+def test_the_longest_temporary_directory_that_is_allowed_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.server.conftest import new_server
+
+    longest = LONGEST_FOLDER - len(f"/dflash-triton-{os.getpid()}-xxxxxxxx")
+    with tempfile.TemporaryDirectory(prefix="t") as short:
+        directory = Path(short, "x" * (longest - len(short) - 1))
+        directory.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(directory))
+        with new_server() as server, DFlashClient(server.grpc_url, timeout_s=60) as client:
+            assert client.generate("Hello", max_tokens=1, ignore_eos=True).num_output_tokens == 1
+        assert os.listdir(directory) == []
+
+
+@pytest.mark.server
+def test_an_idle_server_stops_without_waiting_for_triton_to_look() -> None:
+    """Triton looks once a second whether its models are unloaded, and then waits once more."""
+    lines: list[str] = []
+    took = []
+    for _ in range(3):
+        server = toy_server(on_log=lambda line: lines.append(line.raw), exit_timeout_s=30)
+        server.start()
+        began = time.monotonic()
+        server.stop()
+        took.append(time.monotonic() - began)
+    assert min(took) < 3, took
+    assert not any("Exit timeout expired" in line for line in lines)
+
+
+@pytest.mark.server
+def test_the_reason_of_a_death_is_what_was_said_at_the_end() -> None:
+    with toy_server() as server, DFlashClient(server.grpc_url, timeout_s=10) as client:
+        client.generate("ready")
+        os.kill(server.pid, 9)
+        server.wait()
+        assert server.failure() == ""

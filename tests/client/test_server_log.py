@@ -1,6 +1,8 @@
 """Reading Triton's log: progress as it comes, and the one sentence that says why a load failed."""
 
 import io
+import os
+import time
 
 import pytest
 
@@ -61,3 +63,28 @@ def test_lines_are_passed_on_in_order() -> None:
     log = ServerLog(io.StringIO("a\nb\n"), seen.append)
     log.join(5)
     assert [line.text for line in seen] == ["a", "b"]
+
+
+def test_the_last_words_are_those_after_the_server_was_ready_and_without_backtraces() -> None:
+    source, sink = os.pipe()
+    log = ServerLog(os.fdopen(source, encoding="utf-8"))
+    with os.fdopen(sink, "w", encoding="utf-8") as writer:
+        writer.write("E1121 09:04:18.7 1 a.cc:1] \"failed to load 'dflash' version 1: old trouble\"\n")
+        writer.flush()
+        deadline = time.monotonic() + 5
+        while not log.lines() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        log.mark_ready()
+        writer.write('I1121 09:04:19.1 1 a.cc:1] "fine"\nSignal (11) received.\n')
+        writer.write(" 0# 0x000055F1 in tritonserver\n14# 0x00007F1 in /lib/libc.so.6\n\n")
+    log.join(5)
+    assert log.last_words() == "Signal (11) received."
+
+
+def test_a_listener_whose_output_is_gone_does_not_end_the_reading() -> None:
+    def broken(line: LogLine) -> None:
+        raise BrokenPipeError
+
+    log = ServerLog(io.StringIO("a\nb\n"), broken)
+    log.join(5)
+    assert [line.text for line in log.lines()] == ["a", "b"]

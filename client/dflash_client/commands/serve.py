@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -14,101 +16,137 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dflash_client.commands.arguments import add_settings_option, port
-from dflash_client.commands.console import fail, say
+from dflash_client.commands.console import fail
+from dflash_client.commands.serve_log import Lines, ServeLog
+from dflash_client.commands.serve_options import add_serve_parser
 
 if TYPE_CHECKING:
     from dflash_client.launcher import TritonServer
-    from dflash_client.server_log import LogLine
+    from dflash_client.restarts import Keeper
 
 EXAMPLE_PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class _Stop(Exception):
-    """A signal asked for the end."""
+# The lowest Triton whose known crashes by a single request are mended (docs/operators.md, Security).
+SAFE_TRITON = "26.05"
 
 
 def add_parser(commands: Any) -> None:
     """Add the sub-command."""
-    parser = commands.add_parser(
-        "serve",
-        help="run a Triton server with a DFlash model",
-        description="Run a Triton server with a DFlash model in the foreground; Ctrl-C stops it. Without --target it "
-        "serves the demo pair that comes with the project.",
-    )
-    parser.add_argument("--target", metavar="DIR|ID", help="target model: directory or hub id")
-    parser.add_argument("--draft", metavar="DIR|ID", help="DFlash drafter: directory or hub id; '' for no speculation")
-    add_settings_option(parser)
-    parser.add_argument("--model-name", default="dflash", metavar="NAME", help="name that clients use (%(default)s)")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (%(default)s)")
-    parser.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
-    parser.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="%(default)s; 0: any free one")
-    parser.add_argument("--metrics-port", type=port, default=8002, metavar="N", help="%(default)s; 0: any free one")
-    parser.add_argument(
-        "--explicit",
-        action="store_true",
-        help="let clients unload and load the model through Triton's repository API",
-    )
-    parser.add_argument("--verbose", action="store_true", help="show the whole log of the server")
-    parser.set_defaults(run=run)
+    add_serve_parser(commands).set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
     # Here and not above: these read the engine's settings, which `generate` does not need.
     from dflash_backend.config import ConfigError
-    from dflash_client.launcher import LauncherError, TritonServer
+    from dflash_client.launcher import LauncherError
+    from dflash_client.restarts import Keeper, StopAsked
 
-    log = _Log(arguments.verbose)
+    lines = Lines()
+    log = ServeLog(lines, arguments.verbose)
     try:
-        server = TritonServer(
-            _settings(arguments),
-            model_name=arguments.model_name,
-            host=arguments.host,
-            http_port=arguments.http_port,
-            grpc_port=arguments.grpc_port,
-            metrics_port=arguments.metrics_port,
-            explicit=arguments.explicit,
-            on_progress=say,
-            on_log=log,
-        )
+        server = _server(arguments, log)
+        for warning in _warnings(arguments):
+            lines.say(warning)
     except (ConfigError, LauncherError) as error:
+        lines.flush()
         return fail(str(error), status=2)
-    with _signals_stop(server):
+    keeper = Keeper(server, restart=not arguments.no_restart, hang_timeout_s=arguments.hang_timeout, say=lines.say)
+
+    def on_ready() -> None:
+        for warning in log.ready():
+            lines.say(f"warning: {warning}")
+        lines.flush()
+        _print(_endpoints(server))
+
+    with _signals_stop(keeper):
         try:
-            server.start()
-            log.loading = False
-            print(_endpoints(server), flush=True)
-            status = server.wait()
-            return fail(f"the server ended by itself (status {status}): {server.failure()}")
+            keeper.run(on_ready)
         except LauncherError as error:
-            return fail(str(error))
-        except _Stop:
-            say("stopping; once more to stop at once")
+            lines.say(str(error))
+            return 1
+        except StopAsked:
+            lines.say("stopping; once more to stop at once")
             return 0
         finally:
-            server.stop()
+            keeper.stop()
+            lines.flush()
+
+
+def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
+    """The server that the options ask for. Raises `ConfigError` or `LauncherError`."""
+    from dflash_client.launcher import GrpcTls, LauncherError, TritonServer
+
+    tls = None
+    if arguments.grpc_tls_cert is not None and arguments.grpc_tls_key is not None:
+        tls = GrpcTls(arguments.grpc_tls_cert, arguments.grpc_tls_key, arguments.grpc_tls_client_ca)
+    elif arguments.grpc_tls_cert or arguments.grpc_tls_key or arguments.grpc_tls_client_ca:
+        raise LauncherError("TLS for gRPC needs both --grpc-tls-cert and --grpc-tls-key")
+    return TritonServer(
+        _settings(arguments),
+        model_name=arguments.model_name,
+        host=arguments.host,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        explicit=arguments.explicit,
+        allow_apis=arguments.allow_api,
+        tls=tls,
+        extra_options=arguments.tritonserver_options,
+        ready_timeout_s=arguments.load_timeout,
+        exit_timeout_s=arguments.exit_timeout,
+        on_progress=log.progress,
+        on_log=log,
+    )
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, str]:
+    from dflash_client.launcher import LauncherError
+
     settings = dict(arguments.settings)
-    if arguments.target is not None:
-        settings["target_model"] = arguments.target
-    if arguments.draft is not None:
-        settings["draft_model"] = arguments.draft
-    return settings
+    if arguments.model is not None and arguments.target is not None:
+        raise LauncherError(f"the model is given twice: {arguments.model} and --target {arguments.target}")
+    given = {
+        "target_model": arguments.model if arguments.model is not None else arguments.target,
+        "draft_model": arguments.draft,
+        "target_revision": arguments.revision,
+        "draft_revision": arguments.draft_revision,
+    }
+    return settings | {name: value for name, value in given.items() if value is not None}
+
+
+def _warnings(arguments: argparse.Namespace) -> Iterator[str]:
+    """What the operator must know of before anybody sends a request. Raises `LauncherError` without a Triton."""
+    from dflash_client.ports import is_loopback
+    from dflash_client.triton_install import find_triton
+
+    public = not is_loopback(arguments.host)
+    if find_triton(os.environ).is_embedded:
+        yield (
+            "this Triton, 2.51 inside nvidia-pytriton, is for trying out on one machine: who reaches its ports can "
+            f"crash it with one request; in production use a tritonserver of {SAFE_TRITON} or newer, as "
+            "docker/Dockerfile does"
+        )
+        if public:
+            yield (
+                f"WARNING: --host {arguments.host} lets other machines reach this Triton, which has known holes that "
+                "let them crash it or run code (CVE-2025-23310, -23311, -23319, -23320, -23334)"
+            )
+    if public and arguments.explicit and "model-repository" in arguments.allow_api:
+        yield (
+            f"WARNING: with --explicit and --allow-api model-repository, whoever reaches {arguments.host} can run code "
+            "as the user of this server"
+        )
+    if public and arguments.grpc_tls_cert is not None:
+        yield "TLS is for gRPC alone; HTTP and metrics are not encrypted, so let a proxy do that or keep them private"
 
 
 @contextmanager
-def _signals_stop(server: TritonServer) -> Iterator[None]:
-    """A signal raises `_Stop` in the main thread; once the stop has begun, it makes the stop not wait."""
+def _signals_stop(keeper: Keeper) -> Iterator[None]:
+    """A signal ends the run; once the stop has begun, it makes the stop not wait."""
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if server.stopping:
-            server.hurry()
-        else:
-            raise _Stop
+        keeper.signalled()
 
     before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
@@ -118,24 +156,10 @@ def _signals_stop(server: TritonServer) -> Iterator[None]:
             signal.signal(number, old)
 
 
-class _Log:
-    """Shows the server's log: all of it, or its warnings and, once the server is up, its errors. Before that an error
-    ends the start, and is said once, with the failure."""
-
-    # Said by Triton on every machine without a GPU, and on every stream that ends in an error.
-    NOISE = ("pinned_memory_manager", "CudaDriverHelper", "DCGM", "NVML", "HandleCancellation called")
-
-    def __init__(self, verbose: bool) -> None:
-        self._verbose = verbose
-        self.loading = True
-
-    def __call__(self, line: LogLine) -> None:
-        if self._verbose:
-            print(line.raw, file=sys.stderr, flush=True)
-        elif line.level in (("W",) if self.loading else ("W", "E", "F")) and not any(
-            words in line.raw for words in self.NOISE
-        ):
-            say(line.text.partition("\n")[0])
+def _print(text: str) -> None:
+    """To standard output. Whoever read that may be gone, or its disk full: the server goes on."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _endpoints(server: TritonServer) -> str:
@@ -145,9 +169,10 @@ def _endpoints(server: TritonServer) -> str:
     return "\n".join(
         [
             f"ready: model {server.model_name}",
-            f"  gRPC     {server.grpc_url}",
+            f"  gRPC     {server.grpc_url}{' (TLS)' if server.grpc_tls else ''}",
             f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
             f"  metrics  http://{server.metrics_url}/metrics",
+            *_key_line(server),
             "try:",
             f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {server.grpc_url} --max-tokens 96"
             f" --temperature 0 --stats{name}",
@@ -155,6 +180,16 @@ def _endpoints(server: TritonServer) -> str:
             "Ctrl-C stops the server.",
         ]
     )
+
+
+def _key_line(server: TritonServer) -> list[str]:
+    """Where the key is that the restricted APIs ask for."""
+    from dflash_client.server_options import KEY_HEADER
+
+    if not server.restricted_apis:
+        return []
+    apis = ", ".join(server.restricted_apis)
+    return [f"  {apis}: need the header {KEY_HEADER} with the key in {server.folder / 'api-key'}"]
 
 
 def _own_command() -> str:
