@@ -85,7 +85,12 @@ _BY_STATUS: dict[str, type[ClientError]] = {
     )
 }
 # How Triton 2.51 words the errors of its own that are not the fault of what was sent. The first that fits counts.
-_TRITONS_WORDS = (("no available versions", "UNAVAILABLE"), ("unknown model", "NOT_FOUND"))
+_TRITONS_WORDS = (
+    ("no available versions", "UNAVAILABLE"),
+    ("unknown model", "NOT_FOUND"),
+    # The model's process has died or hangs; `dflash-triton serve` replaces it.
+    ("is not healthy", "UNAVAILABLE"),
+)
 
 
 def error_for(status: str, message: str) -> ClientError:

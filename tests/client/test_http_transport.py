@@ -130,6 +130,7 @@ def test_a_status_becomes_its_error_with_the_servers_words(server: Scripted, sta
         ("INVALID_ARGUMENT: the prompt is empty", InvalidArgument),
         ("Request for unknown model: 'm' is not found", NotFound),
         ("Request for unknown model: 'm' has no available versions", Unavailable),
+        ("Stub process 'dflash_0_0' is not healthy.", Unavailable),
         ("unexpected shape for input 'stream'", InvalidArgument),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import stat
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client import DFlashClient
+from dflash_client.cli import main, parser
+from dflash_client.commands.serve import warnings
 from dflash_client.launcher import SEGMENT_PREFIX, GrpcTls, LauncherError, TritonServer
 from dflash_client.ports import is_loopback
 from dflash_client.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, checked_extra
@@ -209,3 +212,57 @@ def test_clients_without_a_certificate_are_refused_when_an_authority_is_given(ce
 def test_a_file_for_tls_that_is_not_there_is_named() -> None:
     with pytest.raises(LauncherError, match=r"the certificate for TLS, /no/cert\.pem, is no file that can be read"):
         TritonServer(tls=GrpcTls(Path("/no/cert.pem"), Path("/no/key.pem")), environ={})
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    arguments, unknown = parser().parse_known_args(["serve", *argv])
+    assert unknown == []
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "passed_on"),
+    [
+        ([], None, []),
+        (["Qwen/Qwen3-8B", "--verbose"], "Qwen/Qwen3-8B", []),
+        (["--verbose", "Qwen/Qwen3-8B", "--", "--a=1", "--b", "2"], "Qwen/Qwen3-8B", ["--a=1", "--b", "2"]),
+        (["--", "--a=1"], None, ["--a=1"]),
+    ],
+)
+def test_serve_takes_the_model_as_its_argument_and_what_follows_two_dashes_for_tritonserver(
+    argv: list[str], model: str | None, passed_on: list[str]
+) -> None:
+    arguments = parsed(*argv)
+    assert (arguments.model, arguments.tritonserver_options) == (model, passed_on)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
+        (["serve", "--grpc-tls-cert", "cert.pem"], "needs both --grpc-tls-cert and --grpc-tls-key"),
+        (["serve", "--allow-api", "health"], "'health' is no API that is restricted"),
+        (["serve", "--", "--http-port=1"], "tritonserver's --http-port cannot be passed on: use --http-port"),
+    ],
+)
+def test_options_of_serve_that_make_no_sense_end_with_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said", "unsaid"),
+    [
+        ([], ["is for trying out on one machine"], ["WARNING"]),
+        (["--host", "0.0.0.0"], ["is for trying out", "WARNING: --host 0.0.0.0", "CVE-2025-23310"], []),
+        (["--host", "0.0.0.0", "--explicit"], ["WARNING: --host"], ["can run code as"]),
+        (["--host", "0.0.0.0", "--explicit", "--allow-api", "model-repository"], ["can run code as the user"], []),
+        (["--explicit"], [], ["WARNING"]),
+    ],
+)
+def test_what_is_not_safe_is_said_before_the_start(argv: list[str], said: list[str], unsaid: list[str]) -> None:
+    text = "\n".join(warnings(parsed(*argv)))
+    assert all(words in text for words in said)
+    assert not any(words in text for words in unsaid)

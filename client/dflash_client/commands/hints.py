@@ -16,15 +16,19 @@ PORTS = "there is one for each protocol: --http-port, --grpc-port and --metrics-
 # By command, then by option as others call it. "" stands for a word that is no option.
 KNOWN: dict[str, dict[str, str]] = {
     "serve": {
-        "": "the model is given with --target, its drafter with --draft",
-        "--model": "the model is given with --target, its drafter with --draft",
+        "": "the model comes first, its drafter with --draft; options of tritonserver go behind --",
+        "--model": "the model itself is the argument, as in: serve MODEL; its drafter is given with --draft",
+        "--model-path": "the model itself is the argument, as in: serve MODEL; its drafter is given with --draft",
+        "--block-size": "a setting is given with --set kv_block_size=N",
+        "--tokenizer": "the tokenizer is that of the target",
         "--speculative-model": "the drafter is given with --draft",
         "--speculative-config": "the drafter is given with --draft, k with --set num_speculative_tokens=N",
         "--port": PORTS,
         "--served-model-name": "the name that clients use is --model-name",
         "--tensor-parallel-size": "a model runs on one GPU; start a server for each",
         "--api-key": "Triton checks no keys; put a proxy that does in front of it (docs/operators.md, Security)",
-        "--ssl-certfile": "put a proxy that ends TLS in front of it (docs/operators.md, Security)",
+        "--ssl-certfile": "gRPC is encrypted with --grpc-tls-cert and --grpc-tls-key, HTTP by a proxy",
+        "--ssl-keyfile": "gRPC is encrypted with --grpc-tls-cert and --grpc-tls-key, HTTP by a proxy",
     },
     "generate": {
         "": "the prompt is one argument: put it in quotes",

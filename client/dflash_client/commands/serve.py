@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     log = ServeLog(lines, arguments.verbose)
     try:
         server = _server(arguments, log)
-        for warning in _warnings(arguments):
+        for warning in warnings(arguments):
             lines.say(warning)
     except (ConfigError, LauncherError) as error:
         lines.flush()
@@ -115,7 +115,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
     return settings | {name: value for name, value in given.items() if value is not None}
 
 
-def _warnings(arguments: argparse.Namespace) -> Iterator[str]:
+def warnings(arguments: argparse.Namespace) -> Iterator[str]:
     """What the operator must know of before anybody sends a request. Raises `LauncherError` without a Triton."""
     from dflash_client.ports import is_loopback
     from dflash_client.triton_install import find_triton

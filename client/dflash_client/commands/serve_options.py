@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dflash_client.commands.arguments import add_settings_option, non_negative_float, non_negative_int, port
 
@@ -14,50 +13,10 @@ Run a Triton server with a DFlash model in the foreground; Ctrl-C stops it. With
 comes with the project. It listens on this machine alone unless --host says otherwise, and a server that dies or hangs
 is started anew. Options after -- go to tritonserver as they are."""
 
-# Options of other servers that hands expect, with what stands for them here.
-ELSEWHERE = {
-    "--model": "give the model itself: serve MODEL",
-    "--model-path": "give the model itself: serve MODEL",
-    "--port": "there is one for each protocol: --http-port and --grpc-port",
-    "--speculative-config": "--draft names the drafter, and --set num_speculative_tokens=K the number of draft tokens",
-    "--speculative-model": "--draft names the drafter",
-    "--num-speculative-tokens": "--set num_speculative_tokens=N",
-    "--max-model-len": "--set max_model_len=N",
-    "--max-num-seqs": "--set max_num_seqs=N",
-    "--max-num-batched-tokens": "--set max_num_batched_tokens=N",
-    "--gpu-memory-utilization": "--set gpu_memory_utilization=N",
-    "--dtype": "--set dtype=NAME",
-    "--device": "--set device=NAME",
-    "--seed": "--set seed=N",
-    "--block-size": "--set kv_block_size=N",
-    "--enable-prefix-caching": "it is on; --set enable_prefix_caching=false turns it off",
-    "--no-enable-prefix-caching": "--set enable_prefix_caching=false",
-    "--served-model-name": "--model-name",
-    "--tokenizer": "the target's directory has it",
-    "--tensor-parallel-size": "a server uses one GPU; run one for each",
-    "--api-key": "Triton checks no one's identity; put a proxy in front of it that does",
-    "--ssl-certfile": "--grpc-tls-cert",
-    "--ssl-keyfile": "--grpc-tls-key",
-}
-
-
-class _Elsewhere(argparse.Action):
-    """An option that another server has: says what to use here."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        """End with status 2 and the hint."""
-        assert option_string is not None
-        parser.error(f"{option_string} is not an option here; instead: {ELSEWHERE[option_string]}")
-
 
 class _ServeParser(argparse.ArgumentParser):
-    """Takes what stands after `--` apart before anything else is read, since it is not ours."""
+    """Takes what stands after `--` apart before anything else is read, since it is not ours, and does not take for the
+    model what is the value of an option that does not exist."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As the method of `ArgumentParser`; `tritonserver_options` becomes a list."""
@@ -68,6 +27,11 @@ class _ServeParser(argparse.ArgumentParser):
             own, extra = given[:at], given[at + 1 :]
         namespace, unknown = super().parse_known_args(own, namespace)
         namespace.tritonserver_options = extra
+        if namespace.model in own:
+            before = own[own.index(namespace.model) - 1] if own.index(namespace.model) else ""
+            if before in unknown:
+                unknown.insert(unknown.index(before) + 1, namespace.model)
+                namespace.model = None
         return namespace, unknown
 
 
@@ -88,8 +52,6 @@ def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
     _add_network(parser)
     _add_life_cycle(parser)
     parser.add_argument("--verbose", action="store_true", help="show the whole log of the server")
-    for option in ELSEWHERE:
-        parser.add_argument(option, nargs="?", action=_Elsewhere, help=argparse.SUPPRESS)
     return parser
 
 
