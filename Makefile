@@ -11,7 +11,8 @@ SCENARIO ?= list
 LOAD_OPTIONS = $(if $(USERS),--users $(USERS)) $(if $(DURATION),--duration $(DURATION)) $(if $(RATE),--rate $(RATE)) \
   $(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(SEED),--seed $(SEED)) $(if $(PROTOCOL),--protocol $(PROTOCOL)) \
   $(if $(SETTINGS),--settings "$(SETTINGS)") $(if $(COMPARE),--compare $(COMPARE)) $(if $(NAME),--name $(NAME))
-# A package index that has the CPU build of torch, where the usual one does not: make setup TORCH_INDEX=URL
+# A package index to take torch from: one that has the CPU build, where the usual one does not, or on a machine with a
+# GPU the build that fits its driver: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # `make bench-gpu` and `make test-gpu` run in .venv or, from a bare checkout, with a Python that has torch and triton. What
@@ -36,9 +37,9 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	  { echo "$(PYTHON) is `$(PYTHON) --version 2>&1`; use 3.11 or 3.12, as in: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if nvidia-smi -L >/dev/null 2>&1; then \
-	  echo "An NVIDIA GPU is here: installing torch's default build."; \
+	  echo "An NVIDIA GPU is here: installing torch's $(if $(TORCH_INDEX),build from $(TORCH_INDEX),default build)."; \
 	  grep -v '^torch==' constraints-cpu.txt > $(VENV)/constraints.txt; \
-	  $(PIP) install -q -c $(VENV)/constraints.txt torch; \
+	  $(PIP) install -q $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)",-c $(VENV)/constraints.txt) torch; \
 	elif [ -n "$(TORCH_INDEX)" ]; then \
 	  cp constraints-cpu.txt $(VENV)/constraints.txt; \
 	  $(PIP) install -q --index-url "$(TORCH_INDEX)" torch==2.13.0; \
@@ -87,8 +88,12 @@ bench: setup ## Run the benchmark; results go to benchmarks/results
 bench-gpu: ## Measure decode cycles on an NVIDIA GPU against its limits: make bench-gpu ARGS="--shape qwen3-8b"
 	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
 
+# Everything that runs on the GPU where there is one. Compiling takes most of the first run: ARGS="-n 12" shares it out.
+GPU_TESTS := tests/kernels tests/worker/test_step_ops.py tests/worker/test_transfers.py tests/attention/test_device_rows.py \
+  tests/models/test_ops.py tests/test_device_lossless.py tests/gpu
+
 test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server
-	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs tests/kernels tests/gpu $(ARGS)
+	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs $(GPU_TESTS) $(ARGS)
 
 gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine without a package index
 	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from dflash_backend.attention import AttentionBackend, BackendError, Requirements, select_backend
+from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
 from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import EngineLimits, StepPlan, StepResult
 from dflash_backend.core.trace import StepTrace
+from dflash_backend.device import choose_device
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import DFlashModel, TargetModel, draft_patterns, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
@@ -73,10 +74,11 @@ def build_engine(
     CPU, whose memory is not measured, none. Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
+    device = choose_device(config)
+    check_installed(config.attention_backend)
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)
     _report_pair(pair, report)
-    device = _device(config)
     dtype = _dtype(config, pair.target, device)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
@@ -246,13 +248,6 @@ def _core(
         return EngineCore(limits, runner, trace=trace, overlap=overlap)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _device(config: EngineConfig) -> torch.device:
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise ConfigError("setting 'device' is 'cuda', but torch sees no GPU here; use 'cpu' or 'auto'")
-    return torch.device(config.device or ("cuda" if available else "cpu"))
 
 
 def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> torch.dtype:

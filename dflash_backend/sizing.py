@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +49,14 @@ class Room:
 
 
 def cpu_room(config: EngineConfig) -> Room:
-    """What the settings say; a CPU's memory is not measured."""
+    """What the settings say. Raises `ConfigError` when `kv_cache_gb` asks for more than the machine has."""
     if config.kv_cache_gb is not None:
+        machine_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        if config.kv_cache_gb > machine_gib:
+            raise ConfigError(
+                f"setting 'kv_cache_gb' is {config.kv_cache_gb:g}, and this machine has {machine_gib:.1f} GiB of "
+                "memory: lower it, or use auto"
+            )
         return _wished(config.kv_cache_gb)
     return Room(DEFAULT_CPU_KV_GIB * GIB, f"the default of {DEFAULT_CPU_KV_GIB:g} GiB", "raise kv_cache_gb")
 

@@ -96,7 +96,16 @@ def test_a_length_that_just_fits_is_served_to_its_last_token(tmp_path: Path) -> 
     assert (built.ready.max_model_len, built.ready.num_kv_blocks) == (160, 10)
 
 
-def test_a_kv_cache_that_the_machine_does_not_have_is_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_gb", [1e9, 1e308])
+def test_a_kv_cache_larger_than_the_machine_is_a_sentence(tmp_path: Path, kv_cache_gb: float) -> None:
+    with pytest.raises(ConfigError, match=r"'kv_cache_gb' is 1e.*, and this machine has [0-9.]+ GiB of memory"):
+        build(tmp_path, settings={"kv_cache_gb": kv_cache_gb})
+
+
+def test_a_kv_cache_that_the_machine_does_not_give_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: 1 << 30)
     with pytest.raises(ConfigError, match="takes .* GiB, which cpu does not have; lower kv_cache_gb"):
         build(tmp_path, settings={"kv_cache_gb": 1e9})
 

@@ -10,7 +10,7 @@ from dflash_backend.attention.interface import (
     Requirements,
     RowLayout,
 )
-from dflash_backend.attention.selection import BackendError, select_backend
+from dflash_backend.attention.selection import BackendError, check_installed, select_backend
 
 __all__ = [
     "AttentionBackend",
@@ -22,5 +22,6 @@ __all__ = [
     "KVLayer",
     "Requirements",
     "RowLayout",
+    "check_installed",
     "select_backend",
 ]

@@ -59,6 +59,15 @@ def lacking(capabilities: Capabilities, needs: Requirements, block_size: int) ->
     return missing
 
 
+def check_installed(wanted: str | None, backends: Backends = BACKENDS) -> None:
+    """Raise `BackendError` when the backend that is asked for is not here, whatever the models need."""
+    if wanted is not None and wanted not in backends:
+        raise BackendError(
+            f"attention_backend '{wanted}' is not available in this installation, which has {', '.join(backends)}; "
+            "install its package, or use 'auto'"
+        )
+
+
 def select_backend(
     wanted: str | None, needs: Requirements, block_size: int, backends: Backends = BACKENDS
 ) -> AttentionBackend:
@@ -72,8 +81,7 @@ def select_backend(
             reasons = "; ".join(f"{name} lacks {', '.join(lacks)}" for name, lacks in missing.items())
             raise BackendError(f"no attention backend can run these models: {reasons}")
         return backends[able[0]][1](block_size)
-    if wanted not in backends:
-        raise BackendError(f"attention_backend '{wanted}' is not available in this installation; {do}")
+    check_installed(wanted, backends)
     if missing[wanted]:
         raise BackendError(
             f"attention_backend '{wanted}' lacks {', '.join(missing[wanted])}, which these models need; {do}"

@@ -23,12 +23,25 @@ WAYS = [
 ]
 
 
-def generate(prompts: list[str], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """The prompts' token ids and their greedy continuations."""
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 5},
+    {"temperature": 1.5, "min_p": 0.05, "top_p": 0.95, "top_k": 20},
+]
+
+
+def generate(
+    prompts: list[str], sampled: bool = False, device: str = "cuda", **settings: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts' token ids and their continuations: greedy, or sampled in a few ways with a seed for each."""
     from dflash_backend import LLM
 
-    llm = LLM(**(SETTINGS | settings))
-    outputs = llm.generate(list(prompts), max_tokens=MAX_TOKENS, temperature=0)
+    llm = LLM(**(SETTINGS | settings | {"device": device}))
+    params: list[dict[str, Any]] = [{"temperature": 0.0}] * len(prompts)
+    if sampled:
+        params = [{**SAMPLINGS[i % len(SAMPLINGS)], "seed": i} for i in range(len(prompts))]
+    outputs = llm.generate(list(prompts), [{"max_tokens": MAX_TOKENS, **one} for one in params])
     return [output.prompt_token_ids for output in outputs], [output.token_ids for output in outputs]
 
 
@@ -46,12 +59,40 @@ def on_cpu(prompts: list[str]) -> list[list[int]]:
 def test_float32_with_drafts_gives_the_tokens_of_the_cpu_without(
     way: dict[str, bool], prompts: list[str], on_cpu: list[list[int]]
 ) -> None:
-    assert generate(prompts, device="cuda", dtype="float32", **way)[1] == on_cpu
+    assert generate(prompts, dtype="float32", **way)[1] == on_cpu
+
+
+@pytest.fixture(scope="module")
+def sampled_eagerly(prompts: list[str]) -> list[list[int]]:
+    return generate(prompts, sampled=True, dtype="float32", enable_cuda_graphs=False, enable_overlap=False)[1]
+
+
+@pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: ", ".join(f"{name[7:]} {on}" for name, on in way.items()))
+def test_sampled_tokens_do_not_depend_on_graphs_and_overlap(
+    way: dict[str, bool], prompts: list[str], sampled_eagerly: list[list[int]]
+) -> None:
+    """With temperature, top-k, top-p and min-p. A step's shape moves float32 logits in their last digits, which may
+    change a draw in a thousand, and everything behind it."""
+    actual = generate(prompts, sampled=True, dtype="float32", **way)[1]
+    equal = sum(ours == theirs for ours, theirs in zip(actual, sampled_eagerly, strict=True))
+    assert equal >= 0.9 * len(prompts)
+
+
+def test_the_cuts_of_sampled_requests_reach_the_gpu(prompts: list[str]) -> None:
+    """With top_k = 1 there is nothing to draw, whatever the temperature: the tokens are the greedy ones."""
+    from dflash_backend import LLM
+
+    llm = LLM(**(SETTINGS | {"device": "cuda", "dtype": "float32"}))
+    greedy = llm.generate(list(prompts), max_tokens=MAX_TOKENS, temperature=0)
+    for cut in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        cut_outputs = llm.generate(list(prompts), max_tokens=MAX_TOKENS, temperature=1.5, seed=1, **cut)
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(cut_outputs, greedy, strict=True))
+        assert equal >= 0.9 * len(prompts), cut
 
 
 def test_bf16_with_drafts_parts_from_k_0_only_at_ties(prompts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    ids, expected = generate(prompts, device="cuda", dtype="bfloat16", draft="")
-    _, actual = generate(prompts, device="cuda", dtype="bfloat16")
+    ids, expected = generate(prompts, dtype="bfloat16", draft="")
+    _, actual = generate(prompts, dtype="bfloat16")
     logits = logits_in_float32(asset_path("demo", "pair", "target"))
     outputs = zip(ids, expected, actual, strict=True)
     found = [ties.parting(index, *of_prompt, logits) for index, of_prompt in enumerate(outputs)]

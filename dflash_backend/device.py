@@ -1,0 +1,79 @@
+"""Which device the engine runs on, and whether this machine has what that takes. Checked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from dflash_backend.config import ConfigError, EngineConfig
+
+# Either is there when the NVIDIA driver is, whether or not this torch can use it.
+DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"))
+COMPILERS = ("cc", "gcc", "clang")
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that the setting `device` asks for; with `auto` the GPU where there is one.
+
+    Raises `ConfigError` when a GPU is asked for, or is there, and torch cannot use it: a server that falls back to the
+    CPU answers, some hundred times slower, and nothing says why.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        _check_compiler()
+        _sum_in_float32()
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise ConfigError(f"setting 'device' is 'cuda', but torch sees no GPU here ({_reason()}); use 'cpu' or 'auto'")
+    if _driver_is_here():
+        raise ConfigError(
+            f"this machine has an NVIDIA driver, and torch {torch.__version__} cannot use it: {_reason()}. Install the "
+            "build of torch that fits the driver (with `make setup TORCH_INDEX=URL` it comes from that package index), "
+            "or set device=cpu to run without the GPU"
+        )
+    return torch.device("cpu")
+
+
+def _driver_is_here() -> bool:
+    """Whether there is a GPU that was not hidden on purpose."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(file.exists() for file in DRIVER_FILES)
+
+
+def _reason() -> str:
+    """Why torch cannot use a GPU, in its own words."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    return "it found no device"
+
+
+def _check_compiler() -> None:
+    """Triton compiles a small C module for each kernel's launcher."""
+    compiler = os.environ.get("CC")
+    if not (compiler and shutil.which(compiler)) and not any(map(shutil.which, COMPILERS)):
+        raise ConfigError(
+            "the GPU kernels need a C compiler to be launched, and none of cc, gcc and clang is on the PATH; install "
+            "one (Debian, Ubuntu: `apt install gcc`), or name it in the environment variable CC"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        raise ConfigError(
+            f"the GPU kernels need Python's C headers to be launched, and {header} is missing; install them (Debian, "
+            f"Ubuntu: `apt install python{sysconfig.get_python_version()}-dev`)"
+        )
+
+
+def _sum_in_float32() -> None:
+    """Let matrix products that are split along their sum add the parts in float32.
+
+    By default torch lets cuBLAS add them in the result's 16 bits. A verification and a plain decode step split
+    differently, so more of their greedy tokens would differ than reduction order alone accounts for.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
