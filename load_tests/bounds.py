@@ -17,6 +17,8 @@ from load_tests.verdict import Bound
 POOL_LOSS_POINTS = 0.1
 # Of the same questions, so that a few tell: what they accept does not depend on what else runs.
 MIN_DRIFT_ANSWERS = 50
+# A median of fewer says little.
+MIN_TTFT_ANSWERS = 10
 
 
 def answers(result: RunResult, refusals_allowed: bool = False) -> list[Bound]:
@@ -46,11 +48,14 @@ def acceptance_drift(result: RunResult) -> Bound:
     }
     first, last = (_acceptance_length(quarter, weights) for quarter in quarters)
     drift = None if first is None or last is None else abs(last / first - 1) * 100
-    note = "" if drift is None else f"{first:.3f} in the first, {last:.3f} in the last"
     compared = sum(weights.values())
     enough = compared >= MIN_DRIFT_ANSWERS
+    found = [] if drift is None else [f"{first:.3f} in the first, {last:.3f} in the last"]
     if not enough:
-        note += f"; the quarters have {compared} answers to the same questions, at least {MIN_DRIFT_ANSWERS} are needed"
+        found.append(
+            f"the quarters have {compared} answers to the same questions, at least {MIN_DRIFT_ANSWERS} are needed"
+        )
+    note = "; ".join(found)
     return Bound(
         "acceptance length of the last quarter, off the first's", drift, "at most", 1.0, "%", required=enough, note=note
     )
@@ -61,7 +66,7 @@ def hit_rate(result: RunResult) -> Bound:
     measured, ideal, bounded = result.hit_rate(), result.ideal, result.ideal_bounded
     name = "prefix cache hit rate below the ideal"
     if result.settings.get("enable_prefix_caching", "true").lower() in ("false", "0"):
-        return Bound(name, None, "at most", 2.0, "points", required=False, note="prefix caching is off")
+        return Bound(name, None, "at most", 2.0, "points", applies=False, note="prefix caching is off")
     if measured is None or ideal is None:
         return Bound(name, None, "at most", 2.0, "points")
     note = f"measured {measured * 100:.2f} %, unbounded cache {ideal.rate * 100:.2f} %"
@@ -85,11 +90,14 @@ def hit_ttft(result: RunResult, limit: float = 0.25) -> Bound:
     hit, miss = percentile(hits, 0.5), percentile(misses, 0.5)
     name = "time to first token, hits over misses (medians)"
     if result.settings.get("enable_prefix_caching", "true").lower() in ("false", "0"):
-        return Bound(name, None, "at most", limit, required=False, note="prefix caching is off")
+        return Bound(name, None, "at most", limit, applies=False, note="prefix caching is off")
     if hit is None or miss is None:
         return Bound(name, None, "at most", limit, note=f"{len(hits)} hits, {len(misses)} misses")
     note = f"{hit * 1e3:.1f} ms over {len(hits)} hits, {miss * 1e3:.1f} ms over {len(misses)} misses"
-    return Bound(name, hit / miss, "at most", limit, note=note)
+    enough = min(len(hits), len(misses)) >= MIN_TTFT_ANSWERS
+    if not enough:
+        note += f"; at least {MIN_TTFT_ANSWERS} of each are needed"
+    return Bound(name, hit / miss, "at most", limit, required=enough, note=note)
 
 
 def gap_p99(result: RunResult, traffic: str, before: str, after: str, limit: float) -> Bound:

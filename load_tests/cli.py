@@ -1,6 +1,7 @@
 """The command line of the load tests: `python -m load_tests list`, `python -m load_tests SCENARIO [options]`.
 
-Exit codes: 0 every bound was met, 1 a wrong answer or a bound that was missed, 2 bad usage, 130 interrupted.
+Exit codes: 0 every bound was met, 1 a wrong answer or a bound that was missed, 2 bad usage, 3 nothing was missed and
+some bound could not be judged, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ MAX_USERS = 4096
 MAX_DURATION_S = 24 * 3600
 MAX_PROMPTS = 100_000
 MAX_RATE = 5000.0
+EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCOMPLETE": 3, "INTERRUPTED": 130}
 LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
 
@@ -128,7 +130,7 @@ def _run(given: argparse.Namespace) -> int:
     comparison = compare(finished, second, given.compare)
     print(comparison.line())
     (finished.directory / "comparison.md").write_text(f"{comparison.line()}\n", encoding="utf-8")
-    return _exit_code(finished) or _exit_code(second) or int(not comparison.met and comparison.required)
+    return _exit_code(finished) or _exit_code(second) or int(not comparison.met and comparison.applies)
 
 
 def compare(first: Finished, second: Finished, changed: str) -> Bound:
@@ -141,7 +143,7 @@ def compare(first: Finished, second: Finished, changed: str) -> Bound:
         first.result.requests_per_s / base if base else None,
         "at least",
         limit if limit is not None else 0.0,
-        required=limit is not None,
+        applies=limit is not None,
         note=f"{first.result.requests_per_s:.1f} and {base:.1f} right answers/s",
     )
 
@@ -203,9 +205,7 @@ def _show(finished: Finished) -> None:
 
 
 def _exit_code(finished: Finished) -> int:
-    if not finished.result.complete:
-        return 130
-    return 0 if finished.passed else 1
+    return EXIT_CODES[finished.verdict]
 
 
 def _say(text: str) -> None:

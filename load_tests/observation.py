@@ -27,13 +27,15 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 class Observation:
     """One look at the server. `metrics` are the values of the page by name, summed over labels; `rss_bytes` and `cpu_s`
     are by role (stub, engine, server), and empty for a server that somebody else started. `own_cpu_s` is that of the
-    load generator. Counters and CPU times are since the beginning of each process."""
+    load generator, `machine_cpu_s` that of all programs and 0 where the system does not say. Counters and CPU times are
+    since the beginning of each process, or of the system."""
 
     at_s: float
     metrics: dict[str, float]
     rss_bytes: dict[str, int]
     cpu_s: dict[str, float]
     own_cpu_s: float
+    machine_cpu_s: float = 0.0
 
 
 def parse_metrics(page: str, model: str) -> dict[str, float]:
@@ -97,6 +99,7 @@ class Observer:
                 rss_bytes={role: sum(map(_rss_bytes, pids)) for role, pids in self._processes.items()},
                 cpu_s={role: sum(map(_cpu_s, pids)) for role, pids in self._processes.items()},
                 own_cpu_s=time.process_time(),
+                machine_cpu_s=_machine_cpu_s(),
             )
         )
 
@@ -114,3 +117,13 @@ def _cpu_s(pid: int) -> float:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
+
+
+def _machine_cpu_s() -> float:
+    """Seconds that the processors were busy, or were lent to another virtual machine."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    ticks = [int(field) for field in fields[1:9]]
+    return (sum(ticks) - sum(ticks[3:5])) / _CLOCK_TICKS

@@ -17,10 +17,13 @@ from matplotlib import pyplot
 NAN = float("nan")
 
 
-def plot_run(result: RunResult, seconds: Sequence[ServerSecond], windows: Sequence[UserWindow], path: Path) -> None:
-    """Throughput, queue, latencies, cache, acceptance, KV usage, memory and CPU, one below the other."""
+def plot_run(
+    result: RunResult, seconds: Sequence[ServerSecond], windows: Sequence[UserWindow], title: str, path: Path
+) -> None:
+    """Throughput, queue, latencies, cache, acceptance, KV usage, memory and CPU, one below the other; `title` says what
+    was run and what came of it."""
     figure, axes = pyplot.subplots(4, 2, figsize=(14, 14), sharex=True, constrained_layout=True)
-    figure.suptitle(f"{result.scenario.name}: {result.scenario.summary}", fontsize=11)
+    figure.suptitle(title, fontsize=10)
     shares = server_windows(result.observations)
     panels: list[Callable[[Any], None]] = [
         lambda axis: _throughput(axis, windows),
@@ -62,13 +65,25 @@ def _throughput(axis: Any, windows: Sequence[UserWindow]) -> None:
     other.plot(times, [window.refused / window.seconds for window in windows], color="tab:orange", label="refused/s")
     bad = [(window.wrong + window.errors) / window.seconds for window in windows]
     other.plot(times, bad, color="tab:red", label="wrong or failed/s")
-    other.set_ylim(bottom=0)
-    other.legend(fontsize=8, loc="lower right")
+    axis.set_ylabel("tokens/s")
+    _right_axis(other, "answers/s")
+
+
+def _right_axis(axis: Any, label: str) -> None:
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel(label)
+    axis.legend(fontsize=8, loc="lower right")
 
 
 def _queue(axis: Any, seconds: Sequence[ServerSecond]) -> None:
-    _lines(axis, seconds, "requests, and KV usage [%]", running="running", waiting="waiting", preemptions="preempted")
-    _lines(axis, seconds, "requests, and KV usage [%]", 100.0, kv_usage="KV usage [%]")
+    title = "requests (left), KV usage (right)"
+    _lines(axis, seconds, title, running="running", waiting="waiting", preemptions="preempted")
+    axis.set_ylabel("requests")
+    other = axis.twinx()
+    usage = [NAN if row.kv_usage is None else row.kv_usage * 100 for row in seconds]
+    other.plot([row.at_s for row in seconds], usage, color="tab:red", linewidth=1.2, label="KV usage")
+    other.set_ylim(top=100)
+    _right_axis(other, "% of the pool")
 
 
 def _percentiles(axis: Any, windows: Sequence[UserWindow], title: str, what: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 from dflash_backend.checkpoints import resolve_pair
 from dflash_backend.checkpoints.files import weight_files
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_client.commands.progress import Progress
 from load_tests.corpus import TURN_END
 from load_tests.workload import Question
 
@@ -76,9 +77,18 @@ def expected_answers(
     say(f"expected answers: computing {len(questions)}, without drafter and prefix cache; they are kept in {path}")
     # A process of its own: what the engine holds would burden the load generator.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    answered = context.Value("i", 0)
+    progress = Progress("expected answers", say)
+    with ProcessPoolExecutor(1, context, _begin, (answered,)) as pool:
         try:
-            answers = pool.submit(compute, list(questions), model).result()
+            future = pool.submit(_compute_and_count, list(questions), model)
+            while True:
+                try:
+                    answers = future.result(timeout=1.0)
+                    break
+                except TimeoutError:
+                    progress.step(min(answered.value, len(questions) - 1), len(questions))
+            progress.step(len(questions), len(questions))
         except BrokenProcessPool:
             raise ExpectedAnswersError(
                 "the process that computes the right answers died; it may have been out of memory: try fewer prompts"
@@ -95,9 +105,29 @@ def expected_answers(
     return answers
 
 
-def compute(questions: Sequence[Question], settings: Mapping[str, str]) -> dict[str, Expected]:
-    """Answer every question offline. Questions with a parent come after it; an answer to a parent is needed first, so
-    this goes generation by generation."""
+# In the process that computes: how many answers it has, for the one that waits.
+_answered: Any = None
+
+
+def _begin(answered: Any) -> None:
+    """Ctrl-C is for the process that waits, which then ends this one."""
+    global _answered
+    _answered = answered
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _compute_and_count(questions: Sequence[Question], settings: Mapping[str, str]) -> dict[str, Expected]:
+    def count() -> None:
+        _answered.value += 1
+
+    return compute(questions, settings, count)
+
+
+def compute(
+    questions: Sequence[Question], settings: Mapping[str, str], on_answer: Callable[[], None] = lambda: None
+) -> dict[str, Expected]:
+    """Answer every question offline, and call `on_answer` for each. Questions with a parent come after it; an answer to
+    a parent is needed first, so this goes generation by generation."""
     from dflash_backend.llm import LLM, RequestError
 
     common: dict[str, Any] = {**settings, "enable_prefix_caching": "false", "max_num_seqs": BATCH}
@@ -117,7 +147,8 @@ def compute(questions: Sequence[Question], settings: Mapping[str, str]) -> dict[
         ):
             prompts = [whole_prompt(question, answers) for question in chosen]
             try:
-                outputs = llm.generate(prompts, [question.sampling() for question in chosen]) if chosen else []
+                parameters = [question.sampling() for question in chosen]
+                outputs = llm.generate(prompts, parameters, lambda index, output: on_answer()) if chosen else []
             except RequestError as error:
                 raise ConfigError(f"with these settings a question cannot be asked: {error.message}") from None
             for question, prompt, output in zip(chosen, prompts, outputs, strict=True):

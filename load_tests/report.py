@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from load_tests.plots import plot_run
-from load_tests.result import RunResult, gaps, percentile, ttfts
+from load_tests.result import WAITING, RunResult, gaps, percentile, ttfts
 from load_tests.timeline import server_seconds, user_windows, write_csv
-from load_tests.verdict import Bound, passed
+from load_tests.verdict import Bound, word
 
 # From this share of a core on, or this lateness, what is measured may be the load generator: it has one interpreter.
 BUSY_CORES = 0.8
 LATE_S = 0.1
+# From this share of all processors on, other programs took so much that times say little about the server.
+STARVED_SHARE = 0.25
 REQUEST_FIELDS = (
     "phase",
     "traffic",
@@ -48,7 +52,7 @@ def write_report(result: RunResult, bounds: Sequence[Bound], directory: Path) ->
     summary = summarise(result, bounds)
     (directory / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (directory / "summary.md").write_text(markdown(result, bounds), encoding="utf-8")
-    plot_run(result, seconds, windows, directory / "run.png")
+    plot_run(result, seconds, windows, heading(result, bounds), directory / "run.png")
 
 
 def summarise(result: RunResult, bounds: Sequence[Bound]) -> dict[str, Any]:
@@ -76,6 +80,7 @@ def summarise(result: RunResult, bounds: Sequence[Bound]) -> dict[str, Any]:
             "late_p99_s": result.lag(0.99),
             "note": generator_note(result),
         },
+        "machine": {"others_cores": result.others_cpu_share, "note": machine_note(result)},
     }
 
 
@@ -94,10 +99,8 @@ def latencies(result: RunResult) -> list[tuple[str, dict[str, float | None]]]:
 
 
 def verdict_word(result: RunResult, bounds: Sequence[Bound]) -> str:
-    """PASS, FAIL, or INTERRUPTED for a run that did not come to its end."""
-    if not result.complete:
-        return "INTERRUPTED"
-    return "PASS" if passed(bounds) else "FAIL"
+    """The verdict on a run, as `load_tests.verdict.word` has it."""
+    return word(result.complete, bounds)
 
 
 def generator_note(result: RunResult) -> str:
@@ -109,6 +112,31 @@ def generator_note(result: RunResult) -> str:
     judgement = "it may have been the bottleneck: trust no latency of this run" if busy else "it was not the bottleneck"
     return (
         f"the load generator used {cores:.2f} cores and was late by {late * 1e3:.0f} ms (p99 over seconds); {judgement}"
+    )
+
+
+def machine_note(result: RunResult) -> str:
+    """Whether other programs took the processors away; empty when they did not, or it was not seen."""
+    others, cores = result.others_cpu_share, os.cpu_count() or 1
+    if others is None or others < STARVED_SHARE * cores:
+        return ""
+    return (
+        f"the machine was starved: other programs used {others:.1f} of its {cores} cores; judge no time and no "
+        "throughput by this run"
+    )
+
+
+def heading(result: RunResult, bounds: Sequence[Bound]) -> str:
+    """What was run and what came of it, for the picture."""
+    options = result.options
+    settings = ", ".join(f"{name}={value}" for name, value in result.settings.items()) or "default settings"
+    return "\n".join(
+        [
+            f"{result.scenario.name}: {verdict_word(result, bounds)} ({options.users} users, "
+            f"{result.duration_s:.0f} s, {options.protocol}, seed {options.seed})",
+            result.scenario.summary,
+            *textwrap.wrap(settings, 150)[:3],
+        ]
     )
 
 
@@ -129,6 +157,11 @@ def lines(result: RunResult, bounds: Sequence[Bound]) -> list[str]:
         if values["p50"] is not None:
             said.append(f"{name}: " + ", ".join(f"{key} {_ms(value)}" for key, value in values.items()))
     said.append(generator_note(result))
+    if machine_note(result):
+        said.append(machine_note(result))
+    waiting = result.peak(WAITING)
+    if waiting:
+        said.append(f"most requests that waited for a place at one time: {waiting:.0f}")
     said += [bound.line() for bound in bounds]
     said.append(f"verdict: {verdict_word(result, bounds)}")
     return said
@@ -140,7 +173,7 @@ def markdown(result: RunResult, bounds: Sequence[Bound]) -> str:
     settings = ", ".join(f"`{name}={value}`" for name, value in result.settings.items()) or "the defaults"
     table = ["| bound | measured | allowed | verdict | |", "| --- | --- | --- | --- | --- |"]
     for bound in bounds:
-        measured = "not measured" if bound.measured is None else f"{bound.measured:.4g} {bound.unit}".strip()
+        measured = "-" if bound.measured is None else f"{bound.measured:.4g} {bound.unit}".strip()
         allowed = f"{bound.kind} {bound.limit:g} {bound.unit}".strip()
         table.append(f"| {bound.name} | {measured} | {allowed} | {bound.verdict} | {bound.note} |")
     times = ["| | p50 | p90 | p99 | max |", "| --- | --- | --- | --- | --- |"]

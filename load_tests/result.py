@@ -115,6 +115,17 @@ class RunResult:
             return None
         return (last.own_cpu_s - first.own_cpu_s) / (last.at_s - first.at_s)
 
+    @property
+    def others_cpu_share(self) -> float | None:
+        """Cores that programs other than the server and the load generator used, on average; None where the server is
+        not ours or the system does not say."""
+        first, last = self._at(0.0), self._at(1.0)
+        if first is None or last is None or last.at_s <= first.at_s or not (first.cpu_s and last.machine_cpu_s):
+            return None
+        server = sum(last.cpu_s.values()) - sum(first.cpu_s.values())
+        ours = server + last.own_cpu_s - first.own_cpu_s
+        return max((last.machine_cpu_s - first.machine_cpu_s - ours) / (last.at_s - first.at_s), 0.0)
+
     def lag(self, share: float) -> float | None:
         """A percentile (0 to 1), over the seconds of the run, of the most that the load generator was late."""
         return percentile(self.recorder.lag_by_second.values(), share)

@@ -18,7 +18,7 @@ from load_tests.load import Load, Target, make_load
 from load_tests.reference import Expected, expected_answers
 from load_tests.report import write_report
 from load_tests.result import RunResult
-from load_tests.verdict import Bound, passed
+from load_tests.verdict import Bound, passed, word
 from load_tests.workload import Options, Scenario
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -45,8 +45,13 @@ class Finished:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran to its end and every bound was met."""
+        """Whether it ran to its end and no bound was missed."""
         return self.result.complete and passed(self.bounds)
+
+    @property
+    def verdict(self) -> str:
+        """PASS, FAIL, INCOMPLETE or INTERRUPTED."""
+        return word(self.result.complete, self.bounds)
 
 
 def run_scenario(

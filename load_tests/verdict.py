@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,8 @@ from typing import Literal
 @dataclass(frozen=True, slots=True)
 class Bound:
     """One thing that must hold. A `measured` of None was not measured, and the bound is missed: a run that shows
-    nothing must not pass. With `required` false the bound is shown and does not count; `note` says why."""
+    nothing must not pass. With `required` false the run has too little to judge it by, as `note` says: it neither
+    passes nor fails, and the run as a whole is incomplete. With `applies` false it is not asked of this run at all."""
 
     name: str
     measured: float | None
@@ -19,6 +20,7 @@ class Bound:
     unit: str = ""
     required: bool = True
     note: str = ""
+    applies: bool = True
 
     @property
     def met(self) -> bool:
@@ -30,22 +32,42 @@ class Bound:
     @property
     def verdict(self) -> str:
         """In a word or two."""
+        if not self.applies:
+            return "not asked"
+        if not self.required:
+            return "not measured"
         if self.met:
             return "pass"
-        if not self.required:
-            return "not required"
         return "FAIL" if self.measured is not None else "FAIL (not measured)"
 
     def line(self) -> str:
         """The bound as a sentence."""
         measured = "not measured" if self.measured is None else _number(self.measured, self.unit)
         note = f" ({self.note})" if self.note else ""
+        if self.verdict in ("not measured", "not asked"):
+            seen = "" if self.measured is None else f"; seen: {measured}"
+            return f"{self.verdict}: {self.name}: {self.note or 'too little to judge it by'}{seen}"
         return f"{self.verdict}: {self.name}: {measured}, {self.kind} {_number(self.limit, self.unit)}{note}"
 
 
 def passed(bounds: Iterable[Bound]) -> bool:
-    """Whether every bound that is required was met."""
-    return all(bound.met or not bound.required for bound in bounds)
+    """Whether every bound that counts was met."""
+    return all(bound.met or not bound.required or not bound.applies for bound in bounds)
+
+
+def judged(bounds: Iterable[Bound]) -> bool:
+    """Whether every bound that was asked for could be judged."""
+    return all(bound.required or not bound.applies for bound in bounds)
+
+
+def word(complete: bool, bounds: Sequence[Bound]) -> str:
+    """PASS, FAIL, INCOMPLETE where nothing was missed but some bound could not be judged, or INTERRUPTED for a run that
+    did not come to its end."""
+    if not complete:
+        return "INTERRUPTED"
+    if not passed(bounds):
+        return "FAIL"
+    return "PASS" if judged(bounds) else "INCOMPLETE"
 
 
 def _number(value: float, unit: str) -> str:

@@ -92,11 +92,15 @@ def test_ctrl_c_shows_and_writes_what_was_answered(tmp_path: Path) -> None:
 
 
 def test_progress_has_a_rate_and_what_is_left() -> None:
-    times, said = iter([0.0, 1.0, 5.0, 6.0, 400.0]), list[str]()
+    times, said = iter([-5.0, 0.0, 1.0, 5.0, 6.0, 395.0]), list[str]()
     progress = Progress("answers", said.append, clock=lambda: next(times))
-    for done in (1, 10, 11, 1000):
+    for done in (0, 1, 10, 11, 1000):
         progress.step(done, 1000)
-    assert said == ["10 of 1000 answers, 2/s, about 8 min left", "1000 of 1000 answers, 2.5/s"]
+    assert said == [
+        "0 of 1000 answers after 5 s",
+        "10 of 1000 answers, 1/s, about 16 min left",
+        "1000 of 1000 answers, 2.5/s",
+    ]
 
 
 def test_without_speculation_every_step_yields_one_token(capsys: pytest.CaptureFixture[str]) -> None:

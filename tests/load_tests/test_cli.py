@@ -65,5 +65,5 @@ def test_caching_must_be_worth_twice_the_throughput(second: int, met: bool) -> N
 
 def test_other_settings_are_compared_without_a_judgement() -> None:
     bound = cli.compare(finished(100), finished(60), "max_num_seqs=8")
-    assert not bound.required
+    assert not bound.applies
     assert bound.measured == pytest.approx(100 / 60)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from load_tests.observation import parse_metrics
+from load_tests.observation import Observation, parse_metrics
 from load_tests.recording import Wrong
-from load_tests.report import generator_note, lines, summarise, write_report
+from load_tests.report import generator_note, lines, machine_note, summarise, write_report
 from load_tests.result import RUNNING, WAITING, gaps, percentile
 from load_tests.timeline import server_seconds, server_windows, user_windows
 from tests.load_tests.runs import observation, result, sample
@@ -90,6 +90,34 @@ def test_a_load_generator_that_is_busy_or_late_says_so() -> None:
     late = result()
     late.recorder.lag_by_second = {0: 0.5}
     assert "trust no latency" in generator_note(late)
+
+
+def machine(others: float) -> list[Observation]:
+    """The server uses one core, the load generator a tenth, and other programs so many."""
+    return [observation(float(at), machine_cpu_s=(1.1 + others) * at) for at in range(41)]
+
+
+def test_a_machine_that_others_keep_busy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert machine_note(result(observations=machine(0.2))) == ""
+    assert "other programs used 2.5 of its 4 cores" in machine_note(result(observations=machine(2.5)))
+    assert machine_note(result()) == ""
+    assert any("starved" in line for line in lines(result(observations=machine(2.5)), []))
+
+
+def test_the_picture_says_what_was_run_and_what_came_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    run = result()
+    write_report(run, [], tmp_path)
+    (figure,) = drawn
+    title = figure.get_suptitle()
+    assert title.startswith("shared-prefix: PASS (4 users, 40 s, grpc, seed 0)")
+    assert "max_num_seqs=64" in title
+    right = {axis.get_ylabel() for axis in figure.axes}
+    assert {"tokens/s", "answers/s", "requests", "% of the pool"} <= right
 
 
 def test_every_file_of_a_run_is_written(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ def test_a_small_run_passes_and_leaves_its_reports(scenario: str, protocol: Prot
     finished = run(scenario, tmp_path, protocol)
     assert [bound.line() for bound in finished.bounds if bound.required and not bound.met] == []
     summary = json.loads((finished.directory / "summary.json").read_text())
-    assert summary["verdict"] == "PASS"
+    # Three seconds are too few to judge some bounds by, and the verdict says so.
+    judged = all(bound.required for bound in finished.bounds)
+    assert summary["verdict"] == finished.verdict == ("PASS" if judged else "INCOMPLETE")
     assert summary["requests"]["right"] == len(finished.result.samples) > 4
     assert summary["num_kv_blocks"] > 0
     written = {path.name for path in finished.directory.iterdir()}
@@ -97,7 +99,14 @@ def test_expected_answers_are_kept_and_asked_for_again_when_a_question_changes(t
     first = expected_answers("test", 0, questions, {}, tmp_path, said.append)
     assert expected_answers("test", 0, questions, {}, tmp_path, said.append) == first
     expected_answers("test", 0, [Question("a", "What is 3 + 5?", 4)], {}, tmp_path, said.append)
-    assert ["computing" in line for line in said] == [True, False, True]
+    assert [line.split()[2] for line in said if line.startswith("expected")] == ["computing", "1", "computing"]
+
+
+def test_expected_answers_are_counted_while_they_are_computed(tmp_path: Path) -> None:
+    said: list[str] = []
+    questions = [Question(f"q{number}", f"What is {number} + 4?", 4) for number in range(3)]
+    expected_answers("test", 0, questions, {}, tmp_path, said.append)
+    assert said[-1].startswith("3 of 3 expected answers, ")
 
 
 def test_a_turn_goes_on_from_the_right_answer_to_the_one_before() -> None:

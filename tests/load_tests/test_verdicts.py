@@ -28,7 +28,7 @@ def hits_and_misses(hit_s: float = 0.1, miss_s: float = 1.0) -> list[Sample]:
 
 
 def missed(found: list[Bound]) -> list[str]:
-    return [bound.name for bound in found if bound.required and not bound.met]
+    return [bound.name for bound in found if bound.required and bound.applies and not bound.met]
 
 
 def verdict(run: RunResult) -> list[str]:
@@ -113,6 +113,27 @@ def test_acceptance_of_a_handful_of_answers_is_shown_and_not_judged() -> None:
     drift = bounds.acceptance_drift(result(samples=samples))
     assert not drift.met
     assert not drift.required
+    assert drift.line().startswith("not measured: acceptance length of the last quarter, off the first's: ")
+
+
+def test_a_run_with_a_bound_that_could_not_be_judged_is_incomplete() -> None:
+    run = result(samples=hits_and_misses()[::97])
+    found = list(run.scenario.bounds(run))
+    assert missed(found) == []
+    assert verdict_word(run, found) == "INCOMPLETE"
+    assert not [line for line in (bound.line() for bound in found if not bound.required) if line.startswith("pass")]
+
+
+def test_a_handful_of_misses_is_not_judged() -> None:
+    samples = [sample(index * 0.04, **(MISS if index < 2 else {})) for index in range(1000)]
+    bound = bounds.hit_ttft(result(samples=samples))
+    assert bound.verdict == "not measured"
+    assert "2 misses; at least 10 of each are needed" in bound.line()
+
+
+def test_what_a_setting_switches_off_is_not_asked_for() -> None:
+    off = Bound("a", None, "at most", 1.0, applies=False, note="prefix caching is off")
+    assert (off.line(), verdict_word(result(), [off])) == ("not asked: a: prefix caching is off", "PASS")
 
 
 def test_a_hit_rate_far_from_the_ideal_fails_the_run() -> None:

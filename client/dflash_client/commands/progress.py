@@ -27,9 +27,12 @@ class Progress:
         if done < total and now - self._said < self._every_s:
             return
         self._said = now
+        if done == 0:
+            self._say(f"0 of {total} {self._unit} after {_duration(now - self._began)}")
+            return
         rate = done / max(now - self._began, 1e-9)
-        left = "" if done >= total else f", about {_duration((total - done) / rate)} left"
         shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+        left = "" if done >= total else f", about {_duration((total - done) / rate)} left"
         self._say(f"{done} of {total} {self._unit}, {shown}/s{left}")
 
 
