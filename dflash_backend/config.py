@@ -216,6 +216,14 @@ SETTINGS: tuple[Setting, ...] = (
         help="seconds after which a request ends with what it has; 0: never",
     ),
     Setting(
+        "engine_hang_timeout_s",
+        float,
+        120.0,
+        low=0.0,
+        help="seconds without a word from the engine after which it is killed and started again; it speaks after every "
+        "step and once a second without one, so this must be longer than the longest step; 0: never",
+    ),
+    Setting(
         "max_response_mb",
         float,
         64.0,
@@ -281,6 +289,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_queue_size: int = 1024
     request_timeout_s: float = 0.0
+    engine_hang_timeout_s: float = 120.0
     max_response_mb: float = 64.0
     kv_write_guard: bool = False
     enable_cuda_graphs: bool = True

@@ -25,6 +25,7 @@ import zmq
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.trace import StepTrace
+from dflash_backend.heap import freeze_heap
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_INPUT,
@@ -43,6 +44,7 @@ from dflash_backend.messages import (
     StopRequests,
     TokenDelta,
 )
+from dflash_backend.process_watch import WatchedProcess
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +53,14 @@ STDIN = 0
 IDLE_POLL_MS = 500
 # Gauges and counters are for a metrics page, which is read every few seconds.
 STATS_INTERVAL_S = 0.25
+# How often the engine speaks at least, between two steps and without any: the frontend takes its silence for a hang.
+BEAT_S = 1.0
 # A flood of requests must not keep those that run from being stepped.
 MESSAGES_A_STEP = 256
 # How long the last message may take to leave; its reader is in this machine.
 LINGER_MS = 2000
+# How long the frontend may take to end by itself after its server; Triton's stub notices within a second.
+FRONTEND_END_S = 3.0
 
 
 class Core(Protocol):
@@ -128,6 +134,7 @@ class EngineLoop:
         self._ending = False
         self._num_received = 0
         self._stats_sent_at = 0.0
+        self._spoke_at = 0.0
 
     def end(self) -> None:
         """Make `run` return before the next step. Safe in a signal handler."""
@@ -149,16 +156,21 @@ class EngineLoop:
                     self._trace.messages("send", started, len(deltas))
             elif busy:
                 self._send([], [], {}, idle=True)
+            if time.monotonic() - self._spoke_at >= BEAT_S:
+                self._say(StepOutputs(queue=self._queue()))
 
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
         started = time.monotonic()
         deltas: list[TokenDelta] = []
         rejected: list[RequestRejected] = []
-        for raw in messages:
-            message = ENGINE_INPUT.decode(raw)
+        decoded = [ENGINE_INPUT.decode(raw) for raw in messages]
+        if num_requests := sum(isinstance(message, GenerationRequest) for message in decoded):
+            # Before anything is done with them: what dies with this process from here on was worked on.
+            self._num_received += num_requests
+            self._say(StepOutputs(queue=QueueState(self._num_received, self._core.num_waiting + num_requests)))
+        for message in decoded:
             if isinstance(message, GenerationRequest):
-                self._num_received += 1
                 if (refusal := self._add(message)) is not None:
                     rejected.append(refusal)
             elif isinstance(message, StopRequests):
@@ -168,7 +180,7 @@ class EngineLoop:
             elif isinstance(message, Shutdown):
                 self._ending = True
         if deltas or rejected:
-            self._channel.send(StepOutputs(deltas, rejected, queue=self._queue()))
+            self._say(StepOutputs(deltas, rejected, queue=self._queue()))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
@@ -193,7 +205,11 @@ class EngineLoop:
         if idle or now - self._stats_sent_at >= STATS_INTERVAL_S:
             stats, self._stats_sent_at = self._core.stats(), now
         if deltas or failed or phase_seconds or stats:
-            self._channel.send(StepOutputs(deltas, failed, stats, phase_seconds, self._queue()))
+            self._say(StepOutputs(deltas, failed, stats, phase_seconds, self._queue()))
+
+    def _say(self, outputs: StepOutputs) -> None:
+        self._channel.send(outputs)
+        self._spoke_at = time.monotonic()
 
     def _queue(self) -> QueueState:
         return QueueState(self._num_received, self._core.num_waiting)
@@ -225,6 +241,9 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
     # Children of this process must not hold the lifeline: its end is how the frontend sees this process die.
     os.set_inheritable(setup.lifeline, False)
     threading.Thread(target=_end_with_frontend, args=(setup.socket_dir,), name="frontend-watch", daemon=True).start()
+    if setup.server_pid:
+        watch = (WatchedProcess(setup.server_pid), WatchedProcess(os.getppid()), setup.socket_dir)
+        threading.Thread(target=_end_with_server, args=watch, name="server-watch", daemon=True).start()
     channel = Channel(setup)
     try:
         with _FailureReport(channel, "the engine could not start"):
@@ -236,6 +255,7 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
             except load_errors as error:
                 channel.send(EngineFailed(str(error), setup_error=True))
                 return 1
+        freeze_heap()
         loop = EngineLoop(built.core, channel, built.trace)
         signal.signal(signal.SIGTERM, _ender(loop))
         channel.send(built.ready)
@@ -261,6 +281,21 @@ def _end_with_frontend(socket_dir: str) -> None:
     # Not through sys.stdin: a thread that waits in there would stop the interpreter from ending normally.
     while os.read(STDIN, 4096):
         pass
+    shutil.rmtree(socket_dir, ignore_errors=True)
+    os._exit(1)
+
+
+def _end_with_server(server: WatchedProcess, frontend: WatchedProcess, socket_dir: str) -> None:
+    """Wait for the end of the server, then make the frontend end, and with it this process.
+
+    The frontend may not be able to: it may be in a call to the server that never returns, and hold its interpreter's
+    lock meanwhile, so that no thread of its own can notice.
+    """
+    server.wait()
+    time.sleep(FRONTEND_END_S)
+    frontend.kill()
+    # Once it has ended, `_end_with_frontend` ends this process; this is for a frontend whose pipe somebody else holds.
+    time.sleep(FRONTEND_END_S)
     shutil.rmtree(socket_dir, ignore_errors=True)
     os._exit(1)
 

@@ -66,13 +66,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineSetup(msgspec.Struct, frozen=True):
     """What the engine process must know to start: the settings as text, by name, the two ZeroMQ addresses, the folder
-    that holds their sockets, and the file descriptor that stays open for as long as the process lives."""
+    that holds their sockets, the file descriptor that stays open for as long as the process lives, and the number of
+    the `tritonserver` process, with which engine and frontend end; 0 without one."""
 
     settings: dict[str, str]
     inputs: str
     outputs: str
     socket_dir: str
     lifeline: int
+    server_pid: int = 0
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, tag=True):

@@ -206,6 +206,66 @@ def test_an_engine_ends_with_its_frontend_however_that_went(when):
         assert time.monotonic() < deadline, "the engine outlived its frontend"
 
 
+STUCK = """
+import ctypes, subprocess, sys
+from dflash_backend.config import EngineConfig
+from dflash_backend.frontend.engine_client import EngineClient, engine_command
+server = subprocess.Popen(["sleep", "600"])
+client = EngineClient(EngineConfig(), engine_command("tests.frontend.toy_engine"), server.pid)
+client.wait_until_ready(lambda message, fraction: None, 20)
+print(server.pid, client.pid, flush=True)
+# PyDLL keeps the interpreter's lock.
+ctypes.PyDLL(None).sleep(600)
+"""
+
+
+def test_a_frontend_that_is_stuck_with_the_interpreters_lock_ends_with_its_server_and_so_does_the_engine():
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, env=environ) as frontend:
+        assert frontend.stdout is not None
+        server, engine = map(int, frontend.stdout.readline().split())
+        assert running(engine)
+        os.kill(server, signal.SIGKILL)
+        assert frontend.wait(WAIT_S) == -signal.SIGKILL
+    deadline = time.monotonic() + WAIT_S
+    while running(engine):
+        assert time.monotonic() < deadline, "the engine outlived its server"
+
+
+def test_an_idle_engine_speaks_now_and_then(engine):
+    hear_one = [engine.receive(5000) for _ in range(3)]
+    assert all(isinstance(message, StepOutputs) for messages in hear_one for message in messages)
+    assert all(hear_one)
+
+
+def test_requests_are_confirmed_before_they_are_worked_on(engine):
+    engine.send(request("a", [toy_engine.BREAK]))
+    assert engine.is_on_the_way("a")
+    hear(engine, lambda part: isinstance(part, EngineFailed))
+    assert not engine.is_on_the_way("a")
+    assert engine.num_waiting <= 1
+
+
+def test_requests_that_were_aborted_before_a_stopped_engine_received_them_do_not_wait(engine):
+    os.kill(engine.pid, signal.SIGSTOP)
+    for name in "abc":
+        engine.send(request(name, [1]))
+    assert engine.num_waiting == 3
+    engine.send(AbortRequests(["a", "c"]))
+    assert engine.num_waiting == 1
+    os.kill(engine.pid, signal.SIGCONT)
+    hear(engine, finished("b"))
+    assert engine.num_waiting == 0
+
+
+def test_an_engine_that_hangs_is_ended_all_the_same(engine):
+    os.kill(engine.pid, signal.SIGSTOP)
+    assert engine.alive
+    assert engine.close(hung=True)
+    assert not running(engine.pid)
+    assert not engine.alive
+
+
 def running(pid: int) -> bool:
     """Whether a process runs; one that ended and was not waited for does not."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_OUTPUT,
+    AbortRequests,
     EngineFailed,
     EngineInput,
     EngineOutput,
@@ -40,6 +42,8 @@ from dflash_backend.messages import (
 ENGINE_MODULE = "dflash_backend.engine_process"
 SHUTDOWN_S = 3.0
 TERMINATE_S = 2.0
+# A process that waits in the kernel, such as for a driver that has lost its device, ends when that lets it.
+KILL_S = 10.0
 # An engine that is faster than its reader must not keep it reading for ever.
 MESSAGES_A_TURN = 64
 # How long the second of the two connections may take after the first.
@@ -79,8 +83,9 @@ def _interpreter() -> str:
 class EngineClient:
     """One engine process. `send` and `wake` may be called from any thread, everything else from one at a time."""
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None) -> None:
-        """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given.
+    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None, server_pid: int = 0) -> None:
+        """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given. When the
+        process `server_pid` ends, the engine sees to it that this process ends too, whatever it is doing.
 
         Raises `EngineError` when it cannot be started.
         """
@@ -91,6 +96,9 @@ class EngineClient:
         self._outputs = self._bind(zmq.PULL, "out")
         self._send_lock = threading.Lock()
         self._num_requests_sent = 0
+        # Requests that the engine has not confirmed, each with how many were sent up to it; the oldest first.
+        self._on_the_way: dict[str, int] = {}
+        self._on_the_way_lock = threading.Lock()
         self._queue = QueueState(0, 0)
         self._ready = False
         self._lifeline, theirs = os.pipe()
@@ -100,7 +108,9 @@ class EngineClient:
         self._poller = zmq.Poller()
         for source in (self._outputs, self._lifeline, self._wake_read):
             self._poller.register(source, zmq.POLLIN)
-        setup = EngineSetup(config.as_strings(), self._address("in"), self._address("out"), self._dir, theirs)
+        setup = EngineSetup(
+            config.as_strings(), self._address("in"), self._address("out"), self._dir, theirs, server_pid
+        )
         try:
             self._process = subprocess.Popen(
                 arguments,
@@ -152,16 +162,34 @@ class EngineClient:
         """Requests that wait at the engine, as far as it has said, and those that are on their way to it.
 
         Between two steps this is the number that the engine itself compares with `max_queue_size`, without the wait for
-        the step that runs.
+        the step that runs. A request that was aborted before the engine received it does not wait.
         """
-        queue = self._queue
-        return queue.num_waiting + self._num_requests_sent - queue.num_received
+        return self._queue.num_waiting + len(self._on_the_way)
+
+    def is_on_the_way(self, request_id: str) -> bool:
+        """Whether this request was sent and the engine has not said that it received it."""
+        return request_id in self._on_the_way
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process lives; unlike `receive`, without a wait, and from any thread."""
+        with self._send_lock:
+            if self._context.closed:
+                return False
+            lifeline = select.poll()
+            lifeline.register(self._lifeline, select.POLLIN)
+            return not lifeline.poll(0)
 
     def send(self, message: EngineInput) -> None:
         """Queue a message for the engine. Never waits; to an engine that is dead it is lost, and `receive` tells."""
         raw = ENCODER.encode(message)
-        # Only the thread that takes requests in sends these.
-        self._num_requests_sent += isinstance(message, GenerationRequest)
+        with self._on_the_way_lock:
+            if isinstance(message, GenerationRequest):
+                self._num_requests_sent += 1
+                self._on_the_way[message.request_id] = self._num_requests_sent
+            elif isinstance(message, AbortRequests):
+                for request_id in message.request_ids:
+                    self._on_the_way.pop(request_id, None)
         # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
         with self._send_lock, contextlib.suppress(zmq.Again):
             if not self._inputs.closed:
@@ -190,22 +218,29 @@ class EngineClient:
             if not self._context.closed:
                 os.write(self._wake_write, b"w")
 
-    def close(self) -> None:
-        """End the process: asked to, then told to, then killed. Its sockets are removed."""
+    def close(self, hung: bool = False) -> bool:
+        """End the process: asked to, then told to, then killed; one that `hung` is not asked. Its sockets are removed.
+
+        False when it lives on: a process that waits in the kernel ends when that lets it.
+        """
         if self._context.closed:
-            return
-        if self._ready:
-            self.send(Shutdown())
+            return True
         # While it loads it reads no messages.
-        if not self._ready or not self._ended_within(SHUTDOWN_S):
+        ask = self._ready and not hung
+        if ask:
+            self.send(Shutdown())
+        ended = ask and self._ended_within(SHUTDOWN_S)
+        if not ended:
             self._process.terminate()
-            if not self._ended_within(TERMINATE_S):
-                self._process.kill()
-                self._process.wait()
+            ended = self._ended_within(TERMINATE_S)
+        if not ended:
+            self._process.kill()
+            ended = self._ended_within(KILL_S)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._release()
+        return ended
 
     def settle(self) -> None:
         """Take the engine's `EngineReady`: wait until it hears too, then remove the sockets' folder. What is connected
@@ -239,9 +274,19 @@ class EngineClient:
             while len(messages) < MESSAGES_A_TURN:
                 message = ENGINE_OUTPUT.decode(self._outputs.recv(zmq.NOBLOCK))
                 if isinstance(message, StepOutputs) and message.queue is not None:
-                    self._queue = message.queue
+                    self._confirm(message.queue)
                 messages.append(message)
         return messages
+
+    def _confirm(self, queue: QueueState) -> None:
+        """Take what the engine says of its queue. It receives requests in the order in which they were sent."""
+        with self._on_the_way_lock:
+            self._queue = queue
+            while self._on_the_way:
+                request_id, number = next(iter(self._on_the_way.items()))
+                if number > queue.num_received:
+                    break
+                del self._on_the_way[request_id]
 
     def _ended_within(self, seconds: float) -> bool:
         try:

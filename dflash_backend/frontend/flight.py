@@ -126,6 +126,8 @@ class Flight:
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
         self.answered = False
+        # All of it is on its way to the engine.
+        self.sent = False
 
     def add(self, delta: TokenDelta) -> None:
         """Take new tokens of one of the completions."""

@@ -26,6 +26,7 @@ from dflash_backend.frontend.activity_log import ActivityLog
 from dflash_backend.frontend.cancellation import CancellationWatch
 from dflash_backend.frontend.engine_client import EngineClient
 from dflash_backend.frontend.flight import Flight, flight_id
+from dflash_backend.frontend.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.frontend.log import Log
 from dflash_backend.frontend.metrics import Metrics
 from dflash_backend.frontend.request import InputError, ParsedRequest, PromptError, parse_request
@@ -41,6 +42,7 @@ from dflash_backend.messages import (
     StopRequests,
     TokenDelta,
 )
+from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.sampling_params import ParameterError
 
 # How old the metrics page may be: while something happens, and otherwise.
@@ -50,6 +52,8 @@ METRICS_IDLE_S = 1.0
 IDLE_S = 0.25
 # Requests in flight may finish for so long when the model is unloaded.
 DRAIN_S = 10.0
+# How long Triton's stub may take to end by itself after the server.
+SERVER_END_S = 2.0
 RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
 SHUT_DOWN = "the server was shut down while it worked on this request"
 BROKEN = "the model stopped working while it worked on this request; the server's log says why"
@@ -71,12 +75,14 @@ class FrontendService:
         pb_utils: ModuleType,
         command: Sequence[str] | None = None,
         instance: str = "",
+        server_pid: int = 0,
         abandon: Callable[[], None] = end_process,
     ) -> None:
         """Load the tokenizer and start the engine process, by `command` unless it is the usual one.
 
-        `instance` is Triton's name of the model instance, by default that of a model's first one. `abandon` is called
-        when the output thread has died of an error. Raises `ConfigError`, `CheckpointError` or `EngineError` with a
+        `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
+        with the process `server_pid`, if one is given. `abandon` is called when the output thread has died of an error,
+        or the server has ended. Raises `ConfigError`, `CheckpointError` or `EngineError` with a
         sentence for the operator.
         """
         self._pb = pb_utils
@@ -89,6 +95,7 @@ class FrontendService:
         self._flights: dict[str, Flight] = {}
         self._cancellations = CancellationWatch()
         self._activity = ActivityLog()
+        self._heartbeat = Heartbeat(os.environ.get(HEARTBEAT_FILE), self._log.warning)
         self._ids = map(str, itertools.count())
         self._closing = False
         # Set when the output thread must end, whatever is still in flight, and by that thread when it has.
@@ -100,7 +107,7 @@ class FrontendService:
         self._log.info("settings: " + " ".join(f"{name}={value}" for name, value in settings))
         target_dir = resolve_target_dir(config)
         self._log.info("loading 0%: starting the engine process")
-        self._engine = EngineSupervisor(config, self._log, command)
+        self._engine = EngineSupervisor(config, self._log, command, server_pid=server_pid)
         self._engine.start()
         try:
             self._tokenizer = Tokenizer.load(target_dir)
@@ -115,6 +122,14 @@ class FrontendService:
         self._report(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="dflash-output", daemon=True)
         self._thread.start()
+        if server_pid:
+            watch = threading.Thread(
+                target=self._end_with_server,
+                args=(WatchedProcess(server_pid),),
+                name="dflash-server-watch",
+                daemon=True,
+            )
+            watch.start()
 
     @property
     def ready(self) -> bool:
@@ -127,7 +142,8 @@ class FrontendService:
             request.get_response_sender(), self._responses.error, self._responses.final, self._has_room
         )
         engine = self._engine.engine
-        if (refusal := self._refusal()) is not None or engine is None:
+        # An engine may have died a moment ago, so that the output thread has yet to notice.
+        if (refusal := self._refusal()) is not None or engine is None or not engine.alive:
             self._refuse(responder, "UNAVAILABLE", refusal or RESTARTING)
             return
         # Before anything is done for it: what an overloaded server refuses must cost next to nothing.
@@ -166,6 +182,7 @@ class FrontendService:
                     self._config.request_timeout_s,
                 )
             )
+        flight.sent = True
         # The engine may have died between: whoever takes the request out of the table answers it.
         if self._engine.engine is not engine and self._flights.pop(flight.request_id, None) is not None:
             self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
@@ -241,6 +258,13 @@ class FrontendService:
         if failure is not None and not self._closing:
             self._abandon()
 
+    def _end_with_server(self, server: WatchedProcess) -> None:
+        """End this process after the server, also when a call to it never returns. The engine watches as well, in case
+        such a call holds the interpreter's lock."""
+        server.wait()
+        time.sleep(SERVER_END_S)
+        self._abandon()
+
     def _say_why(self, error: Exception) -> None:
         """The error in Triton's log, and where it came from on standard error, in case the log cannot be reached."""
         self._log.error(f"the model stops: {one_line(error)}; the server must be restarted")
@@ -253,7 +277,7 @@ class FrontendService:
             outputs = self._engine.receive(int(patience_s * 1000))
         except EngineLost as lost:
             outputs = []
-            self._fail_all("INTERNAL", str(lost))
+            self._fail_lost(lost)
             self._metrics.forget_engine()
             self._metrics.flush()
             self._activity.restart()
@@ -264,6 +288,7 @@ class FrontendService:
         for flight in touched.values():
             self._answer(flight)
         now = time.monotonic()
+        self._heartbeat.beat(now)
         self._check_cancelled(now)
         self._stale = self._stale or bool(outputs or self._flights)
         if now - self._flushed_at >= (METRICS_BUSY_S if self._stale else METRICS_IDLE_S):
@@ -381,6 +406,15 @@ class FrontendService:
         flight = self._flights.get(flight_id(rejected.request_id))
         if flight is not None:
             self._give_up(flight, rejected.status, rejected.message)
+
+    def _fail_lost(self, lost: EngineLost) -> None:
+        """Answer everybody whose engine is gone. A request that never reached it may be sent again."""
+        while self._flights:
+            _, flight = self._flights.popitem()
+            if flight.sent and not all(map(lost.engine.is_on_the_way, flight.engine_ids)):
+                self._refuse(flight.responder, "INTERNAL", str(lost))
+            else:
+                self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
 
     def _fail_all(self, status: str, message: str) -> None:
         while self._flights:

@@ -1,14 +1,13 @@
-"""Keeps an engine running: starts its process, hears when it has died, and starts it again. Used by `frontend.service`.
+"""Keeps an engine running: starts it, notices when it has died or hangs, and starts it again. For `frontend.service`.
 
 No thread of its own. Whoever reads the engine's outputs calls `receive`, which does the next bit of whatever is due:
 read, wait out a delay, start a process, follow its loading. While there is no engine there is nothing else to read.
 
-An engine that lives but no longer answers is left alone. A step has no longest duration (a long prompt on a CPU, the
-first use of a kernel that must be compiled, a device shared with others), and a thread in the engine that would vouch
-for the one that steps would prove no more than that the process lives; so every limit would one day kill a healthy
-engine together with all its requests. `request_timeout_s` cannot end such requests either, since the engine keeps it:
-what tells an operator is `dflash:generation_tokens_total`, which stands still while `dflash:num_requests_running`
-does not fall to zero.
+An engine that lives but says nothing for `engine_hang_timeout_s` is killed and started again. It speaks after every
+step and once a second without one, so this bounds a step, which has no longest duration of its own (a long prompt on a
+CPU, the first use of a kernel that must be compiled, a device shared with others): hence a setting, and a generous one.
+A thread in the engine that vouched for the one that steps would prove no more than that the process lives. Only time in
+which this side listened counts, so that a machine that was suspended, or a stub that was, kills no healthy engine.
 """
 
 from __future__ import annotations
@@ -25,10 +24,17 @@ from dflash_backend.messages import EngineFailed, EngineInput, EngineReady, Load
 LOAD_TIMEOUT_S = 3600.0
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
+# So much of the time between two looks at the engine counts as silence at most.
+LONGEST_LOOK_S = 1.0
 
 
 class EngineLost(Exception):
-    """The engine has died, and with it whatever it worked on. The message is for clients and the operator."""
+    """The engine has died, or hangs, and with it is lost whatever it worked on. The message is for clients and the
+    operator; `engine` tells of a request whether it had reached it."""
+
+    def __init__(self, message: str, engine: EngineClient) -> None:
+        super().__init__(message)
+        self.engine = engine
 
 
 class Backoff:
@@ -59,12 +65,15 @@ class EngineSupervisor:
         log: Log,
         command: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        server_pid: int = 0,
     ) -> None:
-        """`command` runs the engine, by default the project's own. Nothing is started yet."""
+        """`command` runs the engine, by default the project's own; `server_pid` as for `EngineClient`. Nothing is
+        started yet."""
         self._config = config
         self._log = log
         self._command = command
         self._clock = clock
+        self._server_pid = server_pid
         self._backoff = Backoff()
         self._woken = threading.Event()
         # The process that exists, whatever state it is in, and the one that takes requests: the same or None.
@@ -73,6 +82,10 @@ class EngineSupervisor:
         self._ready: EngineReady | None = None
         self._served = False
         self._dead = False
+        self._hung = False
+        # How long the engine that takes requests has said nothing, and when it was last listened to.
+        self._silence_s = 0.0
+        self._listened_at = 0.0
         self._last_words: str | None = None
         self._started_at = 0.0
         self._next_start_at = 0.0
@@ -94,16 +107,21 @@ class EngineSupervisor:
         """How many processes were started after the first."""
         return self._num_restarts
 
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine that takes requests last spoke; 0 without one."""
+        return self._silence_s if self._serving is not None else 0.0
+
     def start(self) -> None:
         """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""
         self._started_at = self._clock()
-        self._process = EngineClient(self._config, self._command)
+        self._process = EngineClient(self._config, self._command, self._server_pid)
 
     def wait_until_ready(self) -> None:
         """Wait until the first process has loaded the models. Raises `EngineError`; nothing is running then."""
         assert self._process is not None, "start comes first"
         self._ready = self._process.wait_until_ready(self._log_progress, LOAD_TIMEOUT_S)
-        self._serving = self._process
+        self._take_over(self._process)
 
     def send(self, message: EngineInput) -> None:
         """Queue a message for the engine; without one it is lost, as are the requests that it could be about."""
@@ -114,7 +132,7 @@ class EngineSupervisor:
     def receive(self, timeout_ms: int) -> list[StepOutputs]:
         """What the engine has said, waiting at most `timeout_ms` for something to happen, or until `wake`.
 
-        Raises `EngineLost` once for each time that an engine which took requests has died.
+        Raises `EngineLost` once for each time that an engine which took requests has died or was found to hang.
         """
         if self._serving is not None:
             return self._hear(self._serving, timeout_ms)
@@ -145,7 +163,9 @@ class EngineSupervisor:
         try:
             if self._last_words is not None:
                 raise EngineError(self._last_words)
-            for message in engine.receive(timeout_ms):
+            messages = engine.receive(timeout_ms)
+            self._listen(bool(messages))
+            for message in messages:
                 if isinstance(message, EngineFailed):
                     # Next time: what it has said before is still good.
                     self._last_words = message.message
@@ -157,15 +177,36 @@ class EngineSupervisor:
             self._dead = True
             self._last_words = None
             self._plan_restart(str(error), self._served, setup_error=False)
-            raise EngineLost(str(error)) from error
+            raise EngineLost(str(error), engine) from error
         self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
         return outputs
+
+    def _listen(self, spoke: bool) -> None:
+        """Measure the engine's silence. Raises `EngineError` when it has lasted for too long."""
+        now = self._clock()
+        since, self._listened_at = now - self._listened_at, now
+        self._silence_s = 0.0 if spoke else self._silence_s + min(since, LONGEST_LOOK_S)
+        limit = self._config.engine_hang_timeout_s
+        if limit and self._silence_s > limit:
+            self._hung = True
+            raise EngineError(
+                f"the engine hangs: it has said nothing for {limit:g} s (engine_hang_timeout_s), and is killed"
+            )
+
+    def _take_over(self, process: EngineClient) -> None:
+        self._silence_s, self._listened_at = 0.0, self._clock()
+        self._serving = process
 
     def _bury(self) -> None:
         assert self._process is not None
         self._dead = False
         process, self._process = self._process, None
-        process.close()
+        hung, self._hung = self._hung, False
+        if not process.close(hung):
+            self._log.error(
+                f"the engine process {process.pid} cannot be ended: it waits in the kernel, such as for the GPU's "
+                "driver; what it holds is free when it ends"
+            )
 
     def _wait_or_restart(self, timeout_ms: int) -> None:
         remaining = self._next_start_at - self._clock()
@@ -177,7 +218,7 @@ class EngineSupervisor:
         self._served = False
         self._started_at = self._clock()
         try:
-            self._process = EngineClient(self._config, self._command)
+            self._process = EngineClient(self._config, self._command, self._server_pid)
         except EngineError as error:
             self._plan_restart(str(error), served=False, setup_error=False)
 
@@ -201,7 +242,7 @@ class EngineSupervisor:
 
     def _take_ready(self, process: EngineClient, ready: EngineReady) -> None:
         self._ready = ready
-        self._serving = process
+        self._take_over(process)
         took = self._clock() - self._started_at
         self._log.info(f"the engine is ready again after {took:.1f} s (restart {self._num_restarts})")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -203,6 +204,7 @@ def test_a_cancelled_request_ends_whether_it_yields_tokens_or_not(service, promp
 
 def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_it_is_back(service):
     flying = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
+    eventually(lambda: not service._engine.engine._on_the_way)
     os.kill(service._engine.engine.pid, signal.SIGKILL)
     errors = [sender.all()[0].error for sender in flying]
     assert [error.code for error in errors] == ["INTERNAL"] * 3
@@ -426,3 +428,57 @@ def test_a_model_that_fails_to_load_has_made_no_metric(model_dir, triton):
             EngineConfig(target_model=str(model_dir), max_model_len=toy_engine.FAIL_AT), "dflash", triton, COMMAND
         )
     assert not triton.values
+
+
+def test_a_request_that_never_reached_a_dead_engine_may_be_sent_again(service):
+    os.kill(service._engine.engine.pid, signal.SIGKILL)
+    for _ in range(20):
+        (response,) = submit(service, "a").all()
+        assert (response.error.code, "is being restarted" in response.error.message) == ("UNAVAILABLE", True)
+
+
+def test_a_hanging_engine_is_replaced_and_everybody_is_told(model_dir, triton):
+    config = EngineConfig(target_model=str(model_dir), engine_hang_timeout_s=1.5)
+    service = FrontendService(config, "dflash", triton, COMMAND)
+    try:
+        running = submit(service, "ab", max_tokens=10**9, stream=True)
+        running.next()
+        eventually(lambda: not service._engine.engine._on_the_way)
+        os.kill(service._engine.engine.pid, signal.SIGSTOP)
+        late = submit(service, "ab", max_tokens=4)
+        error = running.all()[-1].error
+        assert (error.code, "the engine hangs" in error.message) == ("INTERNAL", True)
+        assert late.all()[0].error.code == "UNAVAILABLE"
+        eventually(lambda: service.ready)
+        assert submit(service, "ab", max_tokens=4).all()[0].error is None
+        eventually(lambda: triton.values["dflash:engine_restarts_total",] == 1)
+    finally:
+        service.close()
+
+
+def test_the_heartbeat_file_is_touched_for_as_long_as_the_output_thread_goes_on(
+    model_dir, triton, tmp_path, monkeypatch
+):
+    file = tmp_path / "heartbeat"
+    monkeypatch.setenv("DFLASH_HEARTBEAT_FILE", str(file))
+    service = FrontendService(EngineConfig(target_model=str(model_dir)), "dflash", triton, COMMAND)
+    eventually(file.exists)
+    before = file.stat().st_mtime_ns
+    eventually(lambda: file.stat().st_mtime_ns > before)
+    service.close()
+    last = file.stat().st_mtime_ns
+    time.sleep(1.5)
+    assert file.stat().st_mtime_ns == last
+
+
+def test_this_process_ends_with_the_server(model_dir, triton):
+    ended = threading.Event()
+    server = subprocess.Popen(["sleep", "600"])
+    config = EngineConfig(target_model=str(model_dir))
+    service = FrontendService(config, "dflash", triton, COMMAND, server_pid=server.pid, abandon=ended.set)
+    # The engine would kill the process of this test.
+    service._engine.close()
+    server.kill()
+    assert ended.wait(WAIT_S)
+    service.close()
+    server.wait()

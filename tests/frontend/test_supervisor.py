@@ -163,6 +163,59 @@ def test_a_load_error_at_a_restart_is_said_with_what_to_do_and_tried_again(watch
     watched.turn_until(lambda: watched.supervisor.engine is not None)
 
 
+def listen(watched: Watched, seconds: int) -> None:
+    """Listen for so long by the watched clock, a second at a time."""
+    for _ in range(seconds):
+        watched.clock.now += 1.0
+        watched.supervisor.receive(20)
+
+
+def test_an_engine_that_says_nothing_for_too_long_is_killed_and_replaced(watched):
+    watched.begin()
+    watched.serve_one()
+    hanging = watched.supervisor.engine
+    os.kill(hanging.pid, signal.SIGSTOP)
+    listen(watched, 3)  # what it said before it was stopped
+    with pytest.raises(
+        EngineLost, match=r"the engine hangs: it has said nothing for 120 s \(engine_hang_timeout_s\)"
+    ) as lost:
+        listen(watched, 122)
+    assert lost.value.engine is hanging
+    assert watched.supervisor.silence_s == 0.0
+    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    assert watched.children() == [watched.supervisor.engine.pid]
+    watched.serve_one()
+
+
+def test_the_silence_of_the_engine_is_told_and_ends_when_it_speaks(watched):
+    watched.begin()
+    os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
+    listen(watched, 50)
+    assert 45 <= watched.supervisor.silence_s <= 50
+    os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
+    watched.turn_until(lambda: watched.supervisor.silence_s == 0.0)
+
+
+def test_time_in_which_nobody_listened_is_no_silence(watched):
+    watched.begin()
+    os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
+    watched.supervisor.receive(20)
+    watched.clock.now += 3600.0
+    watched.supervisor.receive(20)
+    assert watched.supervisor.silence_s <= 1.0
+    os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
+
+
+def test_without_a_limit_silence_ends_no_engine(watched, monkeypatch):
+    config = EngineConfig(engine_hang_timeout_s=0.0)
+    monkeypatch.setattr(watched.supervisor, "_config", config)
+    watched.begin()
+    os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
+    listen(watched, 300)
+    os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
+    watched.serve_one()
+
+
 def test_an_error_in_a_step_is_a_death_with_its_words(watched):
     watched.begin()
     watched.ask(toy_engine.BREAK)

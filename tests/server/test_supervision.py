@@ -85,6 +85,35 @@ def test_a_killed_stub_takes_its_engine_along_and_nothing_stays(short_tmp):
     assert not (left := count.since(members)), left
 
 
+def test_an_engine_that_hangs_while_idle_is_replaced(short_tmp):
+    with (
+        new_server({"engine_hang_timeout_s": "4"}) as server,
+        DFlashClient(server.http_url, "http", timeout_s=60) as client,
+    ):
+        client.generate("Hello", max_tokens=1)
+        hanging = named(family(server.pid), b"engine_process")
+        os.kill(hanging, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="the engine is being restarted"):
+            client.generate("Hello", max_tokens=1)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
+        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+        assert not Path(f"/proc/{hanging}").exists()
+        assert gauge(server, "dflash:engine_restarts_total") == 1
+
+
+def test_nothing_outlives_a_tritonserver_that_is_killed_with_requests_in_flight(short_tmp):
+    count = chaos.LeftoverCount(short_tmp)
+    with new_server() as server, DFlashClient(server.http_url, "http", timeout_s=30) as client:
+        streams = [client.stream("Tell me a story.", max_tokens=900, ignore_eos=True) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        members = family(server.pid)
+        assert len(members) == 3
+        os.kill(server.pid, signal.SIGKILL)
+        assert gone(members, 10.0), "a process outlived tritonserver"
+    assert not (left := count.since(members)), left
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_told_to_end_finishes_what_runs_and_takes_nothing_new(short_tmp, number):
     count = chaos.LeftoverCount(short_tmp)

@@ -11,6 +11,7 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.frontend.engine_client import EngineError
 from dflash_backend.frontend.model_config import check_decoupled
 from dflash_backend.frontend.service import FrontendService
+from dflash_backend.heap import freeze_heap
 
 
 class TritonPythonModel:
@@ -23,9 +24,12 @@ class TritonPythonModel:
         try:
             check_decoupled(model_config)
             config = EngineConfig.load(values, os.environ)
-            self._service = FrontendService(config, args["model_name"], pb_utils, instance=args["model_instance_name"])
+            self._service = FrontendService(
+                config, args["model_name"], pb_utils, instance=args["model_instance_name"], server_pid=os.getppid()
+            )
         except (ConfigError, CheckpointError, EngineError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        freeze_heap()
 
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests."""
