@@ -22,6 +22,7 @@ AUTO = "auto"
 RESERVED_ENV_PREFIX = (
     "DFLASH_REAL_WEIGHTS_",  # tests/test_real_weights.py
     "DFLASH_API_KEY",  # What the command line sends to a server.
+    "DFLASH_SERVE_",  # Defaults of options of `dflash-triton serve`.
     "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
 )
 

@@ -1,4 +1,4 @@
-"""One line a minute on what the engine does, while it does something. Fed by `frontend.service`.
+"""One line every ten seconds on what the engine does, while it does something. Fed by `frontend.service`.
 
 The rates are those of the time since the last line; it costs nothing else, so there is no setting for it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dflash_backend.messages import EngineStats
 
-INTERVAL_S = 60.0
+INTERVAL_S = 10.0
 
 
 class ActivityLog:
@@ -29,7 +29,7 @@ class ActivityLog:
     def line(self, now: float) -> str | None:
         """The line that is due at `now` (seconds of any clock that only grows), if one is.
 
-        None within a minute of the last, and after a minute in which no token was processed and no request is there.
+        None within ten seconds of the last, and after ten in which no token was processed and no request is there.
         """
         if self._said_at is None:
             self._said_at = now

@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ import yaml
 
 from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
 from dflash_backend.frontend.metrics import METRICS
+from dflash_client.cli import parser
+from dflash_client.commands.serve import SAFE_TRITON
+from dflash_client.commands.serve_options import HOST_ENV
+from dflash_client.launcher import EXIT_MARGIN_S
+from tests.client.conftest import toy_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -142,10 +148,72 @@ def test_compose_names_settings_that_exist_and_passes_their_defaults() -> None:
 
 
 def test_the_page_names_every_variable_and_build_argument() -> None:
-    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCKER.glob("compose*.yaml"))
     names = set(re.findall(r"\$\{(\w+):-", text)) | set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
     assert names
     assert all(f"`{name}`" in PAGE for name in names), names
+
+
+def test_the_image_is_of_a_triton_that_no_single_request_crashes() -> None:
+    (version,) = re.findall(r"^ARG TRITON_IMAGE=.*tritonserver:(\d+\.\d+)-py3$", DOCKERFILE, re.MULTILINE)
+    assert tuple(map(int, version.split("."))) >= tuple(map(int, SAFE_TRITON.split(".")))
+    assert f"from {SAFE_TRITON} on" in PAGE
+
+
+def test_a_container_listens_on_every_address_and_is_published_on_this_machine_alone() -> None:
+    assert f"\nENV {HOST_ENV}=0.0.0.0\n" in DOCKERFILE
+    services = read("compose.yaml")["services"]
+    for name in ("dflash", "dflash-cpu"):
+        arguments = parser().parse_args(services[name]["command"][:3])
+        assert (arguments.command, arguments.host) == ("serve", "0.0.0.0")
+        assert all(port.startswith("${BIND_ADDRESS:-127.0.0.1}:") for port in services[name]["ports"])
+    for name in ("prometheus", "grafana"):
+        assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
+
+
+def test_compose_serves_on_a_gpu_and_without_one_under_one_name() -> None:
+    services = read("compose.yaml")["services"]
+    assert services["dflash"]["profiles"] == ["gpu"]
+    assert "deploy" in services["dflash"]
+    assert services["dflash-cpu"]["profiles"] == ["cpu"]
+    assert "deploy" not in services["dflash-cpu"]
+    assert services["dflash-cpu"]["networks"]["default"]["aliases"] == ["dflash"]
+
+
+def test_compose_gives_requests_less_time_than_docker_gives_the_server() -> None:
+    service = read("compose.yaml")["services"]["dflash"]
+    (exit_timeout,) = [int(re.sub(r"\D", "", word)) for word in service["command"] if "EXIT_TIMEOUT" in word]
+    (grace,) = re.findall(r"STOP_GRACE_PERIOD:-(\d+)s", service["stop_grace_period"])
+    assert exit_timeout + EXIT_MARGIN_S < int(grace)
+
+
+def test_secrets_are_files_and_grafana_has_no_administrator_unless_asked() -> None:
+    compose, admin = read("compose.yaml"), read("compose.admin.yaml")
+    service, grafana = compose["services"]["dflash"], compose["services"]["grafana"]["environment"]
+    assert "HF_TOKEN" not in service["environment"]
+    assert service["environment"]["HF_TOKEN_PATH"] == f"/run/secrets/{service['secrets'][0]}"
+    assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    (secret,) = admin["services"]["grafana"]["secrets"]
+    assert admin["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == f"/run/secrets/{secret}"
+    assert ":?" in admin["secrets"][secret]["file"]
+
+
+@pytest.mark.server
+def test_the_health_check_follows_the_port(tmp_path: Path) -> None:
+    """The image's own command, with the folder of temporary files of this test."""
+    check = json.loads(re.findall(r"HEALTHCHECK .*\\\n +CMD (\[.*\])", DOCKERFILE)[0])
+
+    def healthy(directory: str) -> bool:
+        command = [word.replace("/tmp/", f"{directory}/") for word in check]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    with tempfile.TemporaryDirectory(prefix="health") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", directory)
+        with toy_server():
+            assert healthy(directory)
+        assert not healthy(directory)
 
 
 def test_the_image_copies_what_exists_and_all_that_a_wheel_is_made_of() -> None:

@@ -1,4 +1,4 @@
-"""The line a minute: what is in it, and when there is none."""
+"""The line every ten seconds: what is in it, and when there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dflash_backend.messages import EngineStats
 
 
 def begun(stats: EngineStats | None = None) -> ActivityLog:
-    """A log whose first minute begins at 0, with the engine's counters at `stats`."""
+    """A log whose first interval begins at 0, with the engine's counters at `stats`."""
     activity = ActivityLog()
     if stats is not None:
         activity.follow(stats)
@@ -22,8 +22,8 @@ def test_rates_are_those_of_the_time_since_the_last_line():
             num_requests_running=3,
             num_requests_waiting=2,
             kv_cache_usage=0.25,
-            num_prompt_tokens=600,
-            num_generation_tokens=1200,
+            num_prompt_tokens=100,
+            num_generation_tokens=200,
             num_drafts=100,
             num_accepted_tokens=350,
             prefix_cache_queries=600,
@@ -36,8 +36,8 @@ def test_rates_are_those_of_the_time_since_the_last_line():
     )
     activity.follow(
         EngineStats(
-            num_prompt_tokens=600,
-            num_generation_tokens=1320,
+            num_prompt_tokens=100,
+            num_generation_tokens=220,
             num_drafts=100,
             num_accepted_tokens=350,
             prefix_cache_queries=600,
@@ -49,9 +49,10 @@ def test_rates_are_those_of_the_time_since_the_last_line():
     assert line.startswith("activity: prompt 0.0 tokens/s, generated 1.0 tokens/s, no drafts, no prefix look-ups")
 
 
-def test_there_is_one_line_a_minute():
+def test_there_is_one_line_every_ten_seconds():
     activity = begun()
     activity.follow(EngineStats(num_requests_running=1))
+    assert INTERVAL_S == 10.0
     assert activity.line(INTERVAL_S - 0.1) is None
     assert activity.line(INTERVAL_S) is not None
     assert activity.line(INTERVAL_S + 0.1) is None
@@ -77,7 +78,7 @@ def test_after_a_restart_the_counters_begin_at_zero():
     activity.follow(EngineStats(num_generation_tokens=5000))
     activity.line(INTERVAL_S)
     activity.restart()
-    activity.follow(EngineStats(num_generation_tokens=60))
+    activity.follow(EngineStats(num_generation_tokens=10))
     line = activity.line(2 * INTERVAL_S)
     assert line is not None
     assert "generated 1.0 tokens/s" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ DESCRIPTION = """\
 Run a Triton server with a DFlash model in the foreground; Ctrl-C stops it. Without a model it serves the demo pair that
 comes with the project. It listens on this machine alone unless --host says otherwise, and a server that dies or hangs
 is started anew. Options after -- go to tritonserver as they are."""
+
+
+# For an image, whose users change the command line.
+HOST_ENV = "DFLASH_SERVE_HOST"
+LOOPBACK = "127.0.0.1"
 
 
 class _ServeParser(argparse.ArgumentParser):
@@ -75,8 +81,9 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network")
     group.add_argument(
         "--host",
-        default="127.0.0.1",
-        help="address to listen on (%(default)s: this machine alone; 0.0.0.0: every address it has)",
+        default=os.environ.get(HOST_ENV) or LOOPBACK,
+        help=f"address to listen on; {HOST_ENV} in the environment, else {LOOPBACK}, which only this machine reaches; "
+        "0.0.0.0: every address it has",
     )
     group.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
     group.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="%(default)s; 0: any free one")
