@@ -28,6 +28,7 @@ from dflash_backend.checkpoints.layer_ids import LAYER, ZLAB_FIELDS, default_lay
 from dflash_backend.checkpoints.spec import DraftSpec
 
 ARCHITECTURE = "DFlashDraftModel"
+DEFAULT_BLOCK_SIZE = 16
 
 
 def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -> DraftSpec:
@@ -92,8 +93,10 @@ def _layer_ids(
 
 def _block_size(config: JsonReader, dflash: JsonReader) -> tuple[int, tuple[str, ...]]:
     """The block size, and notes for the log."""
-    holders = [holder for holder in (dflash, config) if holder.given("block_size")] or [config]
+    holders = [holder for holder in (dflash, config) if holder.given("block_size")]
     sizes = [holder.integer("block_size", low=2, high=MAX_BLOCK_SIZE) for holder in holders]
+    if not sizes:
+        return DEFAULT_BLOCK_SIZE, (f"no field gives block_size; {DEFAULT_BLOCK_SIZE} is the authors' default",)
     if len(set(sizes)) == 1:
         return sizes[0], ()
     return sizes[0], (f"dflash_config.block_size is {sizes[0]} and is used; block_size is {sizes[1]}",)

@@ -92,6 +92,12 @@ def test_the_block_size_may_lie_in_dflash_config(zlab: Path) -> None:
     assert read_draft(zlab).block_size == 4
 
 
+def test_a_block_size_that_no_field_gives_is_the_authors_default_and_said(zlab: Path) -> None:
+    edit(zlab / "config.json", lambda data: data.pop("block_size"))
+    draft = read_draft(zlab)
+    assert (draft.block_size, draft.notes) == (16, ("no field gives block_size; 16 is the authors' default",))
+
+
 def test_boundary_ids_may_have_the_older_name(speculators: Path) -> None:
     edit(
         speculators / "config.json",

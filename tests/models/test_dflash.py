@@ -20,9 +20,8 @@ from dflash_backend.checkpoints.spec import LogitsSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.models import DFlashModel, TargetModel, load_target
 from dflash_backend.speculative import DFlashDrafter, DraftBlock
-from dflash_backend.speculative.drafter import DraftSampler
-from dflash_backend.speculative.vocabulary import VocabularyMap
 from tests.models.dense_drafter import DenseDrafter
+from tests.models.drafting import KeepsLogits, slots, spans
 from tests.paged import BLOCK_SIZE, block_tables, caches
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 
@@ -145,24 +144,6 @@ def dense_drafter(
     return DenseDrafter(spec, tensors, embedding, head, mask, ids)
 
 
-class KeepsLogits(DraftSampler):
-    """Greedy, and remembers the logits that it chose from."""
-
-    def __init__(self) -> None:
-        super().__init__(None, np.empty(0, dtype=np.int64))
-        self.logits = torch.empty(0)
-
-    def choose(
-        self,
-        logits: torch.Tensor,
-        row_index: np.ndarray,
-        positions: np.ndarray,
-        vocabulary: VocabularyMap | None = None,
-    ) -> torch.Tensor:
-        self.logits = logits
-        return super().choose(logits, row_index, positions, vocabulary)
-
-
 @dataclass(frozen=True)
 class Draft:
     """What one row drafted in one step, by both."""
@@ -207,17 +188,6 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
             expected = dense.logits(features[row, : done[row]], int(anchors[row]), int(k[row]))
             found.append(Draft(logits, tokens[row].tolist(), expected, dense.tokens(expected)))
         accepted = rng.integers(1, k + 2)
-
-
-def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of every position in `[start, start + len)`."""
-    pairs = [(row, start + i) for row, (start, n) in enumerate(zip(starts, lens, strict=True)) for i in range(n)]
-    rows, positions = np.array(pairs, dtype=np.int64).T
-    return rows, positions
-
-
-def slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)
 
 
 def largest_difference(drafts: list[Draft]) -> float:

@@ -1,0 +1,87 @@
+"""The same cases through this project's drafter, target and engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_backend import LLM
+from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.checkpoints import read_draft, read_target
+from dflash_backend.checkpoints.pairing import check_pair
+from dflash_backend.evaluation.figures import SpecCounts
+from dflash_backend.models import DFlashModel, load_target
+from dflash_backend.speculative import DFlashDrafter, DraftBlock
+from dflash_backend.speculative.dflash import captured_layers
+from tests.models.drafting import KeepsLogits, slots, spans
+from tests.oracle import cases
+from tests.oracle.cases import Step
+from tests.paged import BLOCK_SIZE, block_tables, caches, context
+
+CPU = torch.device("cpu")
+MAX_POSITIONS = 512
+REPOSITORY = Path(__file__).parents[2]
+DEMO_TARGET, DEMO_DRAFT = REPOSITORY / "demo/pair/target", REPOSITORY / "demo/pair/draft"
+
+
+@torch.inference_mode()
+def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step]) -> list[torch.Tensor]:
+    """Logits of each step's drafts, float32 `[k, draft_vocab]`, through `inject` and `propose` over paged K/V."""
+    target_spec, spec = read_target(target), read_draft(draft)
+    check_pair(target_spec, spec)
+    model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
+    target_model = load_target(target_spec, MAX_POSITIONS, torch.float32, CPU)
+    drafter = DFlashDrafter(model, target_model, caches(spec.decoder), TorchBackend(BLOCK_SIZE), MAX_POSITIONS)
+    tables, done, found = block_tables(1), np.zeros(1, dtype=np.int64), []
+    for step in steps:
+        rows, positions = spans(done, np.array([step.num_new]))
+        drafter.inject(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        done, k = done + step.num_new, np.array([step.k])
+        query_slots = slots(tables, *spans(done, k + 1))
+        sampler = KeepsLogits()
+        drafter.propose(
+            DraftBlock(torch.tensor([step.anchor]), done, k, torch.from_numpy(tables), query_slots), sampler
+        )
+        found.append(sampler.logits)
+    return found
+
+
+@torch.inference_mode()
+def target_features(target: Path, draft: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    """What a drafter is given of a sequence, float32 `[n, L * hidden]`."""
+    spec = read_target(target)
+    model = load_target(spec, MAX_POSITIONS, torch.float32, CPU)
+    capture = captured_layers(read_draft(draft), spec.decoder.num_layers)
+    paged = context(block_tables(1), [0], [len(token_ids)], model.patterns)
+    features = model.forward(token_ids, paged, caches(spec.decoder), capture).features
+    assert features is not None
+    return features
+
+
+def demo_prompts() -> list[tuple[str, list[int]]]:
+    """A question of each held-out set, and its token ids."""
+    from dflash_backend.frontend.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(DEMO_TARGET)
+    found = []
+    for name in ("math", "code", "chat"):
+        with (REPOSITORY / "demo/held_out" / f"{name}.jsonl").open(encoding="utf-8") as lines:
+            row: dict[str, Any] = json.loads(next(lines))
+        found.append((name, list(tokenizer.apply_chat_template(row["messages"]))))
+    return found
+
+
+def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[list[int], SpecCounts]]:
+    """Greedy answers: tokens and counts of each."""
+    outputs = llm.generate(list(prompts), [{"max_tokens": max_tokens, "temperature": 0.0}] * len(prompts))
+    return [(list(output.token_ids), SpecCounts.of(output.stats)) for output in outputs if output.stats is not None]
+
+
+def write_zlab(directory: Path, case: str, **changes: Any) -> Path:
+    """The drafter of a z-lab case."""
+    return cases.write(directory, cases.zlab_config(case) | changes, cases.drafter_tensors())

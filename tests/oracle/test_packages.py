@@ -1,0 +1,100 @@
+"""The packages themselves, where they are installed (`make oracle`): they still compute what `golden/` holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.oracle import cases, speculators_library, write_golden
+from tests.oracle.write_golden import GOLDEN
+
+NOT_INSTALLED = "the oracle packages are not installed; run make oracle"
+TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips where a package is not installed."""
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=NOT_INSTALLED)
+
+
+@needs("dflash")
+def test_the_authors_package_computes_what_golden_holds(tmp_path: Path) -> None:
+    tensors, data = write_golden.zlab_results(tmp_path)
+    expected = load_file(GOLDEN / "zlab.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], **TOLERANCE)
+    assert data["generated"] == write_golden.golden_json("zlab")["generated"]
+
+
+@needs("speculators")
+def test_the_speculators_library_computes_and_writes_what_golden_holds(tmp_path: Path) -> None:
+    tensors, data = write_golden.speculators_results(tmp_path)
+    expected = load_file(GOLDEN / "speculators.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], **TOLERANCE)
+    golden = write_golden.golden_json("speculators")
+    assert data["configs"] == golden["configs"]
+    assert data["tensors"] == golden["tensors"]
+
+
+@needs("speculators")
+def test_the_far_end_of_a_window_is_the_one_difference_from_how_speculators_trains() -> None:
+    """There every query of a block sees the window before the anchor; here, as in vLLM and the authors' code, each sees
+    its own. Nothing else of the mask differs."""
+    from speculators.models.dflash.attention import create_anchor_block_mask_mod
+
+    anchor, block, window, length = 20, 8, 9, 40
+    for non_causal in (False, True):
+        mask, num_queries, num_keys = create_anchor_block_mask_mod(
+            torch.zeros(length, dtype=torch.long), length, torch.tensor([anchor]), block, window, non_causal
+        )
+        zero = torch.tensor(0)
+        trained = mask(zero, zero, torch.arange(num_queries)[:, None], torch.arange(num_keys)[None])
+        for i in range(block):
+            context = set(trained[i, :length].nonzero().flatten().tolist())
+            position = anchor + i
+            assert context == set(range(anchor - window, anchor))
+            ours = set(range(max(0, position - window + 1), anchor))
+            assert context - ours == set(range(anchor - window, min(anchor, position - window + 1)))
+            own = trained[i, length:].nonzero().flatten().tolist()
+            assert own == list(range(block if non_causal else i + 1))
+
+
+def test_nothing_of_this_project_is_called_dflash_alone() -> None:
+    """So that the authors' package, its import name and its console script can lie beside it."""
+    ours = importlib.metadata.distribution("dflash-triton")
+    scripts = {entry.name for entry in ours.entry_points if entry.group == "console_scripts"}
+    assert scripts == {"dflash-triton"}
+    assert not (Path(__file__).parents[2] / "dflash").exists()
+    assert not any((Path(entry) / "dflash" / "1" / "model.py").exists() for entry in sys.path)
+
+
+@needs("dflash")
+def test_the_name_dflash_is_the_authors_package() -> None:
+    spec = importlib.util.find_spec("dflash")
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).name == "__init__.py"
+    assert "site-packages" in spec.origin
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="dflash")
+    assert {entry.value for entry in scripts} == {"dflash.cli:main"}
+
+
+@needs("speculators")
+def test_a_checkpoint_that_the_library_saves_is_read_without_a_warning(tmp_path: Path) -> None:
+    from dflash_backend.checkpoints import read_draft
+
+    target = cases.write_target(tmp_path / "target")
+    speculators_library.build(cases.SPECULATORS["causal window"], target).save_pretrained(str(tmp_path / "draft"))
+    draft = read_draft(tmp_path / "draft")
+    assert draft.notes == ()
+    assert draft.decoder.sliding_windows == (64, None)
+    assert draft.causal == (True, False)

@@ -1,0 +1,91 @@
+"""Writes `golden/`: what the packages `dflash` and `speculators` compute for the cases of `cases.py`.
+
+`make oracle` installs them; then `.venv/bin/python -m tests.oracle.write_golden`. The versions that ran are kept beside
+the results.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tests.oracle import cases, ours, speculators_library, zlab
+
+GOLDEN = Path(__file__).parent / "golden"
+FEATURE_LAYERS = [1, 2, 4]
+NUM_FEATURE_TOKENS = 12
+MAX_TOKENS = 160
+
+
+def zlab_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and JSON data."""
+    target = cases.write_target(scratch / "target")
+    tensors = {}
+    for case in cases.ZLAB:
+        draft = ours.write_zlab(scratch / case, case)
+        for i, logits in enumerate(zlab.draft_logits(target, draft, case, cases.STEPS)):
+            tensors[f"{case}/{i}"] = logits.contiguous()
+    tensors["features"] = zlab.target_features(target, cases.token_ids(NUM_FEATURE_TOKENS), FEATURE_LAYERS)
+    stop = json.loads((ours.DEMO_TARGET / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    stop = stop if isinstance(stop, list) else [stop]
+    generated = {
+        name: {"prompt": prompt} | zlab.generate(ours.DEMO_TARGET, ours.DEMO_DRAFT, prompt, stop, MAX_TOKENS)
+        for name, prompt in ours.demo_prompts()
+    }
+    return tensors, {"versions": versions("dflash"), "max_tokens": MAX_TOKENS, "generated": generated}
+
+
+def speculators_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and JSON data."""
+    target = cases.write_target(scratch / "target")
+    tensors, configs, names = {}, {}, {}
+    for name, case in cases.SPECULATORS.items():
+        model = speculators_library.build(case, target)
+        tensors[name] = speculators_library.draft_logits(model, name, cases.ANCHORS, cases.NUM_TOKENS).contiguous()
+        model.save_pretrained(str(scratch / name))
+        configs[name], names[name] = saved(scratch / name)
+    speculators_library.convert(ours.DEMO_DRAFT, ours.DEMO_TARGET, scratch / "converted")
+    configs["converted"], names["converted"] = saved(scratch / "converted")
+    return tensors, {"versions": versions("speculators"), "configs": configs, "tensors": names}
+
+
+def saved(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """The config of a checkpoint, without the path of its verifier on this machine, and its tensors' names."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config["speculators_config"]["verifier"]["name_or_path"] = "TARGET"
+    with safe_open(directory / "model.safetensors", "pt") as tensors:
+        return config, sorted(tensors.keys())
+
+
+def versions(package: str) -> dict[str, str]:
+    """Of the package that is the judge, and of what it ran on."""
+    return {name: version(name) for name in (package, "torch", "transformers")}
+
+
+def golden_json(name: str) -> dict[str, Any]:
+    """A JSON file of `golden/`."""
+    data: dict[str, Any] = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    return data
+
+
+def main() -> None:
+    """Entry point."""
+    GOLDEN.mkdir(exist_ok=True)
+    for name, results in (("zlab", zlab_results), ("speculators", speculators_results)):
+        with tempfile.TemporaryDirectory() as scratch:
+            tensors, data = results(Path(scratch))
+        save_file(tensors, GOLDEN / f"{name}.safetensors")
+        (GOLDEN / f"{name}.json").write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    for file in sorted(GOLDEN.iterdir()):
+        print(f"{file.name}: {file.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
