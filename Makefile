@@ -23,7 +23,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test test-fast nightly lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model clean
+.PHONY: help setup serve test test-fast nightly lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -104,6 +104,12 @@ load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; w
 
 demo-model: setup ## Train the demo pair again
 	$(BIN)/python -m demo.train --out demo/pair
+
+# Their own pins (an older transformers, numpy 2) are not ours, so they come without dependencies; the extra has those that
+# they import.
+oracle: setup ## Install the DFlash authors' package and speculators, which tests/oracle then runs as well
+	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[oracle]"
+	$(PIP) install -q -c $(VENV)/constraints.txt --no-deps dflash speculators
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

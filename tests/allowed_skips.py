@@ -12,6 +12,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
     ("tests/kernels/test_moe.py::", "needs a GPU", "CUDA graphs are captured on a GPU alone"),
     ("tests/kernels/test_timestamp.py::", "needs an NVIDIA GPU", "the timer that it reads is a register of the GPU"),
     ("tests/test_real_weights.py::", "is not set", "published weights of many gigabytes, named by the caller"),
+    (
+        "tests/oracle/test_packages.py::",
+        "run make oracle",
+        "what they compute is in tests/oracle/golden, and is compared",
+    ),
     ("tests/docker/test_docker.py::", "needs Prometheus's promtool", "a program that no Python package brings"),
 )
 
