@@ -7,7 +7,9 @@ environment). `dflash_backend.LLM` passes Python values through the same schema.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -25,6 +27,12 @@ RESERVED_ENV_PREFIX = (
     "DFLASH_SERVE_",  # Defaults of options of `dflash-triton serve`.
     "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
 )
+
+
+# Parameters of config.pbtxt that are not ours. Triton's Python backend reads its two itself. Of its vLLM backend's, the
+# frontend reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked.
+_TRITON_FLAGS = ("REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK")
+TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", *_TRITON_FLAGS))
 
 
 class ConfigError(ValueError):
@@ -210,6 +218,34 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
     Setting("max_queue_size", int, 1024, low=1, help="requests that may wait; more are refused as UNAVAILABLE"),
     Setting(
+        "require_cache_salt",
+        bool,
+        False,
+        "refuse requests without a cache_salt, so that no two clients share cached prefixes by oversight",
+    ),
+    Setting(
+        "report_cached_tokens",
+        bool,
+        False,
+        "tell num_cached_tokens also to requests without a cache_salt; who guesses prompts can confirm others' with it",
+    ),
+    Setting(
+        "message_special_tokens",
+        str,
+        "text",
+        choices=("text", "control"),
+        help="what a special token that the content of messages spells out is: text, so that content cannot begin a "
+        "turn of its own, or the control token",
+    ),
+    Setting(
+        "generation_config",
+        str,
+        "none",
+        choices=("none", "auto"),
+        help="auto: sampling parameters that a request leaves out are those of the target's generation_config.json; "
+        "none: vLLM's defaults",
+    ),
+    Setting(
         "request_timeout_s",
         float,
         0.0,
@@ -289,6 +325,10 @@ class EngineConfig:
     max_prefill_tokens_per_step: int | None = None
     enable_prefix_caching: bool = True
     max_queue_size: int = 1024
+    require_cache_salt: bool = False
+    report_cached_tokens: bool = False
+    message_special_tokens: str = "text"
+    generation_config: str = "none"
     request_timeout_s: float = 0.0
     engine_hang_timeout_s: float = 120.0
     max_response_mb: float = 64.0
@@ -300,6 +340,8 @@ class EngineConfig:
     trace_steps: int = 5000
     log_level: str = "info"
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    # Of config.pbtxt: what the parameters of Triton and of its vLLM backend say.
+    triton_parameters: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], source: str = "argument") -> EngineConfig:
@@ -325,14 +367,30 @@ class EngineConfig:
 
     @classmethod
     def load(
-        cls, parameters: Mapping[str, Any], environ: Mapping[str, str], where: str = "config.pbtxt"
+        cls,
+        parameters: Mapping[str, Any],
+        environ: Mapping[str, str],
+        where: str = "config.pbtxt",
+        model_json: Mapping[str, Any] | None = None,
     ) -> EngineConfig:
-        """Settings of a Triton model: `parameters` of its `config.pbtxt`, the environment over them."""
-        return cls.from_layers([(where, parameters), ("environment", environment_settings(environ))])
+        """Settings of a Triton model: `parameters` of its `config.pbtxt`, over them `model_json`, which a model of
+        Triton's vLLM backend brings, and over both the environment."""
+        own = {name: value for name, value in parameters.items() if name not in TRITON_PARAMETERS}
+        triton = {name: str(value) for name, value in parameters.items() if name in TRITON_PARAMETERS}
+        for name, value in triton.items():
+            if name in _TRITON_FLAGS and _parse_bool(value) is None:
+                raise ConfigError(f"parameter '{name}' has the value {value!r} ({where}); allowed: true or false")
+        layers = [(where, own), ("model.json", model_json or {}), ("environment", environment_settings(environ))]
+        return dataclasses.replace(cls.from_layers(layers), triton_parameters=triton)
+
+    @property
+    def report_custom_metrics(self) -> bool | None:
+        """What REPORT_CUSTOM_METRICS in config.pbtxt says; None where it is not there."""
+        return _parse_bool(self.triton_parameters.get("REPORT_CUSTOM_METRICS", ""))
 
     def as_strings(self) -> dict[str, str]:
         """Every effective setting as text, for the log line at start."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sources"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "triton_parameters")}
         return {name: _as_text(value) for name, value in values.items()}
 
 
@@ -411,6 +469,16 @@ def settings_table() -> str:
         default = _as_text(setting.default) or "empty"
         rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
     return "\n".join(rows)
+
+
+def config_parameters() -> str:
+    """The settings as `parameters` of a config.pbtxt, each with its default and a comment."""
+    lines = []
+    for setting in SETTINGS:
+        lines.append(f"# {setting.help}. Allowed: {setting.allowed}")
+        value = json.dumps(_as_text(setting.default))
+        lines.append(f'parameters {{ key: "{setting.name}" value {{ string_value: {value} }} }}')
+    return "\n".join(lines)
 
 
 def asset_path(*parts: str) -> Path:

@@ -19,6 +19,7 @@ from dflash_backend.build import BuiltEngine, Progress, build_engine
 from dflash_backend.checkpoints import resolve_target_dir
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
+from dflash_backend.frontend.chat import pop_options
 from dflash_backend.frontend.detokenizer import Detokenizer
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import (
@@ -144,7 +145,8 @@ class LLM:
             settings["draft_model"] = str(draft)
         self.config = EngineConfig.from_values(settings)
         self.engine: BuiltEngine = build_engine(self.config, progress)
-        self.tokenizer = Tokenizer.load(resolve_target_dir(self.config))
+        trusted = self.config.message_special_tokens == "control"
+        self.tokenizer = Tokenizer.load(resolve_target_dir(self.config), trusted)
         self._num_requests = 0
 
     def generate(
@@ -184,8 +186,14 @@ class LLM:
         return outputs
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> RequestOutput:
-        """Answer a conversation; `messages` are `{"role": ..., "content": ...}`, through the chat template."""
-        return self.generate(self.tokenizer.apply_chat_template(list(messages)), **sampling)[0]
+        """Answer a conversation; `messages` are `{"role": ..., "content": ...}`, through the chat template.
+
+        Besides sampling parameters it takes `chat_template_kwargs`, variables of the chat template, and
+        `enable_thinking`, which stands for the variable of that name. Raises `PromptError` for what the template does
+        not take.
+        """
+        options = pop_options(sampling)
+        return self.generate(self.tokenizer.apply_chat_template(list(messages), **options), **sampling)[0]
 
     def stats(self) -> EngineStats:
         """The engine's counters since it was built."""

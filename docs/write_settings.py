@@ -1,12 +1,17 @@
-"""Writes docs/settings.md from the schema in `dflash_backend.config`. Run by `make docs`."""
+"""Writes docs/settings.md and the parameters of the model's config.pbtxt from the schema in `dflash_backend.config`.
+
+Run by `make docs`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_backend.config import settings_table
+from dflash_backend.config import asset_path, config_parameters, settings_table
 
 PAGE = Path(__file__).resolve().parent / "settings.md"
+CONFIG = asset_path("model_repository", "dflash", "config.pbtxt")
+MARK = "# Settings with their defaults, written by `make docs` from dflash_backend/config.py. Change the values here.\n"
 
 TEXT = """# Settings
 
@@ -29,5 +34,11 @@ def page() -> str:
     return TEXT.format(table=settings_table())
 
 
+def model_config() -> str:
+    """The whole config.pbtxt."""
+    return CONFIG.read_text(encoding="utf-8").partition(MARK)[0] + MARK + config_parameters() + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    CONFIG.write_text(model_config(), encoding="utf-8")

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from dflash_backend.config import SETTINGS, ConfigError, EngineConfig, settings_table
+from dflash_backend.config import (
+    SETTINGS,
+    ConfigError,
+    EngineConfig,
+    asset_path,
+    config_parameters,
+    settings_table,
+)
 
 
 def test_the_schema_and_the_parsed_settings_name_the_same_things_with_the_same_defaults() -> None:
-    parsed = {field.name: field.default for field in fields(EngineConfig) if field.name != "sources"}
+    parsed = {
+        field.name: field.default
+        for field in fields(EngineConfig)
+        if field.name not in ("sources", "triton_parameters")
+    }
     assert parsed == {setting.name: setting.default for setting in SETTINGS}
 
 
@@ -76,6 +88,46 @@ def test_an_unknown_name_is_answered_with_the_nearest_valid_one() -> None:
 def test_a_bad_value_in_the_file_is_an_error_also_where_the_environment_overrides_it() -> None:
     with pytest.raises(ConfigError, match="config.pbtxt"):
         EngineConfig.load({"max_num_seqs": "many"}, {"DFLASH_MAX_NUM_SEQS": "3"})
+
+
+def test_the_shipped_config_has_every_setting_with_its_default_and_a_comment() -> None:
+    text = asset_path("model_repository", "dflash", "config.pbtxt").read_text(encoding="utf-8")
+    _, begin, written = text.partition("# Settings with their defaults, written by `make docs`")
+    assert begin
+    assert written.partition("\n")[2] == config_parameters() + "\n", "run `make docs`"
+    found = re.findall(r'(?m)^# \S.*\nparameters { key: "(\w+)" value { string_value: "(.*)" } }$', written)
+    assert EngineConfig.load(dict(found), {}) == EngineConfig()
+    assert [name for name, _ in found] == [setting.name for setting in SETTINGS]
+
+
+def test_parameters_of_triton_and_its_vllm_backend_are_no_settings() -> None:
+    given = {
+        "EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/env.tar.gz",
+        "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+        "REPORT_CUSTOM_METRICS": "True",
+        "ENABLE_VLLM_HEALTH_CHECK": "false",
+        "max_num_seqs": "7",
+    }
+    config = EngineConfig.load(given, {})
+    assert (config.max_num_seqs, config.report_custom_metrics) == (7, True)
+    assert EngineConfig.load({"REPORT_CUSTOM_METRICS": "false"}, {}).report_custom_metrics is False
+    assert EngineConfig.load({}, {}).report_custom_metrics is None
+    assert config.as_strings().keys() == {setting.name for setting in SETTINGS}
+    for name in ("REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK"):
+        with pytest.raises(ConfigError, match=f"'{name}' has the value 'perhaps' .*; allowed: true or false"):
+            EngineConfig.load({name: "perhaps"}, {})
+    with pytest.raises(ConfigError, match="unknown setting 'EXECUTION_ENV'"):
+        EngineConfig.load({"EXECUTION_ENV": "x"}, {})
+
+
+def test_a_model_json_wins_over_the_file_and_the_environment_over_both() -> None:
+    config = EngineConfig.load(
+        {"target_model": "", "max_num_seqs": "4"},
+        {"DFLASH_MAX_NUM_SEQS": "6"},
+        model_json={"target_model": "Qwen/Qwen3-8B", "max_num_seqs": 5},
+    )
+    assert (config.target_model, config.max_num_seqs) == ("Qwen/Qwen3-8B", 6)
+    assert config.sources["target_model"] == "model.json"
 
 
 def test_the_docs_table_has_a_row_for_every_setting() -> None:

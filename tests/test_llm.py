@@ -64,7 +64,7 @@ def test_sampled_output_survives_preemption_unchanged() -> None:
 def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm: LLM) -> None:
     params = {"max_tokens": 20, "temperature": 1.5, "seed": 7, "logprobs": 0}
     finished: list[int] = []
-    several, one = llm.generate(["Tell me"] * 2, [params | {"n": 6}, params], finished.append)
+    several, one = llm.generate(["Tell me"] * 2, [params | {"n": 6}, params], lambda index, _: finished.append(index))
     assert len(several.outputs) == 6
     assert sorted(finished) == [0, 1]
     assert (several.text, several.token_ids) == (one.text, one.token_ids)

@@ -1,11 +1,88 @@
-"""What Triton tells a model of its config.pbtxt, checked. Used by `model_repository/dflash/1/model.py`."""
+"""What Triton must know of the model, and what is read from a model directory beside config.pbtxt.
+
+The tables of inputs and outputs are those of the shipped config.pbtxt; a config.pbtxt without them is completed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dflash_backend.config import ConfigError
+
+# Name to type and number of elements, -1 for any. All are optional.
+INPUTS: dict[str, tuple[str, int]] = {
+    "text_input": ("TYPE_STRING", 1),
+    "input_ids": ("TYPE_INT64", -1),
+    "messages": ("TYPE_STRING", 1),
+    "stream": ("TYPE_BOOL", 1),
+    "sampling_parameters": ("TYPE_STRING", 1),
+    "exclude_input_in_output": ("TYPE_BOOL", 1),
+    "return_finish_reason": ("TYPE_BOOL", 1),
+    "return_num_input_tokens": ("TYPE_BOOL", 1),
+    "return_num_output_tokens": ("TYPE_BOOL", 1),
+    "return_logprobs": ("TYPE_BOOL", 1),
+    "return_cumulative_logprob": ("TYPE_BOOL", 1),
+    "return_token_ids": ("TYPE_BOOL", 1),
+    "return_spec_stats": ("TYPE_BOOL", 1),
+    "image": ("TYPE_STRING", -1),
+    "embedding_request": ("TYPE_STRING", 1),
+}
+OUTPUTS: dict[str, tuple[str, int]] = {
+    "text_output": ("TYPE_STRING", -1),
+    "finish_reason": ("TYPE_STRING", -1),
+    "cumulative_logprob": ("TYPE_FP32", -1),
+    "logprobs": ("TYPE_STRING", -1),
+    "num_input_tokens": ("TYPE_UINT32", -1),
+    "num_output_tokens": ("TYPE_UINT32", -1),
+    "token_ids": ("TYPE_INT32", -1),
+    "spec_stats": ("TYPE_STRING", -1),
+}
+
+# Arguments of vLLM's engine in a model.json that are settings here.
+_SETTINGS = {
+    "model": "target_model",
+    "dtype": "dtype",
+    "seed": "seed",
+    "block_size": "kv_block_size",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "enable_prefix_caching": "enable_prefix_caching",
+}
+# Those that change nothing here, with the values that are taken.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "disable_log_requests": (True, False),
+    "disable_log_stats": (True, False),
+    "enable_log_requests": (False,),
+    "enable_chunked_prefill": (True,),
+    "enable_lora": (False,),
+    "trust_remote_code": (True, False),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": ("mp", "uni"),
+    "load_format": ("auto", "safetensors"),
+    "generation_config": ("vllm", "auto"),
+}
+
+
+def complete_model_config(config: Any) -> None:
+    """Add what a config.pbtxt leaves out. `config` is the `ModelConfig` of Triton's Python backend, whose methods raise
+    ValueError where config.pbtxt says something else."""
+    given = config.as_dict()
+    present = {tensor["name"] for kind in ("input", "output") for tensor in given.get(kind, [])}
+    for name, (data_type, size) in INPUTS.items():
+        if name not in present:
+            config.add_input({"name": name, "data_type": data_type, "dims": [size], "optional": True})
+    for name, (data_type, size) in OUTPUTS.items():
+        if name not in present:
+            config.add_output({"name": name, "data_type": data_type, "dims": [size]})
+    config.set_model_transaction_policy({"decoupled": True})
+    config.set_max_batch_size(0)
 
 
 def check_decoupled(model_config: Mapping[str, Any]) -> None:
@@ -15,3 +92,62 @@ def check_decoupled(model_config: Mapping[str, Any]) -> None:
             "config.pbtxt has no `model_transaction_policy { decoupled: true }`, without which Triton takes a single "
             "response to a request and streams cannot be sent; add that line"
         )
+
+
+def check_model_config(config: Mapping[str, Any]) -> None:
+    """Check that requests can reach the model and responses leave it. Raises `ConfigError`."""
+    check_decoupled(config)
+    if config.get("max_batch_size", 0) > 0:
+        raise ConfigError("config.pbtxt has a max_batch_size above 0; set it to 0: the engine batches by itself")
+    for kind, tensors in (("input", INPUTS), ("output", OUTPUTS)):
+        missing = sorted(tensors.keys() - {tensor["name"] for tensor in config.get(kind, [])})
+        if missing:
+            raise ConfigError(
+                f"config.pbtxt has no {kind} {', '.join(missing)}; copy the list of {kind}s from the model_repository "
+                "of dflash-triton, or leave --disable-auto-complete-config out"
+            )
+
+
+def read_model_json(path: Path) -> dict[str, Any]:
+    """The settings in a model.json, which Triton's vLLM backend reads; empty where there is none.
+
+    Raises `ConfigError` for a file that cannot be read, and for an argument that means nothing here, by name.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: it is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: it must be a JSON object")
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _SETTINGS:
+            settings[_SETTINGS[name]] = value
+        elif name == "enforce_eager":
+            settings["enable_cuda_graphs"] = str(value).lower() == "false"
+        elif name == "speculative_config" and isinstance(value, dict):
+            settings |= _speculation(value, path)
+        elif name not in _WITHOUT_EFFECT:
+            raise ConfigError(f"{path}: '{name}' has no counterpart here; remove it")
+        elif _plain(value) not in _WITHOUT_EFFECT[name]:
+            allowed = " or ".join(json.dumps(one) for one in _WITHOUT_EFFECT[name])
+            raise ConfigError(f"{path}: '{name}' is {json.dumps(value)}; allowed: {allowed}")
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """A value that vLLM's backend takes as text too."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """vLLM's description of a drafter."""
+    names = {"model": "draft_model", "num_speculative_tokens": "num_speculative_tokens"}
+    unknown = sorted(given.keys() - names.keys() - {"method"})
+    if unknown:
+        raise ConfigError(f"{path}: 'speculative_config' has '{unknown[0]}', which has no counterpart here; remove it")
+    if given.get("method", "dflash") != "dflash":
+        raise ConfigError(f"{path}: 'speculative_config' has the method {given['method']!r}; allowed: 'dflash'")
+    return {names[name]: value for name, value in given.items() if name != "method"}

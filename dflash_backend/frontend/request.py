@@ -7,13 +7,14 @@ every refusal can be tested without a server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dflash_backend.client_json import JsonError, read_json
-from dflash_backend.frontend.tokenizer import PromptError, Tokenizer
+from dflash_backend.frontend.chat import OPTION_NAMES, PromptError, pop_options
+from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.sampling_params import parse_sampling_params
 
@@ -41,6 +42,15 @@ MESSAGES_CHARS_PER_TOKEN = 64
 MESSAGES_BRACKETS_PER_TOKEN = 4
 # A character has at most four bytes in UTF-8.
 BYTES_PER_CHAR = 4
+# Inputs of Triton's vLLM backend that this model declares only to refuse them by name.
+REFUSED_INPUTS = {
+    "image": "is not supported: this server has no model that reads images; leave it out",
+    "embedding_request": "is not supported: this server generates text and has no embeddings; leave it out",
+}
+# As Triton's vLLM backend words them: its clients compare the whole text.
+STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+NO_LORA = "LoRA feature is not enabled."
+VERBATIM_ERRORS = frozenset((STREAM_WITH_PROMPT, NO_LORA))
 
 
 class InputError(ValueError):
@@ -71,27 +81,47 @@ class ParsedRequest:
     returns: ReturnFlags
 
 
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """What the server's settings ask of each request.
+
+    `max_n` bounds its completions. `sampling_defaults` hold for the sampling parameters that it leaves out. With
+    `require_cache_salt` it must bring one.
+    """
+
+    max_n: int
+    require_cache_salt: bool = False
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
 def parse_request(
-    inputs: Mapping[str, Array], parameters: str, tokenizer: Tokenizer, ready: EngineReady, max_n: int
+    inputs: Mapping[str, Array], parameters: str, tokenizer: Tokenizer, ready: EngineReady, rules: RequestRules
 ) -> ParsedRequest:
     """Check every input and parameter and tokenise the prompt.
 
     `inputs` are the tensors that were sent: STRING as arrays of bytes objects, BOOL, INT32 or INT64. `parameters` is
-    the JSON object of the request's own parameters, or empty. `max_n` bounds the completions of one request. Raises
-    `InputError`, `PromptError` or `ParameterError`, each a ValueError with a sentence for the client.
+    the JSON object of the request's own parameters, or empty. Raises `InputError`, `PromptError` or `ParameterError`,
+    each a ValueError with a sentence for the client.
     """
     stream = _flag(inputs, "stream", False)
     exclude_input = _flag(inputs, "exclude_input_in_output", stream)
     if stream and not exclude_input:
-        raise InputError("input 'exclude_input_in_output' is false and 'stream' is true; allowed with streaming: true")
+        raise InputError(STREAM_WITH_PROMPT)
+    for name in REFUSED_INPUTS:
+        if name in inputs:
+            raise InputError(f"input '{name}' {REFUSED_INPUTS[name]}")
     returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
+    values = _sampling_values(inputs, parameters, ready)
+    chat_options = pop_options(values)
     sampling = parse_sampling_params(
-        _sampling_values(inputs, parameters, ready),
+        {**rules.sampling_defaults, **{name: value for name, value in values.items() if _says_something(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,
         vocab_size=ready.vocab_size,
-        max_n=max_n,
+        max_n=rules.max_n,
     )
-    token_ids, text = _prompt(inputs, tokenizer, ready)
+    if rules.require_cache_salt and not sampling.cache_salt:
+        raise InputError("the sampling parameter 'cache_salt' is missing; this server requires one of each request")
+    token_ids, text = _prompt(inputs, tokenizer, ready, chat_options)
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")
     _check_num_tokens(len(token_ids), ready)
@@ -101,18 +131,29 @@ def parse_request(
     return ParsedRequest(token_ids, sampling, stream, prefix, returns)
 
 
-def _prompt(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady) -> tuple[list[int], str | None]:
+def _says_something(name: str, value: Any) -> bool:
+    """Whether a value is one: null leaves a parameter at its default, but of `max_tokens` it is "as many as fit"."""
+    return value is not None or name == "max_tokens"
+
+
+def _prompt(
+    inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady, chat_options: Mapping[str, Any]
+) -> tuple[list[int], str | None]:
     """The prompt's token ids, and its text where it came as text."""
     given = [name for name in PROMPT_INPUTS if name in inputs]
     if len(given) != 1:
         sent = f"{' and '.join(given)} were sent" if given else "none was sent"
         raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
+    if given == ["messages"]:
+        chat = tokenizer.render_chat(_messages(inputs, ready), **chat_options)
+        _check_fits(chat.text, tokenizer, ready)
+        return tokenizer.encode_chat(chat), chat.text
+    if chat_options:
+        raise InputError(f"parameter '{next(iter(OPTION_NAMES))}' is for the chat template of the input 'messages'")
     if given == ["text_input"]:
         text = _prompt_text(inputs, tokenizer, ready)
-        return _encode(text, tokenizer, ready, chat=False), text
-    if given == ["messages"]:
-        text = tokenizer.render_chat(_messages(inputs, ready))
-        return _encode(text, tokenizer, ready, chat=True), text
+        _check_fits(text, tokenizer, ready)
+        return tokenizer.encode(text) if text else [], text
     return _token_ids(inputs["input_ids"], ready), None
 
 
@@ -134,8 +175,8 @@ def _most_chars(tokenizer: Tokenizer, ready: EngineReady) -> int:
     return ready.max_model_len * tokenizer.max_token_chars
 
 
-def _encode(text: str, tokenizer: Tokenizer, ready: EngineReady, chat: bool) -> list[int]:
-    """Token ids of a prompt that may fit: tokenising one that cannot would keep other clients waiting."""
+def _check_fits(text: str, tokenizer: Tokenizer, ready: EngineReady) -> None:
+    """Refuse a text that is too long whatever its tokens are: tokenising it would keep other clients waiting."""
     if len(text) > _most_chars(tokenizer, ready):
         raise _too_long(f"{len(text)} characters", tokenizer, ready)
     if tokenizer.has_more_tokens(text, ready.max_model_len):
@@ -143,9 +184,6 @@ def _encode(text: str, tokenizer: Tokenizer, ready: EngineReady, chat: bool) -> 
             f"the prompt has {len(text)} characters, which are too many tokens: max_model_len is "
             f"{ready.max_model_len}; shorten the prompt"
         )
-    if not text:
-        return []
-    return tokenizer.encode_chat(text) if chat else tokenizer.encode(text)
 
 
 def _token_ids(array: Array, ready: EngineReady) -> list[int]:
@@ -199,7 +237,7 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
         values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
     # Triton's vLLM backend takes it; a client must not think that its adapter was used.
     if values.pop("lora_name", None) is not None:
-        raise InputError("sampling parameter 'lora_name': this server has no LoRA adapters; leave it out")
+        raise InputError(NO_LORA)
     return values
 
 
@@ -245,4 +283,4 @@ def _one(array: Array, name: str) -> Any:
     return array.reshape(-1)[0]
 
 
-__all__ = ["InputError", "ParsedRequest", "PromptError", "ReturnFlags", "parse_request"]
+__all__ = ["InputError", "ParsedRequest", "PromptError", "RequestRules", "ReturnFlags", "parse_request"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_backend.frontend.flight import Flight
+from dflash_backend.frontend.request import VERBATIM_ERRORS
 from dflash_backend.frontend.responder import Response
 from dflash_backend.messages import RequestStats
 
@@ -30,8 +31,10 @@ LENGTH_BYTES = 4
 class ResponseBuilder:
     """Makes `InferenceResponse` objects. `pb_utils` is Triton's module, which exists only inside its stub."""
 
-    def __init__(self, pb_utils: ModuleType) -> None:
+    def __init__(self, pb_utils: ModuleType, report_cached_tokens: bool = False) -> None:
+        """`report_cached_tokens` tells how much of a prompt was cached also to those that share the cache with all."""
         self._pb = pb_utils
+        self._report_cached_tokens = report_cached_tokens
         self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
     def output(self, flight: Flight) -> Response:
@@ -58,7 +61,8 @@ class ResponseBuilder:
             ids = [token_id for one in completions for token_id in one.token_ids]
             outputs["token_ids"] = np.array(ids, dtype=np.int32)
         if returns.spec_stats and flight.ended:
-            stats = [spec_stats_json(one.stats) for one in completions if one.stats is not None]
+            tell = self._report_cached_tokens or bool(flight.parsed.sampling.cache_salt)
+            stats = [spec_stats_json(one.stats, tell) for one in completions if one.stats is not None]
             outputs["spec_stats"] = _texts(stats)
         tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
         return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
@@ -67,10 +71,12 @@ class ResponseBuilder:
         """A response that is an error. `status` is a gRPC status name.
 
         The text begins with it: HTTP answers every error of a model with 400, and a gRPC stream carries an error's
-        text alone, so the text is all that tells a client what kind it is.
+        text alone, so the text is all that tells a client what kind it is. The texts that clients of Triton's vLLM
+        backend compare as a whole come as they are there.
         """
         code = getattr(self._pb.TritonError, _ERROR_CODES[status])
-        return self._pb.InferenceResponse(error=self._pb.TritonError(f"{status}: {message}", code))
+        text = message if message in VERBATIM_ERRORS else f"{status}: {message}"
+        return self._pb.InferenceResponse(error=self._pb.TritonError(text, code))
 
 
 def _texts(texts: Sequence[str]) -> Array:
@@ -84,8 +90,12 @@ def _num_bytes(values: Array) -> int:
     return int(values.nbytes)
 
 
-def spec_stats_json(stats: RequestStats) -> str:
-    """The `spec_stats` output: what speculation, the prefix cache and preemption did for a request."""
+def spec_stats_json(stats: RequestStats, tell_cached_tokens: bool) -> str:
+    """The `spec_stats` output: what speculation, the prefix cache and preemption did for a request.
+
+    Without `tell_cached_tokens` the number of cached prompt tokens is null: among requests that share the cache it says
+    what others have sent, token by token.
+    """
     return json.dumps(
         {
             "num_drafts": stats.num_drafts,
@@ -93,7 +103,7 @@ def spec_stats_json(stats: RequestStats) -> str:
             "num_accepted_tokens": stats.num_accepted_tokens,
             "num_accepted_tokens_per_pos": stats.num_accepted_tokens_per_pos,
             "acceptance_length": round(stats.acceptance_length, 4),
-            "num_cached_tokens": stats.num_cached_tokens,
+            "num_cached_tokens": stats.num_cached_tokens if tell_cached_tokens else None,
             "num_preemptions": stats.num_preemptions,
         }
     )

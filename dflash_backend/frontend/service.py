@@ -29,9 +29,10 @@ from dflash_backend.frontend.flight import Flight, flight_id
 from dflash_backend.frontend.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.frontend.log import Log
 from dflash_backend.frontend.metrics import Metrics
-from dflash_backend.frontend.request import InputError, ParsedRequest, PromptError, parse_request
+from dflash_backend.frontend.request import InputError, ParsedRequest, PromptError, RequestRules, parse_request
 from dflash_backend.frontend.responder import Responder, SendFailed, one_line, shared_memory_room
 from dflash_backend.frontend.responses import ResponseBuilder
+from dflash_backend.frontend.sampling_defaults import read_sampling_defaults
 from dflash_backend.frontend.supervisor import EngineLost, EngineSupervisor
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import (
@@ -89,7 +90,7 @@ class FrontendService:
         self._log = Log(pb_utils, config.log_level)
         self._config = config
         self._abandon = abandon
-        self._responses = ResponseBuilder(pb_utils)
+        self._responses = ResponseBuilder(pb_utils, config.report_cached_tokens)
         self._has_room = shared_memory_room()
         self._max_response_bytes = int(config.max_response_mb * 1e6)
         self._flights: dict[str, Flight] = {}
@@ -110,7 +111,12 @@ class FrontendService:
         self._engine = EngineSupervisor(config, self._log, command, server_pid=server_pid)
         self._engine.start()
         try:
-            self._tokenizer = Tokenizer.load(target_dir)
+            self._tokenizer = Tokenizer.load(target_dir, config.message_special_tokens == "control")
+            self._rules = RequestRules(
+                config.max_num_seqs,
+                config.require_cache_salt,
+                read_sampling_defaults(target_dir) if config.generation_config == "auto" else {},
+            )
         except ValueError:
             self._engine.close()
             raise
@@ -211,7 +217,7 @@ class FrontendService:
         except UnicodeDecodeError:
             # Triton lets half a surrogate pair of HTTP's JSON pass.
             raise InputError("the request's parameters are not UTF-8 text") from None
-        return parse_request(inputs, parameters, self._tokenizer, self._engine.ready, self._config.max_num_seqs)
+        return parse_request(inputs, parameters, self._tokenizer, self._engine.ready, self._rules)
 
     def close(self) -> None:
         """Let requests in flight finish for a while, refuse new ones, then end the engine process."""

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflash_backend.frontend.request import InputError, ReturnFlags, parse_request
+from dflash_backend.frontend.request import InputError, RequestRules, ReturnFlags, parse_request
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import EngineReady
 from tests.frontend.conftest import START
@@ -23,7 +23,7 @@ READY = EngineReady(
 def parse(tokenizer):
     def parse(parameters="{}", **inputs):
         arrays = {name: as_input(value) for name, value in inputs.items()}
-        return parse_request(arrays, parameters, tokenizer, READY, max_n=4)
+        return parse_request(arrays, parameters, tokenizer, READY, RequestRules(4))
 
     return parse
 
@@ -86,14 +86,17 @@ def test_the_longest_prompt_leaves_room_for_one_token(parse):
         ({"text_input": "a", "sampling_parameters": "[1]"}, "'sampling_parameters' must be a JSON object"),
         ({"text_input": "a", "sampling_parameters": '{"top_q": 1}'}, "'top_q'; did you mean 'top_p'"),
         ({"text_input": "a", "sampling_parameters": '{"num_speculative_tokens": 6}'}, "an integer from 0 to 5"),
-        ({"text_input": "a", "stream": True, "exclude_input_in_output": False}, "allowed with streaming: true"),
+        (
+            {"text_input": "a", "stream": True, "exclude_input_in_output": False},
+            r"When streaming, `exclude_input_in_output` = False is not allowed\.",
+        ),
         ({"text_input": "a", "stream": "yes"}, "'stream' has the type object; allowed: BOOL"),
         ({"text_input": [1]}, "'text_input' has the type int64; allowed: STRING"),
         (
             {"text_input": "a", "sampling_parameters": '{"n": 5}'},
             "'n' has the value 5; allowed: .* 1 to 4",
         ),
-        ({"text_input": "a", "sampling_parameters": '{"lora_name": "x"}'}, "this server has no LoRA adapters"),
+        ({"text_input": "a", "sampling_parameters": '{"lora_name": "x"}'}, r"^LoRA feature is not enabled\.$"),
         ({"text_input": "a", "sampling_parameters": '{"stop_token_ids": [258]}'}, "token ids from 0 to 257"),
         ({"text_input": "a", "sampling_parameters": '{"seed": NaN}'}, "NaN is no JSON number"),
         ({"text_input": "a", "sampling_parameters": '{"temperature": 1e999}'}, "'temperature' has the value inf"),
@@ -140,6 +143,57 @@ def test_a_name_for_no_adapter_is_let_pass(parse):
 
 def test_a_nul_in_a_prompt_is_a_character_like_others(parse):
     assert parse(text_input="a\0b").prompt_token_ids == [97, 0, 98]
+
+
+# Settings that ask something of requests, and options of the chat template
+
+
+def test_a_server_may_require_a_salt(tokenizer):
+    def parse(**sampling):
+        inputs = {"text_input": as_input("a"), "sampling_parameters": as_input(json.dumps(sampling))}
+        return parse_request(inputs, "{}", tokenizer, READY, RequestRules(4, require_cache_salt=True))
+
+    assert parse(cache_salt="mine").sampling.cache_salt == "mine"
+    for sampling in ({}, {"cache_salt": ""}, {"cache_salt": None}):
+        with pytest.raises(InputError, match="'cache_salt' is missing; this server requires one"):
+            parse(**sampling)
+
+
+def test_defaults_of_the_checkpoint_hold_for_what_a_request_leaves_out(tokenizer):
+    rules = RequestRules(4, sampling_defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 64})
+
+    def parse(**sampling):
+        return parse_request({"text_input": as_input("a")}, json.dumps(sampling), tokenizer, READY, rules).sampling
+
+    assert (parse().temperature, parse().top_k, parse().max_tokens) == (0.6, 20, 64)
+    assert (parse(temperature=0, top_k=None).temperature, parse(top_k=None).top_k) == (0, 20)
+    assert parse(max_tokens=None).max_tokens > 64
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_thinking_can_be_switched_off(parse, tokenizer, monkeypatch, parameters, as_text):
+    template = "{% if enable_thinking is false %}off{% else %}on{% endif %}"
+    monkeypatch.setattr(tokenizer._template, "chat_template", template)
+    messages = json.dumps([{"role": "u", "content": "hi"}])
+    if as_text:
+        parameters = {name: json.dumps(value) for name, value in parameters.items()}
+    assert parse(messages=messages).prefix == "on"
+    assert parse(json.dumps(parameters), messages=messages).prefix == "off"
+    assert parse(messages=messages, sampling_parameters=json.dumps(parameters)).prefix == "off"
+
+
+def test_options_of_the_template_are_for_messages(parse):
+    with pytest.raises(InputError, match="'chat_template_kwargs' is for the chat template of the input 'messages'"):
+        parse('{"enable_thinking": false}', text_input="a")
+
+
+@pytest.mark.parametrize("name", ["image", "embedding_request"])
+def test_inputs_of_the_vllm_backend_that_nothing_here_reads_are_refused_by_name(parse, name):
+    with pytest.raises(InputError, match=f"input '{name}' is not supported: this server"):
+        parse(text_input="a", **{name: "x"})
 
 
 # What would be expensive to read is refused before it is read: the readers below fail the test when they are called.
@@ -205,7 +259,7 @@ def test_a_bias_for_every_token_of_a_large_vocabulary_fits(tokenizer):
     ready = msgspec.structs.replace(READY, vocab_size=152_000)
     biases = json.dumps({"logit_bias": {str(token_id): -99.75 for token_id in range(152_000)}})
     parsed = parse_request(
-        {"text_input": as_input("a"), "sampling_parameters": as_input(biases)}, "{}", tokenizer, ready, max_n=4
+        {"text_input": as_input("a"), "sampling_parameters": as_input(biases)}, "{}", tokenizer, ready, RequestRules(4)
     )
     assert len(parsed.sampling.logit_bias) == 152_000
 
@@ -214,15 +268,15 @@ def test_a_text_is_tokenised_no_further_than_it_takes_to_refuse_it(parse, tokeni
     tokenised = []
     encode = Tokenizer._encode
 
-    def counting(self, text, add_special_tokens):
-        tokenised.append(len(text))
-        return encode(self, text, add_special_tokens)
+    def counting(self, texts, add_special_tokens):
+        tokenised.extend(map(len, texts))
+        return encode(self, texts, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "_encode", counting)
     monkeypatch.setattr(tokenizer, "max_token_chars", 20)
     ready = msgspec.structs.replace(READY, max_model_len=2048)
     with pytest.raises(InputError, match="has 10000 characters, which are too many tokens: max_model_len is 2048"):
-        parse_request({"text_input": as_input("a" * 10_000)}, "{}", tokenizer, ready, max_n=4)
+        parse_request({"text_input": as_input("a" * 10_000)}, "{}", tokenizer, ready, RequestRules(4))
     assert 0 < sum(tokenised) < 9000
 
 
@@ -231,7 +285,7 @@ def test_a_long_text_of_long_tokens_is_not_refused_for_its_length(tokenizer, mon
     ready = msgspec.structs.replace(READY, max_model_len=2000)
     text = "</s>" * 1990 + "<s>" * 9
     assert not tokenizer.has_more_tokens(text, 1999)
-    parsed = parse_request({"text_input": as_input(text)}, "{}", tokenizer, ready, max_n=4)
+    parsed = parse_request({"text_input": as_input(text)}, "{}", tokenizer, ready, RequestRules(4))
     assert len(parsed.prompt_token_ids) == 1999
 
 

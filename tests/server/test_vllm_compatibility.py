@@ -2,7 +2,7 @@
 
 Where the two differ on purpose: a step may yield several tokens, so there are fewer responses; a bad request is
 INVALID_ARGUMENT and without an output in place of an error without a status and the text "N/A"; `num_input_tokens` has
-the shape [1]; the inputs `image` and `embedding_request` do not exist.
+the shape [1]; the inputs `image` and `embedding_request` are refused.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ def test_streamed_deltas_come_without_the_prompt(ask, answer):
         assert text_of(results) == answer
 
 
-def test_asking_for_the_prompt_while_streaming_is_the_error_it_was(ask):
+def test_asking_for_the_prompt_while_streaming_is_the_error_word_for_word(ask):
+    """Clients of that backend compare the whole text."""
     _, error = ask(GREEDY, text_input=PROMPT, stream=True, exclude_input_in_output=False)
-    assert "exclude_input_in_output" in error.message()
-    assert "stream" in error.message()
+    assert error.message() == (
+        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    )
 
 
 def test_every_combination_of_additional_outputs_has_their_form(server):
@@ -188,9 +190,45 @@ def test_a_cancelled_stream_ends_with_cancelled(server, metric):
     eventually(lambda: metric("dflash:request_errors_total", status="CANCELLED") == before + 1, "it is counted")
 
 
-def test_an_adapter_is_refused_because_there_are_none(ask):
+def test_an_adapter_is_refused_word_for_word(ask):
     _, error = ask({"lora_name": "doll"}, text_input=PROMPT, stream=False)
-    assert "no LoRA adapters" in error.message()
+    assert error.message() == "LoRA feature is not enabled."
+
+
+def test_every_field_of_vllms_sampling_parameters_is_taken_at_its_default(ask, answer):
+    fields = {
+        "n": 1,
+        "seed": None,
+        "stop": [],
+        "stop_token_ids": [],
+        "logprobs": None,
+        "logit_bias": None,
+        "prompt_logprobs": None,
+        "bad_words": [],
+        "allowed_token_ids": None,
+        "detokenize": True,
+        "spaces_between_special_tokens": True,
+        "structured_outputs": None,
+        "extra_args": None,
+        "output_kind": 0,
+        "flat_logprobs": False,
+        "skip_clone": False,
+        "skip_reading_prefix_cache": None,
+        "thinking_token_budget": None,
+        "repetition_detection": None,
+    }
+    sampling = {**GREEDY, **fields, "max_tokens": 16}
+    (result,), error = ask(text_input=PROMPT, stream=False, sampling_parameters=json.dumps(sampling))
+    assert error is None
+    assert text_of([result]) == PROMPT + answer
+
+
+def test_seeds_below_minus_one_and_logprobs_true_are_taken(ask):
+    sampling = {"temperature": 1, "seed": -7, "logprobs": True, "max_tokens": 6, "ignore_eos": True}
+    (one,), _ = ask(text_input=PROMPT, sampling_parameters=json.dumps(sampling), return_logprobs=True)
+    (two,), _ = ask(text_input=PROMPT, sampling_parameters=json.dumps(sampling), return_logprobs=True)
+    assert text_of([one]) == text_of([two])
+    assert {len(entry) for entry in json.loads(one.as_numpy("logprobs")[0])} <= {1, 2}
 
 
 def test_a_parameter_that_does_not_exist_is_an_error_as_it_was(ask):
@@ -198,6 +236,7 @@ def test_a_parameter_that_does_not_exist_is_an_error_as_it_was(ask):
     assert "did you mean 'temperature'" in error.message()
 
 
-def test_inputs_that_this_model_does_not_have_are_tritons_error(ask):
-    _, error = ask(GREEDY, text_input=PROMPT, image="aGk=")
-    assert "image" in error.message()
+@pytest.mark.parametrize("name", ["image", "embedding_request"])
+def test_inputs_that_this_model_cannot_use_are_refused_by_name(ask, name):
+    _, error = ask(GREEDY, text_input=PROMPT, **{name: "aGk="})
+    assert error.message().startswith(f"INVALID_ARGUMENT: input '{name}' is not supported: this server")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class Report:
         result, stats = self.result, self.result.spec_stats
         first = "none" if self.time_to_first_token_s is None else f"{self.time_to_first_token_s * 1000:.1f} ms"
         lines = [
-            f"tokens                 {result.num_input_tokens} in ({stats.get('num_cached_tokens', 0)} cached), "
+            f"tokens                 {result.num_input_tokens} in{_cached(stats, ' ({} cached)')}, "
             f"{self.num_output_tokens} out, finish reason {result.finish_reason}",
             f"time to first token    {first}",
             f"speed                  {self.tokens_per_s:.1f} tokens/s over {self.elapsed_s:.3f} s in all",
@@ -104,11 +104,16 @@ class Report:
         """The same in one line."""
         result, stats = self.result, self.result.spec_stats
         accepted = f"acceptance length {stats['acceptance_length']:.2f}" if stats.get("num_drafts") else "no drafts"
-        line = (
-            f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, {accepted}, "
-            f"{stats.get('num_cached_tokens', 0)} of {result.num_input_tokens} prompt tokens cached"
+        line = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, {accepted}" + _cached(
+            stats, f", {{}} of {result.num_input_tokens} prompt tokens cached"
         )
         return line + (", cut off at --max-tokens or the model's length" if result.finish_reason == "length" else "")
+
+
+def _cached(stats: Mapping[str, Any], text: str) -> str:
+    """`text` with the number of cached prompt tokens; nothing where the server keeps it to itself."""
+    cached = stats.get("num_cached_tokens")
+    return "" if cached is None else text.format(cached)
 
 
 def _fields(completion: Completion) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class TritonPythonModel:
     def _echo(self, sender, prompt, sampling, flag):
         text = prompt[: int(sampling.get("max_tokens", 16))]
         texts = [text[: len(text) - i] for i in range(int(sampling.get("n", 1)))]
-        stats = json.dumps({"num_drafts": 2, "num_accepted_tokens": 3, "acceptance_length": 2.5, "sampling": sampling})
+        accepted = {"num_drafts": 2, "num_accepted_tokens": 3, "acceptance_length": 2.5}
+        stats = json.dumps({**accepted, "num_cached_tokens": 0, "sampling": sampling})
         steps = max(len(text), 1) if flag("stream") else 1
         prefix = prompt if not flag("stream") and not flag("exclude_input_in_output") else ""
         for step in range(steps):
