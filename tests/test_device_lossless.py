@@ -31,15 +31,16 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0.0, "k": 3},
     {"temperature": 0.0, "k": 0},
-    {"temperature": 1.2, "seed": 2, "top_p": 0.9},
+    {"temperature": 2.5, "seed": 2, "top_p": 0.6},
     {"temperature": 0.0, "max_tokens": 1},
     {"temperature": 0.7, "seed": 3, "k": 2, "max_tokens": 9},
     {"temperature": 0.0, "max_tokens": 17},
-    {"temperature": 0.9, "seed": 4, "top_k": 20, "min_p": 0.05},
+    {"temperature": 2.5, "seed": 4, "top_k": 5},
     {"temperature": 0.0, "ignore_eos": False},
-    {"temperature": 1.0, "seed": 5},
+    {"temperature": 2.5, "seed": 5, "min_p": 0.1},
     {"temperature": 0.0},
 ]
+CUTS = ("top_p", "top_k", "min_p")
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +68,9 @@ class Result:
     num_accepted: int
 
 
-def run(built: BuiltEngine, prompts: list[list[int]]) -> Result:
+def run(built: BuiltEngine, prompts: list[list[int]], wishes: list[dict[str, Any]] = WISHES) -> Result:
     outputs = Outputs(built)
-    for i, (prompt, wish) in enumerate(zip(prompts, WISHES, strict=True)):
+    for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         outputs.add(str(i), prompt, **{"max_tokens": MAX_TOKENS, "ignore_eos": True, **wish})
     tokens, stats = outputs.finish(), built.core.stats()
     return Result(tokens, outputs.reasons, stats.num_draft_tokens, stats.num_accepted_tokens)
@@ -82,7 +83,7 @@ def expected(prompts: list[list[int]]) -> Result:
 
 
 # Blocks of 16 tokens; two long requests do not fit the small pool together.
-SMALL_POOL = {"kv_cache_gb": 0.0015, "max_model_len": 208}
+SMALL_POOL = {"kv_cache_gb": 0.0014, "max_model_len": 208}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,16 @@ def test_the_device_runner_yields_the_tokens_of_the_cpu_runner(
     assert expected.num_drafted > expected.num_accepted > 100, "some drafts must fall, or nothing is shown"
     if settings is SMALL_POOL:
         assert built.core.stats().num_preemptions > 0
+
+
+def test_each_cut_of_these_requests_changes_what_is_drawn(prompts: list[list[int]], expected: Result) -> None:
+    """Else a runner that ignores top-k, top-p or min-p would yield the same tokens above."""
+    uncut = [{name: value for name, value in wish.items() if name not in CUTS} for wish in WISHES]
+    found = run(engine(**SETTINGS), prompts, uncut).tokens
+    assert {name for name in found if found[name] != expected.tokens[name]} == {
+        str(i) for i, wish in enumerate(WISHES) if wish.keys() & set(CUTS)
+    }
+    assert {name for wish in WISHES for name in wish if name in CUTS} == set(CUTS)
 
 
 def test_a_prefix_hit_restores_the_drafters_context_too(prompts: list[list[int]]) -> None:

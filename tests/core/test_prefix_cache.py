@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.prefix_cache import DigestChain, block_digest, longest_cached_prefix, pack_tokens, root_digest
 
@@ -26,6 +29,16 @@ def test_the_order_of_tokens_counts_and_equal_blocks_differ_by_place() -> None:
 def test_salts_never_share_a_digest() -> None:
     assert set(_digests([1, 2, 3, 4], "a")).isdisjoint(_digests([1, 2, 3, 4], "b"))
     assert root_digest("") != root_digest("a")
+
+
+@given(salts=st.sets(st.text(st.characters(), max_size=8), min_size=2))
+@example(salts={"", "é", "ü", "e", "\u0301e", "e\u0301", "漢", "🙂", "\ud800"})
+@example(salts={"a", "a\0", "\0a", "A", "a ", " a", "\u0430"})
+def test_salts_of_any_text_never_share_a_digest(salts: set[str]) -> None:
+    """ISOLATE: two tenants' salts may differ in characters that an encoding drops or folds together."""
+    assert len({root_digest(salt) for salt in salts}) == len(salts)
+    chains = [_digests([1, 2, 3, 4], salt) for salt in salts]
+    assert len({digest for chain in chains for digest in chain}) == 2 * len(salts)
 
 
 def test_digests_are_the_same_whenever_they_are_computed() -> None:

@@ -134,12 +134,14 @@ def as_input(value: Any) -> Any:
 
 
 class FakeTriton:
-    """The module. `values` and `observed` are what the metrics were told, by name and labels; `lines` is the log."""
+    """The module. `values` and `observed` are what the metrics were told, by name and labels; `buckets` are the bounds
+    of each histogram; `lines` is the log."""
 
     def __init__(self, histograms: bool = True) -> None:
         self.lines: list[str] = []
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
         self.observed: dict[str, list[float]] = defaultdict(list)
+        self.buckets: dict[str, list[float]] = {}
         self.Tensor, self.InferenceResponse, self.TritonError = Tensor, InferenceResponse, TritonError
         self.TritonModelException = TritonModelException
         self.metrics_fail = False
@@ -158,6 +160,8 @@ class FakeTriton:
                 others = [labels[name] for name in labels if name != "model"]
                 key = (self.name, *others)
                 fake.values[key] += 0
+                if buckets is not None:
+                    fake.buckets[self.name] = buckets
 
                 def change(new: float) -> None:
                     if fake.metrics_fail:

@@ -148,6 +148,14 @@ def test_a_stop_string_within_the_first_min_tokens_does_not_count(tokenizer):
         assert ("".join(deltas), stopped) == ("abc", True)
 
 
+def test_a_stop_string_that_ends_in_the_last_of_min_tokens_does_not_count(tokenizer):
+    for sizes in ([1], [2], [3], [40]):
+        deltas, stopped = run(tokenizer, b"xabyab", sizes, stop=("ab",), min_tokens=3)
+        assert ("".join(deltas), stopped) == ("xaby", True)
+        deltas, stopped = run(tokenizer, b"xabyab", sizes, stop=("ab",), min_tokens=2)
+        assert ("".join(deltas), stopped) == ("x", True)
+
+
 def test_a_stop_string_that_begins_within_min_tokens_and_ends_after_counts(tokenizer):
     for sizes in ([1], [2], [40]):
         deltas, stopped = run(tokenizer, b"xxabab", sizes, stop=("ab",), min_tokens=3)

@@ -44,7 +44,10 @@ class ToyRequest:
     num_output: int = 0
 
     def stats(self) -> RequestStats:
-        return RequestStats(len(self.request.prompt_token_ids), self.num_output, 0, 4, 20, 10, [4, 3, 2, 1, 0], 0, 0.5)
+        # A request waits half a second, and each further completion of it a quarter longer.
+        queue_time_s = 0.5 + 0.25 * int(self.request.request_id.partition("/")[2] or 0)
+        prompt = len(self.request.prompt_token_ids)
+        return RequestStats(prompt, self.num_output, 0, 4, 20, 10, [4, 3, 2, 1, 0], 0, queue_time_s)
 
 
 def token_logprobs(token: int, num_others: int) -> TokenLogprobs:

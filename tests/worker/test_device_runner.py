@@ -21,6 +21,7 @@ from dflash_backend.worker.runner import PHASES
 from dflash_backend.worker.write_guard import KVWriteError
 from tests.tiny_models import make_pair
 from tests.worker.device_engine import Outputs, device_runner, engine, memory, on_device_runner
+from tests.worker.test_write_guard import PHASES_THAT_WRITE, check_only
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 K = 7
@@ -75,7 +76,7 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Dev
     assert [row.request_id for row in results[0].rows] == ["b", "a"]
     assert results[0].rows[0].token_ids == results[0].rows[1].token_ids
     assert set(results[1].phase_seconds) == set(PHASES)
-    assert all(seconds >= 0.0 for seconds in results[1].phase_seconds.values())
+    assert all(0.0 < seconds < 60.0 for seconds in results[1].phase_seconds.values())
 
 
 def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(runner: DeviceRunner) -> None:
@@ -221,6 +222,14 @@ def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: Devi
     plan = prefill(1, "a", [0, 1, 2, 3])
     with pytest.raises(KVWriteError, match="step 1, phase draft: request a would write block 3"):
         runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))
+
+
+@pytest.mark.parametrize("phase", PHASES_THAT_WRITE)
+def test_each_phase_that_writes_is_checked(phase: str, runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_only(phase, monkeypatch)
+    plan = prefill(1, "a", [0, 1, 2, 3])
+    with pytest.raises(KVWriteError, match=f"step 1, phase {phase}: request a would write block"):
+        runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset()}))
 
 
 def test_a_block_that_the_plan_forgot_stops_a_guarded_step(runner: DeviceRunner) -> None:

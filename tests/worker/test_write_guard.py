@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,20 @@ def engine(pair: dict[str, str]) -> BuiltEngine:
 
 def guard(allowed: dict[str, frozenset[int]] | None) -> WriteGuard:
     return WriteGuard(StepPlan(3, [], writable_block_ids=allowed), block_size=4)
+
+
+PHASES_THAT_WRITE = ("verify", "inject", "draft")
+
+
+def check_only(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the guard see the writes of one phase alone."""
+    check = WriteGuard.check
+
+    def filtered(guard: WriteGuard, name: str, *rest: Any) -> None:
+        if name == phase:
+            check(guard, name, *rest)
+
+    monkeypatch.setattr(WriteGuard, "check", filtered)
 
 
 def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:
@@ -69,6 +84,27 @@ def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(pair: Path) 
     request = GenerationRequest("r", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
     built.core.add_request(request)
     with pytest.raises(KVWriteError, match="phase draft: request r"):
+        built.core.step()
+
+
+class RightlessWorker(StingyWorker):
+    """Runs plans that give no request any block to write."""
+
+    def submit(self, plan: StepPlan) -> None:
+        assert plan.writable_block_ids is not None
+        nothing = dict.fromkeys(plan.writable_block_ids, frozenset[int]())
+        self.runner.submit(dataclasses.replace(plan, writable_block_ids=nothing))
+
+
+@pytest.mark.parametrize("phase", PHASES_THAT_WRITE)
+def test_each_phase_that_writes_is_checked(phase: str, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One phase at a time, since a breach in an earlier one would hide that a later one is not checked."""
+    check_only(phase, monkeypatch)
+    built = engine(pair)
+    built.core._worker = RightlessWorker(built)
+    request = GenerationRequest("r", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
+    built.core.add_request(request)
+    with pytest.raises(KVWriteError, match=f"phase {phase}: request r"):
         built.core.step()
 
 

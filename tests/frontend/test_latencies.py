@@ -1,0 +1,64 @@
+"""What the frontend tells of a request's times, and the deadline that it sends along."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.frontend.engine_client import EngineClient
+from dflash_backend.frontend.flight import Flight
+from dflash_backend.frontend.service import FrontendService
+from dflash_backend.messages import GenerationRequest, TokenDelta
+from tests.frontend.test_service import COMMAND, service, submit, triton  # noqa: F401 - fixtures
+
+
+class Clock:
+    """Seconds that pass only when the engine says something."""
+
+    SECONDS_PER_DELTA = 2.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in ("service", "flight"):
+            stand_in = SimpleNamespace(monotonic=lambda: self.now)
+            monkeypatch.setattr(f"dflash_backend.frontend.{module}.time", stand_in)
+        add = Flight.add
+
+        def add_later(flight: Flight, delta: TokenDelta) -> None:
+            self.now += self.SECONDS_PER_DELTA
+            add(flight, delta)
+
+        monkeypatch.setattr(Flight, "add", add_later)
+
+
+def test_latencies_are_measured_between_the_events_that_they_are_named_after(service, triton, monkeypatch):
+    """Five steps of three tokens: the first token two seconds after the arrival, the last one eight after that."""
+    clock = Clock(monkeypatch)
+    submit(service, "ab", max_tokens=15).all()
+    assert clock.now == 1010.0
+    service.close()
+    observed = {name: times for name, times in triton.observed.items() if times}
+    assert observed["dflash:time_to_first_token_seconds"] == [2.0]
+    assert observed["dflash:e2e_request_latency_seconds"] == [10.0]
+    assert observed["dflash:inter_token_latency_seconds"] == [pytest.approx(8.0 / 14)]
+    assert observed["dflash:request_queue_time_seconds"] == [0.5]
+
+
+def test_of_several_completions_the_first_to_run_ends_the_wait(service, triton):
+    submit(service, "ab", max_tokens=6, sampling={"n": 3}).all()
+    service.close()
+    assert triton.observed["dflash:request_queue_time_seconds"] == [0.5]
+
+
+def test_the_request_timeout_goes_to_the_engine_with_every_completion(model_dir, triton, monkeypatch):
+    sent, send = [], EngineClient.send
+    monkeypatch.setattr(EngineClient, "send", lambda client, message: (sent.append(message), send(client, message)))
+    config = EngineConfig(target_model=str(model_dir), request_timeout_s=2.5)
+    service = FrontendService(config, "dflash", triton, COMMAND)
+    try:
+        submit(service, "ab", max_tokens=3, sampling={"n": 2}).all()
+    finally:
+        service.close()
+    assert [message.deadline_s for message in sent if isinstance(message, GenerationRequest)] == [2.5, 2.5]

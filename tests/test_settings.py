@@ -1,0 +1,87 @@
+"""Every setting changes something of the engine that is built with it: a name that nothing reads fails here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend.build import BuiltEngine, build_engine
+from dflash_backend.config import SETTINGS, EngineConfig
+from dflash_backend.worker.device_runner import DeviceRunner
+from tests.tiny_models import make_pair, make_target
+
+# One observable of the engine for each setting, a value that is not the default, and what the observable is with it.
+Observe = Callable[[BuiltEngine], Any]
+TABLE: dict[str, tuple[Any, Observe, Any]] = {
+    "target_model": (Path("other"), lambda built: built.pair.target.decoder.num_layers, 2),
+    "draft_model": ("", lambda built: built.pair.draft is None, True),
+    "num_speculative_tokens": (3, lambda built: built.core.limits.num_speculative_tokens, 3),
+    "causal": (True, lambda built: built.pair.draft is not None and built.pair.draft.causal, (True, True)),
+    "draft_sample_method": ("greedy", lambda built: built.runner.step.greedy_drafts, True),
+    "dtype": ("bfloat16", lambda built: built.runner.kv.target[0].data.dtype, torch.bfloat16),
+    "attention_backend": ("torch", lambda built: built.runner.backend.name, "torch"),
+    "kv_block_size": (8, lambda built: built.core.limits.block_size, 8),
+    "kv_cache_gb": (0.001, lambda built: built.core.limits.num_blocks, 37),
+    "max_model_len": (100, lambda built: built.core.limits.max_model_len, 100),
+    "max_num_seqs": (3, lambda built: built.core.limits.max_num_seqs, 3),
+    "max_num_batched_tokens": (77, lambda built: built.core.limits.max_num_batched_tokens, 77),
+    "max_prefill_tokens_per_step": (19, lambda built: built.core.limits.max_prefill_tokens_per_step, 19),
+    "enable_prefix_caching": (False, lambda built: built.core.limits.enable_prefix_caching, False),
+    "max_queue_size": (5, lambda built: built.core.limits.max_queue_size, 5),
+    "kv_write_guard": (True, lambda built: built.core.limits.kv_write_guard, True),
+    "enable_cuda_graphs": (False, lambda built: PREPARED[-1], False),
+    "enable_overlap": (False, lambda built: built.core._overlap, False),
+    "seed": (11, lambda built: built.core.limits.seed, 11),
+    "trace_dir": (Path("traces"), lambda built: built.trace is not None, True),
+    "trace_steps": (7, lambda built: built.trace is not None and built.trace._max_steps, 7),
+}
+# Settings that do not reach the engine, or not here, and the tests in which each is seen to work.
+ELSEWHERE = {
+    "device": "tests/gpu/test_engine.py",
+    "gpu_memory_utilization": "tests/test_build.py",
+    "request_timeout_s": "tests/frontend/test_service.py",
+    "max_response_mb": "tests/frontend/test_service.py",
+    "log_level": "tests/server/test_supervision.py",
+}
+# Whether graphs were asked for, of each runner that was built.
+PREPARED: list[bool] = []
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The settings of a pair of tiny models, and the folder of a target with fewer layers."""
+    folder = tmp_path_factory.mktemp("models")
+    make_target(folder / "other", num_hidden_layers=2)
+    return dict(make_pair(folder)), folder
+
+
+def build(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> BuiltEngine:
+    """What a GPU gets, as far as it can be had without one and without running a step."""
+    monkeypatch.setattr(DeviceRunner, "prepare", lambda runner, use_graphs, progress: PREPARED.append(use_graphs))
+    return build_engine(EngineConfig.from_values({"device": "cpu", "attention_backend": "triton", **settings}))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_setting_changes_what_it_says(
+    name: str, models: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, observe, expected = TABLE[name]
+    settings, folder = models
+    if isinstance(value, Path):
+        value = str(folder / value if name == "target_model" else tmp_path / value)
+    # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one.
+    company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
+    with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)
+    assert observe(with_it) == expected
+    without = build(settings | company.get(name, {}), monkeypatch)
+    assert observe(without) != expected
+
+
+def test_every_setting_is_in_the_table_or_tested_elsewhere() -> None:
+    assert {setting.name for setting in SETTINGS} == TABLE.keys() | ELSEWHERE.keys()
+    for name, file in ELSEWHERE.items():
+        assert name in (Path(__file__).parents[1] / file).read_text(encoding="utf-8"), f"{file} never names {name}"

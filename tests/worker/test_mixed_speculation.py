@@ -1,0 +1,65 @@
+"""Requests with and without speculation share a prefix: each leaves in its blocks what the other needs (TOGETHER)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.speculative import DFlashDrafter
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=4, max_model_len=1024, kv_write_guard=True)
+
+
+def ask(llm: LLM, prompt: list[int], k: int, salt: str, max_tokens: int = 48) -> tuple[list[int], int, int]:
+    """Tokens of the answer, how many of its drafts were accepted, and how much of the prompt was cached."""
+    output = llm.generate(
+        [prompt], max_tokens=max_tokens, temperature=0, num_speculative_tokens=k, cache_salt=salt, ignore_eos=True
+    )[0]
+    assert output.stats is not None
+    return output.token_ids, output.stats.num_accepted_tokens, output.stats.num_cached_tokens
+
+
+def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as_behind_a_miss(llm: LLM) -> None:
+    """Were the drafter's K/V missing in those blocks, the answers would be the same and acceptance would fall."""
+    accepted = {"miss": 0, "hit": 0}
+    for index, row in enumerate(load_prompts(4)):
+        prompt = llm.tokenizer.encode(row.prompt)
+        missed = ask(llm, prompt, 15, f"miss {index}")
+        plain = ask(llm, prompt, 0, f"hit {index}")
+        hit = ask(llm, prompt, 15, f"hit {index}")
+        assert missed[0] == plain[0] == hit[0]
+        assert missed[2] == plain[2] == 0
+        assert hit[2] == (len(prompt) - 1) // 16 * 16 > 0
+        accepted["miss"] += missed[1]
+        accepted["hit"] += hit[1]
+    assert accepted["hit"] == pytest.approx(accepted["miss"], rel=0.05)
+    assert accepted["miss"] > 100
+
+
+def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int) -> torch.Tensor:
+    """The drafter's K/V of the first `num_tokens` tokens of a request that has been prefilled with this k."""
+    core, drafter = llm.engine.core, llm.engine.runner.drafter
+    assert isinstance(drafter, DFlashDrafter)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, num_speculative_tokens=k, cache_salt=salt)
+    core.add_request(GenerationRequest(salt, prompt, sampling))
+    core.step()
+    blocks, positions = np.array(core.scheduler.running[salt].block_ids), np.arange(num_tokens)
+    slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
+    found = torch.stack([cache.slots[slots] for cache in drafter.caches])
+    core.abort([salt])
+    return found
+
+
+def test_a_request_without_speculation_leaves_the_drafters_kv_of_its_tokens(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode(load_prompts(1)[0].prompt)
+    plain = draft_kv(llm, prompt, 0, "k = 0", len(prompt))
+    speculating = draft_kv(llm, prompt, 15, "k = 15", len(prompt))
+    torch.testing.assert_close(plain, speculating, atol=1e-4, rtol=1e-4)
+    assert plain.abs().amax(dim=(0, 2, 3)).min() > 0, "every token has K/V"
