@@ -43,7 +43,8 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
 ELSEWHERE = {
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/test_build.py",
-    "request_timeout_s": "tests/frontend/test_service.py",
+    "engine_hang_timeout_s": "tests/frontend/test_supervisor.py",
+    "request_timeout_s": "tests/frontend/test_latencies.py",
     "max_response_mb": "tests/frontend/test_service.py",
     "log_level": "tests/server/test_supervision.py",
 }

@@ -11,7 +11,20 @@ from dflash_backend.frontend.engine_client import EngineClient
 from dflash_backend.frontend.flight import Flight
 from dflash_backend.frontend.service import FrontendService
 from dflash_backend.messages import GenerationRequest, TokenDelta
-from tests.frontend.test_service import COMMAND, service, submit, triton  # noqa: F401 - fixtures
+from tests.frontend.fake_triton import FakeTriton
+from tests.frontend.test_service import COMMAND, submit
+
+
+@pytest.fixture
+def triton():
+    return FakeTriton()
+
+
+@pytest.fixture
+def service(model_dir, triton):
+    service = FrontendService(EngineConfig(target_model=str(model_dir)), "dflash", triton, COMMAND)
+    yield service
+    service.close()
 
 
 class Clock:
