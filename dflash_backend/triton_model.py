@@ -13,7 +13,12 @@ import triton_python_backend_utils as pb_utils
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.frontend.engine_client import EngineError
-from dflash_backend.frontend.model_config import check_model_config, complete_model_config, read_model_json
+from dflash_backend.frontend.model_config import (
+    check_model_config,
+    complete_model_config,
+    read_model_json,
+    use_gpu_of_instance,
+)
 from dflash_backend.frontend.service import FrontendService
 from dflash_backend.heap import freeze_heap
 
@@ -34,6 +39,7 @@ class TritonPythonModel:
         version = Path(args["model_repository"]) / args["model_version"]
         try:
             check_model_config(model_config)
+            use_gpu_of_instance(args, os.environ)
             config = EngineConfig.load(values, os.environ, model_json=read_model_json(version / "model.json"))
             self._service = FrontendService(
                 config, args["model_name"], pb_utils, instance=args["model_instance_name"], server_pid=os.getppid()

@@ -6,7 +6,7 @@ The tables of inputs and outputs are those of the shipped config.pbtxt; a config
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +151,17 @@ def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if given.get("method", "dflash") != "dflash":
         raise ConfigError(f"{path}: 'speculative_config' has the method {given['method']!r}; allowed: 'dflash'")
     return {names[name]: value for name, value in given.items() if name != "method"}
+
+
+def use_gpu_of_instance(args: Mapping[str, str], environ: MutableMapping[str, str]) -> None:
+    """Show the engine only the GPU that Triton gave this model instance, if it gave it one.
+
+    `args` are those of Triton's `initialize`. An instance group of `KIND_GPU` has an instance for each of its `gpus`;
+    one of `KIND_CPU` or `KIND_MODEL` leaves the choice to the setting `device`. Triton numbers the GPUs that its own
+    process sees, so an id is a place in `CUDA_VISIBLE_DEVICES` where that is set.
+    """
+    if args.get("model_instance_kind") != "GPU":
+        return
+    device_id = args["model_instance_device_id"]
+    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    environ["CUDA_VISIBLE_DEVICES"] = visible[int(device_id)] if int(device_id) < len(visible) else device_id

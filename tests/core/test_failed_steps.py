@@ -41,7 +41,7 @@ def test_a_request_that_fails_alone_ends_and_the_others_are_none_the_wiser(lag: 
     for request in [*others[:2], make_request("bad", PROMPT, max_tokens=20), *others[2:]]:
         engine.add(request)
     engine.worker.fails = lambda plan: any(
-        row.request_id == "bad" and (at == "prefill" or row.num_computed > 0) for row in plan.rows
+        row.request_id == "bad" and (at == "prefill" or row.num_draft > 0) for row in plan.rows
     )
     failed = _failures(engine)
     assert list(failed) == ["bad"]

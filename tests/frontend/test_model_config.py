@@ -16,6 +16,7 @@ from dflash_backend.frontend.model_config import (
     check_model_config,
     complete_model_config,
     read_model_json,
+    use_gpu_of_instance,
 )
 
 
@@ -135,3 +136,22 @@ def test_a_model_json_that_asks_for_something_else_is_refused_by_name(
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_model_json(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_id", "before", "after"),
+    [
+        ("GPU", "0", None, "0"),
+        ("GPU", "2", None, "2"),
+        ("GPU", "1", "4,6", "6"),
+        ("GPU", "1", "GPU-aa, GPU-bb", "GPU-bb"),
+        ("CPU", "0", "4,6", "4,6"),
+        ("MODEL", "0", None, None),
+    ],
+)
+def test_an_instance_of_a_gpu_runs_on_that_gpu(
+    kind: str, device_id: str, before: str | None, after: str | None
+) -> None:
+    environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+    use_gpu_of_instance({"model_instance_kind": kind, "model_instance_device_id": device_id}, environ)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == after

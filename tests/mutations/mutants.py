@@ -466,7 +466,72 @@ _SHORT_REQUESTS = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS
+FAILED_STEPS = "tests/core/test_failed_steps.py"
+SPEC_COUNTS = "tests/core/test_spec_counts.py"
+
+_FAILED_STEPS = (
+    _core(
+        "a request that fails alone is tried for ever",
+        "engine",
+        "            self._fail(request, _failed(str(error)))\n        while",
+        "            del error\n        while",
+        FAILED_STEPS,
+    ),
+    _core(
+        "who fails only in a decode row is cleared by its prefill",
+        "engine",
+        "num_decodes += not prefills_next(request)",
+        "num_decodes += 2",
+        FAILED_STEPS,
+    ),
+    _core(
+        "the worker keeps its requests after a failed step",
+        "engine",
+        "        queued = self.scheduler.take_all()\n        self._worker.reset()\n",
+        "        queued = self.scheduler.take_all()\n",
+        FAILED_STEPS,
+    ),
+    _core(
+        "requests that fail together are tried for ever",
+        "engine",
+        "request.num_unexplained_failures += 1",
+        "request.num_unexplained_failures += 0",
+        FAILED_STEPS,
+    ),
+    Mutant(
+        "an error of a step ends the engine",
+        "dflash_backend/worker/step_errors.py",
+        "    except (StepOutOfMemory, KVWriteError):",
+        "    except (StepOutOfMemory, KVWriteError, Exception):",
+        ("tests/worker/test_step_errors.py",),
+    ),
+)
+
+_SPEC_COUNTS = (
+    _core(
+        "drafts past the end of an answer count as accepted",
+        "spec_counts",
+        "self.num_accepted_tokens += num_delivered - 1",
+        "self.num_accepted_tokens += num_draft",
+        SPEC_COUNTS,
+    ),
+    _core(
+        "what lies past a stop string counts",
+        "engine",
+        "request.spec_counts.take_back(num_draft, num_delivered, kept)",
+        "request.spec_counts.take_back(num_draft, num_delivered, num_delivered)",
+        SPEC_COUNTS,
+    ),
+    _core(
+        "a counter of speculation falls",
+        "engine",
+        "self._spec_counts.largest(self._reported_counts)",
+        "self._spec_counts.largest(SpecCounts(self.limits.num_speculative_tokens))",
+        SPEC_COUNTS,
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
 
 # Applied in continuous integration too: a trap, and a defect of the cache, the scheduler and overlap, cheap to find.
 SMOKE = (
