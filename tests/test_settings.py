@@ -44,8 +44,17 @@ ELSEWHERE = {
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/test_build.py",
     "engine_hang_timeout_s": "tests/frontend/test_supervisor.py",
-    "request_timeout_s": "tests/frontend/test_latencies.py",
-    "max_response_mb": "tests/frontend/test_service.py",
+    **dict.fromkeys(
+        (
+            "generation_config",
+            "max_response_mb",
+            "message_special_tokens",
+            "report_cached_tokens",
+            "request_timeout_s",
+            "require_cache_salt",
+        ),
+        "tests/frontend/test_settings.py",
+    ),
     "log_level": "tests/server/test_supervision.py",
 }
 # Whether graphs were asked for, of each runner that was built.

@@ -1,4 +1,4 @@
-"""What the frontend tells of a request's times, and the deadline that it sends along."""
+"""What the frontend tells of a request's times."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_backend.config import EngineConfig
-from dflash_backend.frontend.engine_client import EngineClient
 from dflash_backend.frontend.flight import Flight
 from dflash_backend.frontend.service import FrontendService
-from dflash_backend.messages import GenerationRequest, TokenDelta
+from dflash_backend.messages import TokenDelta
 from tests.frontend.fake_triton import FakeTriton
 from tests.frontend.test_service import COMMAND, submit
 
@@ -63,15 +62,3 @@ def test_of_several_completions_the_first_to_run_ends_the_wait(service, triton):
     submit(service, "ab", max_tokens=6, sampling={"n": 3}).all()
     service.close()
     assert triton.observed["dflash:request_queue_time_seconds"] == [0.5]
-
-
-def test_the_request_timeout_goes_to_the_engine_with_every_completion(model_dir, triton, monkeypatch):
-    sent, send = [], EngineClient.send
-    monkeypatch.setattr(EngineClient, "send", lambda client, message: (sent.append(message), send(client, message)))
-    config = EngineConfig(target_model=str(model_dir), request_timeout_s=2.5)
-    service = FrontendService(config, "dflash", triton, COMMAND)
-    try:
-        submit(service, "ab", max_tokens=3, sampling={"n": 2}).all()
-    finally:
-        service.close()
-    assert [message.deadline_s for message in sent if isinstance(message, GenerationRequest)] == [2.5, 2.5]
