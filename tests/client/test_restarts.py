@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -58,10 +57,10 @@ class Kept:
 
 
 @contextmanager
-def kept(restart: bool = True, **options: Any) -> Iterator[Kept]:
-    """A running toy server that is looked after. At the end nothing of it is left."""
+def kept(restart: bool = True, server: TritonServer | None = None) -> Iterator[Kept]:
+    """A running server, by default a toy one, that is looked after. At the end nothing of it is left."""
     before = leftovers()
-    one = Kept(toy_server(exit_timeout_s=1, **options), restart)
+    one = Kept(server or toy_server(exit_timeout_s=1), restart)
     one.thread.start()
     try:
         assert one.ready.wait(PATIENCE_S)
