@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,6 +12,8 @@ from dflash_backend.config import asset_path
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.hub_sets import HUB_SETS, HubSet, read_hub_set
 from dflash_backend.evaluation.questions import Question, read_question, read_rows
+
+SHUFFLE_SEED = 42
 
 # The demo pair's held-out questions: neither of its models has seen them.
 EMBEDDED_SETS = ("math", "code", "chat")
@@ -42,18 +45,24 @@ def parse_source(text: str) -> Source:
     return Source(path.stem, path)
 
 
-def load_questions(sources: Sequence[Source], limit: int | None = None) -> list[Question]:
-    """The questions of all sources, the first `limit` of each. Raises `EvaluationError`."""
+def load_questions(sources: Sequence[Source], limit: int | None = None, shuffle: bool = False) -> list[Question]:
+    """The questions of all sources, the first `limit` of each. Raises `EvaluationError`.
+
+    shuffle: each set is put in the order first in which the DFlash authors' `benchmark.py` takes its rows
+    (`random.Random(42).shuffle`), so that a limit keeps the rows that theirs does.
+    """
     questions: list[Question] = []
     names: set[str] = set()
     for source in sources:
         if source.name in names:
             raise EvaluationError(f"two data sets are called '{source.name}'; name each once, or rename a file")
         names.add(source.name)
-        found = list(islice(_read(source), limit))
+        found = list(islice(_read(source), None if shuffle else limit))
         if not found:
             raise EvaluationError(f"{source.file or source.name} has no rows; an evaluation needs at least one")
-        questions += found
+        if shuffle:
+            random.Random(SHUFFLE_SEED).shuffle(found)
+        questions += found[:limit]
     return questions
 
 

@@ -6,6 +6,7 @@ The names are those of the serving contract (`spec_stats`, the metrics), which a
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ class SpecCounts:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens that a step with drafts yields: 1 + accepted / drafts; 1 without drafts."""
+        """Mean tokens that a step with drafts yields: 1 + accepted / drafts; 1 without drafts. Over several requests
+        this is pooled: each weighs by its number of steps."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     @property
@@ -117,6 +119,17 @@ class SpecCounts:
             return ()
         return tuple(count / self.num_drafts for count in self.num_accepted_tokens_per_pos)
 
+    @property
+    def accepted_histogram(self) -> tuple[int, ...]:
+        """Entry n counts the drafts of which n tokens stood, from 0 on; empty without drafts.
+
+        Token i stands only with those before it, so that the counts by position say it all.
+        """
+        if not self.num_drafts:
+            return ()
+        at_least = (self.num_drafts, *self.num_accepted_tokens_per_pos, 0)
+        return tuple(more - fewer for more, fewer in itertools.pairwise(at_least))
+
     def as_dict(self) -> dict[str, int | float | Sequence[int] | Sequence[float] | None]:
         """Counts and derived figures by their names, for JSON."""
         return {
@@ -128,7 +141,18 @@ class SpecCounts:
             "draft_tokens_per_step": self.draft_tokens_per_step,
             "acceptance_rate": self.acceptance_rate,
             "per_position_rates": list(self.per_position_rates),
+            "accepted_histogram": list(self.accepted_histogram),
         }
+
+
+def mean_acceptance_length(requests: Iterable[SpecCounts]) -> float | None:
+    """The mean of each request's acceptance length, over the requests that had drafts; None where none had.
+
+    Published figures are this mean (the DFlash authors' `benchmark.py`, vLLM's `test_dflash_acceptance_rates`): a long
+    answer weighs as much as a short one. `SpecCounts.total(requests).acceptance_length` weighs them by their steps.
+    """
+    lengths = [counts.acceptance_length for counts in requests if counts.num_drafts]
+    return sum(lengths) / len(lengths) if lengths else None
 
 
 def _count(name: str, value: Any) -> int:

@@ -1,4 +1,5 @@
-"""GSM8K, HumanEval and MT-Bench: where they lie on the hub, and the prompts that the DFlash authors make of them.
+"""GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: where they lie on the hub, and the prompts that the DFlash authors
+make of them.
 
 The rows come through the `datasets` library (`pip install 'dflash-triton[eval]'`), or from a file that has them as
 published. Called by `datasets.load_questions`.
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.questions import Question, Row, category_of, read_rows
+from dflash_backend.evaluation.scoring import is_number
 
 # What the DFlash authors let a model write for each turn.
 MAX_TOKENS = 2048
@@ -28,18 +30,47 @@ class HubSet:
     read: Callable[[Row, int], Question]
 
 
+# What the authors add to a mathematical question.
+STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
 def _gsm8k(row: Row, number: int) -> Question:
     """Grade-school word problems (arXiv 2110.14168). The answer follows `####` in the published solution."""
     solution = row.text("answer")
     if "####" not in solution:
         raise row.fail("answer", "a solution that ends in '#### ANSWER', as in the published set")
-    ask = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     return Question(
         id=f"gsm8k-{number}",
         dataset="gsm8k",
         category="gsm8k",
-        messages=({"role": "user", "content": row.text("question") + ask},),
+        messages=({"role": "user", "content": row.text("question") + STEP_BY_STEP},),
         answer=solution.rpartition("####")[2].strip(),
+        max_tokens=MAX_TOKENS,
+    )
+
+
+def _math500(row: Row, number: int) -> Question:
+    """Competition mathematics in seven subjects (arXiv 2305.20050). Judged are the answers that are numbers: one
+    formula can be written in many ways."""
+    answer = row.text("answer")
+    return Question(
+        id=row.text("unique_id", f"math500-{number}"),
+        dataset="math500",
+        category=category_of("math500", row.text("subject", "math500")),
+        messages=({"role": "user", "content": row.text("problem") + STEP_BY_STEP},),
+        answer=answer if is_number(answer) else None,
+        max_tokens=MAX_TOKENS,
+    )
+
+
+def _mbpp(row: Row, number: int) -> Question:
+    """Python functions from a sentence (arXiv 2108.07732), the sanitised set. Whether they pass their tests is not
+    judged, as for HumanEval."""
+    return Question(
+        id=f"mbpp-{number}",
+        dataset="mbpp",
+        category="mbpp",
+        messages=({"role": "user", "content": row.text("prompt")},),
         max_tokens=MAX_TOKENS,
     )
 
@@ -75,7 +106,9 @@ HUB_SETS: dict[str, HubSet] = {
     one.name: one
     for one in (
         HubSet("gsm8k", "openai/gsm8k", "main", "test", _gsm8k),
+        HubSet("math500", "HuggingFaceH4/MATH-500", None, "test", _math500),
         HubSet("humaneval", "openai/openai_humaneval", None, "test", _humaneval),
+        HubSet("mbpp", "google-research-datasets/mbpp", "sanitized", "test", _mbpp),
         HubSet("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
     )
 }

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.evaluation.errors import EvaluationError
+from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.evaluation.plot import plot_by_position, require_matplotlib
 from dflash_backend.evaluation.run import Evaluation, GroupResult
 
 # Two tables in place of one wide one, so that they fit a terminal of 100 columns: what came out, and the counts behind
 # it. The JSON has all figures.
 FIGURES = ("set", "prompts", "tokens", "acceptance_length", "acceptance_rate", "accuracy")
-COUNTS = ("set", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+COUNTS = ("set", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_length")
 POSITIONS_IN_A_ROW = 8
 WIDTH = 100
 
@@ -46,6 +47,7 @@ def _group_dict(group: GroupResult) -> dict[str, Any]:
         "num_prompts": group.num_questions,
         "num_tokens": group.num_tokens,
         **group.counts.as_dict(),
+        "mean_acceptance_length": group.mean_acceptance_length,
         "accuracy": group.accuracy,
         "num_correct": group.num_correct,
         "num_judged": group.num_judged,
@@ -63,7 +65,9 @@ def tables(evaluation: Evaluation, about: Mapping[str, Any]) -> str:
         positions = range(start, min(start + POSITIONS_IN_A_ROW, num_positions))
         header = ("per_position_rates", *(str(position + 1) for position in positions))
         parts.append(markdown_table([header, *(_position_row(group, positions) for group in shown)]))
-    if not num_positions:
+    if num_positions:
+        parts.append(_histogram_line(evaluation.overall.counts))
+    else:
         parts.append("No step had drafts, so there are no rates by position.")
     parts.append(f"{tokens} tokens in {evaluation.seconds:.2f} s{speed}")
     if evaluation.num_left_out:
@@ -90,6 +94,12 @@ def _about_line(name: str, value: Any) -> str:
     )
 
 
+def _histogram_line(counts: SpecCounts) -> str:
+    """How the steps share out over the numbers of accepted drafts, over all sets."""
+    shares = [f"{n}: {count / counts.num_drafts:.0%}" for n, count in enumerate(counts.accepted_histogram)]
+    return textwrap.fill(f"steps by accepted drafts: {', '.join(shares)}", WIDTH)
+
+
 def _figures_row(group: GroupResult) -> tuple[str, ...]:
     judged = f"{group.num_correct} of {group.num_judged} ({group.accuracy:.0%})" if group.accuracy is not None else "-"
     return (
@@ -109,6 +119,7 @@ def _counts_row(group: GroupResult) -> tuple[str, ...]:
         str(counts.num_drafts),
         str(counts.num_draft_tokens),
         str(counts.num_accepted_tokens),
+        _figure(group.mean_acceptance_length),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dflash_backend.evaluation.figures import SpecCounts
+from dflash_backend.evaluation.figures import SpecCounts, mean_acceptance_length
 from dflash_backend.evaluation.questions import Message, Question
 from dflash_backend.evaluation.scoring import is_correct
 
@@ -17,11 +17,12 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How answers are drawn. `max_tokens` of None takes each question's own. Request i of a round is given `seed` + i,
-    so that a run can be repeated; at temperature 0 no seed has an effect."""
+    so that a run can be repeated; at temperature 0 no seed has an effect. An answer ends before any text of `stop`."""
 
     max_tokens: int | None = None
     temperature: float = 0.0
     seed: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,14 @@ class QuestionResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What a group of questions came to; `num_judged` of them have a known answer."""
+    """What a group of questions came to; `num_judged` of them have a known answer. `counts` are those of all requests
+    (a turn is one) together, `mean_acceptance_length` is the mean over the requests that had drafts, None without."""
 
     name: str
     num_questions: int
     num_tokens: int
     counts: SpecCounts
+    mean_acceptance_length: float | None
     num_judged: int
     num_correct: int
 
@@ -94,6 +97,7 @@ class GroupResult:
             num_questions=len(results),
             num_tokens=sum(answer.num_tokens for answer in answers),
             counts=SpecCounts.total(answer.counts for answer in answers),
+            mean_acceptance_length=mean_acceptance_length(answer.counts for answer in answers),
             num_judged=len(judged),
             num_correct=sum(judged),
         )
@@ -181,10 +185,12 @@ def _request(question: Question, said: Sequence[Answer], sampling: Sampling, ind
     messages = list(question.messages)
     for answer, follow_up in zip(said, question.follow_ups, strict=False):
         messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": follow_up}]
-    parameters = {
+    parameters: dict[str, Any] = {
         "max_tokens": sampling.max_tokens or question.max_tokens,
         "temperature": sampling.temperature,
         "seed": sampling.seed + index,
     }
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
     where = question.id if question.num_turns == 1 else f"{question.id}, turn {len(said) + 1}"
     return ModelRequest(where, question.prompt, tuple(messages), parameters)

@@ -28,6 +28,11 @@ def is_correct(text: str, answer: str) -> bool:
     return _words(stated) == _words(answer)
 
 
+def is_number(text: str) -> bool:
+    """Whether `text` is a number, a currency or per cent sign aside."""
+    return _as_number(text) is not None
+
+
 def stated_answer(text: str) -> tuple[str, bool]:
     """The part of `text` that states its answer, and whether the text marks it as such."""
     boxed = _last_boxed(text)

@@ -133,6 +133,31 @@ def test_humaneval_asks_for_a_solution_and_judges_none(write: Write) -> None:
     assert (question.id, question.answer) == ("HumanEval/0", None)
 
 
+@pytest.mark.parametrize(("answer", "judged"), [("27", "27"), ("\\frac{3}{4}", None), ("-1,000", "-1,000")])
+def test_math500_asks_for_a_boxed_answer_and_judges_numbers(write: Write, answer: str, judged: str | None) -> None:
+    row = {"problem": "What is x?", "answer": answer, "subject": "Algebra", "level": 2, "unique_id": "test/a/1.json"}
+    (question,) = load_questions([parse_source(f"math500={write(row)}")])
+    asked = "What is x?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert question.messages == ({"role": "user", "content": asked},)
+    assert (question.id, question.category, question.answer) == ("test/a/1.json", "math500/Algebra", judged)
+
+
+def test_mbpp_asks_what_its_row_asks(write: Write) -> None:
+    (question,) = load_questions([parse_source(f"mbpp={write({'task_id': 11, 'prompt': 'Write f.', 'code': '...'})}")])
+    assert question.messages == ({"role": "user", "content": "Write f."},)
+    assert (question.answer, question.max_tokens) == (None, 2048)
+
+
+def test_a_shuffled_set_has_the_authors_order_and_a_limit_keeps_its_beginning(write: Write) -> None:
+    """`random.Random(42).shuffle` of the row numbers, as in their `benchmark.py`."""
+    source = parse_source(f"mbpp={write(*({'prompt': str(i)} for i in range(10)))}")
+    expected = [7, 3, 2, 8, 5, 6, 9, 4, 0, 1]
+    for limit in (None, 4):
+        asked = [int(question.messages[0]["content"]) for question in load_questions([source], limit, shuffle=True)]
+        assert asked == expected[:limit]
+    assert [q.id for q in load_questions([source], 2)] == ["mbpp-1", "mbpp-2"]
+
+
 @pytest.mark.parametrize("field", ["turns", "prompt"])
 def test_mt_bench_has_two_turns_and_categories(write: Write, field: str) -> None:
     path = write({field: ["Write a poem.", "Now in prose."], "category": "writing", "prompt_id": 81})
@@ -149,6 +174,9 @@ def test_mt_bench_has_two_turns_and_categories(write: Write, field: str) -> None
         ("gsm8k", {"answer": "#### 3"}, "question"),
         ("humaneval", {"task_id": "x"}, "prompt"),
         ("mt-bench", {"category": "writing"}, "prompt"),
+        ("math500", {"problem": "x"}, "answer"),
+        ("math500", {"answer": "3"}, "problem"),
+        ("mbpp", {"task_id": 2}, "prompt"),
     ],
 )
 def test_published_rows_that_lack_a_field_are_named(write: Write, name: str, row: dict[str, Any], field: str) -> None:

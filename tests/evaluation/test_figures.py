@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_backend.evaluation import EvaluationError, SpecCounts
+from dflash_backend.evaluation.figures import mean_acceptance_length
 from dflash_backend.messages import RequestStats
 
 COUNTS = SpecCounts(4, 12, 6, (3, 2, 1))
@@ -32,6 +33,24 @@ def test_counts_of_different_k_add_up_and_subtract_by_position() -> None:
     assert total == SpecCounts(5, 13, 7, (4, 2, 1))
     assert total - COUNTS == SpecCounts(1, 1, 1, (1, 0, 0))
     assert SpecCounts.total([]) == SpecCounts()
+
+
+def test_published_acceptance_lengths_are_means_over_requests() -> None:
+    """A request of two steps and one of ten: the pooled figure leans to the longer one."""
+    requests = [SpecCounts(2, 30, 20, (2,) * 10), SpecCounts(10, 150, 10, (10,)), SpecCounts()]
+    assert mean_acceptance_length(requests) == (11 + 2) / 2
+    assert SpecCounts.total(requests).acceptance_length == 1 + 30 / 12
+    assert mean_acceptance_length([SpecCounts()]) is None
+    assert mean_acceptance_length([]) is None
+
+
+def test_the_histogram_counts_the_steps_by_their_accepted_drafts() -> None:
+    # Steps with 3, 2, 1 and 0 accepted drafts, and one of a request with k = 1.
+    counts = SpecCounts(4, 12, 6, (3, 2, 1)) + SpecCounts(1, 1, 1, (1,))
+    assert counts.accepted_histogram == (1, 2, 1, 1)
+    assert sum(counts.accepted_histogram) == counts.num_drafts
+    assert sum(n * count for n, count in enumerate(counts.accepted_histogram)) == counts.num_accepted_tokens
+    assert SpecCounts().accepted_histogram == ()
 
 
 def test_counts_of_a_request_and_of_spec_stats_are_the_same() -> None:

@@ -51,9 +51,13 @@ def test_table_and_json_agree_for_every_group() -> None:
             assert shown[count] == str(group[count])
         for figure in ("acceptance_length", "acceptance_rate"):
             assert shown[figure] == f"{group[figure]:.3f}"
+        assert shown["mean_length"] == f"{group['mean_acceptance_length']:.3f}"
         assert [rate for rate in rates if rate != "-"] == [f"{rate:.3f}" for rate in group["per_position_rates"]]
     assert dict(zip(header, rows["own"][0], strict=True))["accuracy"] == "1 of 2 (50%)"
     assert data["datasets"]["math"]["accuracy"] is None
+    assert data["overall"]["mean_acceptance_length"] == (2.5 + 4 + 1) / 3
+    assert data["overall"]["accepted_histogram"] == [1, 1, 1, 1]
+    assert "steps by accepted drafts: 0: 25%, 1: 25%, 2: 25%, 3: 25%" in tables(TWO_SETS, {})
 
 
 def test_without_drafts_nothing_is_divided_by_zero(tmp_path: Path) -> None:

@@ -108,3 +108,26 @@ def test_ctrl_c_keeps_the_questions_that_were_answered_in_full() -> None:
 def test_ctrl_c_before_any_answer_is_raised() -> None:
     with pytest.raises(KeyboardInterrupt):
         evaluate(Interrupted(after=0), QUESTIONS, Sampling())
+
+
+def test_a_mean_is_over_requests_and_a_turn_is_one() -> None:
+    class Uneven(Parrot):
+        def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
+            for place, request in enumerate(requests):
+                # The long conversation: ten steps of one accepted draft; the others: one step of five.
+                counts = (
+                    SpecCounts(10, 50, 10, (10,)) if request.where.startswith("b") else SpecCounts(1, 5, 5, (1,) * 5)
+                )
+                on_answer(place, Answer(self._text(request), 1, counts))
+
+    overall = evaluate(Uneven(), QUESTIONS, Sampling()).overall
+    assert overall.mean_acceptance_length == (3 * 2 + 3 * 6) / 6
+    assert overall.counts.acceptance_length == 1 + (30 + 15) / 33
+
+
+def test_stop_texts_go_with_every_request() -> None:
+    model = Parrot()
+    evaluate(model, QUESTIONS[:1], Sampling(stop=("Question", "END")))
+    assert model.asked[0].sampling["stop"] == ["Question", "END"]
+    evaluate(model, QUESTIONS[:1], Sampling())
+    assert "stop" not in model.asked[1].sampling

@@ -55,10 +55,13 @@ def add_parser(commands: Any) -> None:
         metavar="NAME|FILE",
         action="append",
         default=[],
-        help="math, code, chat, gsm8k, humaneval, mt-bench, or a JSONL file; gsm8k=FILE.jsonl reads the published rows "
-        "from a file; may be repeated",
+        help="math, code, chat, gsm8k, math500, humaneval, mbpp, mt-bench, or a JSONL file; gsm8k=FILE.jsonl reads the "
+        "published rows from a file; may be repeated",
     )
     parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N rows of each data set")
+    parser.add_argument(
+        "--shuffle", action="store_true", help="take the rows in the order of the DFlash authors' benchmark (seed 42)"
+    )
     parser.add_argument(
         "--max-tokens", type=positive_int, metavar="N", help="most tokens of an answer (256; 2048 for sets of the hub)"
     )
@@ -97,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from dflash_backend.evaluation.datasets import load_questions
 
     _check_usage(arguments)
-    questions = load_questions(_sources(arguments.datasets), arguments.limit)
+    questions = load_questions(_sources(arguments.datasets), arguments.limit, arguments.shuffle)
     if arguments.out is not None:
         report.prepare(arguments.out)
     with _server(arguments) if arguments.url is not None else _engine(arguments) as (answerer, about):
@@ -105,6 +108,7 @@ def _run(arguments: argparse.Namespace) -> int:
     about |= {
         "datasets": [group.name for group in evaluation.datasets],
         "limit": arguments.limit,
+        "shuffled": arguments.shuffle,
         "max_tokens": sorted({arguments.max_tokens or question.max_tokens for question in questions}),
         "temperature": arguments.temperature,
         "seed": arguments.seed,
