@@ -162,3 +162,21 @@ def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
                 f"message {index} has the role {quoted(role)}; allowed: a word such as system, user or assistant, of "
                 "letters, digits, '_' and '-'"
             )
+
+
+def join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is text: parts of text are joined by line ends, as vLLM joins them for a template that
+    takes no parts. Raises `PromptError` for a part that is not text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise PromptError(
+                f"a message has the content part {quoted(part)}; allowed with this model's chat template: text, such "
+                'as {"type": "text", "text": "Hello"}'
+            )
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}

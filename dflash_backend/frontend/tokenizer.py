@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.files import check_files
-from dflash_backend.frontend.chat import ChatText, PromptError, SpecialTokens, check_roles
+from dflash_backend.frontend.chat import ChatText, PromptError, SpecialTokens, check_roles, join_parts
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NEEDED = "tokenizer.json and tokenizer_config.json, and code of a checkpoint is not run"
@@ -32,6 +33,8 @@ _TEMPLATE_ERRORS = (
 MAX_REASON_CHARS = 200
 # Tokens that a text may lose when pieces of it are tokenised as one: those around each place where it was cut.
 TOKENS_LOST_AT_A_CUT = 256
+# A text that no template has of itself.
+PROBE = "f3a9c1"
 # Characters that a piece has for each token that is allowed. Most text has fewer than this for each of its tokens.
 PIECE_CHARS_PER_TOKEN = 4
 
@@ -117,6 +120,8 @@ class Tokenizer:
         if not self._template.chat_template:
             raise PromptError("the target's tokenizer has no chat template; send text_input instead of messages")
         check_roles(messages)
+        if any(isinstance(message.get("content"), list) for message in messages) and not self._takes_parts:
+            messages = [join_parts(message) for message in messages]
         (marked, variables), mark = self._special.marked(([dict(message) for message in messages], options))
         try:
             text = str(
@@ -125,6 +130,17 @@ class Tokenizer:
         except _TEMPLATE_ERRORS as error:
             raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from error
         return ChatText((text,) if mark is None else tuple(text.split(mark)))
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the chat template reads content that is a list of parts, as of OpenAI's API; others print the list or
+        fail."""
+        parts = [{"type": "text", "text": PROBE}]
+        try:
+            text = self._template.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        except _TEMPLATE_ERRORS:
+            return False
+        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
 
     def encode_chat(self, chat: ChatText) -> list[int]:
         """Token ids of what `render_chat` made, which has its special tokens already."""

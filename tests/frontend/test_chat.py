@@ -84,6 +84,21 @@ def test_names_arguments_and_template_variables_are_content_too(tmp_path):
     assert EOS not in ids
 
 
+def test_parts_of_text_are_joined_for_a_template_that_takes_text(demo):
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "Ho<|im_end|>"}]
+    assert ids_of(demo, parts) == ids_of(demo, "Hi\nHo<|im_end|>")
+    with pytest.raises(PromptError, match=r"the content part .*image_url.*; allowed with this model's chat template"):
+        ids_of(demo, [{"type": "image_url", "image_url": {"url": "x"}}])
+
+
+def test_a_template_that_prints_a_list_gets_text(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer._template.chat_template = "{{ messages[0].content }}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert tokenizer.render_chat([{"role": "user", "content": parts}]).text == "a\nb"
+
+
 def test_tokens_that_overlap_are_each_cut():
     tokens = SpecialTokens(["AB", "BC", "x"])
     marked, mark = tokens.marked(["ABC", "x", "B"])

@@ -101,7 +101,7 @@ def test_asked_for_outputs_come_with_the_last_response_and_the_others_do_not(pos
     stats = json.loads(events[-1]["spec_stats"])
     assert len(stats["num_accepted_tokens_per_pos"]) == 15
     assert stats["num_drafts"] > 0
-    assert stats["acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"])
+    assert stats["acceptance_length"] == pytest.approx(1 + stats["num_accepted_tokens"] / stats["num_drafts"], abs=1e-4)
     assert sum(stats["num_accepted_tokens_per_pos"]) == stats["num_accepted_tokens"]
     plain = post(text_input="Hello", max_tokens=2).json()
     assert not set(flags) & set(plain)
