@@ -142,7 +142,7 @@ class Client:
         work = self._over_http(case) if case.over_http else self._over_grpc(case)
         try:
             return await asyncio.wait_for(work, case.drop_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return None
 
     async def _over_grpc(self, case: Case) -> Answer:

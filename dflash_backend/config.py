@@ -23,7 +23,8 @@ AUTO = "auto"
 # Environment names under our prefix that are not settings of the engine.
 RESERVED_ENV_PREFIX = (
     "DFLASH_REAL_WEIGHTS_",  # tests/test_real_weights.py
-    "DFLASH_API_KEY",  # What the command line sends to a server.
+    "DFLASH_API_KEY",  # What the command line sends to a server,
+    "DFLASH_URL",  # and where that is.
     "DFLASH_SERVE_",  # Defaults of options of `dflash-triton serve`.
     "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
 )

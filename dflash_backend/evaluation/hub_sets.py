@@ -1,7 +1,7 @@
 """GSM8K, MATH-500, HumanEval, MBPP and MT-Bench: where they lie on the hub, and the prompts that the DFlash authors
 make of them.
 
-The rows come through the `datasets` library (`pip install 'dflash-triton[eval]'`), or from a file that has them as
+The rows come through the `datasets` library (`pip install 'datasets>=4'`), or from a file that has them as
 published. Called by `datasets.load_questions`.
 """
 
@@ -132,7 +132,7 @@ def _fetch(hub_set: HubSet) -> Iterator[Row]:
     except ImportError:
         raise EvaluationError(
             f"{name} comes from the hub through the 'datasets' library, which is not installed; run pip install "
-            f"'dflash-triton[eval]', {instead}"
+            f"'datasets>=4' 'pyarrow<26', {instead}"
         ) from None
     # The bases of the hub's own error are those of whichever HTTP library its client uses.
     try:

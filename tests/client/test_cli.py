@@ -210,6 +210,15 @@ cli.entry()
 """
 
 
+@pytest.mark.server
+def test_the_server_may_come_from_the_environment(
+    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_URL", f"http://{toy.http_url}")
+    assert main(["generate", "hello"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+
+
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

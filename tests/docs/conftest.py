@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,30 +13,46 @@ import pytest
 from dflash_client.launcher import TritonServer
 from tests.server.conftest import new_server
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block of a page: its language, its text, and the line that it begins at."""
+    """A fenced block of a page: its language, its text, the line that it begins at, and the lines of the `text` block
+    that follows it, which show its output."""
 
     language: str
     text: str
     line: int
+    output: tuple[str, ...] = ()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it prints nothing, because it only sets up a shell."""
+        return self.text.startswith(". .venv/bin/activate")
 
     def __str__(self) -> str:
         return f"{self.language}-line-{self.line}"
 
 
 def page(name: str) -> str:
-    """The text of a page."""
-    return (DOCS / name).read_text(encoding="utf-8")
+    """The text of a page, by its path from the root or its name in docs/."""
+    path = ROOT / name
+    return (path if path.is_file() else DOCS / name).read_text(encoding="utf-8")
 
 
 def blocks(name: str) -> list[Block]:
     """The fenced blocks of a page, in its order."""
     text = page(name)
-    return [Block(m.group(1), m.group(2), text.count("\n", 0, m.start()) + 1) for m in FENCED.finditer(text)]
+    found = list(FENCED.finditer(text))
+    made = []
+    for match, after in zip_longest(found, found[1:]):
+        shown = after is not None and after[1] == "text" and not text[match.end() : after.start()].strip()
+        # "..." stands for lines that are left out.
+        lines = [line.strip() for line in after[2].splitlines() if line.strip() not in ("", "...")] if shown else []
+        made.append(Block(match[1], match[2], text.count("\n", 0, match.start()) + 1, tuple(lines)))
+    return made
 
 
 def first_column(text: str, heading: str) -> list[str]:

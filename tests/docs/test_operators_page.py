@@ -1,29 +1,17 @@
-"""docs/operators.md: its examples run, and what it names exists."""
+"""docs/operators.md: what it names exists. Its examples are run by `test_examples`."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from dflash_backend.config import SETTINGS
 from dflash_backend.frontend.metrics import METRICS
-from dflash_client.launcher import TritonServer
-from tests.docs.conftest import DOCS, Block, addressed, blocks, first_column, page
+from tests.docs.conftest import DOCS, first_column, page
 
 PAGE = "operators.md"
 SOURCES = DOCS.parent / "dflash_backend"
-
-
-@pytest.mark.server
-@pytest.mark.parametrize("block", [block for block in blocks(PAGE) if block.language == "bash"], ids=str)
-def test_a_shell_example_runs(block: Block, server: TritonServer, tmp_path: Path) -> None:
-    command = ["bash", "-euo", "pipefail", "-c", addressed(block.text, server)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"(200\n)+|dflash:engine_ready\{.*\} 1\n", done.stdout)
 
 
 def test_the_table_of_metrics_is_that_of_the_server() -> None:

@@ -23,6 +23,7 @@ INPUTS = ("prompt", "messages")
 # Parameters that are text: what is given is taken as it is, also where it reads as a number.
 TEXTS = ("stop", "cache_salt")
 API_KEY_VARIABLE = "DFLASH_API_KEY"
+URL_VARIABLE = "DFLASH_URL"
 # Options of sampling parameters, in the order of --help; --max-tokens has a default of its own.
 SAMPLING_OPTIONS = (
     "max_tokens",
@@ -43,18 +44,16 @@ SAMPLING_OPTIONS = (
 )
 
 
-def add_connection_options(
-    parser: argparse.ArgumentParser, url: str | None = "localhost", timeout: float = 300
-) -> None:
-    """Add those that say which server, and how to reach it. Without a default `url` the option may be left out."""
+def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = True, timeout: float = 300) -> None:
+    """Add those that say which server, and how to reach it. Where no URL is needed, `url` may be None."""
     group = parser.add_argument_group("the server")
     add = group.add_argument
+    usual = f" (%(default)s, and the protocol's usual port; also from {URL_VARIABLE})" if url_needed else ""
     add(
         "--url",
-        default=url,
+        default=os.environ.get(URL_VARIABLE) or "localhost" if url_needed else None,
         metavar="URL",
-        help="HOST:PORT, or a URL: grpc://, http://, grpcs://, https://"
-        + ("" if url is None else f" ({url}, and the protocol's usual port)"),
+        help=f"HOST:PORT, or a URL: grpc://, http://, grpcs://, https://{usual}",
     )
     add("--protocol", choices=("grpc", "http"), default="grpc", help="where the URL has none (%(default)s)")
     add("--model-name", default="dflash", metavar="NAME", help="the model (%(default)s)")

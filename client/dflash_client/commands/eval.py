@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json, eval.md and eval.png there")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
-    add_connection_options(parser, url=None, timeout=600.0)
+    add_connection_options(parser, url_needed=False, timeout=600.0)
     parser.set_defaults(run=run)
 
 
