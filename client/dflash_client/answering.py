@@ -19,8 +19,8 @@ Encode = Callable[[ModelRequest], list[int]]
 class ServerAnswerer:
     """An `Answerer` over a client: `concurrency` requests are in flight at a time.
 
-    With `encode` the prompts are sent as token ids; without it messages are sent as such, and the server's chat
-    template decides what becomes of them.
+    With `encode` the prompts are sent as token ids; without it messages are sent as such, for the server's chat
+    template. Thinking is off either way, where the template knows it: the published figures are measured so.
     """
 
     def __init__(self, client: DFlashClient, concurrency: int, encode: Encode | None = None) -> None:
@@ -46,7 +46,7 @@ class ServerAnswerer:
             elif request.prompt is not None:
                 result = self._client.generate(request.prompt, **request.sampling)
             else:
-                result = self._client.generate(messages=request.messages, **request.sampling)
+                result = self._client.generate(messages=request.messages, enable_thinking=False, **request.sampling)
         except ClientError as error:
             raise EvaluationError(f"{request.where}: {error}") from None
         return Answer(result.text, result.num_output_tokens, SpecCounts.from_spec_stats(result.spec_stats))

@@ -6,7 +6,7 @@ Only types: names and values go to the server as they are, and the server says w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class Sampling(TypedDict, total=False):
@@ -32,3 +32,6 @@ class Sampling(TypedDict, total=False):
     logprobs: int | None
     num_speculative_tokens: int | None
     cache_salt: str | None
+    # For the chat template of `messages`.
+    chat_template_kwargs: Mapping[str, Any] | None
+    enable_thinking: bool | None

@@ -14,7 +14,9 @@ import pytest
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.evaluation import SpecCounts
+from dflash_backend.evaluation import ModelRequest, SpecCounts
+from dflash_client import Completion, DFlashClient, GenerationResult
+from dflash_client.answering import Encode, ServerAnswerer
 from dflash_client.cli import main
 from dflash_client.commands.progress import Progress
 from dflash_client.launcher import TritonServer
@@ -217,6 +219,27 @@ def test_a_server_that_is_not_there_names_the_question(unused_address: str, caps
 def test_a_server_of_another_kind_is_refused(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--dataset", "math", "--limit", "1", "--url", toy.grpc_url]) == 1
     assert "only a model that dflash-triton serves can be evaluated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("encode", "thinking"), [(None, False), (lambda request: [1], None)])
+def test_conversations_are_sent_with_thinking_off(encode: Encode | None, thinking: bool | None) -> None:
+    sent: list[dict[str, Any]] = []
+
+    class Client(DFlashClient):
+        def generate(self, *prompt: Any, **options: Any) -> GenerationResult:
+            sent.append(options)
+            stats = {
+                "num_drafts": 0,
+                "num_draft_tokens": 0,
+                "num_accepted_tokens": 0,
+                "num_accepted_tokens_per_pos": [],
+            }
+            return GenerationResult((Completion("x", spec_stats=stats),))
+
+    with Client("127.0.0.1:1") as client:
+        question = ModelRequest("q", None, ({"role": "user", "content": "x"},), {"max_tokens": 1})
+        ServerAnswerer(client, 1, encode).answer([question], lambda place, answer: None)
+    assert sent[0].get("enable_thinking") is thinking
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from dflash_backend.config import asset_path
+from dflash_backend.frontend.chat import OPTION_NAMES
 from dflash_backend.sampling_params import PARAMETERS
 from dflash_client.sampling import Sampling
 from tests.docs.conftest import first_column, page
@@ -22,4 +23,4 @@ def test_the_tables_of_inputs_and_outputs_are_those_of_the_model() -> None:
 def test_the_table_of_sampling_parameters_is_that_of_the_server_and_of_the_client() -> None:
     names = sorted(parameter.name for parameter in PARAMETERS)
     assert sorted(first_column(page(PAGE), "Sampling parameters")) == names
-    assert sorted(Sampling.__annotations__) == names
+    assert sorted(Sampling.__annotations__) == sorted([*names, *OPTION_NAMES])

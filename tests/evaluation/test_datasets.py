@@ -189,5 +189,5 @@ def test_without_the_datasets_library_it_says_what_to_install_or_give(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as import sees a library that is not there
-    with pytest.raises(EvaluationError, match=rf"dflash-triton\[eval\].*--dataset {name}=FILE.jsonl"):
+    with pytest.raises(EvaluationError, match=rf"install 'datasets>=4' .*--dataset {name}=FILE.jsonl"):
         load_questions([parse_source(name)])
