@@ -17,6 +17,7 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
         "run make oracle",
         "what they compute is in tests/oracle/golden, and is compared",
     ),
+    ("tests/server/test_small_shared_memory.py::", "may not mount", "a container without the right to mount"),
     ("tests/docker/test_docker.py::", "needs Prometheus's promtool", "a program that no Python package brings"),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from dflash_backend.frontend.stop_strings import StopStrings
 from dflash_backend.messages import SamplingParams
 
 REPLACEMENT = "\ufffd"
@@ -16,6 +17,10 @@ REPLACEMENT = "\ufffd"
 # a character: the others leave, so that the window does not grow with the run.
 MAX_REPLACEMENTS = 64
 MAX_INCOMPLETE = 4
+# Of a longer run of tokens that add no text, such as special ones that are skipped, only a few stay in the window. Not
+# none: at the beginning of a text a decoder may take one for the space before the first word.
+MAX_SILENT = 64
+KEPT_SILENT = 4
 
 
 class Decoder(Protocol):
@@ -54,6 +59,9 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_chars_out = 0
         self._num_context = 0
+        # The window's text, and how many tokens at its end added none of it.
+        self._text = ""
+        self._num_silent = 0
         self._stopped = False
 
     def append(self, token_ids: list[int], finished: bool) -> TextDelta:
@@ -103,6 +111,7 @@ class Detokenizer:
             return ""
         self._window += token_ids
         text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        self._note_silent(len(token_ids), text)
         complete = text if finished else _complete(text)
         delta = complete[self._num_chars_out :]
         if len(complete) < len(text):
@@ -113,64 +122,29 @@ class Detokenizer:
         # Here the window ends with a character: what is new in it becomes the context of what follows.
         if len(self._window) > self._num_context and delta:
             del self._window[: self._num_context]
-            self._num_context = len(self._window)
+            self._num_context, self._num_silent = len(self._window), 0
             text = self._tokenizer.decode(self._window, self._skip_special_tokens)
         self._num_chars_out = len(text)
+        self._text = text
         return delta
+
+    def _note_silent(self, num_tokens: int, text: str) -> None:
+        """Count the tokens at the end of the window that added no text, and keep only a few of many."""
+        self._num_silent = self._num_silent + num_tokens if text == self._text else 0
+        self._text = text
+        if self._num_silent > MAX_SILENT:
+            del self._window[KEPT_SILENT - self._num_silent :]
+            self._num_silent = KEPT_SILENT
 
     def _shorten(self) -> None:
         """Keep of a window that ends in a long run of U+FFFD its end only."""
         self._window = self._window[-MAX_REPLACEMENTS:]
-        self._num_context = len(self._window)
-        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        self._num_chars_out = max(0, len(text) - MAX_INCOMPLETE)
+        self._num_context, self._num_silent = len(self._window), 0
+        self._text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        self._num_chars_out = max(0, len(self._text) - MAX_INCOMPLETE)
 
 
 def _complete(text: str) -> str:
     """`text` without the character at its end that may be cut off."""
     complete = text.rstrip(REPLACEMENT)
     return complete if len(text) - len(complete) <= MAX_REPLACEMENTS else text[:-MAX_INCOMPLETE]
-
-
-class StopStrings:
-    """Cuts a text that comes in pieces at the stop string that is complete first.
-
-    The result does not depend on where the pieces were cut: text that may be the beginning of a stop string is held
-    back until it is clear, and of stop strings that end at the same character the longest counts.
-    """
-
-    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
-        """`include` says that the stop string itself belongs to the text."""
-        self._stops = stops
-        self._include = include
-        self._longest = max(map(len, stops))
-        self._held = ""
-        # So much of `_held` came unsearched: a stop string counts only if it ends past it.
-        self._num_unsearched = 0
-
-    def append(self, text: str, finished: bool, search: bool = True) -> tuple[str, bool]:
-        """What may leave of the text so far, and whether a stop string was found. Without `search` none that ends in
-        this piece counts."""
-        text = self._held + text
-        if not search:
-            self._num_unsearched = len(text)
-        found = [(end, end - len(stop)) for stop in self._stops if (end := self._end_of(stop, text)) >= 0]
-        if found:
-            end, start = min(found)
-            return text[: end if self._include else start], True
-        held = 0 if finished else self._num_held(text)
-        self._held = text[len(text) - held :]
-        self._num_unsearched = max(0, self._num_unsearched - (len(text) - held))
-        return text[: len(text) - held], False
-
-    def _end_of(self, stop: str, text: str) -> int:
-        """Where the first occurrence of `stop` that counts ends in `text`; -1 without one."""
-        start = text.find(stop, max(0, self._num_unsearched - len(stop) + 1))
-        return start + len(stop) if start >= 0 else -1
-
-    def _num_held(self, text: str) -> int:
-        """The length of the longest end of `text` with which a stop string could begin."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0

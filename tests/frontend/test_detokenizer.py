@@ -1,9 +1,11 @@
 """Incremental text: nothing lost, nothing torn, nothing past a stop string."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_backend.frontend.detokenizer import Detokenizer, StopStrings
+from dflash_backend.frontend.detokenizer import Detokenizer
+from dflash_backend.frontend.stop_strings import StopAutomaton, StopStrings
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import SamplingParams
 from tests.frontend.conftest import EOS, START
@@ -181,3 +183,100 @@ def test_a_part_of_a_character_adds_nothing_and_its_last_byte_all_of_it(tokenize
         detokenizer.append([byte], False)
     assert added == ["", "é"]
     assert detokenizer.would_add(EOS, True) == ""
+
+
+# The thread that turns tokens into text answers everybody: what a token costs must not grow with what came before.
+
+special_or_not = st.lists(st.one_of(st.just(START), st.integers(0, 255)), max_size=12)
+
+
+@given(head=special_or_not, count=st.integers(60, 200), tail=special_or_not, sizes=cuts)
+def test_a_long_run_of_skipped_special_tokens_changes_no_text(tokenizer, head, count, tail, sizes):
+    ids = [*head, *[START] * count, *tail]
+    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
+    assert "".join(deltas) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("head", [b"", b"abc", b"ab\xe6"], ids=["nothing", "text", "a part of a character"])
+def test_the_window_does_not_grow_with_skipped_special_tokens(tokenizer, head):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(ignore_eos=True))
+    detokenizer.append(list(head), False)
+    for _ in range(2000):
+        detokenizer.append([START], False)
+    assert len(detokenizer._window) < 100
+
+
+def test_a_character_is_whole_although_thousands_of_special_tokens_lie_in_it(tokenizer):
+    first, *rest = "漢".encode()
+    deltas, _ = run(tokenizer, [first, *[START] * 3000, *rest], [1])
+    assert "".join(deltas) == "漢"
+
+
+def test_the_demo_tokenizers_first_space_survives_a_run_of_special_tokens():
+    from dflash_backend.config import asset_path
+
+    demo = Tokenizer.load(asset_path("demo", "pair", "target"))
+    ids = [*[demo.eos_token_ids[0]] * 200, *demo.encode(" a b")]
+    assert "".join(run(demo, ids, [1], ignore_eos=True)[0]) == demo.decode(ids)
+
+
+class CountingAutomaton(StopAutomaton):
+    """Counts its look-ups."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.looks = 0
+        super().__init__(stops)
+        self.looks = 0
+        self._next = [CountingEdges(edges, self) for edges in self._next]
+
+
+class CountingEdges(dict):
+    def __init__(self, edges: dict[str, int], owner: CountingAutomaton) -> None:
+        super().__init__(edges)
+        self._owner = owner
+
+    def get(self, key, default=None):
+        self._owner.looks += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ("a" * 1023 + "b",),
+        ("a" * 1023 + "b", *["a" * 256 + "b" + "a" * (192 + i) for i in range(63)]),
+        ("a" * 1023 + "b", *["b" + "a" * (400 + i) for i in range(63)]),
+        tuple(f"stop{i}" for i in range(64)),
+    ],
+    ids=["one", "alike", "turned", "ordinary"],
+)
+def test_a_character_costs_two_look_ups_at_most_on_average_whatever_the_stop_strings_are(stops):
+    machine = CountingAutomaton(stops)
+    strings = StopStrings(stops, include=False)
+    strings._automaton = machine
+    count = 5000
+    for _ in range(count):
+        assert not strings.append("a", False)[1]
+    assert machine.looks <= 2 * count
+    assert len(strings._held) < 1024
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=40),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    sizes=cuts,
+    unsearched=st.integers(0, 3),
+)
+def test_stop_strings_are_found_where_a_search_of_the_whole_text_finds_them(text, stops, sizes, unsearched):
+    strings, parts = StopStrings(tuple(stops), include=False), pieces(text, sizes)
+    sent, stopped = "", False
+    for index, part in enumerate(parts):
+        if not stopped:
+            new, stopped = strings.append(part, index == len(parts) - 1, search=index >= unsearched)
+            sent += new
+    free = len("".join(parts[:unsearched]))
+    ends = [
+        (end, end - len(stop)) for stop in stops for end in range(free + 1, len(text) + 1) if text[:end].endswith(stop)
+    ]
+    assert stopped is bool(ends)
+    assert sent == (text[: min(ends)[1]] if ends else text)
