@@ -42,7 +42,12 @@ class TritonPythonModel:
             use_gpu_of_instance(args, os.environ)
             config = EngineConfig.load(values, os.environ, model_json=read_model_json(version / "model.json"))
             self._service = FrontendService(
-                config, args["model_name"], pb_utils, instance=args["model_instance_name"], server_pid=os.getppid()
+                config,
+                args["model_name"],
+                pb_utils,
+                instance=args["model_instance_name"],
+                version=args["model_version"],
+                server_pid=os.getppid(),
             )
         except (ConfigError, CheckpointError, EngineError) as error:
             raise pb_utils.TritonModelException(str(error)) from None

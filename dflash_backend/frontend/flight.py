@@ -46,6 +46,7 @@ class Completion:
         self.finish_reason: FinishReason | None = None
         self.stats: RequestStats | None = None
         self.num_tokens = 0
+        self.last_token_at: float | None = None
 
     def add(self, delta: TokenDelta) -> int:
         """Take new tokens; how many of them count. Those past a stop string do not."""
@@ -129,11 +130,20 @@ class Flight:
         # All of it is on its way to the engine.
         self.sent = False
 
-    def add(self, delta: TokenDelta) -> None:
-        """Take new tokens of one of the completions."""
-        count = self.completions[_index(delta.request_id)].add(delta)
-        if count and self.first_token_at is None:
-            self.first_token_at = time.monotonic()
+    def add(self, delta: TokenDelta) -> tuple[int, float]:
+        """Take new tokens of one of the completions: how many have one before them, and the mean time since that.
+
+        The tokens of a step come together and share the time since the step before; a first token has none before it.
+        """
+        now = time.monotonic()
+        completion = self.completions[_index(delta.request_id)]
+        count, before = completion.add(delta), completion.last_token_at
+        if not count:
+            return 0, 0.0
+        if self.first_token_at is None:
+            self.first_token_at = now
+        completion.last_token_at = now
+        return (count - 1, 0.0) if before is None else (count, (now - before) / count)
 
     @property
     def num_new_tokens(self) -> int:

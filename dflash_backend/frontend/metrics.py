@@ -3,6 +3,9 @@
 Reaching Triton costs a round trip between processes for every value, so values are gathered here and handed over once
 in a while. A new metric is one entry in `METRICS` and a call that feeds it.
 
+A histogram is counters to Triton: `_sum`, `_count` and, by the label `le`, `_bucket`, as Prometheus stores one. Its own
+histograms take one observation a call, which for the time of each token is a call a token; and an old Triton has none.
+
 A model with several instances has several stub processes, and Triton gives those that declare the same name and labels
 one value between them. Counters and histograms are added to, so they are the model's sums. A gauge is set, so each
 engine has its own, told apart by the label `engine`.
@@ -11,9 +14,11 @@ engine has its own, told apart by the label `engine`.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, Literal
 
@@ -22,11 +27,15 @@ from dflash_backend.messages import EngineStats
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+INFINITY = "+Inf"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric: `label` names its label besides `model`; `buckets` are a histogram's upper bounds in seconds."""
+    """One metric: `label` names its label besides `model` and `version`; `buckets` are a histogram's upper bounds, in
+    the unit that its name ends with."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -58,12 +67,38 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("dflash:engine_ready", "gauge", "1 while the engine takes requests, else 0", label="engine"),
     MetricSpec("dflash:num_requests_running", "gauge", "Requests that run", label="engine"),
     MetricSpec("dflash:num_requests_waiting", "gauge", "Requests that wait", label="engine"),
+    MetricSpec(
+        "dflash:num_requests_in_flight",
+        "gauge",
+        "Requests that were taken and not answered to the end, whatever the engine says of them",
+        label="engine",
+    ),
     MetricSpec("dflash:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1", label="engine"),
+    MetricSpec(
+        "dflash:engine_silence_seconds",
+        "gauge",
+        "Time since the engine last spoke, which it does after each step and once a second without one",
+        label="engine",
+    ),
+    MetricSpec(
+        "dflash:frontend_heartbeat_timestamp_seconds",
+        "gauge",
+        "When the thread that answers requests last brought these metrics up to date, in seconds since 1970",
+        label="engine",
+    ),
     MetricSpec(
         "dflash:time_to_first_token_seconds", "histogram", "From a request's arrival to its first token", "", _SECONDS
     ),
     MetricSpec(
         "dflash:inter_token_latency_seconds",
+        "histogram",
+        "Time between a token and the one before it, observed for each token but the first; those that one step yields "
+        "share its time",
+        "",
+        _TOKEN_SECONDS,
+    ),
+    MetricSpec(
+        "dflash:request_time_per_output_token_seconds",
         "histogram",
         "Mean time between the tokens of a request, observed once a request",
         "",
@@ -75,6 +110,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "dflash:request_queue_time_seconds", "histogram", "From a request's arrival to its first step", "", _SECONDS
     ),
+    MetricSpec("dflash:request_prompt_tokens", "histogram", "Prompt tokens of a finished request", "", _TOKENS),
+    MetricSpec("dflash:request_generation_tokens", "histogram", "Tokens of a finished completion", "", _TOKENS),
+    MetricSpec("dflash:request_params_n", "histogram", "Completions of a finished request", "", _COMPLETIONS),
     MetricSpec(
         "dflash:step_seconds", "histogram", "Time of an engine step's phases", label="phase", buckets=_STEP_SECONDS
     ),
@@ -98,43 +136,66 @@ _ENGINE_GAUGES = {
 }
 
 
+class _Histogram:
+    """Observations since the last time they were taken: how many fell into each bucket, and their sum."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.in_bucket = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int) -> None:
+        self.in_bucket[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """For each upper bound, as text, the observations that are not above it."""
+        return list(zip([*map(_number, self.bounds), INFINITY], accumulate(self.in_bucket), strict=True))
+
+
 class Metrics:
     """Gathers values; `flush` hands them to Triton. Any thread may `count`; the rest belongs to one."""
 
-    def __init__(self, pb_utils: ModuleType, model_name: str, engine: str, log: Callable[[str], None]) -> None:
-        """`engine` names this instance of the model. `log` gets a line when this Triton has no histograms: `_sum` and
-        `_count` counters stand in then."""
+    def __init__(
+        self,
+        pb_utils: ModuleType,
+        model_name: str,
+        engine: str,
+        log: Callable[[str], None],
+        version: str = "1",
+        enabled: bool = True,
+    ) -> None:
+        """`engine` names this instance of the model, `version` is the model's. `log` hears once when Triton takes no
+        values. Without `enabled` nothing reaches Triton, and no metric is on its page."""
         self._pb = pb_utils
-        self._model = model_name
+        self._labels = {"model": model_name, "version": version}
         self._engine = engine
         self._log = log
+        self._enabled = enabled
         self._has_failed = False
-        self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")
-        if not self._has_histograms:
-            log("this Triton has no histogram metrics; counters that end in _sum and _count stand in for them")
         self._specs = {spec.name: spec for spec in METRICS}
         self._families: dict[str, Any] = {}
-        self._metrics: dict[tuple[str, str], Any] = {}
+        self._metrics: dict[tuple[str, str, str], Any] = {}
         self._counts_lock = threading.Lock()
-        self._counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._counts: defaultdict[tuple[str, str, str], float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
-        self._observations: list[tuple[str, str, float]] = []
+        self._histograms: dict[tuple[str, str], _Histogram] = {}
         self._last = EngineStats()
-        for spec in METRICS:
-            self._declare(spec)
+        if enabled:
+            for spec in METRICS:
+                self._declare(spec)
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""
         with self._counts_lock:
-            self._counts[name, label] += amount
+            self._counts[name, label, ""] += amount
 
-    def observe(self, name: str, seconds: float, label: str = "") -> None:
-        """Add an observation to a histogram."""
-        if self._has_histograms:
-            self._observations.append((name, label, seconds))
-        else:
-            self.count(name + "_sum", seconds, label)
-            self.count(name + "_count", 1, label)
+    def observe(self, name: str, value: float, label: str = "", times: int = 1) -> None:
+        """Add an observation to a histogram, or several alike."""
+        histogram = self._histograms.get((name, label))
+        if histogram is None:
+            histogram = self._histograms[name, label] = _Histogram(self._specs[name].buckets)
+        histogram.observe(value, times)
 
     def observe_step(self, phase_seconds: Mapping[str, float]) -> None:
         """Add the times of an engine step's phases."""
@@ -161,29 +222,42 @@ class Metrics:
     def forget_engine(self) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
         self._last = EngineStats()
-        for spec in METRICS:
-            if spec.kind == "gauge":
-                self._gauges[spec.name] = 0.0
+        for name in (*_ENGINE_GAUGES.values(), "dflash:engine_ready", "dflash:engine_silence_seconds"):
+            self._gauges[name] = 0.0
 
     def flush(self) -> None:
         """Hand over what has changed since the last time. What Triton does not take waits for the next time; the log
         says so once."""
+        self._count_histograms()
         with self._counts_lock:
             counts, self._counts = self._counts, defaultdict(float)
-        for (name, label), amount in counts.items():
-            if not self._tell(name, label, "increment", amount):
-                self.count(name, amount, label)
+        if not self._enabled:
+            return
+        for key, amount in counts.items():
+            if not self._tell(key, "increment", amount):
+                with self._counts_lock:
+                    self._counts[key] += amount
         # Also those that have not changed: while a model is replaced, two instances of the same name set one gauge.
         for name, value in self._gauges.items():
-            self._tell(name, self._engine, "set", value)
-        observations, self._observations = self._observations, []
-        for name, label, value in observations:
-            self._tell(name, label, "observe", value)
+            self._tell((name, self._engine, ""), "set", value)
 
-    def _tell(self, name: str, label: str, action: str, value: float) -> bool:
+    def _count_histograms(self) -> None:
+        """Turn the observations into counts."""
+        histograms, self._histograms = self._histograms, {}
+        with self._counts_lock:
+            for (name, label), histogram in histograms.items():
+                buckets = histogram.cumulative()
+                for bound, number in buckets:
+                    # Also by 0 for a new one: all buckets of a histogram are on the page, or a quantile is wrong.
+                    if number or (f"{name}_bucket", label, bound) not in self._metrics:
+                        self._counts[f"{name}_bucket", label, bound] += number
+                self._counts[f"{name}_sum", label, ""] += histogram.sum
+                self._counts[f"{name}_count", label, ""] += buckets[-1][1]
+
+    def _tell(self, key: tuple[str, str, str], action: str, value: float) -> bool:
         """Do `action` of a metric; False when Triton did not take it."""
         try:
-            getattr(self._metric(name, label), action)(value)
+            getattr(self._metric(*key), action)(value)
         except Exception as error:  # noqa: BLE001 - whatever Triton raises: a figure is missing, and no more
             if not self._has_failed:
                 self._log(f"metrics could not be handed to Triton: {error}")
@@ -192,27 +266,36 @@ class Metrics:
         return True
 
     def _declare(self, spec: MetricSpec) -> None:
-        """Make the metric's family; metrics without a further label are on the page from the start."""
-        kinds = self._pb.MetricFamily
-        if spec.kind == "histogram" and not self._has_histograms:
-            for part, words in (("_sum", "sum in seconds"), ("_count", "number of observations")):
-                self._declare(MetricSpec(spec.name + part, "counter", f"{spec.help}: {words}", spec.label))
-            return
-        kind = {"counter": kinds.COUNTER, "gauge": kinds.GAUGE}.get(spec.kind) or kinds.HISTOGRAM
+        """Make the metric's families; metrics without a further label are on the page from the start."""
         self._specs[spec.name] = spec
+        if spec.kind == "histogram":
+            for part, words in (("sum", "sum"), ("count", "number"), ("bucket", "number up to le")):
+                name, text = f"{spec.name}_{part}", f"{spec.help}: {words} of the observations"
+                self._declare(MetricSpec(name, "counter", text, spec.label, spec.buckets if part == "bucket" else ()))
+            return
+        kinds = self._pb.MetricFamily
+        kind = kinds.COUNTER if spec.kind == "counter" else kinds.GAUGE
         self._families[spec.name] = kinds(name=spec.name, description=spec.help, kind=kind)
+        bounds = [*map(_number, spec.buckets), INFINITY] if spec.buckets else [""]
         if spec.kind == "gauge":
             self._metric(spec.name, self._engine)
         elif not spec.label:
-            self._metric(spec.name, "")
+            for bound in bounds:
+                self._metric(spec.name, "", bound)
 
-    def _metric(self, name: str, label: str) -> Any:
-        metric = self._metrics.get((name, label))
+    def _metric(self, name: str, label: str, bound: str = "") -> Any:
+        metric = self._metrics.get((name, label, bound))
         if metric is None:
             spec = self._specs[name]
-            labels = {"model": self._model}
+            labels = dict(self._labels)
             if spec.label:
                 labels[spec.label] = label
-            options = {"buckets": list(spec.buckets)} if spec.kind == "histogram" else {}
-            metric = self._metrics[name, label] = self._families[name].Metric(labels=labels, **options)
+            if bound:
+                labels["le"] = bound
+            metric = self._metrics[name, label, bound] = self._families[name].Metric(labels=labels)
         return metric
+
+
+def _number(value: float) -> str:
+    """A bound as Prometheus's own libraries write it: 0.005, 1, 100000."""
+    return f"{value:.15g}"

@@ -49,6 +49,10 @@ from dflash_backend.sampling_params import ParameterError
 # How old the metrics page may be: while something happens, and otherwise.
 METRICS_BUSY_S = 0.25
 METRICS_IDLE_S = 1.0
+# It is brought up to date before a request's last response leaves, but where very many end every second: this costs at
+# most this share of the output thread's time, and then the page is so old at most.
+METRICS_ENDED_SHARE = 0.1
+METRICS_ENDED_S = 0.05
 # How long the output thread sleeps when there is no request to ask about.
 IDLE_S = 0.25
 # Requests in flight may finish for so long when the model is unloaded.
@@ -76,12 +80,14 @@ class FrontendService:
         pb_utils: ModuleType,
         command: Sequence[str] | None = None,
         instance: str = "",
+        version: str = "1",
         server_pid: int = 0,
         abandon: Callable[[], None] = end_process,
     ) -> None:
         """Load the tokenizer and start the engine process, by `command` unless it is the usual one.
 
-        `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
+        `instance` is Triton's name of the model instance, by default that of a model's first one, and `version` the
+        model's. This process ends
         with the process `server_pid`, if one is given. `abandon` is called when the output thread has died of an error,
         or the server has ended. Raises `ConfigError`, `CheckpointError` or `EngineError` with a
         sentence for the operator.
@@ -102,8 +108,8 @@ class FrontendService:
         # Set when the output thread must end, whatever is still in flight, and by that thread when it has.
         self._ended = False
         self._drained = threading.Event()
-        self._flushed_at = 0.0
-        self._stale = False
+        self._flushed_at = self._next_ended_report_at = 0.0
+        self._stale = self._has_ended = False
         settings = sorted(config.as_strings().items())
         self._log.info("settings: " + " ".join(f"{name}={value}" for name, value in settings))
         target_dir = resolve_target_dir(config)
@@ -122,7 +128,14 @@ class FrontendService:
             raise
         self._engine.wait_until_ready()
         # Last: Triton 2.51 crashes when a model that has made metrics fails to load while it replaces one that serves.
-        self._metrics = Metrics(pb_utils, model_name, instance or f"{model_name}_0_0", self._log.info)
+        self._metrics = Metrics(
+            pb_utils,
+            model_name,
+            instance or f"{model_name}_0_0",
+            self._log.warning,
+            version,
+            enabled=config.report_custom_metrics is not False,
+        )
         self._num_restarts = 0
         self._log.info(f"ready: {self._engine.ready.description}")
         self._report(time.monotonic())
@@ -279,6 +292,8 @@ class FrontendService:
     def _turn(self) -> None:
         """Read what the engine has said, answer, and do what is due now and then."""
         patience_s = self._cancellations.timeout_s() if self._flights else IDLE_S
+        if self._has_ended:
+            patience_s = min(patience_s, METRICS_ENDED_S)
         try:
             outputs = self._engine.receive(int(patience_s * 1000))
         except EngineLost as lost:
@@ -291,27 +306,36 @@ class FrontendService:
         touched: dict[str, Flight] = {}
         for message in outputs:
             self._take(message, touched)
+        ending = [flight for flight in touched.values() if flight.ended and flight.request_id in self._flights]
         for flight in touched.values():
-            self._answer(flight)
+            if not flight.ended:
+                self._answer(flight)
+        if ending:
+            self._finish(ending)
         now = time.monotonic()
         self._heartbeat.beat(now)
         self._check_cancelled(now)
         self._stale = self._stale or bool(outputs or self._flights)
-        if now - self._flushed_at >= (METRICS_BUSY_S if self._stale else METRICS_IDLE_S):
+        due_s = METRICS_ENDED_S if self._has_ended else METRICS_BUSY_S if self._stale else METRICS_IDLE_S
+        if now - self._flushed_at >= due_s:
             self._report(now)
         if self._closing and not self._flights:
             self._drained.set()
 
-    def _report(self, now: float) -> None:
-        """Bring the metrics page up to date, and write the line of the minute."""
+    def _report(self, now: float, num_ending: int = 0) -> None:
+        """Bring the metrics page up to date, and write the line of the minute. `num_ending` of the requests in flight
+        are about to get their last response."""
         restarts = self._engine.num_restarts
         if restarts != self._num_restarts:
             self._metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
             self._num_restarts = restarts
         self._metrics.set("dflash:engine_ready", float(self.ready))
+        self._metrics.set("dflash:num_requests_in_flight", float(len(self._flights) - num_ending))
+        self._metrics.set("dflash:engine_silence_seconds", self._engine.silence_s)
+        self._metrics.set("dflash:frontend_heartbeat_timestamp_seconds", time.time())
         self._metrics.flush()
         self._flushed_at = now
-        self._stale = False
+        self._stale = self._has_ended = False
         if (line := self._activity.line(now)) is not None:
             self._log.info(line)
 
@@ -342,11 +366,13 @@ class FrontendService:
     def _add(self, flight: Flight, delta: TokenDelta) -> bool:
         """Add new tokens to their request; False when that ended it with an error."""
         try:
-            flight.add(delta)
+            num_gaps, gap_s = flight.add(delta)
         except Exception as error:  # noqa: BLE001 - a fault in one request's text must not reach the others
             self._log.error(f"request {flight.request_id} failed: {one_line(error)}")
             self._give_up(flight, "INTERNAL", f"the new tokens could not be turned into text: {one_line(error)}")
             return False
+        if num_gaps:
+            self._metrics.observe("dflash:inter_token_latency_seconds", gap_s, times=num_gaps)
         if flight.num_bytes > self._max_response_bytes:
             self._give_up(
                 flight,
@@ -369,14 +395,32 @@ class FrontendService:
             self._log.error(f"request {flight.request_id} failed: {reason}")
             self._give_up(flight, "INTERNAL", reason)
             return
-        # What a client is told of is what counts: one that is refused or cancelled before that has got no token.
-        if first:
-            self._metrics.count("dflash:prompt_tokens_total", len(flight.parsed.prompt_token_ids))
-        self._metrics.count("dflash:generation_tokens_total", new_tokens)
         flight.clear()
         if final:
             del self._flights[flight.request_id]
+        else:
+            self._count_tokens(flight, new_tokens, first)
+
+    def _finish(self, flights: list[Flight]) -> None:
+        """Send the last responses of requests. They are counted and on the metrics page first: who asks for that page
+        with the answer in hand finds it there, unless very many requests end every second."""
+        for flight in flights:
+            self._count_tokens(flight, flight.num_new_tokens, not flight.answered)
             self._count_finished(flight)
+        self._has_ended = True
+        started = time.monotonic()
+        if started >= self._next_ended_report_at:
+            self._report(started, len(flights))
+            ended = time.monotonic()
+            self._next_ended_report_at = ended + (ended - started) / METRICS_ENDED_SHARE
+        for flight in flights:
+            self._answer(flight)
+
+    def _count_tokens(self, flight: Flight, new_tokens: int, first: bool) -> None:
+        """What a client is told of is what counts: one that is refused or cancelled before that has got no token."""
+        if first:
+            self._metrics.count("dflash:prompt_tokens_total", len(flight.parsed.prompt_token_ids))
+        self._metrics.count("dflash:generation_tokens_total", new_tokens)
 
     def _give_up(self, flight: Flight, status: str, message: str) -> None:
         """End a request that the engine still works on, with an error. The others go on."""
@@ -385,10 +429,13 @@ class FrontendService:
             self._refuse(flight.responder, status, message)
 
     def _count_finished(self, flight: Flight) -> None:
-        """Each of the latencies is observed once a request, also when it has several completions."""
+        """Each of these is observed once a request, also when it has several completions, but for what each yielded."""
         metrics, now = self._metrics, time.monotonic()
         for completion in flight.completions:
             metrics.count("dflash:request_success_total", 1, str(completion.finish_reason))
+            metrics.observe("dflash:request_generation_tokens", completion.num_tokens)
+        metrics.observe("dflash:request_prompt_tokens", len(flight.parsed.prompt_token_ids))
+        metrics.observe("dflash:request_params_n", len(flight.completions))
         metrics.observe("dflash:e2e_request_latency_seconds", now - flight.submitted_at)
         metrics.observe("dflash:request_queue_time_seconds", flight.queue_time_s)
         if flight.first_token_at is None:
@@ -396,7 +443,8 @@ class FrontendService:
         metrics.observe("dflash:time_to_first_token_seconds", flight.first_token_at - flight.submitted_at)
         longest = max(completion.num_tokens for completion in flight.completions)
         if longest > 1:
-            metrics.observe("dflash:inter_token_latency_seconds", (now - flight.first_token_at) / (longest - 1))
+            mean_s = (now - flight.first_token_at) / (longest - 1)
+            metrics.observe("dflash:request_time_per_output_token_seconds", mean_s)
 
     def _check_cancelled(self, now: float) -> None:
         """Ask Triton for some of the requests whether their client is still there."""
@@ -432,3 +480,4 @@ class FrontendService:
         if not responder.fail(status, message):
             self._log.error(f"a client could not be told of its error: {status}: {message}")
         self._metrics.count("dflash:request_errors_total", 1, status)
+        self._stale = True

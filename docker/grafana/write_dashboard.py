@@ -40,7 +40,7 @@ def gauge(metric: str) -> str:
 
 
 def times(metric: str) -> tuple[tuple[str, str], ...]:
-    """A histogram's mean and percentiles. A Triton without histogram metrics has the mean alone."""
+    """A histogram's mean and percentiles."""
     buckets = rate(f"{metric}_bucket", "model, le")
     mean = ("mean {{model}}", f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}")
     return (mean, *((f"p{p} {{{{model}}}}", f"histogram_quantile({p / 100}, {buckets})") for p in (50, 99)))
@@ -84,13 +84,26 @@ PANELS: tuple[Panel, ...] = (
         "Time between tokens",
         "s",
         times("inter_token_latency_seconds"),
-        "The mean over a request's tokens, observed once for each request.",
+        "Observed for each token but the first; the tokens that one step yields share its time.",
     ),
     Panel("Whole request", "s", times("e2e_request_latency_seconds")),
     Panel(
+        "Time per token of a request",
+        "s",
+        times("request_time_per_output_token_seconds"),
+        "The mean over a request's tokens, observed once for each request.",
+    ),
+    Panel("Prompt tokens of a request", "short", times("request_prompt_tokens")),
+    Panel("Tokens of a completion", "short", times("request_generation_tokens")),
+    Panel("Completions of a request", "short", times("request_params_n")),
+    Panel(
         "Requests",
         "short",
-        (("running {{model}}", gauge("num_requests_running")), ("waiting {{model}}", gauge("num_requests_waiting"))),
+        (
+            ("running {{model}}", gauge("num_requests_running")),
+            ("waiting {{model}}", gauge("num_requests_waiting")),
+            ("in flight {{model}}", gauge("num_requests_in_flight")),
+        ),
     ),
     Panel("Wait in the queue", "s", times("request_queue_time_seconds")),
     Panel(
@@ -125,6 +138,18 @@ PANELS: tuple[Panel, ...] = (
                 f"{rate('step_seconds_sum', 'model, phase')} / {rate('step_seconds_count', 'model, phase')}",
             ),
         ),
+    ),
+    Panel(
+        "Silence of the engine",
+        "s",
+        (("{{model}} {{engine}}", f"dflash:engine_silence_seconds{{{WHERE}}}"),),
+        "It speaks after each step and once a second without one: a line that climbs is a hang or a very long step.",
+    ),
+    Panel(
+        "Age of the frontend's heartbeat",
+        "s",
+        (("{{model}} {{engine}}", f"time() - dflash:frontend_heartbeat_timestamp_seconds{{{WHERE}}}"),),
+        "A line that climbs: Triton's stub is dead or hangs.",
     ),
     Panel("Engines ready", "short", (("{{model}} {{engine}}", f"dflash:engine_ready{{{WHERE}}}"),)),
     Panel(

@@ -29,7 +29,7 @@ DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8"))
 
-LABELS = {"instance", "job", "model", "engine", "le"} | {spec.label for spec in METRICS}
+LABELS = {"instance", "job", "model", "version", "engine", "le"} | {spec.label for spec in METRICS}
 
 
 def read(*parts: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,8 @@ class Sender:
         self.failures = 0
         self.unreachable = False
         self.misuse: list[str] = []
+        # Called before the last response is sent.
+        self.before_last: Callable[[], None] = lambda: None
         self._ended = False
         self._responses: queue.Queue[tuple[InferenceResponse | None, int]] = queue.Queue()
 
@@ -69,6 +72,8 @@ class Sender:
             self.misuse.append("a response after the last one")
             raise TritonModelException("Unable to send response. Response sender has been closed.")
         self._ended = bool(flags & FINAL)
+        if self._ended:
+            self.before_last()
         if self.failures:
             self.failures -= 1
             raise TritonModelException(
@@ -134,14 +139,13 @@ def as_input(value: Any) -> Any:
 
 
 class FakeTriton:
-    """The module. `values` and `observed` are what the metrics were told, by name and labels; `buckets` are the bounds
-    of each histogram; `lines` is the log."""
+    """The module. `values` are those of the metrics by name and labels, without model and version; `lines` is the
+    log."""
 
-    def __init__(self, histograms: bool = True) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
+        self.labels: list[dict[str, str]] = []
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
-        self.observed: dict[str, list[float]] = defaultdict(list)
-        self.buckets: dict[str, list[float]] = {}
         self.Tensor, self.InferenceResponse, self.TritonError = Tensor, InferenceResponse, TritonError
         self.TritonModelException = TritonModelException
         self.metrics_fail = False
@@ -156,24 +160,30 @@ class FakeTriton:
             def __init__(self, name: str, description: str, kind: str) -> None:
                 self.name = name
 
-            def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Any:
-                others = [labels[name] for name in labels if name != "model"]
+            def Metric(self, labels: dict[str, str]) -> Any:
+                fake.labels.append(labels)
+                others = [labels[name] for name in labels if name not in ("model", "version")]
                 key = (self.name, *others)
                 fake.values[key] += 0
-                if buckets is not None:
-                    fake.buckets[self.name] = buckets
 
                 def change(new: float) -> None:
                     if fake.metrics_fail:
                         raise TritonModelException("no shared memory is left for a metric")
                     fake.values[key] = new
 
-                return SimpleNamespace(
-                    increment=lambda v: change(fake.values[key] + v),
-                    set=change,
-                    observe=fake.observed[self.name].append,
-                )
+                return SimpleNamespace(increment=lambda v: change(fake.values[key] + v), set=change)
 
-        if histograms:
-            MetricFamily.HISTOGRAM = "histogram"  # type: ignore[attr-defined]
         self.MetricFamily = MetricFamily
+
+    def observed(self, name: str, *labels: str) -> tuple[float, float]:
+        """How many observations a histogram has, and their sum."""
+        count, total = (self.values[(f"{name}_{part}", *labels)] for part in ("count", "sum"))
+        return count, total
+
+    def buckets(self, name: str) -> dict[str, float]:
+        """A histogram's observations up to each of its bounds."""
+        return {key[1]: value for key, value in self.values.items() if key[0] == f"{name}_bucket"}
+
+    def bounds(self, name: str) -> list[float]:
+        """A histogram's bounds, the last one infinite."""
+        return sorted({float(key[-1]) for key in self.values if key[0] == f"{name}_bucket"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -34,13 +35,13 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         for module in ("service", "flight"):
-            stand_in = SimpleNamespace(monotonic=lambda: self.now)
+            stand_in = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
             monkeypatch.setattr(f"dflash_backend.frontend.{module}.time", stand_in)
         add = Flight.add
 
-        def add_later(flight: Flight, delta: TokenDelta) -> None:
+        def add_later(flight: Flight, delta: TokenDelta) -> tuple[int, float]:
             self.now += self.SECONDS_PER_DELTA
-            add(flight, delta)
+            return add(flight, delta)
 
         monkeypatch.setattr(Flight, "add", add_later)
 
@@ -51,14 +52,17 @@ def test_latencies_are_measured_between_the_events_that_they_are_named_after(ser
     submit(service, "ab", max_tokens=15).all()
     assert clock.now == 1010.0
     service.close()
-    observed = {name: times for name, times in triton.observed.items() if times}
-    assert observed["dflash:time_to_first_token_seconds"] == [2.0]
-    assert observed["dflash:e2e_request_latency_seconds"] == [10.0]
-    assert observed["dflash:inter_token_latency_seconds"] == [pytest.approx(8.0 / 14)]
-    assert observed["dflash:request_queue_time_seconds"] == [0.5]
+    assert triton.observed("dflash:time_to_first_token_seconds") == (1, 2.0)
+    assert triton.observed("dflash:e2e_request_latency_seconds") == (1, 10.0)
+    assert triton.observed("dflash:request_time_per_output_token_seconds") == (1, pytest.approx(8.0 / 14))
+    assert triton.observed("dflash:request_queue_time_seconds") == (1, 0.5)
+    # Two tokens came with the first one, and four times three came together, two seconds after those before.
+    assert triton.observed("dflash:inter_token_latency_seconds") == (14, pytest.approx(8.0))
+    buckets = triton.buckets("dflash:inter_token_latency_seconds")
+    assert [buckets[bound] for bound in ("0.0005", "0.5", "1", "+Inf")] == [2, 2, 14, 14]
 
 
 def test_of_several_completions_the_first_to_run_ends_the_wait(service, triton):
     submit(service, "ab", max_tokens=6, sampling={"n": 3}).all()
     service.close()
-    assert triton.observed["dflash:request_queue_time_seconds"] == [0.5]
+    assert triton.observed("dflash:request_queue_time_seconds") == (1, 0.5)

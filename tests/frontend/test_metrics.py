@@ -1,5 +1,7 @@
 """What reaches Triton's metrics page."""
 
+import math
+
 from dflash_backend.frontend.metrics import METRICS, Metrics
 from dflash_backend.messages import EngineStats
 from tests.frontend.fake_triton import FakeTriton
@@ -21,18 +23,61 @@ def test_every_metric_without_further_labels_is_there_from_the_start():
     triton = FakeTriton()
     Metrics(triton, "m", "m_0_0", triton.lines.append)
     assert triton.values["dflash:num_preemptions_total",] == 0
-    assert ("dflash:e2e_request_latency_seconds",) in triton.values
+    assert ("dflash:e2e_request_latency_seconds_count",) in triton.values
+    assert set(triton.buckets("dflash:request_params_n")) == {"1", "2", "5", "10", "20", "50", "+Inf"}
 
 
-def test_a_triton_without_histograms_gets_sums_and_counts_and_the_log_says_so_once():
-    triton = FakeTriton(histograms=False)
+def test_a_histogram_is_counters_of_what_is_not_above_each_bound():
+    triton = FakeTriton()
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
-    metrics.observe("dflash:e2e_request_latency_seconds", 0.25)
-    metrics.observe("dflash:e2e_request_latency_seconds", 0.5)
+    metrics.observe("dflash:request_params_n", 2)
+    metrics.observe("dflash:request_params_n", 7, times=3)
     metrics.flush()
-    assert triton.values["dflash:e2e_request_latency_seconds_sum",] == 0.75
-    assert triton.values["dflash:e2e_request_latency_seconds_count",] == 2
-    assert len([line for line in triton.lines if "_sum and _count" in line]) == 1
+    metrics.observe("dflash:request_params_n", 64)
+    metrics.flush()
+    assert triton.observed("dflash:request_params_n") == (5, 2 + 3 * 7 + 64)
+    assert triton.buckets("dflash:request_params_n") == {
+        "1": 0, "2": 1, "5": 1, "10": 4, "20": 4, "50": 4, "+Inf": 5
+    }  # fmt: skip
+
+
+def test_every_bucket_of_a_histogram_by_label_is_there_with_its_first_observation():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.observe_step({"verify": 0.03})
+    metrics.flush()
+    buckets = {
+        key[2]: value for key, value in triton.values.items() if key[:2] == ("dflash:step_seconds_bucket", "verify")
+    }
+    assert (buckets["0.025"], buckets["0.05"], buckets["+Inf"]) == (0, 1, 1)
+    assert len(buckets) == 14
+
+
+def test_every_metric_has_the_models_name_and_version():
+    triton = FakeTriton()
+    Metrics(triton, "m", "m_0_0", triton.lines.append, version="3")
+    assert {(labels["model"], labels["version"]) for labels in triton.labels} == {("m", "3")}
+
+
+def test_metrics_that_are_switched_off_reach_no_page():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, enabled=False)
+    metrics.count("dflash:engine_restarts_total")
+    metrics.observe_step({"verify": 0.03})
+    metrics.set("dflash:engine_ready", 1.0)
+    metrics.flush()
+    assert not triton.values
+
+
+def test_an_engine_that_is_gone_leaves_the_frontends_gauges_alone():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.follow(EngineStats(num_requests_running=4))
+    metrics.set("dflash:frontend_heartbeat_timestamp_seconds", 1.7e9)
+    metrics.forget_engine()
+    metrics.flush()
+    assert triton.values["dflash:num_requests_running", "m_0_0"] == 0
+    assert triton.values["dflash:frontend_heartbeat_timestamp_seconds", "m_0_0"] == 1.7e9
 
 
 def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it():
@@ -74,8 +119,9 @@ def test_histograms_have_the_buckets_of_the_table_in_their_own_unit():
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
     metrics.observe_step({"verify": 0.1})
     metrics.flush()
-    assert triton.buckets == {spec.name: list(spec.buckets) for spec in METRICS if spec.kind == "histogram"}
-    seconds = {name: bounds for name, bounds in triton.buckets.items() if name.endswith("_seconds")}
+    shown = {spec.name: triton.bounds(spec.name) for spec in METRICS if spec.kind == "histogram"}
+    assert shown == {spec.name: [*spec.buckets, math.inf] for spec in METRICS if spec.kind == "histogram"}
+    seconds = {name: bounds[:-1] for name, bounds in shown.items() if name.endswith("_seconds")}
     assert len(seconds) >= 5
     for name, bounds in seconds.items():
         assert bounds == sorted(set(bounds)), name

@@ -173,7 +173,10 @@ def test_decoded_tokens_of_each_response_join_to_its_text(service):
 def test_the_times_of_a_steps_phases_are_observed(service, triton):
     submit(service, "ab", 3).all()
     service.close()
-    assert set(triton.observed["dflash:step_seconds"]) == {0.25, 0.125}
+    steps, verify_s = triton.observed("dflash:step_seconds", "verify")
+    assert steps > 0
+    assert verify_s == steps * 0.25
+    assert triton.observed("dflash:step_seconds", "draft") == (steps, steps * 0.125)
 
 
 def test_bad_requests_are_answered_and_the_others_go_on(service):
@@ -269,8 +272,8 @@ def test_requests_are_counted_by_how_they_ended(service, triton):
     assert triton.values["dflash:request_errors_total", "INVALID_ARGUMENT"] == 1
     assert triton.values["dflash:generation_tokens_total",] == 6 + 3 * 2
     assert triton.values["dflash:num_requests_running", "dflash_0_0"] == 0
-    assert len(triton.observed["dflash:time_to_first_token_seconds"]) == 2
-    assert triton.observed["dflash:request_queue_time_seconds"] == [0.5, 0.5]
+    assert triton.observed("dflash:time_to_first_token_seconds")[0] == 2
+    assert triton.observed("dflash:request_queue_time_seconds") == (2, 1.0)
 
 
 # What Triton does not take must end one request and no more.
@@ -482,3 +485,43 @@ def test_this_process_ends_with_the_server(model_dir, triton):
     assert ended.wait(WAIT_S)
     service.close()
     server.wait()
+
+
+def test_tokens_prompts_and_completions_are_observed_as_vllm_does(service, triton):
+    submit(service, "abc", max_tokens=7).all()
+    submit(service, "ab", max_tokens=5, sampling={"n": 3}).all()
+    submit(service, "a", max_tokens=1).all()
+    service.close()
+    # Each token but the first of a completion.
+    assert triton.observed("dflash:inter_token_latency_seconds")[0] == 6 + 3 * 4
+    assert triton.observed("dflash:request_time_per_output_token_seconds")[0] == 2
+    assert triton.observed("dflash:request_prompt_tokens") == (3, 3 + 2 + 1)
+    assert triton.observed("dflash:request_generation_tokens") == (5, 7 + 3 * 5 + 1)
+    assert triton.observed("dflash:request_params_n") == (3, 1 + 3 + 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_metrics_page_has_a_request_before_its_client_has_the_end_of_the_answer(service, triton, stream):
+    names = ("dflash:generation_tokens_total", "dflash:e2e_request_latency_seconds_count")
+    for number in range(1, 6):
+        pages: list[list[float]] = []
+        request = Request(sampling_parameters=json.dumps({"max_tokens": 6}), text_input="ab", stream=stream)
+        request.sender.before_last = lambda pages=pages: pages.append([triton.values[name,] for name in names])
+        service.submit(request)
+        request.sender.all()
+        assert pages == [[6.0 * number, float(number)]]
+        # At a rate that leaves the time for it.
+        time.sleep(0.2)
+
+
+def test_gauges_tell_of_a_hanging_engine_what_the_frontend_knows(service, triton):
+    eventually(lambda: triton.values["dflash:frontend_heartbeat_timestamp_seconds", "dflash_0_0"] > time.time() - 5)
+    os.kill(service._engine.engine.pid, signal.SIGSTOP)
+    sender = submit(service, "ab", max_tokens=6)
+    eventually(lambda: triton.values["dflash:num_requests_in_flight", "dflash_0_0"] == 1)
+    eventually(lambda: triton.values["dflash:engine_silence_seconds", "dflash_0_0"] > 1)
+    assert triton.values["dflash:num_requests_running", "dflash_0_0"] == 0
+    os.kill(service._engine.engine.pid, signal.SIGCONT)
+    sender.all()
+    eventually(lambda: triton.values["dflash:num_requests_in_flight", "dflash_0_0"] == 0)
+    eventually(lambda: triton.values["dflash:engine_silence_seconds", "dflash_0_0"] < 1)
