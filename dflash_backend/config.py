@@ -138,6 +138,8 @@ SETTINGS: tuple[Setting, ...] = (
         help="directory or hub id of the DFlash drafter; auto: the demo drafter with the demo target, else what "
         "the target's checkpoint names; empty: no speculation",
     ),
+    Setting("target_revision", str, "", "branch, tag or commit of a target from the hub; empty: its main branch"),
+    Setting("draft_revision", str, "", "branch, tag or commit of a drafter from the hub; empty: its main branch"),
     Setting(
         "num_speculative_tokens",
         int,
@@ -311,6 +313,8 @@ class EngineConfig:
 
     target_model: str = ""
     draft_model: str | None = None
+    target_revision: str = ""
+    draft_revision: str = ""
     num_speculative_tokens: int | None = None
     causal: bool | None = None
     draft_sample_method: str = "probabilistic"
@@ -408,6 +412,7 @@ _OTHER_NAMES = {
     "model": "target_model",
     "target": "target_model",
     "draft": "draft_model",
+    "revision": "target_revision",
     "drafter": "draft_model",
     "speculative_model": "draft_model",
     "max_seq_len": "max_model_len",

@@ -418,7 +418,8 @@ def _with_settings(environ: Mapping[str, str], settings: Mapping[str, str]) -> d
     result = dict(environ)
     for name, value in settings.items():
         check_setting(name, value, "--set")
-        if name in ("target_model", "draft_model") and Path(value).is_dir():
+        # Empty is no directory, but no drafter.
+        if name in ("target_model", "draft_model") and value and Path(value).is_dir():
             value = str(Path(value).resolve())
         result[environment_name(name)] = value
     EngineConfig.from_values(environment_settings(result), "environment")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_backend.checkpoints.errors import CheckpointError
-from dflash_backend.checkpoints.files import READ_PATTERNS, check_files
+from dflash_backend.checkpoints.files import check_files
+from dflash_backend.checkpoints.hub import Report, from_hub
 from dflash_backend.checkpoints.json_reader import JsonReader, shown
 from dflash_backend.checkpoints.pairing import check_pair
 from dflash_backend.checkpoints.spec import DraftSpec, TargetSpec
@@ -35,9 +36,10 @@ class ModelDirs:
     warning: str | None = None
 
 
-def resolve_target_dir(config: EngineConfig) -> Path:
-    """The directory of the target and its tokenizer. Raises `CheckpointError`."""
-    return resolve_dirs(config).target
+def resolve_target_dir(config: EngineConfig, report: Report | None = None) -> Path:
+    """The directory of the target and its tokenizer; both models are there then. `report` gets lines on a download.
+    Raises `CheckpointError`."""
+    return resolve_dirs(config, report).target
 
 
 def resolve_pair(config: EngineConfig) -> ModelPair:
@@ -56,44 +58,44 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
     return ModelPair(target, draft if k else None, k, dirs.warning)
 
 
-def resolve_dirs(config: EngineConfig) -> ModelDirs:
+def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDirs:
     """Find both models. Raises `CheckpointError`.
 
     A speculators drafter names its target: given as `target_model`, or as `draft_model` with `target_model` unset, it
-    is enough. A target that is set by hand wins over the one that the drafter names.
+    is enough. A target that is set by hand wins over the one that the drafter names. `report` gets lines on a download.
     """
     if config.target_model:
-        directory = find_model(config.target_model, "target_model")
+        directory = find_model(config.target_model, "target_model", config.target_revision, report)
         if not is_drafter(directory):
-            return _with_target(config, directory)
+            return _with_target(config, directory, report)
         if config.draft_model == "":
-            return ModelDirs(verifier_dir(directory), None)
+            return ModelDirs(verifier_dir(directory, report=report), None)
         if config.draft_model:
             raise CheckpointError(
                 f"target_model is '{config.target_model}', which is a drafter, and draft_model is "
                 f"'{config.draft_model}'; set target_model to the target, or leave draft_model unset"
             )
-        return ModelDirs(verifier_dir(directory), directory)
+        return ModelDirs(verifier_dir(directory, report=report), directory)
     if config.draft_model:
-        directory = find_model(config.draft_model, "draft_model")
+        directory = find_model(config.draft_model, "draft_model", config.draft_revision, report)
         if _names_verifier(directory):
-            return ModelDirs(verifier_dir(directory), directory)
+            return ModelDirs(verifier_dir(directory, config.target_revision, report), directory)
         return ModelDirs(asset_path("demo", "pair", "target"), directory)
     target = asset_path("demo", "pair", "target")
     return ModelDirs(target, None if config.draft_model == "" else asset_path("demo", "pair", "draft"))
 
 
-def _with_target(config: EngineConfig, target: Path) -> ModelDirs:
+def _with_target(config: EngineConfig, target: Path, report: Report | None) -> ModelDirs:
     if config.draft_model:
-        return ModelDirs(target, find_model(config.draft_model, "draft_model"))
+        return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
     if config.draft_model == "":
         return ModelDirs(target, None)
     return ModelDirs(target, None, f"no draft_model is set for {config.target_model}: it is served without speculation")
 
 
-def verifier_dir(directory: Path) -> Path:
+def verifier_dir(directory: Path, revision: str = "", report: Report | None = None) -> Path:
     """The target that the drafter in `directory` was made for: an absolute directory, one relative to the drafter's
-    own, or a hub id. Raises `CheckpointError`."""
+    own, or a hub id, of which `revision` is taken. Raises `CheckpointError`."""
     config = JsonReader.load(directory / "config.json")
     name = verifier_name(config) if is_speculators(config) else None
     where = f"{config.where}: speculators_config.verifier.name_or_path"
@@ -105,7 +107,7 @@ def verifier_dir(directory: Path) -> Path:
             raise CheckpointError(f"{where} is '{name}', the drafter itself; set target_model to its target")
         check_files(found)
         return found
-    return find_model(name, where)
+    return find_model(name, where, revision, report)
 
 
 def is_drafter(directory: Path) -> bool:
@@ -133,20 +135,24 @@ def _speculative_tokens(config: EngineConfig, draft: DraftSpec) -> int:
     return wanted
 
 
-def find_model(name: str, setting: str) -> Path:
-    """A directory, or a hub id that the hub or its local cache has, with its files checked. Raises
-    `CheckpointError`."""
-    path = _find(name, setting)
+def find_model(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:
+    """A directory, or a hub id that the hub or its local cache has, with its files checked. `revision` is a branch, a
+    tag or a commit of the hub's. Raises `CheckpointError`."""
+    path = _find(name, setting, revision, report)
     check_files(path)
     return path
 
 
-def _find(name: str, setting: str) -> Path:
+def _find(name: str, setting: str, revision: str, report: Report | None) -> Path:
     try:
         path = Path(name).expanduser()
         is_dir, exists = path.is_dir(), path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user
         raise CheckpointError(f"{setting} is {shown(name)}, which cannot be a path ({error})") from None
+    if is_dir and revision:
+        raise CheckpointError(
+            f"{setting} is '{name}', a directory, which has no revision '{revision}'; only a model of the hub has some"
+        )
     if is_dir:
         return path
     if exists:
@@ -154,22 +160,7 @@ def _find(name: str, setting: str) -> Path:
     looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not looks_like_id:
         raise CheckpointError(f"{setting} is '{name}', but there is no such directory; check the path")
-    return _from_hub(name, setting)
-
-
-def _from_hub(name: str, setting: str) -> Path:
-    """Fetch a snapshot, only the files that we read; without the network, what the local cache has."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(READ_PATTERNS)))
-    except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"{setting} is '{name}': no such directory, and the hub gave no model of that id ({reason}); "
-            "check the name, or download the model and give its directory"
-        ) from None
+    return from_hub(name, setting, revision, report)
 
 
 def read_draft(directory: Path, causal: bool | None = None) -> DraftSpec:

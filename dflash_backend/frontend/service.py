@@ -112,7 +112,7 @@ class FrontendService:
         self._stale = self._has_ended = False
         settings = sorted(config.as_strings().items())
         self._log.info("settings: " + " ".join(f"{name}={value}" for name, value in settings))
-        target_dir = resolve_target_dir(config)
+        target_dir = resolve_target_dir(config, lambda text: self._log.info(f"loading 0%: {text}"))
         self._log.info("loading 0%: starting the engine process")
         self._engine = EngineSupervisor(config, self._log, command, server_pid=server_pid)
         self._engine.start()

@@ -61,6 +61,14 @@ def test_bad_settings_are_refused_before_anything_starts(
         TritonServer(settings, environ=environ)
 
 
+def test_directories_become_absolute_and_no_drafter_stays_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    server = TritonServer({"target_model": "models", "draft_model": ""}, environ={})
+    assert server._environ["DFLASH_TARGET_MODEL"] == str(tmp_path / "models")
+    assert server._environ["DFLASH_DRAFT_MODEL"] == ""
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", ".hidden"])
 def test_a_model_name_that_is_no_folder_name_is_refused(name: str) -> None:
     with pytest.raises(LauncherError, match="model name"):

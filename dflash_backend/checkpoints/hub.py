@@ -1,0 +1,120 @@
+"""Models from the hub: a snapshot of the files that we read, and how its download goes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.files import READ_PATTERNS
+
+# How often a download is told of.
+REPORT_S = 2.0
+INCOMPLETE = ".incomplete"
+
+Report = Callable[[str], None]
+
+
+def from_hub(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:
+    """The snapshot of a model, fetched or, without the network, what the local cache has. `revision` is a branch, a tag
+    or a commit, by default the main branch. `report` gets a line every few seconds while files are fetched. Raises
+    `CheckpointError`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        with _reported(name, revision, report):
+            return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(READ_PATTERNS)))
+    except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        of = f" in revision '{revision}'" if revision else ""
+        raise CheckpointError(
+            f"{setting} is '{name}': no such directory, and the hub gave no model of that id{of} ({reason}); "
+            "check the name, or download the model and give its directory"
+        ) from None
+
+
+class DownloadProgress:
+    """Turns bytes that have arrived into lines. The rate is that of the last half minute or so."""
+
+    def __init__(self, name: str, total: int) -> None:
+        """`total`: bytes of all files."""
+        self._name, self._total = name, total
+        self._seen: list[tuple[float, int]] = []
+
+    def line(self, now: float, have: int) -> str:
+        """What to say at `now` (seconds of a clock that only grows), with `have` bytes here."""
+        self._seen = [*self._seen[-15:], (now, have)]
+        then, had = self._seen[0]
+        rate = (have - had) / (now - then) if now > then else 0.0
+        unit, name = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
+        text = f"downloading {self._name}: {have / unit:.2f} of {self._total / unit:.2f} {name}"
+        if rate <= 0:
+            return text
+        return f"{text}, {rate / 1e6:.1f} MB/s, about {_duration((self._total - have) / rate)} left"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextlib.contextmanager
+def _reported(name: str, revision: str, report: Report | None) -> Iterator[None]:
+    """While the block runs, a thread tells how much has arrived."""
+    if report is None:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_follow, args=(name, revision, report, ended), name="hub-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        # Not waited for: it may be asking the hub, and says nothing any more.
+        ended.set()
+
+
+def _follow(name: str, revision: str, report: Report, ended: threading.Event) -> None:
+    total = _bytes_to_fetch(name, revision)
+    before = _bytes_here(name, whole_files_only=True)
+    if not total:
+        return
+    progress = DownloadProgress(name, total)
+    while not ended.is_set():
+        report(progress.line(time.monotonic(), min(_bytes_here(name) - before, total)))
+        ended.wait(REPORT_S)
+
+
+def _bytes_to_fetch(name: str, revision: str) -> int:
+    """What the cache lacks; 0 also when the hub does not say, since the download itself tells what is wrong."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        files = snapshot_download(name, revision=revision or None, allow_patterns=list(READ_PATTERNS), dry_run=True)
+    except (OSError, HFValidationError, TypeError):  # TypeError: an older library.
+        return 0
+    return sum(int(file.file_size or 0) for file in files if file.will_download)
+
+
+def _bytes_here(name: str, whole_files_only: bool = False) -> int:
+    """Bytes of a model's files in the cache, those of parts too."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    blobs = Path(HF_HUB_CACHE).expanduser() / f"models--{name.replace('/', '--')}" / "blobs"
+    have = 0
+    for path in blobs.glob("*"):
+        if path.suffix != INCOMPLETE:
+            with contextlib.suppress(OSError):
+                have += path.stat().st_size
+        elif not whole_files_only:
+            with contextlib.suppress(OSError):
+                # The file may have its full size long before its bytes are here.
+                stat = path.stat()
+                have += min(stat.st_size, stat.st_blocks * 512)
+    return have

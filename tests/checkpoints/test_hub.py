@@ -1,0 +1,159 @@
+"""Models from the hub: the revision that is asked for, and how a download is told of, by a hub of the test's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dflash_backend.checkpoints import CheckpointError, resolve_target_dir
+from dflash_backend.checkpoints.hub import DownloadProgress
+from dflash_backend.config import EngineConfig, asset_path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LOAD = """
+import sys
+from dflash_backend.checkpoints import CheckpointError, resolve_target_dir
+from dflash_backend.config import EngineConfig
+config = EngineConfig.from_values({"target_model": "some/model", "draft_model": "", "target_revision": sys.argv[1]})
+try:
+    print("found", resolve_target_dir(config, lambda text: print(text, flush=True)))
+except CheckpointError as error:
+    print("refused", error)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the hub's client asks a hub for, of one model, slowly. `files` are its contents by name."""
+
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes]
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self, with_body: bool) -> None:
+        self.asked.append(self.path)
+        parts = self.path.partition("?")[0].split("/")
+        if self.path.startswith("/some/model/resolve/") and parts[4] in (COMMIT, "v1"):
+            return self._file(self.files[parts[5]], with_body)
+        if self.path.startswith("/api/models/some/model/tree/") and parts[6] in (COMMIT, "v1"):
+            return self._json([self._entry(name) for name in self.files])
+        if self.path.startswith("/api/models/some/model/revision/") and parts[6] in (COMMIT, "v1"):
+            return self._json({"id": "some/model", "sha": COMMIT, "siblings": [{"rfilename": n} for n in self.files]})
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RevisionNotFound")
+        self.send_header("X-Error-Message", "no such revision")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _entry(self, name: str) -> dict[str, object]:
+        content = self.files[name]
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def _json(self, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _file(self, content: bytes, with_body: bool) -> None:
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_body:
+            for start in range(0, len(content), 1 << 20):
+                self.wfile.write(content[start : start + (1 << 20)])
+                self.wfile.flush()
+                time.sleep(0.25)
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub with the demo target, and what it was asked for."""
+    target = asset_path("demo", "pair", "target")
+    files = {path.name: path.read_bytes() for path in target.iterdir()}
+    # Large enough for more than one line: the hub's client writes 10 MB at a time.
+    files["more.safetensors"] = bytes(24 << 20)
+    handler = type("Demo", (Hub,), {"files": files, "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked  # type: ignore[attr-defined]
+        server.shutdown()
+
+
+def load(hub: str, revision: str, cache: Path) -> list[str]:
+    """The lines of a process that looks for the model; the hub's client reads its environment once."""
+    environ = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, revision], env=environ, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_download_tells_how_much_is_here_and_takes_the_revision_that_is_asked_for(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    url, asked = hub
+    *progress, found = load(url, "v1", tmp_path)
+    assert found.startswith("found ")
+    assert COMMIT in found
+    assert progress
+    assert all(
+        line.startswith("downloading some/model: ") and line.partition(" of ")[2][:2] == "29" for line in progress
+    )
+    assert any("MB/s, about" in line for line in progress), progress
+    assert not any("/main" in path for path in asked), asked
+    # What is here already is not told of.
+    assert load(url, "v1", tmp_path) == [found]
+
+
+def test_a_revision_that_is_not_there_is_named(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    (line,) = load(hub[0], "v2", tmp_path)
+    assert line.startswith(
+        "refused target_model is 'some/model': no such directory, and the hub gave no model of that id"
+    )
+    assert "in revision 'v2'" in line
+
+
+@pytest.mark.parametrize("setting", ["target", "draft"])
+def test_a_directory_has_no_revision(setting: str, tmp_path: Path) -> None:
+    for part in ("target", "draft"):
+        shutil.copytree(asset_path("demo", "pair", part), tmp_path / part)
+    models = {"target_model": tmp_path / "target", "draft_model": tmp_path / "draft"}
+    config = EngineConfig.from_values({**models, f"{setting}_revision": "v1"})
+    with pytest.raises(CheckpointError, match=rf"{setting}_model is .*, a directory, which has no revision 'v1'"):
+        resolve_target_dir(config)
+
+
+def test_the_rate_and_what_is_left_are_those_of_the_last_while() -> None:
+    progress = DownloadProgress("some/model", 16_400_000_000)
+    assert progress.line(0.0, 0) == "downloading some/model: 0.00 of 16.40 GB"
+    assert progress.line(2.0, 200_000_000) == ("downloading some/model: 0.20 of 16.40 GB, 100.0 MB/s, about 3 min left")
+    for second in range(4, 60, 2):
+        line = progress.line(second, 200_000_000)
+    assert line == "downloading some/model: 0.20 of 16.40 GB"
