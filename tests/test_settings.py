@@ -41,6 +41,8 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
 }
 # Settings that do not reach the engine, or not here, and the tests in which each is seen to work.
 ELSEWHERE = {
+    "target_revision": "tests/checkpoints/test_hub.py",
+    "draft_revision": "tests/checkpoints/test_hub.py",
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/test_build.py",
     "engine_hang_timeout_s": "tests/frontend/test_supervisor.py",

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from dflash_backend.checkpoints import CheckpointError, resolve_target_dir
@@ -138,6 +139,23 @@ def test_a_revision_that_is_not_there_is_named(hub: tuple[str, list[str]], tmp_p
         "refused target_model is 'some/model': no such directory, and the hub gave no model of that id"
     )
     assert "in revision 'v2'" in line
+
+
+def test_target_and_drafter_each_have_their_own_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked[name] = revision
+        return str(asset_path("demo", "pair", name.partition("/")[2]))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    models = {"target_model": "some/target", "draft_model": "other/draft"}
+    for revisions in ({"target_revision": "v1", "draft_revision": "v2"}, {}):
+        resolve_target_dir(EngineConfig.from_values({**models, **revisions}))
+        assert asked == {
+            "some/target": revisions.get("target_revision"),
+            "other/draft": revisions.get("draft_revision"),
+        }
 
 
 @pytest.mark.parametrize("setting", ["target", "draft"])
