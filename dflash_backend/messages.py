@@ -13,6 +13,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+# The priority of a request that names none. Triton's levels begin with 1, the most urgent.
+DEFAULT_PRIORITY = 100
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
     those of the new tokens, of m also those of the m most likely ones. The engine runs one completion a request: for
     `n` of them, whoever takes the request in sends it n times (`dflash_backend.sampling_params.child`).
+
+    `tenant` is whose share of the server the request takes, by default that of all who name none. `priority` orders the
+    requests of one tenant, the lowest first; 0 is `DEFAULT_PRIORITY`. `timeout` in microseconds ends the request with
+    what it has; 0 is none. All three are Triton's or ours, and change no output.
     """
 
     n: int = 1
@@ -46,6 +52,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     num_speculative_tokens: int | None = None
     cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
+    timeout: int = 0
 
     @property
     def greedy(self) -> bool:

@@ -10,7 +10,11 @@ from typing import Literal
 from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.request import Request
 from dflash_backend.core.row_shape import peak_positions
+from dflash_backend.core.tenants import FairQueue
 from dflash_backend.messages import GenerationRequest
+
+# All tenants together may have so many times what one may have waiting.
+TENANTS_IN_QUEUE = 4
 
 
 class RequestError(Exception):
@@ -75,4 +79,36 @@ def check_fits_alone(request: Request, limits: EngineLimits) -> None:
             f"{request.num_prompt_tokens} tokens, max_tokens {request.sampling.max_tokens}, num_speculative_tokens "
             f"{request.num_speculative_tokens}) and the server has {limits.num_blocks} in all; send a shorter prompt, "
             f"lower max_tokens, or have the server's kv_cache_gb raised",
+        )
+
+
+def check_queue(request: Request, queue: FairQueue, num_running: int, limits: EngineLimits) -> None:
+    """Raise RequestError(UNAVAILABLE) when the queue has no place for the request. Those that free rows wait for do not
+    count.
+
+    A tenant may have `max_queue_size` requests and `max_queue_tokens` tokens waiting, and never more than there are
+    places left for all others, `TENANTS_IN_QUEUE` times as many in all: so some are left whoever sends how much
+    (dynamic thresholds: Choudhury and Hahne 1998).
+    """
+    num_free = max(0, limits.max_num_seqs - num_running)
+    num_others = len(queue.waiting) - num_free
+    if num_others < 0:
+        return
+    num_waiting, num_tokens = queue.num_waiting_of(request.sampling.tenant)
+    whose = f" of tenant '{request.sampling.tenant}'" if request.sampling.tenant else ""
+    left = TENANTS_IN_QUEUE * limits.max_queue_size - num_others
+    if max(0, num_waiting - num_free) >= min(limits.max_queue_size, left):
+        all_tenants = "" if left >= limits.max_queue_size else f" ({len(queue.waiting)} of all tenants)"
+        raise RequestError(
+            "UNAVAILABLE",
+            f"{num_waiting} requests{whose} wait already{all_tenants} and max_queue_size is {limits.max_queue_size}; "
+            "try again later",
+        )
+    tokens_left = TENANTS_IN_QUEUE * limits.max_queue_tokens - queue.num_waiting_tokens
+    most = min(limits.max_queue_tokens, tokens_left) if num_waiting else tokens_left
+    if num_tokens + request.num_tokens > most:
+        raise RequestError(
+            "UNAVAILABLE",
+            f"requests{whose} with {num_tokens} tokens wait already ({queue.num_waiting_tokens} of all tenants), this "
+            f"one has {request.num_tokens}, and max_queue_tokens is {limits.max_queue_tokens}; try again later",
         )

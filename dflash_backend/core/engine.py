@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dflash_backend.core.admission import RequestError, check_fits_alone, check_limits, check_prompt
+from dflash_backend.core.admission import RequestError, check_fits_alone, check_limits, check_prompt, check_queue
 from dflash_backend.core.plan import (
     EngineLimits,
     RowResult,
@@ -86,6 +86,8 @@ class EngineCore:
         # A step that the worker could not run, and why; nothing is planned before `_isolate` has looked into it.
         self._failed_step: tuple[StepPlan, str] | None = None
         self._clock = clock
+        # When the last step that was collected had run.
+        self._last_executed = 0.0
         self._trace = trace
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -107,20 +109,14 @@ class EngineCore:
         """Queue a request. Raises `RequestError`, and queues nothing, when it cannot be taken:
 
         INVALID_ARGUMENT for an id in use, an empty or too long prompt, too many speculative tokens, more than one
-        completion, or a request that the KV pool could never hold; UNAVAILABLE when `max_queue_size` requests wait
-        already.
+        completion, or a request that the KV pool could never hold; UNAVAILABLE when the queue has no place for it.
         """
         if request.request_id in self._requests:
             raise RequestError("INVALID_ARGUMENT", f"a request with the id '{request.request_id}' is in progress")
         check_prompt(request, self.limits)
         state = Request.from_generation_request(request, self.limits, self._num_arrived, self._clock())
         check_fits_alone(state, self.limits)
-        if len(self.scheduler.waiting) >= self.limits.max_queue_size:
-            raise RequestError(
-                "UNAVAILABLE",
-                f"{len(self.scheduler.waiting)} requests wait already and max_queue_size is "
-                f"{self.limits.max_queue_size}; try again later",
-            )
+        check_queue(state, self.scheduler.queue, len(self.scheduler.running), self.limits)
         self._num_arrived += 1
         self._requests[state.request_id] = state
         self.scheduler.add(state)
@@ -229,10 +225,9 @@ class EngineCore:
     def check_invariants(self) -> None:
         """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
         scheduler = self.scheduler
-        queued = [*scheduler.running.values(), *scheduler.waiting.values()]
-        assert {request.request_id: request for request in queued} == self._requests, "a request is in no queue"
-        arrivals = [request.arrival for request in queued]
-        assert arrivals == sorted(arrivals), "the queues are not in order of arrival"
+        assert scheduler.running | scheduler.waiting == self._requests, "a request is in no queue"
+        assert len(scheduler.running) + len(scheduler.waiting) == len(self._requests), "a request is in two queues"
+        scheduler.queue.check()
         assert len(scheduler.running) <= self.limits.max_num_seqs, "more requests run than max_num_seqs"
         for request in scheduler.waiting.values():
             assert not request.block_ids, f"{request.request_id} waits and holds blocks"
@@ -353,6 +348,9 @@ class EngineCore:
         waited = self._clock()
         result = self._worker.collect()
         executed = self._clock()
+        # Behind a step in flight it began when that one had run.
+        self.scheduler.observe(step.plan, executed - max(step.planned, self._last_executed))
+        self._last_executed = executed
         self.phase_seconds = result.phase_seconds
         deltas = self._apply(step, result)
         self._num_steps += 1

@@ -51,10 +51,11 @@ class KVManager:
         num_blocks = (request.prefill_end - 1) // self._block_size
         return longest_cached_prefix(self.pool, request.chain, request.token_ids, num_blocks)
 
-    def fits(self, num_positions: int, hit: list[int]) -> bool:
-        """Whether the pool can cover `num_positions` now, for a request that starts with `hit`."""
+    def fits(self, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:
+        """Whether the pool can cover `num_positions` now, for a request that starts with `hit`. `num_promised` free
+        blocks are for others."""
         hit_from_free = sum(1 for block_id in hit if self.pool.ref_count(block_id) == 0)
-        return self.blocks_for(num_positions) - len(hit) <= self.pool.num_free - hit_from_free
+        return self.blocks_for(num_positions) - len(hit) <= self.pool.num_free - hit_from_free - num_promised
 
     def start(self, request: Request, hit: list[int]) -> None:
         """Hold the hit; the request counts as computed up to its end.

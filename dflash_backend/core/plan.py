@@ -6,6 +6,7 @@ proposed; the plan carries only what changed. Draft token values never come here
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -148,7 +149,10 @@ class EngineLimits:
     `drafter_max_len` bounds drafting (invariant WINDOW): no draft and no anchor's query lies past `max_drafting_len`
     positions, which follows from it and from `max_model_len`. A step that decodes runs no more than
     `max_prefill_tokens_per_step` prompt tokens beside; None: half as many as it decodes or, if more, what it decodes
-    times (requests without a first token / requests that decode); at least `min_prefill_tokens_per_step`.
+    times (requests without a first token / requests that decode); at least `min_prefill_tokens_per_step`. `max_step_s`
+    bounds the time of a step with prompts while others wait or decode (`core.step_time`). Of one tenant,
+    `max_queue_size` requests with `max_queue_tokens` tokens may wait. `tenant_weights` are shares; who is not named has
+    a weight of 1.
     """
 
     num_blocks: int
@@ -163,6 +167,9 @@ class EngineLimits:
     drafter_max_len: int = 0
     max_prefill_tokens_per_step: int | None = None
     min_prefill_tokens_per_step: int = 64
+    max_step_s: float | None = None
+    max_queue_tokens: int = 2_000_000
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     kv_write_guard: bool = False
     seed: int = 0
     max_drafting_len: int = field(init=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow
 from dflash_backend.core.prefix_cache import DigestChain
 from dflash_backend.core.spec_counts import SpecCounts
-from dflash_backend.messages import FinishReason, GenerationRequest, RequestStats, SamplingParams
+from dflash_backend.messages import DEFAULT_PRIORITY, FinishReason, GenerationRequest, RequestStats, SamplingParams
 
 _MASK_64 = (1 << 64) - 1
 
@@ -51,10 +51,14 @@ class Request:
     arrival: int
     arrival_s: float
     deadline_s: float | None
+    # Its place among the requests of its tenant, the lowest first: priority, then arrival.
+    rank: tuple[int, int]
 
     num_computed: int = 0
     pending_draft: int = 0
     block_ids: list[int] = field(default_factory=list)
+    # Blocks that it needs to come to its first decode row, as of its admission.
+    num_blocks_to_decode: int = 0
     num_published_blocks: int = 0
     row_in_flight: ScheduledRow | None = None
     # Steps with a row of this request that the worker could not run, and no request of which fails alone.
@@ -77,6 +81,7 @@ class Request:
         k = sampling.num_speculative_tokens
         k = limits.num_speculative_tokens if k is None else k
         eos = () if sampling.ignore_eos else request.eos_token_ids
+        limits_s = [seconds for seconds in (request.deadline_s, sampling.timeout / 1e6) if seconds > 0]
         return cls(
             request_id=request.request_id,
             token_ids=list(request.prompt_token_ids),
@@ -90,7 +95,8 @@ class Request:
             chain=DigestChain(sampling.cache_salt, limits.block_size),
             arrival=arrival,
             arrival_s=now,
-            deadline_s=now + request.deadline_s if request.deadline_s > 0 else None,
+            deadline_s=now + min(limits_s) if limits_s else None,
+            rank=(sampling.priority or DEFAULT_PRIORITY, arrival),
             spec_counts=SpecCounts(k),
             yields=[] if sampling.stop else None,
         )

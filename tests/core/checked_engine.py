@@ -71,6 +71,9 @@ class CheckedEngine(Engine):
             self._oldest_progress, self._calls_without_progress = None, 0
         elif self.worker.num_refused == num_refused:
             self._check_oldest()
+        elif (oldest := self._oldest()) is not None and self._oldest_progress is not None:
+            # Who is the oldest may be preempted in the same call once an older one was admitted.
+            self._oldest_progress = None if oldest.request_id != self._oldest_progress[0] else self._oldest_progress
         self._failed_before = self.worker.num_failed > num_failed
 
     def finish(self) -> None:
@@ -124,8 +127,10 @@ class CheckedEngine(Engine):
     def _check_oldest(self) -> None:
         """The oldest request comes nearer to its end, whatever the others do: in every step, and with a step in flight
         in every few."""
-        oldest = next(iter(self.core.scheduler.running.values()), None)
+        running, oldest = self.core.scheduler.running, self._oldest()
         before = self._oldest_progress
+        if before is not None and before[0] in self.core._requests:
+            assert before[0] in running, f"{before[0]} was the oldest that ran, and was preempted"
         if oldest is None:
             self._oldest_progress = None
             return
@@ -138,6 +143,10 @@ class CheckedEngine(Engine):
         assert before is None or before[0] != now[0] or before[1:] < now[1:]
         self._oldest_progress = now
         self._calls_without_progress = 0
+
+    def _oldest(self) -> Request | None:
+        """Of the running requests the one that arrived first."""
+        return min(self.core.scheduler.running.values(), key=lambda request: request.arrival, default=None)
 
     def _check_output(self, request_id: str) -> None:
         """LOSSLESS: the output is the model's own; a prefix of it where the request was cut short from outside."""

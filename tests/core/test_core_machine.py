@@ -27,6 +27,8 @@ class EngineMachine(RuleBasedStateMachine):
         window=st.sampled_from([MAX_MODEL_LEN, 20, 500]),
         caching=st.sampled_from([True, True, False]),
         lag=st.sampled_from([None, 0, 1, 2]),
+        weights=st.sampled_from([{}, {"a": 3.0, "b": 0.25}]),
+        max_step_s=st.sampled_from([None, 0.5]),
     )
     def start(
         self,
@@ -38,6 +40,8 @@ class EngineMachine(RuleBasedStateMachine):
         window: int,
         caching: bool,
         lag: int | None,
+        weights: dict[str, float],
+        max_step_s: float | None,
     ) -> None:
         limits = make_limits(
             block_size=block_size,
@@ -50,6 +54,8 @@ class EngineMachine(RuleBasedStateMachine):
             drafter_max_len=window,
             max_num_seqs=4,
             enable_prefix_caching=caching,
+            tenant_weights=weights,
+            max_step_s=max_step_s,
         )
         self.engine = CheckedEngine(limits, None if lag is None else lambda: lag)
 
@@ -64,6 +70,8 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "other"]),
         k=st.sampled_from([None, None, 0, 1]),
         deadline_s=st.sampled_from([0.0, 0.0, 6.0]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        priority=st.sampled_from([0, 0, 1, 101]),
     )
     def arrive(
         self,
@@ -77,6 +85,8 @@ class EngineMachine(RuleBasedStateMachine):
         salt: str,
         k: int | None,
         deadline_s: float,
+        tenant: str,
+        priority: int,
     ) -> None:
         allowed = self.engine.core.limits.num_speculative_tokens
         self.engine.add(
@@ -91,6 +101,8 @@ class EngineMachine(RuleBasedStateMachine):
                 cache_salt=salt,
                 num_speculative_tokens=k if k is None else min(k, allowed),
                 deadline_s=deadline_s,
+                tenant=tenant,
+                priority=priority,
             )
         )
 

@@ -41,6 +41,8 @@ def _random_limits(rng: random.Random) -> EngineLimits:
         max_queue_size=rng.choice([3, 100]),
         enable_prefix_caching=rng.random() < 0.8,
         kv_write_guard=rng.random() < 0.5,
+        max_step_s=rng.choice([None, 0.5, 2.0]),
+        tenant_weights=rng.choice([{}, {"a": 3.0}, {"": 0.5, "b": 0.1}]),
     )
 
 
@@ -53,6 +55,8 @@ class _Traffic:
     made: dict[str, GenerationRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._tenants = self.rng.choice([[""], [""], ["", "a"], ["", "a", "a", "a", "b"], [*"abcdefghij"]])
+        self._priorities = self.rng.choice([[0], [0], [0, 1, 100, 101]])
         self._stems = [[self.rng.randrange(VOCAB) for _ in range(60)] for _ in range(2)]
 
     def make(self, earlier_outputs: list[list[int]]) -> GenerationRequest:
@@ -74,6 +78,9 @@ class _Traffic:
             cache_salt=rng.choice(["", "", "a"]),
             num_speculative_tokens=rng.choice([None, None, rng.randint(0, k)]),
             deadline_s=rng.choice([0.0, 0.0, 0.0, 20.0]),
+            tenant=rng.choice(self._tenants),
+            priority=rng.choice(self._priorities),
+            timeout=rng.choice([0, 0, 0, 0, 30_000_000]),
         )
         self.made[request.request_id] = request
         return request
@@ -83,11 +90,21 @@ def _arrive(engine: CheckedEngine, traffic: _Traffic) -> None:
     """One request more, which is refused when the queue is full."""
     seen = [engine.requests[name] for name in list(engine.requests)[-4:]]
     request = traffic.make([r.prompt_token_ids + engine.outputs[r.request_id].token_ids for r in seen])
-    if len(engine.core.scheduler.waiting) < engine.core.limits.max_queue_size:
+    if _has_place(engine, request.sampling.tenant):
         engine.add(request)
         return
     with pytest.raises(RequestError, match="max_queue_size"):
         engine.add(request)
+
+
+def _has_place(engine: CheckedEngine, tenant: str) -> bool:
+    """Whether the queue takes a request more of this tenant: there is a row for it, or it keeps its share of the
+    places that are left."""
+    scheduler, limits = engine.core.scheduler, engine.core.limits
+    num_free = max(0, limits.max_num_seqs - len(scheduler.running))
+    own = sum(request.sampling.tenant == tenant for request in scheduler.waiting.values())
+    left = 4 * limits.max_queue_size - max(0, len(scheduler.waiting) - num_free)
+    return len(scheduler.waiting) < num_free or max(0, own - num_free) < min(limits.max_queue_size, left)
 
 
 def _run_traffic(seed: int, overlap: bool) -> CheckedEngine:

@@ -175,15 +175,18 @@ def test_a_pool_that_admission_calls_enough_is_enough_alone(
 
 
 def test_a_full_queue_is_unavailable_and_queues_nothing() -> None:
-    engine = Engine(make_limits(max_queue_size=2))
-    engine.add(make_request("a", PROMPT))
-    engine.add(make_request("b", PROMPT))
-    with pytest.raises(RequestError, match="max_queue_size is 2") as error:
-        engine.add(make_request("c", PROMPT))
+    engine = Engine(make_limits(max_queue_size=2, max_num_seqs=1))
+    for name in "abc":
+        engine.add(make_request(name, PROMPT))
+    with pytest.raises(RequestError, match="3 requests wait already and max_queue_size is 2") as error:
+        engine.add(make_request("d", PROMPT))
     assert error.value.status == "UNAVAILABLE"
+    assert "d" not in engine.core.scheduler.waiting
     engine.step()
-    engine.add(make_request("c", PROMPT))
-    engine.core.check_invariants()
+    with pytest.raises(RequestError, match="2 requests wait already"):
+        engine.add(make_request("d", PROMPT))
+    engine.core.abort(["b"])
+    engine.run(make_request("d", PROMPT))
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:

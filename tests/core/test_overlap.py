@@ -180,7 +180,7 @@ def test_when_blocks_run_out_the_plan_ends_there_and_the_next_one_is_made_with_n
     for request in requests:
         engine.add(request)
     num_steps = 0
-    while not engine.core.scheduler._lacks_blocks or engine.worker.num_steps == num_steps:
+    while not engine.core.scheduler._must_settle or engine.worker.num_steps == num_steps:
         num_steps = engine.worker.num_steps
         engine.step()
     running = list(engine.core.scheduler.running)

@@ -1,0 +1,42 @@
+"""Who is preempted: for a running request that lacks a block, and for a tenant that waits for its share.
+
+Both choose the latest request of the tenant that holds most for its weight, and neither the running request that
+arrived first, which therefore always comes to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dflash_backend.core.request import Request
+from dflash_backend.core.tenants import Tenant
+
+
+def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
+    """The request to preempt so that another one that runs gets blocks; there must be one but `oldest`."""
+    candidates = [(tenant, request) for tenant in tenants if (request := tenant.latest(but=oldest)) is not None]
+    if len(candidates) == 1:
+        return candidates[0][1]
+    _, request = max(candidates, key=lambda one: (one[0].num_blocks / one[0].weight, one[1].arrival))
+    return request
+
+
+def request_to_make_way(tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request) -> Request | None:
+    """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for so many blocks.
+
+    None unless another tenant still holds as much for its weight afterwards as `tenant` does then. So nobody who was
+    preempted this way takes it back the same way, and a tenant's only request never goes.
+    """
+    best: tuple[float, int, Request] | None = None
+    for other in tenants:
+        if other is tenant or (victim := other.latest(but=oldest)) is None:
+            continue
+        if num_blocks:
+            left = (other.num_blocks - len(victim.block_ids)) / other.weight
+            then = (tenant.num_blocks + num_blocks) / tenant.weight
+        else:
+            left = (len(other.running) - 1) / other.weight
+            then = (len(tenant.running) + 1) / tenant.weight
+        if left >= then and (best is None or (left, victim.arrival) > best[:2]):
+            best = left, victim.arrival, victim
+    return None if best is None else best[2]

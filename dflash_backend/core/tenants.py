@@ -1,0 +1,228 @@
+"""Who waits, by tenant, and whose turn it is: the weighted fair queue that the scheduler admits from.
+
+Every tenant has a counter of the service it got: tokens that were run for it, divided by its weight. The tenant with
+the lowest counter goes first (the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024). Whoever has nothing to run gains no claim by that: a tenant that comes, or comes back, starts from the
+lowest counter of those that are there, or from its own where that is higher. Within a tenant the order is priority,
+then arrival.
+
+Every operation costs O(log n) in tenants and in the tenant's waiting requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dflash_backend.core.request import Request
+
+# A token that is found in the prefix cache costs its tenant this part of one that is computed.
+CACHED_TOKEN_COST = 1 / 32
+# Counters of tenants without a request are kept for so many of them, the last to leave.
+MAX_ABSENT = 1024
+
+
+def parse_tenant_weights(text: str) -> dict[str, float]:
+    """Weights by tenant, from text such as `"batch=1,chat=4"`. Raises ValueError with a sentence."""
+    weights: dict[str, float] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = entry.rpartition("=")
+        name = name.strip()
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"'{entry}' is not a tenant's name, '=' and a weight above 0")
+        if name in weights:
+            raise ValueError(f"the tenant '{name}' comes twice")
+        weights[name] = weight
+    return weights
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One tenant that has requests. `service` is its counter: tokens divided by `weight`. `number` counts the tenants
+    as they come, and decides between equal counters."""
+
+    name: str
+    weight: float
+    number: int
+    service: float
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    running: dict[str, Request] = field(default_factory=dict)
+    # Waiting requests, a heap by rank. Those that were aborted stay until they come to its top.
+    queue: list[tuple[tuple[int, int], Request]] = field(default_factory=list)
+    has_turn: bool = False
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """What the tenants are ordered by."""
+        return self.service, self.number
+
+    def charge(self, num_tokens: float) -> None:
+        """Count tokens that were run for this tenant."""
+        self.service += num_tokens / self.weight
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that its running requests hold; one that several share counts for each."""
+        return sum(len(request.block_ids) for request in self.running.values())
+
+    def latest(self, but: Request | None = None) -> Request | None:
+        """The running request that comes last in the tenant's order; `but` is left out."""
+        rest = (request for request in self.running.values() if request is not but)
+        return max(rest, key=lambda request: request.rank, default=None)
+
+
+class FairQueue:
+    """The waiting requests and the tenants that have any request, waiting or running."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self.waiting: dict[str, Request] = {}
+        self.num_waiting_tokens = 0
+        self.tenants: dict[str, Tenant] = {}
+        # Those of them that have running requests.
+        self.running_tenants: dict[str, Tenant] = {}
+        # The tenants that wait, by counter: each once, perhaps under a counter that has grown since.
+        self._turns: list[tuple[float, int, Tenant]] = []
+        self._num_joined = 0
+        # The lowest counter of those that had requests when this was last looked at.
+        self._lowest = 0.0
+        self._absent: OrderedDict[str, float] = OrderedDict()
+
+    def tenant_of(self, request: Request) -> Tenant:
+        """The tenant of a request that waits or runs."""
+        return self.tenants[request.sampling.tenant]
+
+    def num_waiting_of(self, name: str) -> tuple[int, int]:
+        """How many requests of a tenant wait, and how many tokens they have."""
+        tenant = self.tenants.get(name)
+        return (0, 0) if tenant is None else (tenant.num_waiting, tenant.num_waiting_tokens)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait: a new one, or one that was preempted, which gets its place back."""
+        tenant = self._join(request.sampling.tenant)
+        self.waiting[request.request_id] = request
+        heapq.heappush(tenant.queue, (request.rank, request))
+        tenant.num_waiting += 1
+        tenant.num_waiting_tokens += request.num_tokens
+        self.num_waiting_tokens += request.num_tokens
+        self.put_back(tenant)
+
+    def start(self, request: Request) -> None:
+        """The first waiting request of a tenant runs now."""
+        tenant = self.tenant_of(request)
+        if self.head(tenant) is not request:
+            raise ValueError(f"request '{request.request_id}' is not the first of its tenant")
+        heapq.heappop(tenant.queue)
+        self._take_out(request)
+        tenant.running[request.request_id] = request
+        self.running_tenants[tenant.name] = tenant
+
+    def stop(self, request: Request) -> None:
+        """A request that ran does so no longer. It may be added again."""
+        tenant = self.tenant_of(request)
+        del tenant.running[request.request_id]
+        if not tenant.running:
+            del self.running_tenants[tenant.name]
+            self._leave_if_idle(tenant)
+
+    def discard(self, request: Request) -> None:
+        """A request that waited was given up."""
+        self._leave_if_idle(self._take_out(request))
+
+    def head(self, tenant: Tenant) -> Request:
+        """The first waiting request of a tenant that has one."""
+        queue = tenant.queue
+        while self.waiting.get(queue[0][1].request_id) is not queue[0][1]:
+            heapq.heappop(queue)
+        return queue[0][1]
+
+    def next_turn(self) -> Tenant | None:
+        """Take out the waiting tenant with the lowest counter; `put_back` puts it in again."""
+        while self._turns:
+            service, _, tenant = heapq.heappop(self._turns)
+            tenant.has_turn = False
+            if tenant.num_waiting == 0 or self.tenants.get(tenant.name) is not tenant:
+                continue
+            if service == tenant.service:
+                return tenant
+            self.put_back(tenant)
+        return None
+
+    def put_back(self, tenant: Tenant) -> None:
+        """Let a tenant that waits have its turn."""
+        if tenant.num_waiting and not tenant.has_turn:
+            if len(self._turns) > 2 * len(self.tenants) + 16:  # of tenants that have left
+                self._turns = [entry for entry in self._turns if self.tenants.get(entry[2].name) is entry[2]]
+                heapq.heapify(self._turns)
+            heapq.heappush(self._turns, (*tenant.turn, tenant))
+            tenant.has_turn = True
+
+    def settle(self) -> None:
+        """Find the lowest counter anew, after a step was charged. It never falls."""
+        first = self.next_turn()
+        lowest = [tenant.service for tenant in self.running_tenants.values()]
+        if first is not None:
+            self.put_back(first)
+            lowest.append(first.service)
+        self._lowest = max(self._lowest, min(lowest, default=0.0))
+
+    def _join(self, name: str) -> Tenant:
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            service = max(self._lowest, self._absent.pop(name, 0.0))
+            tenant = Tenant(name, self._weights.get(name, 1.0), self._num_joined, service)
+            self._num_joined += 1
+            self.tenants[name] = tenant
+        return tenant
+
+    def _take_out(self, request: Request) -> Tenant:
+        del self.waiting[request.request_id]
+        tenant = self.tenant_of(request)
+        tenant.num_waiting -= 1
+        tenant.num_waiting_tokens -= request.num_tokens
+        self.num_waiting_tokens -= request.num_tokens
+        if len(tenant.queue) > 2 * tenant.num_waiting + 16:
+            waiting = self.waiting
+            tenant.queue = [entry for entry in tenant.queue if waiting.get(entry[1].request_id) is entry[1]]
+            heapq.heapify(tenant.queue)
+        return tenant
+
+    def _leave_if_idle(self, tenant: Tenant) -> None:
+        """Let a tenant go that has no request. What it had more than others is kept against it while others are
+        there."""
+        if tenant.num_waiting or tenant.running:
+            return
+        del self.tenants[tenant.name]
+        if not self.tenants:
+            self._lowest = max(self._lowest, tenant.service)
+            self._absent.clear()
+            self._turns.clear()
+            return
+        self._absent[tenant.name] = tenant.service
+        if len(self._absent) > MAX_ABSENT:
+            self._absent.popitem(last=False)
+
+    def check(self) -> None:
+        """Raise AssertionError when counts or orders are broken. For tests."""
+        for tenant in self.tenants.values():
+            waiting = [request for request in self.waiting.values() if request.sampling.tenant == tenant.name]
+            assert len(waiting) == tenant.num_waiting, f"tenant '{tenant.name}' miscounts who waits"
+            assert sum(request.num_tokens for request in waiting) == tenant.num_waiting_tokens
+            assert waiting or tenant.running, f"tenant '{tenant.name}' has no request"
+            assert tenant.has_turn or not waiting, f"tenant '{tenant.name}' waits and never has its turn"
+            queued = {id(request) for _, request in tenant.queue}
+            for request in waiting:
+                assert id(request) in queued, f"{request.request_id} waits and is in no queue"
+                for other in tenant.running.values():
+                    overtaken = request.rank < other.rank and request.arrival < other.arrival
+                    assert not overtaken, f"{other.request_id} overtook {request.request_id}"
+        assert sum(tenant.num_waiting for tenant in self.tenants.values()) == len(self.waiting)
+        assert sum(tenant.num_waiting_tokens for tenant in self.tenants.values()) == self.num_waiting_tokens
