@@ -24,6 +24,7 @@ from dflash_backend.models import DFlashModel, TargetModel, draft_patterns, load
 from dflash_backend.models.ops import select_ops
 from dflash_backend.sizing import Sizes, allocate_kv, at_length, cpu_room, gpu_room, model_bytes, settle_sizes
 from dflash_backend.speculative import DFlashDrafter
+from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.worker import DeviceRunner, ModelRunner
 from dflash_backend.worker.device_runner import RunnerSizes
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -218,6 +219,9 @@ def _limits(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> EngineL
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_queue_size=config.max_queue_size,
+        max_queue_tokens=config.max_queue_tokens,
+        max_step_s=None if config.max_step_time_ms is None else config.max_step_time_ms / 1e3,
+        tenant_weights=parse_tenant_weights(config.tenant_weights),
         enable_prefix_caching=config.enable_prefix_caching,
         num_speculative_tokens=models.pair.num_speculative_tokens,
         lookahead_base=DFlashDrafter.lookahead_base if models.draft is not None else 0,

@@ -12,10 +12,12 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from dflash_backend.tenant_names import parse_tenant_weights
 
 ENV_PREFIX = "DFLASH_"
 AUTO = "auto"
@@ -45,7 +47,7 @@ class Setting:
     """One setting: its name, the type and bounds of its values, and what it does.
 
     `kind` is one of `str`, `int`, `float`, `bool`; `auto` says that the word `auto` is accepted as well and
-    becomes `None`.
+    becomes `None`. `check` raises ValueError for a text that is not allowed, with a sentence.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Setting:
     low: float | None = None
     high: float | None = None
     low_open: bool = False
+    check: Callable[[str], object] | None = None
 
     @property
     def allowed(self) -> str:
@@ -93,6 +96,11 @@ class Setting:
             parsed = _parse_number(text, self.kind)
         if parsed is None or not self._within(parsed):
             raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}); allowed: {self.allowed}")
+        if self.check is not None:
+            try:
+                self.check(parsed)
+            except ValueError as error:
+                raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}): {error}") from None
         return parsed
 
     def _within(self, value: Any) -> bool:
@@ -219,7 +227,39 @@ SETTINGS: tuple[Setting, ...] = (
         "auto: half as many as they decode, more when more requests wait than decode, at least 64 on cpu, 256 on cuda",
     ),
     Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
-    Setting("max_queue_size", int, 1024, low=1, help="requests that may wait; more are refused as UNAVAILABLE"),
+    Setting(
+        "max_step_time_ms",
+        float,
+        None,
+        auto=True,
+        low=0.0,
+        low_open=True,
+        help="how long a step with prompts may take while requests of several tenants are served, four times as long "
+        "with those of one; auto: 50, or twice as long as a step without prompts if that is more",
+    ),
+    Setting(
+        "max_queue_size",
+        int,
+        1024,
+        low=1,
+        help="requests of one tenant that may wait, those apart that free rows wait for; more are refused as "
+        "UNAVAILABLE, and so are more than four times as many of all tenants together",
+    ),
+    Setting(
+        "max_queue_tokens",
+        int,
+        2_000_000,
+        low=1,
+        help="tokens that the waiting requests of one tenant may have, bounded in the same way",
+    ),
+    Setting(
+        "tenant_weights",
+        str,
+        "",
+        help="shares of the server between tenants that compete for it, such as `chat=4,batch=1`; who is not named has "
+        "1",
+        check=parse_tenant_weights,
+    ),
     Setting(
         "require_cache_salt",
         bool,
@@ -329,7 +369,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     max_prefill_tokens_per_step: int | None = None
     enable_prefix_caching: bool = True
+    max_step_time_ms: float | None = None
     max_queue_size: int = 1024
+    max_queue_tokens: int = 2_000_000
+    tenant_weights: str = ""
     require_cache_salt: bool = False
     report_cached_tokens: bool = False
     message_special_tokens: str = "text"

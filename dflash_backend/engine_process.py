@@ -73,6 +73,9 @@ class Core(Protocol):
     def has_unfinished(self) -> bool: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def num_free_rows(self) -> int: ...
+    def crowded_tenants(self) -> dict[str, int]: ...
     def stats(self) -> EngineStats: ...
     @property
     def phase_seconds(self) -> dict[str, float]: ...
@@ -168,7 +171,8 @@ class EngineLoop:
         if num_requests := sum(isinstance(message, GenerationRequest) for message in decoded):
             # Before anything is done with them: what dies with this process from here on was worked on.
             self._num_received += num_requests
-            self._say(StepOutputs(queue=QueueState(self._num_received, self._core.num_waiting + num_requests)))
+            state = self._queue()
+            self._say(StepOutputs(queue=msgspec.structs.replace(state, num_waiting=state.num_waiting + num_requests)))
         for message in decoded:
             if isinstance(message, GenerationRequest):
                 if (refusal := self._add(message)) is not None:
@@ -212,7 +216,8 @@ class EngineLoop:
         self._spoke_at = time.monotonic()
 
     def _queue(self) -> QueueState:
-        return QueueState(self._num_received, self._core.num_waiting)
+        core = self._core
+        return QueueState(self._num_received, core.num_waiting, core.num_free_rows, core.crowded_tenants())
 
 
 class _FailureReport:

@@ -15,6 +15,8 @@ import msgspec
 FinishReason = Literal["stop", "length", "abort"]
 # The priority of a request that names none. Triton's levels begin with 1, the most urgent.
 DEFAULT_PRIORITY = 100
+# All tenants together may have so many times what one may have waiting.
+TENANTS_IN_QUEUE = 4
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,10 +212,13 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class QueueState(msgspec.Struct, frozen=True, array_like=True):
-    """How many requests the engine has received in all, and how many of them wait to be run."""
+    """How many requests the engine has received in all, how many of them wait to be run, and how many may run beside
+    those that do. `crowded` has the number of waiting requests of each tenant that has half of a queue or more."""
 
     num_received: int
     num_waiting: int
+    num_free_rows: int = 0
+    crowded: dict[str, int] = {}
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):

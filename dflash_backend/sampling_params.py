@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from dflash_backend.client_json import JsonError, NotJsonError, quoted, read_json
-from dflash_backend.messages import SamplingParams
+from dflash_backend.messages import DEFAULT_PRIORITY, SamplingParams
+from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
 from dflash_backend.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
 
 INT64_MAX = 2**63 - 1
@@ -32,6 +33,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_CHARS_TOGETHER = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_SALT_CHARS = 1024
+MAX_PRIORITY = 2**32 - 1
 # Beyond these the product with a logit of ordinary size leaves the range of float32 or loses all its digits.
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 # A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". It came inside a text that was measured.
@@ -114,6 +116,10 @@ def _read_seed(value: Any) -> int | None:
     if number is None or not -(2**63) <= number < 2**64:
         return None
     return -1 if number == -1 else number & INT64_MAX
+
+
+def _read_tenant(value: Any) -> str | None:
+    return value if isinstance(value, str) and TENANT_NAME.fullmatch(value) else None
 
 
 def _read_salt(value: Any) -> str | None:
@@ -254,6 +260,13 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("skip_special_tokens", _read_bool, "true or false"),
     Parameter("num_speculative_tokens", _int_from(0), "an integer of at least 0"),
     Parameter("cache_salt", _read_salt, f"text of at most {MAX_SALT_CHARS} characters"),
+    Parameter("tenant", _read_tenant, TENANT_NAME_IN_WORDS),
+    Parameter(
+        "priority",
+        _int_from(0, MAX_PRIORITY),
+        f"an integer from 1, the most urgent, to {MAX_PRIORITY}, or 0 for {DEFAULT_PRIORITY}",
+    ),
+    Parameter("timeout", _int_from(0), "an integer of microseconds, or 0 for none"),
 )
 
 _BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}

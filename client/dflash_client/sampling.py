@@ -32,6 +32,9 @@ class Sampling(TypedDict, total=False):
     logprobs: int | None
     num_speculative_tokens: int | None
     cache_salt: str | None
+    tenant: str | None
+    priority: int | None
+    timeout: int | None
     # For the chat template of `messages`.
     chat_template_kwargs: Mapping[str, Any] | None
     enable_thinking: bool | None

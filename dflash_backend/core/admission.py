@@ -11,10 +11,7 @@ from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.request import Request
 from dflash_backend.core.row_shape import peak_positions
 from dflash_backend.core.tenants import FairQueue
-from dflash_backend.messages import GenerationRequest
-
-# All tenants together may have so many times what one may have waiting.
-TENANTS_IN_QUEUE = 4
+from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
 
 
 class RequestError(Exception):

@@ -196,6 +196,15 @@ class EngineCore:
         """Requests that are queued and do not run yet."""
         return len(self.scheduler.waiting)
 
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that may run beside those that do."""
+        return self.limits.max_num_seqs - len(self.scheduler.running)
+
+    def crowded_tenants(self) -> dict[str, int]:
+        """How many requests wait of each tenant that has half of a queue or more: a few tenants at most."""
+        return dict(self.scheduler.queue.crowded)
+
     def stats(self) -> EngineStats:
         """Gauges as they are now and counters since the start."""
         scheduler = self.scheduler

@@ -21,15 +21,19 @@ def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
     return request
 
 
-def request_to_make_way(tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request) -> Request | None:
+def request_to_make_way(
+    tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request, min_lag: float
+) -> Request | None:
     """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for so many blocks.
 
-    None unless another tenant still holds as much for its weight afterwards as `tenant` does then. So nobody who was
-    preempted this way takes it back the same way, and a tenant's only request never goes.
+    None unless another tenant got no less service, and still holds as much for its weight afterwards as `tenant` does
+    then. So nobody who was preempted this way takes it back the same way, and a tenant's only request never goes. Where
+    `tenant` runs already its service must be `min_lag` behind, or two who compete would preempt each other by turns.
     """
+    most = tenant.service + (min_lag if tenant.running else 0.0)
     best: tuple[float, int, Request] | None = None
     for other in tenants:
-        if other is tenant or (victim := other.latest(but=oldest)) is None:
+        if other is tenant or other.service < most or (victim := other.latest(but=oldest)) is None:
             continue
         if num_blocks:
             left = (other.num_blocks - len(victim.block_ids)) / other.weight

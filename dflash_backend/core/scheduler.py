@@ -44,6 +44,8 @@ from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
 # So many tenants whose first request cannot start are passed over in a step.
 MAX_PASSED_OVER = 8
+# A tenant that runs is this part of a step's most tokens behind another before that one is preempted for it.
+MIN_LAG_IN_STEPS = 1 / 8
 # So many steps run without a new admission after one did not fit the device's memory, unless a request ends before.
 STEPS_TO_RECOVER = 16
 # Steps stay as short as several tenants need them for so long after there were several: who asks again soon, as people
@@ -57,14 +59,16 @@ class _PlanBuilder:
     rows, also of those that sit the step out, since they wait for it.
 
     `num_decoding` requests decode, `num_queued` wait or are in prefill. `max_prefill_tokens` is what the step's time
-    allows. `chunks` has the tokens of the running requests in prefill. `closed` are tenants of which nobody may be
+    allows. `in_prefill` are the running requests in prefill, `prefills` those of them that have a row in this step, in
+    the order of turns, and `chunks` its tokens. `closed` are tenants of which nobody may be
     admitted, `unfinished` those of which nobody may that would not finish its prefill in this step.
     """
 
     limits: EngineLimits
-    max_prefill_tokens: int | None
+    max_prefill_tokens: int | None = None
     rows: dict[str, ScheduledRow] = field(default_factory=dict)
     new: list[NewRequest] = field(default_factory=list)
+    in_prefill: list[Request] = field(default_factory=list)
     prefills: list[Request] = field(default_factory=list)
     chunks: dict[str, int] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
@@ -124,13 +128,14 @@ class Scheduler:
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self.kv = KVManager(limits)
-        self.queue = FairQueue(limits.tenant_weights)
+        self.queue = FairQueue(limits.tenant_weights, limits.max_queue_size // 2)
         # In order of arrival when a plan begins; `_in_order` says whether that needs sorting.
         self.running: dict[str, Request] = {}
         self._in_order = True
+        self._min_lag = limits.max_num_batched_tokens * MIN_LAG_IN_STEPS
         self.step_time = StepTime(limits.max_step_s)
-        # Prompt tokens of the steps that were planned and have not been observed, by step.
-        self._num_prefill_tokens: dict[int, int] = {}
+        # Tokens of prompts and of decode rows of the steps that were planned and have not been observed, by step.
+        self._num_tokens: dict[int, tuple[int, int]] = {}
         # Requests that the worker still holds and shall forget at the start of the next step.
         self._forgotten: list[str] = []
         # Tokens of a step in which all running requests decode with all of their drafts.
@@ -172,12 +177,11 @@ class Scheduler:
         if (not self.running and not self.waiting) or (in_flight and self._must_settle):
             return None
         several = self._several_tenants(now)
-        wants_room = len(self.queue.tenants) > 1 and self._make_way(in_flight)
-        contended = len(self.running) + len(self.waiting) > 1
-        builder = _PlanBuilder(self._limits, self.step_time.max_prefill_tokens(several) if contended else None)
+        wants_room, first = self._make_way(in_flight) if len(self.queue.tenants) > 1 else (False, None)
+        builder = self._count_up(_PlanBuilder(self._limits), several)
         has_blocks = self._schedule_running(builder, in_flight)
         if has_blocks:
-            self._admit(builder, now)
+            self._admit(builder, now, first)
             self._lengthen_chunks(builder)
         self._must_settle = wants_room or not has_blocks
         if not builder.rows:
@@ -189,7 +193,7 @@ class Scheduler:
             )
         self._charge(builder)
         self._step_id += 1
-        self._num_prefill_tokens[self._step_id] = builder.num_prefill_tokens
+        self._num_tokens[self._step_id] = builder.num_prefill_tokens, builder.num_decode_tokens
         rows = list(builder.rows.values())
         forgotten, self._forgotten = self._forgotten, []
         writable = None
@@ -199,7 +203,7 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take in how long a step has run, which bounds the next ones."""
-        self.step_time.observe(self._num_prefill_tokens.pop(plan.step_id), seconds)
+        self.step_time.observe(*self._num_tokens.pop(plan.step_id), seconds)
 
     def shrink(self, plan: StepPlan) -> None:
         """Let the next step be smaller than `plan`, which did not fit the device's memory: preempt whom it admitted, so
@@ -209,7 +213,7 @@ class Scheduler:
         They would be admitted again at once, to run out of memory again, so admission waits: for the end of a request,
         or for `STEPS_TO_RECOVER` steps.
         """
-        self._num_prefill_tokens.pop(plan.step_id, None)
+        self._num_tokens.pop(plan.step_id, None)
         admitted = [self.running[new.request_id] for new in plan.new if new.request_id in self.running]
         oldest = self._oldest()
         victims = [request for request in reversed(admitted) if request is not oldest]
@@ -228,7 +232,7 @@ class Scheduler:
         for request in taken:
             self.queue.discard(request)
         self._forgotten.clear()
-        self._num_prefill_tokens.clear()
+        self._num_tokens.clear()
         self._admits_from = 0
         self._must_settle = False
         return taken
@@ -243,21 +247,23 @@ class Scheduler:
         """Of the running requests the one that arrived first, which is never preempted."""
         return min(self.running.values(), key=lambda request: request.arrival)
 
-    def _make_way(self, in_flight: bool) -> bool:
+    def _make_way(self, in_flight: bool) -> tuple[bool, Tenant | None]:
         """Preempt for the tenant whose turn it is, when it waits for rows or blocks of which another tenant holds more.
 
-        Returns True when somebody should be preempted and cannot be, because a step is in flight.
+        Returns whether somebody should be preempted and cannot be, because a step is in flight; and the tenant that way
+        was made for, which is out of its turn and to be put back.
         """
         if self._step_id + 1 < self._admits_from or len(self.running) < 2:
-            return False
+            return False, None
         passed_over: list[Tenant] = []
-        must_settle = False
+        must_settle = preempted = False
         while len(passed_over) < MAX_PASSED_OVER and (tenant := self.queue.next_turn()) is not None:
             passed_over.append(tenant)
             request = self.queue.head(tenant)
-            preempted = False
             while (lacks := self._lacks(request)) is not None:
-                victim = request_to_make_way(tenant, lacks, self.queue.running_tenants.values(), self._oldest())
+                victim = request_to_make_way(
+                    tenant, lacks, self.queue.running_tenants.values(), self._oldest(), self._min_lag
+                )
                 must_settle = victim is not None and in_flight
                 if victim is None or in_flight:
                     break
@@ -266,9 +272,10 @@ class Scheduler:
             # One tenant in a step. Who lacks rows alone is passed over: for another one somebody may have to go.
             if lacks is None or lacks > 0 or preempted or must_settle:
                 break
+        first = passed_over.pop() if preempted else None
         for tenant in passed_over:
             self.queue.put_back(tenant)
-        return must_settle
+        return must_settle, first
 
     def _lacks(self, request: Request) -> int | None:
         """What a waiting request cannot start without: 0 for a row, else the blocks that it would hold; None when it
@@ -294,22 +301,31 @@ class Scheduler:
         """Blocks that a running request will take until it decodes."""
         return max(0, request.num_blocks_to_decode - len(request.block_ids)) if prefills_next(request) else 0
 
-    def _schedule_running(self, builder: _PlanBuilder, in_flight: bool) -> bool:
-        """Give every running request its row, the one that arrived first before all, preempting where blocks run out.
-
-        Returns False when they ran out and nobody could be preempted because a step is in flight.
-        """
+    def _count_up(self, builder: _PlanBuilder, several: bool) -> _PlanBuilder:
+        """Count who decodes, who is in prefill and who waits, and what that leaves for prompts."""
         running = list(self.running.values())
         if not self._in_order:
             running.sort(key=lambda request: request.arrival)
             self.running = {request.request_id: request for request in running}
             self._in_order = True
         tokens = list(map(decode_tokens, running))
-        builder.num_decode_tokens, builder.num_decoding = sum(tokens), len(running) - tokens.count(0)
-        builder.num_queued = tokens.count(0) + len(self.waiting)
-        if builder.num_decoding < len(running):
-            self._share_out(builder, [request for request, count in zip(running, tokens, strict=True) if not count])
-        for request in running:
+        num_in_prefill = tokens.count(0)
+        builder.num_decode_tokens, builder.num_decoding = sum(tokens), len(running) - num_in_prefill
+        builder.num_queued = num_in_prefill + len(self.waiting)
+        if num_in_prefill:
+            builder.in_prefill = [request for request, count in zip(running, tokens, strict=True) if not count]
+        if len(running) + len(self.waiting) > 1:
+            builder.max_prefill_tokens = self.step_time.max_prefill_tokens(builder.num_decode_tokens, several)
+        return builder
+
+    def _schedule_running(self, builder: _PlanBuilder, in_flight: bool) -> bool:
+        """Give every running request its row, the one that arrived first before all, preempting where blocks run out.
+
+        Returns False when they ran out and nobody could be preempted because a step is in flight.
+        """
+        if builder.in_prefill:
+            self._share_out(builder)
+        for request in list(self.running.values()):
             if request.request_id not in self.running:
                 continue  # preempted for another one in this loop
             shape = self._shape(request, builder)
@@ -328,13 +344,17 @@ class Scheduler:
             builder.add(request, shape, new_block_ids)
         return True
 
-    def _share_out(self, builder: _PlanBuilder, in_prefill: list[Request]) -> None:
+    def _share_out(self, builder: _PlanBuilder) -> None:
         """Say how many tokens the running requests in prefill have at least, in the order of their tenants' turns. One
         that does not finish leaves half to those after it and to those who wait; `_lengthen_chunks` gives it what they
         do not use."""
         queue = self.queue
         builder.prefills = sorted(
-            (request for request in in_prefill if request.row_in_flight is None or not request.needs_own_output),
+            (
+                request
+                for request in builder.in_prefill
+                if request.row_in_flight is None or not request.needs_own_output
+            ),
             key=lambda request: queue.tenant_of(request).turn,
         )
         room, num_after = builder.prefill_room, len(builder.prefills)
@@ -404,9 +424,9 @@ class Scheduler:
         self._forgotten.append(request.request_id)
         self._num_running_tokens -= request.max_decode_tokens
 
-    def _admit(self, builder: _PlanBuilder, now: float) -> None:
+    def _admit(self, builder: _PlanBuilder, now: float, first: Tenant | None) -> None:
         """Start waiting requests, the head of the tenant with the lowest counter first, while there are rows, tokens
-        and blocks for it.
+        and blocks for it. `first` goes before, since somebody was preempted for it.
 
         Only the first chunk's blocks are taken, but those of the whole prefill and of the decode row after it must be
         free, and those that were promised so to others do not count. With less, the request would be preempted before
@@ -418,8 +438,11 @@ class Scheduler:
             return
         passed_over: list[Tenant] = []
         promised = sum(map(self._num_promised, builder.prefills))
-        while builder.prefill_room > 0 and len(self.running) < limits.max_num_seqs:
-            if len(passed_over) == MAX_PASSED_OVER or (tenant := queue.next_turn()) is None:
+        while (
+            builder.prefill_room > 0 and len(self.running) < limits.max_num_seqs and len(passed_over) < MAX_PASSED_OVER
+        ):
+            tenant, first = first or queue.next_turn(), None
+            if tenant is None:
                 break
             if tenant.name in builder.closed:
                 passed_over.append(tenant)
@@ -441,7 +464,7 @@ class Scheduler:
             self._start(request, hit, builder, now)
             promised += request.num_blocks_to_decode - len(request.block_ids)
             queue.put_back(tenant)
-        for tenant in passed_over:
+        for tenant in passed_over if first is None else [*passed_over, first]:
             queue.put_back(tenant)
 
     def _start(self, request: Request, hit: list[int], builder: _PlanBuilder, now: float) -> None:

@@ -1,14 +1,14 @@
 """How many prompt tokens a step may have so that it does not take too long, from what recent steps took.
 
-Two figures are kept, moving averages over recent steps: the seconds of a step that computes next to no prompt tokens,
-and how many prompt tokens a second are computed beyond that. A prompt's chunk then follows from the time that a step
-may take. Where a figure is wrong, the chunk is, and the next step's time corrects both: the chunk is in balance only
-where a step takes as long as it may.
+Two figures are kept, moving averages over recent steps: how long a step takes for its decode rows, a line over their
+tokens, and how many prompt tokens a second are computed beyond that. A prompt's chunk then follows from the time that a
+step may take. Where a figure is wrong, the chunk is, and the next step's time corrects both: the chunk is in balance
+only where a step takes as long as it may.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # `max_step_time_ms` auto: so many seconds, or so many times a step without prompts if that is more.
 AUTO_STEP_S = 0.05
@@ -24,34 +24,61 @@ MAX_JUMP = 4.0
 
 
 @dataclass(slots=True)
+class _Line:
+    """A straight line through recent points: moving averages of both coordinates, of the variance of one, and of the
+    covariance."""
+
+    x: float = 0.0
+    y: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+    def at(self, x: float) -> float:
+        """The value at `x`, at least a quarter of the average; 0 before there is a point."""
+        slope = max(0.0, self.covariance / self.variance) if self.variance > 1.0 else 0.0
+        return max(self.y / 4, self.y + slope * (x - self.x))
+
+    def add(self, x: float, y: float) -> None:
+        """Take in a point."""
+        if self.y == 0.0:
+            self.x, self.y = x, y
+            return
+        from_x, from_y = x - self.x, min(y, MAX_JUMP * self.at(x)) - self.y
+        self.x += NEW_WEIGHT * from_x
+        self.y += NEW_WEIGHT * from_y
+        self.variance = (1 - NEW_WEIGHT) * (self.variance + NEW_WEIGHT * from_x * from_x)
+        self.covariance = (1 - NEW_WEIGHT) * (self.covariance + NEW_WEIGHT * from_x * from_y)
+
+
+@dataclass(slots=True)
 class StepTime:
     """The two figures. `max_step_s` is the bound while several tenants are served; None: auto."""
 
     max_step_s: float | None = None
-    light_s: float = 0.0
     tokens_per_s: float | None = None
+    _light: _Line = field(default_factory=_Line)
 
-    def observe(self, num_prefill_tokens: int, seconds: float) -> None:
+    def observe(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
         """Take in a step that has run."""
         if seconds <= 0:
             return
         if num_prefill_tokens <= LIGHT_TOKENS:
-            self.light_s = _follow(self.light_s or seconds, seconds)
+            prefill_s = num_prefill_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
+            self._light.add(num_decode_tokens, max(seconds - prefill_s, seconds / 2))
             return
         # The other rows may take longer than usual: a tenth at least was the prompts'.
-        rate = num_prefill_tokens / max(seconds - self.light_s, 0.1 * seconds)
+        rate = num_prefill_tokens / max(seconds - self._light.at(num_decode_tokens), 0.1 * seconds)
         self.tokens_per_s = rate if self.tokens_per_s is None else _follow(self.tokens_per_s, rate)
 
-    def max_prefill_tokens(self, several_tenants: bool) -> int | None:
-        """Prompt tokens that a step may have; None while nothing is known."""
+    def max_prefill_tokens(self, num_decode_tokens: int, several_tenants: bool) -> int | None:
+        """Prompt tokens that a step may have beside its decode tokens; None while nothing is known."""
         if self.tokens_per_s is None:
             return None
-        step_s = self.max_step_s
-        if step_s is None:
-            step_s = max(AUTO_STEP_S, AUTO_LIGHT_STEPS * self.light_s)
+        light_s = self._light.at(num_decode_tokens)
+        step_s = max(AUTO_STEP_S, AUTO_LIGHT_STEPS * light_s) if self.max_step_s is None else self.max_step_s
         if not several_tenants:
             step_s *= ONE_TENANT_FACTOR
-        return max(LIGHT_TOKENS, int((step_s - self.light_s) * self.tokens_per_s))
+        return max(LIGHT_TOKENS, int((step_s - light_s) * self.tokens_per_s))
 
 
 def _follow(average: float, new: float) -> float:

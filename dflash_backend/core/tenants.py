@@ -12,7 +12,6 @@ Every operation costs O(log n) in tenants and in the tenant's waiting requests.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,28 +24,10 @@ CACHED_TOKEN_COST = 1 / 32
 MAX_ABSENT = 1024
 
 
-def parse_tenant_weights(text: str) -> dict[str, float]:
-    """Weights by tenant, from text such as `"batch=1,chat=4"`. Raises ValueError with a sentence."""
-    weights: dict[str, float] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, _, number = entry.rpartition("=")
-        name = name.strip()
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if not name or not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"'{entry}' is not a tenant's name, '=' and a weight above 0")
-        if name in weights:
-            raise ValueError(f"the tenant '{name}' comes twice")
-        weights[name] = weight
-    return weights
-
-
 @dataclass(slots=True, eq=False)
 class Tenant:
     """One tenant that has requests. `service` is its counter: tokens divided by `weight`. `number` counts the tenants
-    as they come, and decides between equal counters."""
+    as they come. Of equal counters the newest goes first: it has nothing yet, and the others go on."""
 
     name: str
     weight: float
@@ -62,7 +43,7 @@ class Tenant:
     @property
     def turn(self) -> tuple[float, int]:
         """What the tenants are ordered by."""
-        return self.service, self.number
+        return self.service, -self.number
 
     def charge(self, num_tokens: float) -> None:
         """Count tokens that were run for this tenant."""
@@ -82,8 +63,12 @@ class Tenant:
 class FairQueue:
     """The waiting requests and the tenants that have any request, waiting or running."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], crowd: int = 0) -> None:
+        """`weights` by tenant, 1 for the others. `crowd` waiting requests and more make a tenant crowded."""
         self._weights = weights
+        self._crowd = crowd
+        # How many requests wait of each tenant that is crowded.
+        self.crowded: dict[str, int] = {}
         self.waiting: dict[str, Request] = {}
         self.num_waiting_tokens = 0
         self.tenants: dict[str, Tenant] = {}
@@ -113,6 +98,7 @@ class FairQueue:
         tenant.num_waiting += 1
         tenant.num_waiting_tokens += request.num_tokens
         self.num_waiting_tokens += request.num_tokens
+        self._count_crowd(tenant)
         self.put_back(tenant)
 
     def start(self, request: Request) -> None:
@@ -189,11 +175,18 @@ class FairQueue:
         tenant.num_waiting -= 1
         tenant.num_waiting_tokens -= request.num_tokens
         self.num_waiting_tokens -= request.num_tokens
+        self._count_crowd(tenant)
         if len(tenant.queue) > 2 * tenant.num_waiting + 16:
             waiting = self.waiting
             tenant.queue = [entry for entry in tenant.queue if waiting.get(entry[1].request_id) is entry[1]]
             heapq.heapify(tenant.queue)
         return tenant
+
+    def _count_crowd(self, tenant: Tenant) -> None:
+        if tenant.num_waiting and tenant.num_waiting >= self._crowd:
+            self.crowded[tenant.name] = tenant.num_waiting
+        else:
+            self.crowded.pop(tenant.name, None)
 
     def _leave_if_idle(self, tenant: Tenant) -> None:
         """Let a tenant go that has no request. What it had more than others is kept against it while others are
@@ -224,5 +217,7 @@ class FairQueue:
                 for other in tenant.running.values():
                     overtaken = request.rank < other.rank and request.arrival < other.arrival
                     assert not overtaken, f"{other.request_id} overtook {request.request_id}"
-        assert sum(tenant.num_waiting for tenant in self.tenants.values()) == len(self.waiting)
+        counts = {name: tenant.num_waiting for name, tenant in self.tenants.items() if tenant.num_waiting}
+        assert {name: count for name, count in counts.items() if count >= self._crowd} == self.crowded
+        assert sum(counts.values()) == len(self.waiting)
         assert sum(tenant.num_waiting_tokens for tenant in self.tenants.values()) == self.num_waiting_tokens

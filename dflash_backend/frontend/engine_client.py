@@ -98,8 +98,9 @@ class EngineClient:
         self._num_requests_sent = 0
         # Requests that the engine has not confirmed, each with how many were sent up to it; the oldest first.
         self._on_the_way: dict[str, int] = {}
+        self._tenants_on_the_way: dict[str, str] = {}
         self._on_the_way_lock = threading.Lock()
-        self._queue = QueueState(0, 0)
+        self._queue = QueueState(0, 0, config.max_num_seqs)
         self._ready = False
         self._lifeline, theirs = os.pipe()
         self._wake_read, self._wake_write = os.pipe()
@@ -166,6 +167,17 @@ class EngineClient:
         """
         return self._queue.num_waiting + len(self._on_the_way)
 
+    def num_waiting_of(self, tenant: str) -> int:
+        """The same of one tenant. Those that wait at the engine count when they are half of a queue or more."""
+        with self._on_the_way_lock:
+            on_the_way = sum(one == tenant for one in self._tenants_on_the_way.values())
+            return self._queue.crowded.get(tenant, 0) + on_the_way
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many requests the engine may run beside those that run, as far as it has said."""
+        return self._queue.num_free_rows
+
     def is_on_the_way(self, request_id: str) -> bool:
         """Whether this request was sent and the engine has not said that it received it."""
         return request_id in self._on_the_way
@@ -187,9 +199,11 @@ class EngineClient:
             if isinstance(message, GenerationRequest):
                 self._num_requests_sent += 1
                 self._on_the_way[message.request_id] = self._num_requests_sent
+                self._tenants_on_the_way[message.request_id] = message.sampling.tenant
             elif isinstance(message, AbortRequests):
                 for request_id in message.request_ids:
                     self._on_the_way.pop(request_id, None)
+                    self._tenants_on_the_way.pop(request_id, None)
         # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
         with self._send_lock, contextlib.suppress(zmq.Again):
             if not self._inputs.closed:
@@ -287,6 +301,7 @@ class EngineClient:
                 if number > queue.num_received:
                     break
                 del self._on_the_way[request_id]
+                del self._tenants_on_the_way[request_id]
 
     def _ended_within(self, seconds: float) -> bool:
         try:

@@ -6,7 +6,7 @@ every refusal can be tested without a server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 PROMPT_INPUTS = ("text_input", "input_ids", "messages")
 # What Triton itself puts among the parameters of a request that came with these fields.
-TRITON_PARAMETERS = frozenset({"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
+TRITON_PARAMETERS = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
 RETURN_FLAGS = (
     "return_finish_reason",
     "return_num_input_tokens",
@@ -95,13 +95,19 @@ class RequestRules:
 
 
 def parse_request(
-    inputs: Mapping[str, Array], parameters: str, tokenizer: Tokenizer, ready: EngineReady, rules: RequestRules
+    inputs: Mapping[str, Array],
+    parameters: str,
+    tokenizer: Tokenizer,
+    ready: EngineReady,
+    rules: RequestRules,
+    check_queue: Callable[[SamplingParams], None] = lambda sampling: None,
 ) -> ParsedRequest:
     """Check every input and parameter and tokenise the prompt.
 
     `inputs` are the tensors that were sent: STRING as arrays of bytes objects, BOOL, INT32 or INT64. `parameters` is
-    the JSON object of the request's own parameters, or empty. Raises `InputError`, `PromptError` or `ParameterError`,
-    each a ValueError with a sentence for the client.
+    the JSON object of the request's own parameters, or empty. `check_queue` is called before the prompt is looked at;
+    what it raises passes. Raises `InputError`, `PromptError` or `ParameterError`, each a ValueError with a sentence for
+    the client.
     """
     stream = _flag(inputs, "stream", False)
     exclude_input = _flag(inputs, "exclude_input_in_output", stream)
@@ -121,6 +127,7 @@ def parse_request(
     )
     if rules.require_cache_salt and not sampling.cache_salt:
         raise InputError("the sampling parameter 'cache_salt' is missing; this server requires one of each request")
+    check_queue(sampling)
     token_ids, text = _prompt(inputs, tokenizer, ready, chat_options)
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")

@@ -36,9 +36,11 @@ from dflash_backend.frontend.sampling_defaults import read_sampling_defaults
 from dflash_backend.frontend.supervisor import EngineLost, EngineSupervisor
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import (
+    TENANTS_IN_QUEUE,
     AbortRequests,
     GenerationRequest,
     RequestRejected,
+    SamplingParams,
     StepOutputs,
     StopRequests,
     TokenDelta,
@@ -68,6 +70,10 @@ def end_process() -> None:
     """End Triton's stub at once: whoever supervises the server sees that, and a model that is up but dead is seen by
     nobody."""
     os._exit(1)
+
+
+class QueueFullError(Exception):
+    """The queue has no place for a request. The message is for the client."""
 
 
 class FrontendService:
@@ -166,18 +172,20 @@ class FrontendService:
             self._refuse(responder, "UNAVAILABLE", refusal or RESTARTING)
             return
         # Before anything is done for it: what an overloaded server refuses must cost next to nothing.
-        if self._refuse_overflow(responder, engine, 1):
+        if (overflow := self._overflow(engine, 1)) is not None:
+            self._refuse(responder, "UNAVAILABLE", overflow)
             return
         try:
-            parsed = self._parsed(request)
+            parsed = self._parsed(request, engine)
+        except QueueFullError as error:
+            self._refuse(responder, "UNAVAILABLE", str(error))
+            return
         except (InputError, PromptError, ParameterError) as error:
             self._refuse(responder, "INVALID_ARGUMENT", str(error))
             return
         except Exception as error:  # noqa: BLE001 - Triton could not hand over its inputs: this request alone ends
             self._log.error(f"a request could not be read: {one_line(error)}")
             self._refuse(responder, "INTERNAL", f"the request could not be read: {one_line(error)}")
-            return
-        if self._refuse_overflow(responder, engine, parsed.sampling.n):
             return
         self._begin(Flight(next(self._ids), responder, parsed, self._tokenizer), engine)
 
@@ -206,31 +214,38 @@ class FrontendService:
         if self._engine.engine is not engine and self._flights.pop(flight.request_id, None) is not None:
             self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
 
-    def _refuse_overflow(self, responder: Responder, engine: EngineClient, num_completions: int) -> bool:
-        """Refuse a request that the queue has no room for; whether it had none.
+    def _overflow(self, engine: EngineClient, num_completions: int, tenant: str | None = None) -> str | None:
+        """Why the queue has no place for a request, if it has none. `tenant` of None: it may be anybody's.
 
         The engine would say the same, a step later, and of each completion by itself.
         """
-        waiting, limit = engine.num_waiting, self._config.max_queue_size
-        if waiting + num_completions <= limit:
-            return False
-        self._refuse(
-            responder,
-            "UNAVAILABLE",
+        all_waiting, limit = engine.num_waiting, self._config.max_queue_size
+        num_more = num_completions - engine.num_free_rows
+        waiting = all_waiting if tenant is None else engine.num_waiting_of(tenant)
+        is_full = all_waiting + num_more > TENANTS_IN_QUEUE * limit
+        if tenant is not None and all_waiting + num_more > 0:
+            is_full = is_full or waiting + num_more > limit
+        if not is_full:
+            return None
+        return (
             f"{waiting} requests wait already, this one has {num_completions}, and max_queue_size is {limit}; try "
-            "again later",
+            "again later"
         )
-        return True
 
-    def _parsed(self, request: Any) -> ParsedRequest:
-        """The request, checked and tokenised. Raises what `parse_request` raises."""
+    def _parsed(self, request: Any, engine: EngineClient) -> ParsedRequest:
+        """The request, checked and tokenised. Raises `QueueFullError`, and what `parse_request` raises."""
+
+        def check_queue(sampling: SamplingParams) -> None:
+            if (overflow := self._overflow(engine, sampling.n, sampling.tenant)) is not None:
+                raise QueueFullError(overflow)
+
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
             parameters = request.parameters()
         except UnicodeDecodeError:
             # Triton lets half a surrogate pair of HTTP's JSON pass.
             raise InputError("the request's parameters are not UTF-8 text") from None
-        return parse_request(inputs, parameters, self._tokenizer, self._engine.ready, self._rules)
+        return parse_request(inputs, parameters, self._tokenizer, self._engine.ready, self._rules, check_queue)
 
     def close(self) -> None:
         """Let requests in flight finish for a while, refuse new ones, then end the engine process."""

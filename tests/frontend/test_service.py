@@ -231,16 +231,16 @@ def test_closing_lets_requests_finish_and_refuses_new_ones(service):
 
 
 def test_a_full_queue_refuses_at_once_and_takes_requests_again_when_it_empties(model_dir, triton):
-    config = EngineConfig(target_model=str(model_dir), max_queue_size=3)
+    config = EngineConfig(target_model=str(model_dir), max_num_seqs=toy_engine.NUM_ROWS, max_queue_size=1)
     service = FrontendService(config, "dflash", triton, COMMAND)
     try:
         waiting = [submit(service, [toy_engine.QUIET]) for _ in range(2)]
-        # Two wait, whether or not the engine has said so yet: there is room for one more, not for two.
+        # Two wait for the two rows, whether or not the engine has said so yet: there is room for one more, not for two.
         refused = submit(service, "ab", sampling={"n": 2})
         assert refused.answered
         (response,) = refused.all()
         assert response.error.code == "UNAVAILABLE"
-        assert "2 requests wait already, this one has 2, and max_queue_size is 3" in response.error.message
+        assert "2 requests wait already, this one has 2, and max_queue_size is 1" in response.error.message
         assert submit(service, "ab", max_tokens=2).all()[0].outputs["text_output"] == "abab"
         for sender in waiting:
             sender.cancelled = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ GIVE_UP = 1005  # the step ends the request with an error
 BREAK_IN_QUEUEING = 1006  # add_request raises what it should not
 DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
+NUM_ROWS = 2  # that are free, whoever runs
 
 
 @dataclass
@@ -90,6 +92,14 @@ class ToyCore:
     @property
     def num_waiting(self) -> int:
         return sum(state.request.prompt_token_ids[0] == QUIET for state in self._requests.values())
+
+    @property
+    def num_free_rows(self) -> int:
+        return NUM_ROWS
+
+    def crowded_tenants(self) -> dict[str, int]:
+        waiting = [state.request for state in self._requests.values() if state.request.prompt_token_ids[0] == QUIET]
+        return dict(Counter(request.sampling.tenant for request in waiting))
 
     def step(self) -> list[TokenDelta]:
         given_up = [i for i, state in self._requests.items() if state.request.prompt_token_ids[0] == GIVE_UP]

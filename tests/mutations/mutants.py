@@ -212,12 +212,18 @@ _CACHE = (
 _SCHEDULER = (
     _core(
         "the oldest request is preempted",
-        "scheduler",
-        "_, request = self.running.popitem()",
-        "request = self.running.pop(next(iter(self.running)))",
+        "tenants",
+        "return max(rest, key=",
+        "return min(rest, key=",
         PROGRESS,
     ),
-    _core("a preempted request goes to the end of the queue", "scheduler", "last=False", "last=True", PROGRESS),
+    _core(
+        "a preempted request goes to the end of the queue",
+        "tenants",
+        "heapq.heappush(tenant.queue, (request.rank, request))",
+        "heapq.heappush(tenant.queue, ((request.num_preemptions, request.arrival), request))",
+        PROGRESS,
+    ),
     _core(
         "a preempted request forgets its drafts",
         "scheduler",
@@ -257,8 +263,8 @@ _SCHEDULER = (
     _core(
         "those alongside a long prompt take the whole step",
         "scheduler",
-        "room -= self._short_prefills(room // 2)",
-        "room -= self._short_prefills(room)",
+        "rest = rest if first is None and num_after == 0 else rest - rest // 2",
+        "pass",
         SCHEDULING,
     ),
     _core(
@@ -277,8 +283,8 @@ _SCHEDULER = (
     _core(
         "a request is admitted that cannot decode",
         "scheduler",
-        "self.kv.fits(min(until_decode, peak_positions(request, limits)), hit)",
-        "self.kv.fits(whole.num_positions, hit)",
+        "min(whole.num_positions + 1 + whole.num_next_draft,",
+        "min(whole.num_positions,",
         SCHEDULING,
     ),
     _core(
@@ -287,9 +293,9 @@ _SCHEDULER = (
     _core("deadlines are ignored", "engine", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < 0", ENGINE),
     _core(
         "the queue's bound is off by one",
-        "engine",
-        ">= self.limits.max_queue_size:",
-        "> self.limits.max_queue_size:",
+        "admission",
+        ">= min(limits.max_queue_size, left):",
+        "> min(limits.max_queue_size, left):",
         ENGINE,
     ),
     _core("a stop token is not sent", "request", 'token_ids[:count], "stop"', 'token_ids[: count - 1], "stop"', ENGINE),
@@ -409,8 +415,8 @@ _OVERLAP = (
     _core(
         "a prompt is admitted behind one that sits a step out",
         "scheduler",
-        "builder.closed = builder.closed or prefills_next(request)",
-        "builder.closed = False",
+        "builder.closed.add(request.sampling.tenant)",
+        "pass",
         OVERLAP,
     ),
     _core(
@@ -423,15 +429,15 @@ _OVERLAP = (
     _core(
         "blocks that ran out are never made good while steps are in flight",
         "scheduler",
-        "or (in_flight and self._lacks_blocks):",
+        "or (in_flight and self._must_settle):",
         "or (in_flight and not self.running and not self.waiting):",
         OVERLAP,
     ),
     _core(
         "a chunk is planned again while it is in flight",
         "scheduler",
-        "self._shape_chunk(request, request.num_computed + row.num_new, builder)",
-        "self._shape_chunk(request, request.num_computed, builder)",
+        "return request.num_computed + (0 if row is None else row.num_new)",
+        "return request.num_computed",
     ),
     _core(
         "who did not fit the memory is admitted again at once",

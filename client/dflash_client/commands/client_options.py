@@ -21,7 +21,7 @@ from dflash_client.commands.arguments import (
 
 INPUTS = ("prompt", "messages")
 # Parameters that are text: what is given is taken as it is, also where it reads as a number.
-TEXTS = ("stop", "cache_salt")
+TEXTS = ("stop", "cache_salt", "tenant")
 API_KEY_VARIABLE = "DFLASH_API_KEY"
 URL_VARIABLE = "DFLASH_URL"
 # Options of sampling parameters, in the order of --help; --max-tokens has a default of its own.

@@ -1,0 +1,361 @@
+"""Tenants share steps, rows, blocks and the queue by weight; alone, one has all of it. On the toy core.
+
+That every invariant and output holds with tenants and priorities is shown by `test_core_machine.py` and
+`test_core_random.py`; here each rule has a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+from toy_core import Engine, make_limits, make_request
+
+from dflash_backend.core.engine import RequestError
+from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT, FairQueue
+from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
+
+
+def _request(name: str, tenant: str, length: int = 20, **sampling: object) -> GenerationRequest:
+    """A prompt that no other one begins like."""
+    prompt = [ord(character) % 50 for character in f"{name} "] + [7] * length
+    return make_request(name, prompt[:length], tenant=tenant, **sampling)
+
+
+def _flood(engine: Engine, tenant: str, count: int, **sampling: object) -> None:
+    for index in range(count):
+        engine.add(_request(f"{tenant}{index}", tenant, **({"max_tokens": 1} | sampling)))
+
+
+def _tokens_by_tenant(engine: Engine) -> Counter[str]:
+    """Tokens that were run, by the tenant that the names begin with."""
+    counts: Counter[str] = Counter()
+    for plan in engine.worker.plans:
+        for row in plan.rows:
+            counts[row.request_id.rstrip("0123456789")] += row.num_new + row.num_draft
+    return counts
+
+
+def _starts(engine: Engine) -> list[str]:
+    return [new.request_id for plan in engine.worker.plans for new in plan.new]
+
+
+def _steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+@pytest.mark.parametrize("lag", [None, 1])
+@pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 1.0, "b": 2.0}])
+def test_competing_tenants_get_steps_by_weight(weights: dict[str, float], lag: int | None) -> None:
+    limits = make_limits(max_num_batched_tokens=40, max_queue_size=500, tenant_weights=weights)
+    engine = Engine(limits, None if lag is None else lambda: lag)
+    _flood(engine, "a", 200)
+    _flood(engine, "b", 200)
+    _steps(engine, 60)
+    counts = _tokens_by_tenant(engine)
+    wanted = weights.get("a", 1.0) / weights.get("b", 1.0)
+    assert counts["a"] / counts["b"] == pytest.approx(wanted, rel=0.1)
+    assert counts["a"] + counts["b"] >= 58 * (40 if lag is None else 24), "and nothing is left unused"
+
+
+def test_decode_tokens_count() -> None:
+    # Both send the same prompts; the answers of one are ten times as long, so fewer of its requests are served.
+    engine = Engine(make_limits(max_queue_size=500, num_blocks=400, max_num_seqs=6, num_speculative_tokens=0))
+    _flood(engine, "long", 100, max_tokens=20)
+    _flood(engine, "short", 300, max_tokens=2)
+    _steps(engine, 150)
+    counts = _tokens_by_tenant(engine)
+    assert counts["long"] / counts["short"] == pytest.approx(1.0, rel=0.25)
+    started = Counter(name.rstrip("0123456789") for name in _starts(engine))
+    assert started["short"] > 1.3 * started["long"]
+
+
+def test_cached_tokens_are_cheap() -> None:
+    # Room for one prompt a step. The prompts of "hit" are cached but for a token or two, so many of them equal one.
+    engine = Engine(make_limits(max_num_batched_tokens=42, max_queue_size=500, num_blocks=400, max_num_seqs=4))
+    prefix = list(range(1, 41))
+    engine.run(make_request("warm", [*prefix, 1], max_tokens=1, tenant="hit"))
+    first = len(engine.worker.plans)
+    for index in range(300):
+        engine.add(make_request(f"hit{index}", [*prefix, index % 50], max_tokens=1, tenant="hit"))
+    _flood(engine, "miss", 100, length=41)
+    _steps(engine, 60)
+    started = Counter(new.request_id.rstrip("0123456789") for plan in engine.worker.plans[first:] for new in plan.new)
+    assert started["hit"] > 4 * started["miss"]
+    tenants = engine.core.scheduler.queue.tenants
+    assert tenants["hit"].service == pytest.approx(tenants["miss"].service, abs=80)
+    assert 0 < CACHED_TOKEN_COST < 0.1
+
+
+def test_a_tenant_alone_has_every_token_and_row_of_a_step() -> None:
+    alone, anonymous = (Engine(make_limits(max_num_batched_tokens=64, num_blocks=200)) for _ in range(2))
+    _flood(alone, "a", 30)
+    _flood(anonymous, "", 30)
+    for engine in (alone, anonymous):
+        while engine.core.has_unfinished():
+            engine.step()
+    shapes = [
+        [[(row.num_new, row.num_draft) for row in plan.rows] for plan in e.worker.plans] for e in (alone, anonymous)
+    ]
+    assert shapes[0] == shapes[1]
+    assert all(plan.num_tokens == 64 for plan in alone.worker.plans[:-1])
+
+
+def test_one_tenant_is_served_in_order_of_arrival() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=48, num_blocks=200))
+    _flood(engine, "a", 20)
+    _flood(engine, "b", 20)
+    while engine.core.has_unfinished():
+        engine.step()
+    for tenant in "ab":
+        assert [name for name in _starts(engine) if name[0] == tenant] == [f"{tenant}{i}" for i in range(20)]
+
+
+def test_a_short_request_runs_beside_a_flood_of_long_prompts() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=64, max_queue_size=500, num_blocks=400))
+    _flood(engine, "flood", 300, length=120, max_tokens=4)
+    _steps(engine, 20)
+    for index in range(10):
+        name = f"short{index}"
+        engine.add(_request(name, "other", length=6, max_tokens=2))
+        engine.step()
+        assert engine.outputs[name].token_ids, "its first token comes with the step after it arrived"
+        engine.step()
+        assert engine.outputs[name].finish_reason == "length"
+        _steps(engine, 3)
+
+
+@pytest.mark.parametrize("lag", [None, 1])
+def test_a_tenant_that_waits_for_a_row_has_one_made_free(lag: int | None) -> None:
+    engine = Engine(make_limits(num_blocks=400, max_num_seqs=4), None if lag is None else lambda: lag)
+    _flood(engine, "flood", 6, max_tokens=60, seed=0)
+    _steps(engine, 3)
+    assert list(engine.core.scheduler.running) == [f"flood{i}" for i in range(4)]
+    engine.add(_request("short", "other", max_tokens=2))
+    _steps(engine, 1 if lag is None else 3)
+    assert list(engine.core.scheduler.running) == ["flood0", "flood1", "flood2", "short"], "the latest of them went"
+    while engine.core.has_unfinished():
+        engine.step()
+    assert engine.outputs["flood3"].stats is not None
+    assert engine.outputs["flood3"].stats.num_preemptions == 1
+    assert (
+        engine.outputs["flood3"].token_ids
+        == Engine(make_limits()).run(_request("flood3", "flood", max_tokens=60, seed=0))[0].token_ids
+    )
+
+
+def test_rows_come_to_equal_shares_and_stay_there() -> None:
+    engine = Engine(make_limits(num_blocks=400, max_num_seqs=8))
+    _flood(engine, "a", 20, max_tokens=80, seed=0)
+    _steps(engine, 4)
+    _flood(engine, "b", 20, max_tokens=80, seed=0)
+    _steps(engine, 30)
+    running = Counter(name[0] for name in engine.core.scheduler.running)
+    assert running == {"a": 4, "b": 4}
+    preempted = engine.core.stats().num_preemptions
+    _steps(engine, 20)
+    assert engine.core.stats().num_preemptions == preempted == 4, "nobody takes a row back"
+
+
+def test_rows_are_shared_by_weight() -> None:
+    engine = Engine(make_limits(num_blocks=400, max_num_seqs=8, tenant_weights={"a": 3.0}))
+    _flood(engine, "a", 20, max_tokens=80, seed=0)
+    _steps(engine, 4)
+    _flood(engine, "b", 20, max_tokens=80, seed=0)
+    _steps(engine, 30)
+    assert Counter(name[0] for name in engine.core.scheduler.running) == {"a": 6, "b": 2}
+
+
+def test_a_tenant_that_waits_for_blocks_has_some_made_free() -> None:
+    engine = Engine(make_limits(num_blocks=32, max_num_seqs=8, enable_prefix_caching=False))
+    _flood(engine, "flood", 12, length=30, max_tokens=60, seed=0)
+    _steps(engine, 3)
+    num_running = len(engine.core.scheduler.running)
+    assert engine.core.scheduler.kv.pool.num_free < 5
+    engine.add(_request("short", "other", length=16, max_tokens=2, seed=3))
+    _steps(engine, 4)
+    assert engine.outputs["short"].finish_reason == "length"
+    assert engine.core.stats().num_preemptions >= 1
+    assert num_running >= 2
+
+
+def test_a_tenants_only_request_is_not_preempted_for_another_tenant() -> None:
+    engine = Engine(make_limits(num_blocks=30, enable_prefix_caching=False))
+    engine.add(_request("giant", "a", length=90, max_tokens=8, seed=0))
+    engine.step()
+    engine.add(_request("short", "b", length=30, max_tokens=2))
+    while engine.outputs["giant"].finish_reason is None:
+        engine.step()
+    assert engine.core.stats().num_preemptions == 0
+
+
+def test_a_growing_request_takes_blocks_of_the_tenant_that_holds_most() -> None:
+    # "b" holds little and arrived last; with one tenant it would be the one to go.
+    engine = Engine(make_limits(num_blocks=26, enable_prefix_caching=False))
+    _flood(engine, "a", 3, max_tokens=40, length=16, seed=0)
+    engine.step()
+    engine.add(_request("b0", "b", length=4, max_tokens=12, seed=0))
+    while engine.core.has_unfinished():
+        engine.step()
+    assert engine.outputs["b0"].stats is not None
+    assert engine.outputs["b0"].stats.num_preemptions == 0
+    assert engine.core.stats().num_preemptions > 0
+    assert engine.outputs["a0"].stats is not None
+    assert engine.outputs["a0"].stats.num_preemptions == 0, "who arrived first is never preempted"
+
+
+def test_the_request_that_arrived_first_is_not_preempted_though_it_is_its_tenants_least_urgent() -> None:
+    engine = Engine(make_limits(num_blocks=26, enable_prefix_caching=False, max_num_seqs=3))
+    engine.add(_request("a0", "a", max_tokens=50, length=16, seed=0, priority=200))
+    engine.step()
+    for name in ("a1", "a2"):
+        engine.add(_request(name, "a", max_tokens=50, length=16, seed=0, priority=1))
+    engine.step()
+    engine.add(_request("b0", "b", length=16, max_tokens=50, seed=0))
+    while engine.core.has_unfinished():
+        engine.step()
+    stats = engine.outputs["a0"].stats
+    assert stats is not None
+    assert stats.num_preemptions == 0
+    assert engine.core.stats().num_preemptions > 0
+
+
+def test_priority_orders_one_tenants_requests_and_0_is_between() -> None:
+    engine = Engine(make_limits(max_num_seqs=1))
+    for name, priority in (("running", 0), ("late", 101), ("default", 0), ("first", 1), ("equal", 100)):
+        engine.add(_request(name, "", max_tokens=2, priority=priority))
+        if name == "running":
+            engine.step()
+    while engine.core.has_unfinished():
+        engine.step()
+    assert _starts(engine) == ["running", "first", "default", "equal", "late"]
+
+
+def test_priority_is_nothing_to_other_tenants() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500))
+    _flood(engine, "a", 100, priority=1)
+    _flood(engine, "b", 100, priority=500)
+    _steps(engine, 40)
+    counts = _tokens_by_tenant(engine)
+    assert counts["a"] / counts["b"] == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_timeout_ends_a_request_with_what_it_has() -> None:
+    engine = Engine(make_limits())
+    engine.add(_request("a", "", max_tokens=100, seed=0, timeout=3_000_000))
+    engine.add(_request("b", "", max_tokens=100, seed=0, timeout=60_000_000, deadline_s=3.0))
+    for _ in range(5):
+        engine.step()
+        engine.clock.now += 1.0
+    for output in engine.outputs.values():
+        assert output.finish_reason == "abort"
+        assert len(output.token_ids) == 3
+
+
+def test_an_absence_is_no_claim() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500))
+    _flood(engine, "a", 200)
+    _steps(engine, 30)
+    first = len(engine.worker.plans)
+    _flood(engine, "b", 100)
+    _steps(engine, 30)
+    counts: Counter[str] = Counter()
+    for plan in engine.worker.plans[first:]:
+        for row in plan.rows:
+            counts[row.request_id[0]] += row.num_new
+    assert counts["a"] / counts["b"] == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_pause_pays_no_debt() -> None:
+    queue = FairQueue({})
+    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500))
+    scheduler = engine.core.scheduler
+    _flood(engine, "a", 50)
+    engine.run(_request("b", "b", length=100, max_tokens=1))
+    assert "b" not in scheduler.queue.tenants
+    engine.add(_request("b again", "b"))
+    assert scheduler.queue.tenants["b"].service >= 100 - 40
+    assert queue.tenants == {}
+
+
+def test_counters_of_tenants_that_left_are_bounded() -> None:
+    engine = Engine(make_limits(max_num_seqs=2, num_blocks=400))
+    engine.add(_request("stays", "stays", max_tokens=100, seed=0))
+    for index in range(2 * MAX_ABSENT):
+        engine.add(make_request(f"r{index}", [1], tenant=f"t{index}"))
+        engine.core.abort([f"r{index}"])
+    queue = engine.core.scheduler.queue
+    assert len(queue._absent) <= MAX_ABSENT
+    assert len(queue._turns) <= 100
+
+
+def test_aborted_requests_leave_the_queue() -> None:
+    engine = Engine(make_limits(max_num_seqs=1, max_queue_size=500))
+    _flood(engine, "a", 400)
+    engine.core.abort([f"a{index}" for index in range(1, 399)])
+    tenant = engine.core.scheduler.queue.tenants["a"]
+    assert len(tenant.queue) < 40
+    while engine.core.has_unfinished():
+        engine.step()
+    assert _starts(engine) == ["a0", "a399"]
+
+
+def test_requests_that_free_rows_wait_for_take_no_place_in_the_queue() -> None:
+    engine = Engine(make_limits(max_num_seqs=32, max_queue_size=2))
+    _flood(engine, "", 34)
+    with pytest.raises(RequestError, match="34 requests wait already and max_queue_size is 2"):
+        engine.add(_request("one more", ""))
+
+
+def test_a_tenant_that_fills_its_queue_leaves_places_to_others() -> None:
+    engine = Engine(make_limits(max_num_seqs=1, max_queue_size=10))
+    for index in range(30):
+        for tenant in "abcdef":
+            with contextlib.suppress(RequestError):
+                engine.add(_request(f"{tenant}{index}", tenant))
+    with pytest.raises(RequestError, match=r"requests of tenant 'a' wait already \(.* of all tenants\)") as error:
+        engine.add(_request("one more", "a"))
+    assert error.value.status == "UNAVAILABLE"
+    waiting = Counter(request.sampling.tenant for request in engine.core.scheduler.waiting.values())
+    assert max(waiting.values()) <= 10
+    assert sum(waiting.values()) < TENANTS_IN_QUEUE * 10, "a place is left"
+    engine.add(_request("newcomer", "g"))
+
+
+def test_waiting_tokens_are_bounded() -> None:
+    engine = Engine(make_limits(max_num_seqs=1, max_queue_tokens=100))
+    engine.add(_request("runs", "a", length=90))
+    _flood(engine, "a", 1, length=10)
+    with pytest.raises(RequestError, match="max_queue_tokens is 100") as error:
+        engine.add(_request("c", "a", length=30))
+    assert error.value.status == "UNAVAILABLE"
+    engine.add(_request("other", "b", length=90))
+
+
+def test_a_prompt_of_several_steps_leaves_room_for_a_tenant_whose_turn_it_is() -> None:
+    engine = Engine(make_limits(max_num_batched_tokens=24))
+    engine.add(_request("long", "a", length=100, max_tokens=1))
+    engine.step()
+    engine.add(_request("other", "b", length=100, max_tokens=1))
+    _steps(engine, 8)
+    counts = _tokens_by_tenant(engine)
+    assert counts["other"] > 70
+    assert all(plan.num_tokens == 24 for plan in engine.worker.plans[:8])
+
+
+@pytest.mark.parametrize("weights", [{}, {"t1": 10.0}])
+def test_nobody_starves_among_many_tenants(weights: dict[str, float]) -> None:
+    engine = Engine(make_limits(max_num_seqs=4, max_queue_size=400, num_blocks=40, tenant_weights=weights))
+    for index in range(20):
+        for tenant in range(20):
+            engine.add(_request(f"t{tenant}.{index}", f"t{tenant}", length=12, max_tokens=6))
+    arrived_last = {f"t{tenant}.0" for tenant in range(20)}
+    num_steps = 0
+    while any(engine.outputs[name].finish_reason is None for name in arrived_last):
+        engine.step()
+        num_steps += 1
+    assert num_steps < 120, "the first request of each comes long before the last of anybody"
+    while engine.core.has_unfinished():
+        engine.step()
