@@ -6,6 +6,7 @@ nearly all that the stub does: the difference between 64 requests in flight and 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -58,6 +59,7 @@ async def shares(server: TritonServer, in_flight: int) -> tuple[float, float]:
 
 def main() -> int:
     """Measure and print."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with TritonServer(SETTINGS, host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0) as server:
         measured = [asyncio.run(shares(server, number)) for number in IN_FLIGHT]
     print("requests in flight  stub's share of a core  server's share of a core")

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from dflash_client.commands.console import INTERRUPTED, OutputFailed, fail, say
+
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
@@ -35,8 +37,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        say("cancelled")
+        return INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     with _imports_can_be_interrupted():
-        from dflash_client.commands.console import INTERRUPTED, OutputFailed, fail
         from dflash_client.commands.hints import hint
 
         root = parser()
@@ -50,8 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except OutputFailed as error:
         return fail(str(error)) if str(error) else 1
-    except KeyboardInterrupt:
-        return fail("cancelled", INTERRUPTED)
 
 
 def entry() -> NoReturn:
@@ -69,7 +76,7 @@ def _imports_can_be_interrupted() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         os.write(2, b"dflash-triton: cancelled\n")
-        os._exit(130)
+        os._exit(INTERRUPTED)
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

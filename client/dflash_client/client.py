@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from dflash_client.address import ProtocolName, parse_url
 from dflash_client.connection import Connection, File
-from dflash_client.errors import RequestTimeout
+from dflash_client.errors import ClientError, RequestTimeout, no_answer
 from dflash_client.grpc_aio_transport import AsyncGrpcTransport
 from dflash_client.grpc_transport import GrpcTransport
 from dflash_client.http_aio_transport import AsyncHttpTransport
@@ -70,8 +70,14 @@ class _Endpoint:
     def _plan(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> Plan:
         return Plan(Request.build(self.model, stream, prompt, messages, sampling), self.timeout_s, self.retry)
 
-    def _never_ready(self, timeout_s: float) -> RequestTimeout:
-        return RequestTimeout(f"the model '{self.model}' at {self.address} was not ready within {timeout_s:g} s")
+    def _why(self, error: ClientError | None, timeout_s: float) -> ClientError | None:
+        """A probe's time-out is no request's."""
+        return no_answer(self.address, timeout_s) if isinstance(error, RequestTimeout) else error
+
+    def _never_ready(self, timeout_s: float, why: ClientError) -> RequestTimeout:
+        return RequestTimeout(
+            f"the model '{self.model}' at {self.address} was not ready within {timeout_s:g} s; last: {why}"
+        )
 
 
 class DFlashClient(_Endpoint):
@@ -136,14 +142,18 @@ class DFlashClient(_Endpoint):
 
     def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """Whether the server is there and says that the model can take requests."""
-        return self._transport.ready(self.model, timeout_s)
+        return self.probe(timeout_s) is None
+
+    def probe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> ClientError | None:
+        """As `ready`, but says why not: the error, or None when the model can take requests."""
+        return self._why(self._transport.probe(self.model, timeout_s), timeout_s)
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until `ready`. Raises `RequestTimeout`."""
         deadline = time.monotonic() + timeout_s
-        while not self.ready(min(CONNECT_TIMEOUT_S, timeout_s)):
+        while (error := self.probe(min(CONNECT_TIMEOUT_S, timeout_s))) is not None:
             if time.monotonic() + READY_POLL_S > deadline:
-                raise self._never_ready(timeout_s)
+                raise self._never_ready(timeout_s, error)
             time.sleep(READY_POLL_S)
 
     def close(self) -> None:
@@ -208,14 +218,18 @@ class AsyncDFlashClient(_Endpoint):
 
     async def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """As `DFlashClient.ready`."""
-        return await self._transport.ready(self.model, timeout_s)
+        return await self.probe(timeout_s) is None
+
+    async def probe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> ClientError | None:
+        """As `DFlashClient.probe`."""
+        return self._why(await self._transport.probe(self.model, timeout_s), timeout_s)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """As `DFlashClient.wait_ready`."""
         deadline = time.monotonic() + timeout_s
-        while not await self.ready(min(CONNECT_TIMEOUT_S, timeout_s)):
+        while (error := await self.probe(min(CONNECT_TIMEOUT_S, timeout_s))) is not None:
             if time.monotonic() + READY_POLL_S > deadline:
-                raise self._never_ready(timeout_s)
+                raise self._never_ready(timeout_s, error)
             await asyncio.sleep(READY_POLL_S)
 
     async def close(self) -> None:

@@ -110,6 +110,20 @@ def error_in_text(message: str, otherwise: str = "INVALID_ARGUMENT") -> ClientEr
     return error_for(next((kind for words, kind in _TRITONS_WORDS if words in message), otherwise), message)
 
 
+def not_ready(model: str, address: str) -> Unavailable:
+    """The error of a model that its server knows no answer of yet."""
+    return Unavailable(
+        f"the server at {address} says that the model '{model}' is not ready; it is loading, or not there"
+    )
+
+
+def no_answer(address: str, timeout_s: float) -> ConnectionFailed:
+    """The error of a server that takes a connection and says nothing."""
+    return ConnectionFailed(
+        f"{address} has not answered within {timeout_s:g} s; check the address, or whether it hangs"
+    )
+
+
 def timed_out() -> RequestTimeout:
     """The error of a request that the client gave up."""
     return RequestTimeout("the request took longer than the client's timeout_s; it was cancelled")

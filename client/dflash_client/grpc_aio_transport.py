@@ -11,7 +11,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client.connection import Connection
-from dflash_client.errors import cancelled_here
+from dflash_client.errors import ClientError, cancelled_here, not_ready
 from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, decode, encode, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
@@ -69,14 +69,14 @@ class AsyncGrpcTransport:
         """See `Transport.call`."""
         return AsyncGrpcCall(self._stub, self._connection, request, deadline)
 
-    async def ready(self, model: str, timeout_s: float) -> bool:
-        """See `Transport.ready`."""
-        request = service_pb2.ModelReadyRequest(name=model)
+    async def probe(self, model: str, timeout_s: float) -> ClientError | None:
+        """See `Transport.probe`."""
+        request, headers = service_pb2.ModelReadyRequest(name=model), self._connection.headers
         try:
-            answer = await self._stub.ModelReady(request, timeout=timeout_s, metadata=self._connection.headers)
-            return bool(answer.ready)
-        except grpc.RpcError:
-            return False
+            answer = await self._stub.ModelReady(request, timeout=timeout_s, metadata=headers)
+        except grpc.RpcError as error:
+            return translate(error, self._connection.location)
+        return None if answer.ready else not_ready(model, self._connection.location.address)
 
     async def close(self) -> None:
         """See `Transport.close`."""

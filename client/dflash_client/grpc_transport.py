@@ -13,7 +13,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client.connection import Connection
-from dflash_client.errors import cancelled_here
+from dflash_client.errors import ClientError, cancelled_here, not_ready
 from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, decode, encode, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
@@ -67,13 +67,14 @@ class GrpcTransport:
         """See `Transport.call`."""
         return GrpcCall(self._stub, self._connection, request, deadline)
 
-    def ready(self, model: str, timeout_s: float) -> bool:
-        """See `Transport.ready`."""
+    def probe(self, model: str, timeout_s: float) -> ClientError | None:
+        """See `Transport.probe`."""
         request, headers = service_pb2.ModelReadyRequest(name=model), self._connection.headers
         try:
-            return bool(self._stub.ModelReady(request, timeout=timeout_s, metadata=headers).ready)
-        except grpc.RpcError:
-            return False
+            answer = self._stub.ModelReady(request, timeout=timeout_s, metadata=headers)
+        except grpc.RpcError as error:
+            return translate(error, self._connection.location)
+        return None if answer.ready else not_ready(model, self._connection.location.address)
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -25,6 +25,7 @@ from dflash_client.errors import (
     error_for,
     error_in_text,
     no_tls,
+    not_ready,
     refused_caller,
     timed_out,
     untrusted,
@@ -140,44 +141,60 @@ class Exchange:
 
     def translate(self, error: httpx.TransportError) -> ClientError:
         """Our error for one of httpx's."""
-        if self._end is not None:
-            return self._end
-        address, words = self._location.address, str(error).lower()
-        if self._location.secure and "certificate_verify_failed" in words:
-            return untrusted(address, str(error).partition("failed: ")[2].partition(" (_ssl")[0] or str(error))
-        if self._location.secure and "wrong_version_number" in words:
-            return no_tls(address, "http://")
-        if any(known in words for known in _NO_SUCH_HOST):
-            return ConnectionFailed(f"the host of {address} has no address; check its name")
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ConnectionFailed(f"no HTTP server answers at {address}; is it running, and is this its HTTP port?")
-        if isinstance(error, httpx.TimeoutException):
-            return timed_out()
-        if isinstance(error, httpx.RemoteProtocolError) and "illegal" in words:
-            return ConnectionFailed(
-                f"what answers at {address} does not speak HTTP; if this is the gRPC port, use grpc:// "
-                "(--protocol grpc)"
-            )
-        cut_off = not self._location.secure and any(known in words for known in _CUT_OFF)
-        hint = " (If it expects TLS, begin the URL with https://.)" if cut_off else ""
-        return ConnectionLost(f"the connection to {address} broke: {error or type(error).__name__}{hint}")
+        return self._end or transport_error(error, self._location)
 
     def refusal(self, code: int, body: bytes) -> ClientError:
-        """The error of a response that is not 200. Triton may send it as JSON or as a server-sent event; what stands in
-        front of it may send anything."""
-        text = body.decode("utf-8", errors="replace").strip()
-        try:
-            message = str(json.loads(text.removeprefix("data:"))["error"])
-        except (ValueError, KeyError, TypeError):
-            message = ""
-        status = _STATUS_OF_CODE.get(code, "INTERNAL")
-        if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-            return refused_caller(status, self._location.address, message or f"HTTP status {code}")
-        if message:
-            # Triton 2.51 answers every error of a model with 400.
-            return error_in_text(message, status)
-        where = f"{self._location.http_url} answered with HTTP status {code}"
-        return error_for(status, f"{where}: {' '.join(text.split())[:200]}" if text else where)
+        """The error of a response that is not 200."""
+        return refusal(code, body, self._location)
+
+
+def transport_error(error: httpx.TransportError, location: Location) -> ClientError:
+    """Our error for a connection that failed or broke."""
+    address, words = location.address, str(error).lower()
+    if location.secure and "certificate_verify_failed" in words:
+        return untrusted(address, str(error).partition("failed: ")[2].partition(" (_ssl")[0] or str(error))
+    if location.secure and "wrong_version_number" in words:
+        return no_tls(address, "http://")
+    if any(known in words for known in _NO_SUCH_HOST):
+        return ConnectionFailed(f"the host of {address} has no address; check its name")
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return ConnectionFailed(f"no HTTP server answers at {address}; is it running, and is this its HTTP port?")
+    if isinstance(error, httpx.TimeoutException):
+        return timed_out()
+    if isinstance(error, httpx.RemoteProtocolError) and "illegal" in words:
+        return ConnectionFailed(
+            f"what answers at {address} does not speak HTTP; if this is the gRPC port, use grpc:// (--protocol grpc)"
+        )
+    cut_off = not location.secure and any(known in words for known in _CUT_OFF)
+    hint = " (If it expects TLS, begin the URL with https://.)" if cut_off else ""
+    return ConnectionLost(f"the connection to {address} broke: {error or type(error).__name__}{hint}")
+
+
+def refusal(code: int, body: bytes, location: Location) -> ClientError:
+    """The error of a response that is not 200. Triton may send it as JSON or as a server-sent event; what stands in
+    front of it may send anything."""
+    text = body.decode("utf-8", errors="replace").strip()
+    try:
+        message = str(json.loads(text.removeprefix("data:"))["error"])
+    except (ValueError, KeyError, TypeError):
+        message = ""
+    status = _STATUS_OF_CODE.get(code, "INTERNAL")
+    if status in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        return refused_caller(status, location.address, message or f"HTTP status {code}")
+    if message:
+        # Triton 2.51 answers every error of a model with 400.
+        return error_in_text(message, status)
+    where = f"{location.http_url} answered with HTTP status {code}"
+    return error_for(status, f"{where}: {' '.join(text.split())[:200]}" if text else where)
+
+
+def readiness(response: httpx.Response, model: str, location: Location) -> ClientError | None:
+    """What the readiness end point of a model says: None when it is ready."""
+    if response.status_code == 200:
+        return None
+    error = refusal(response.status_code, response.content, location)
+    # Triton answers 400, without a word, for a model that is not ready or not there.
+    return not_ready(model, location.address) if response.status_code == 400 else error
 
 
 def encode(request: Request) -> dict[str, Any]:

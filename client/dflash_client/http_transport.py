@@ -8,7 +8,16 @@ from collections.abc import Generator, Iterator
 import httpx
 
 from dflash_client.connection import Connection
-from dflash_client.http_messages import EventParser, Exchange, client_options, decode, model_path
+from dflash_client.errors import ClientError
+from dflash_client.http_messages import (
+    EventParser,
+    Exchange,
+    client_options,
+    decode,
+    model_path,
+    readiness,
+    transport_error,
+)
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
@@ -65,12 +74,13 @@ class HttpTransport:
         """See `Transport.call`."""
         return HttpCall(self._client, Exchange(request, self._location, deadline), request.stream)
 
-    def ready(self, model: str, timeout_s: float) -> bool:
-        """See `Transport.ready`."""
+    def probe(self, model: str, timeout_s: float) -> ClientError | None:
+        """See `Transport.probe`."""
         try:
-            return self._client.get(model_path(model, "ready"), timeout=timeout_s).status_code == 200
-        except httpx.TransportError:
-            return False
+            response = self._client.get(model_path(model, "ready"), timeout=timeout_s)
+        except httpx.TransportError as error:
+            return transport_error(error, self._location)
+        return readiness(response, model, self._location)
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -1,7 +1,7 @@
 """The log of a `tritonserver`: kept, passed on, and searched for what an operator wants to know. For the launcher.
 
-Triton writes `I1121 09:04:07.287605 4186 model_lifecycle.cc:839] "text"`, escapes newlines in the text, and writes a
-model's own standard error as it is.
+Triton writes `I1121 09:04:07.287605 4186 model_lifecycle.cc:839] "text"`, escapes quotes and newlines in the text, and
+writes a model's own standard error as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import IO, Literal
 KEPT_LINES = 2000
 
 _TRITON_LINE = re.compile(r"^([IWEFV])\d{4} [\d:.]+ \d+ \S+\] ?\"?(.*?)\"?$")
+_ESCAPED = re.compile(r"\\(.)")
+_MEANT = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 _PROGRESS = re.compile(r"dflash: (loading\b.*)")
 _LOAD_FAILURE = re.compile(r"failed to load '[^']*' version \d+: (.*)", re.DOTALL)
 _STATUS_WORDS = re.compile(r"^(?:Internal|Invalid argument|Unavailable|Unsupported|Unknown|Not found): ")
@@ -53,7 +55,7 @@ def parse_line(raw: str) -> LogLine:
     if match is None:
         return LogLine("", raw, raw)
     level: Literal["I", "W", "E", "F", "V", ""] = match.group(1)  # type: ignore[assignment]
-    return LogLine(level, match.group(2).replace("\\n", "\n"), raw)
+    return LogLine(level, _ESCAPED.sub(lambda found: _MEANT.get(found[1], found[0]), match.group(2)), raw)
 
 
 class ServerLog:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from typing import Protocol
 
+from dflash_client.errors import ClientError
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
@@ -44,8 +45,8 @@ class Transport(Protocol):
         """A call that ends at `deadline` at the latest; nothing is sent yet."""
         ...
 
-    def ready(self, model: str, timeout_s: float) -> bool:
-        """Whether the server is there and says that the model can take requests."""
+    def probe(self, model: str, timeout_s: float) -> ClientError | None:
+        """Why the model cannot take requests; None when the server is there and says that it can."""
         ...
 
     def close(self) -> None:
@@ -60,8 +61,8 @@ class AsyncTransport(Protocol):
         """As `Transport.call`."""
         ...
 
-    async def ready(self, model: str, timeout_s: float) -> bool:
-        """As `Transport.ready`."""
+    async def probe(self, model: str, timeout_s: float) -> ClientError | None:
+        """As `Transport.probe`."""
         ...
 
     async def close(self) -> None:

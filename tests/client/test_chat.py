@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import select
 import signal
 import stat
@@ -125,7 +126,16 @@ def test_no_server_is_said_before_anything_is_typed(
     protocol: str, unused_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", "--url", unused_address, "--protocol", protocol]) == 1
-    assert f"does not answer at {unused_address}" in capsys.readouterr().err
+    assert f"answers at {unused_address}; is it running" in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_a_model_that_is_not_there_is_said_before_anything_is_typed(
+    toy: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in (toy.grpc_url, f"http://{toy.http_url}"):
+        assert main(["chat", "--url", url, "--model-name", "other"]) == 1
+        assert re.search("model 'other' (is not ready|is not found)|'other'", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("parameter", ["n=2", "messages=[]"])

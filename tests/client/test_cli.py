@@ -194,7 +194,7 @@ def test_ctrl_c_at_any_time_is_no_traceback(unused_address: str) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "importing\n"
-            time.sleep(step * 0.05)
+            time.sleep(0.02 + step * 0.05)
             process.send_signal(signal.SIGINT)
             _, error = process.communicate(timeout=60)
         assert "Traceback" not in error
@@ -217,6 +217,17 @@ def test_the_server_may_come_from_the_environment(
     monkeypatch.setenv("DFLASH_URL", f"http://{toy.http_url}")
     assert main(["generate", "hello"]) == 0
     assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.server
+def test_refused_requests_are_sent_again_as_often_as_asked(
+    toy: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "busy cli 2", "--url", toy.grpc_url]
+    assert main(argv) == 1
+    assert "toy is busy" in capsys.readouterr().err
+    assert main([*argv, "--retries", "1"]) == 0
+    assert capsys.readouterr().out == "busy cli 2\n"
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,24 @@ def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_deltas(server: S
             next(stream)
 
 
+def test_an_error_that_comes_with_status_200_is_an_error(server: Scripted) -> None:
+    server.body = b'{"error": "UNAVAILABLE: the engine is being restarted"}'
+    with (
+        DFlashClient(server.url, "http") as client,
+        pytest.raises(Unavailable, match="^the engine is being restarted$"),
+    ):
+        client.generate("p")
+
+
+def test_what_a_proxy_says_is_one_line(server: Scripted) -> None:
+    server.status, server.body = 502, b"<html>\n<h1>Bad Gateway</h1>\n</html>"
+    with DFlashClient(server.url, "http") as client, pytest.raises(Internal) as raised:
+        client.generate("p")
+    assert (
+        str(raised.value) == f"http://{server.url} answered with HTTP status 502: <html> <h1>Bad Gateway</h1> </html>"
+    )
+
+
 @pytest.mark.parametrize("body", [b"data: {\n\n", b"data: 7\n\n"])
 def test_what_is_not_a_json_object_is_an_error(server: Scripted, body: bytes) -> None:
     server.body = body

@@ -32,6 +32,7 @@ def read(text: str) -> ServerLog:
         ("dflash_backend.config.ConfigError: unknown: 'a: b'", "unknown: 'a: b'"),
         ("c_python_backend_utils.TritonModelException: no model in /m", "no model in /m"),
         (r"ConfigError: one line\nand another", "one line\nand another"),
+        (r"CheckpointError: architectures is [\"A\", \"C:\\new\"]", 'architectures is ["A", "C:\\new"]'),
     ],
 )
 def test_a_failed_load_is_told_in_the_models_own_words(raw: str, sentence: str) -> None:

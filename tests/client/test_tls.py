@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from dflash_client import (
@@ -20,7 +21,9 @@ from dflash_client import (
     RequestTimeout,
     Unauthenticated,
 )
+from dflash_client.address import parse_url
 from dflash_client.cli import main
+from dflash_client.grpc_messages import translate
 from tests.client.tls_servers import Certificates, grpc_server, http_server
 
 PROTOCOLS = pytest.mark.parametrize("protocol", ["grpc", "http"])
@@ -163,6 +166,54 @@ def test_a_request_over_tls_ends_with_its_time(protocol: str, certificates: Cert
         pytest.raises(RequestTimeout),
     ):
         list(client.stream("wait"))
+
+
+def test_http_to_a_grpc_port_says_which_protocol_to_use() -> None:
+    with grpc_server(None) as seen, DFlashClient(f"http://{seen.address}", timeout_s=20) as client:
+        with pytest.raises(ConnectionFailed, match=r"does not speak HTTP; .* use grpc:// \(--protocol grpc\)"):
+            client.generate("one")
+        assert isinstance(client.probe(), ConnectionFailed)
+
+
+def test_grpc_to_an_http_port_asks_for_the_right_one() -> None:
+    with (
+        http_server(None) as seen,
+        DFlashClient(seen.address, timeout_s=20) as client,
+        pytest.raises(ConnectionFailed, match="is this its gRPC port"),
+    ):
+        client.generate("one")
+
+
+class _Http2Status(grpc.RpcError):
+    """What grpc makes of an HTTP/2 answer that is no gRPC, from a web server or a proxy."""
+
+    def __init__(self, code: grpc.StatusCode, status: int) -> None:
+        super().__init__()
+        self._code, self._status = code, status
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return f"Received http2 header with status: {self._status}"
+
+
+def test_an_http2_server_that_is_no_grpc_server_is_said() -> None:
+    error = translate(_Http2Status(grpc.StatusCode.UNIMPLEMENTED, 404), parse_url("grpcs://h:1", "grpc"))
+    assert isinstance(error, ConnectionFailed)
+    assert str(error).startswith("what answers at h:1 is no gRPC server (HTTP status 404)")
+    refused = translate(_Http2Status(grpc.StatusCode.UNAUTHENTICATED, 401), parse_url("grpcs://h:1", "grpc"))
+    assert isinstance(refused, Unauthenticated)
+
+
+@PROTOCOLS
+def test_waiting_for_a_server_says_why_it_did_not_become_ready(protocol: str, certificates: Certificates) -> None:
+    with (
+        SERVERS[protocol](certificates) as seen,
+        DFlashClient(url(protocol, seen.address)) as client,
+        pytest.raises(RequestTimeout, match=r"not ready within 1 s; last: .* is not trusted"),
+    ):
+        client.wait_ready(1.0)
 
 
 @pytest.mark.parametrize(

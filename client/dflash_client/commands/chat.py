@@ -52,11 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         if str(sampling.get("n", 1)) != "1":
             raise ValueError("a chat has one answer at a time; leave n out")
         with client_of(arguments) as client:
-            if not client.ready():
-                return fail(
-                    f"the model '{client.model}' does not answer at {client.address}; is the server running, and is "
-                    f"this its {client.protocol} port?"
-                )
+            error = client.probe()
+            if error is not None:
+                return fail(str(error))
             if sys.stdin.isatty():
                 remark(f"{client.model} at {client.address}; /help lists the commands, Ctrl-D ends the chat")
             _converse(Chat(client, sampling, arguments.system), keep_history=not arguments.no_history)
