@@ -1,7 +1,10 @@
 """Rewrites a z-lab drafter as a checkpoint of the speculators library, which carries the same weights otherwise.
 
+It needs no library: `tests/oracle` has what the library's own converter writes, which since 0.9 leaves out the
+embedding, and the LM head of a full vocabulary.
+
 `python -m tests.speculators_checkpoint --draft demo/pair/draft --target demo/pair/target --out DIR` writes one with an
-embedding and an LM head of its own, as speculators ships them: the target's. With `--draft-vocab-size N` it proposes
+embedding and an LM head of its own, as earlier versions did: the target's. With `--draft-vocab-size N` it proposes
 only the N tokens that are most frequent in the references of the held-out sets, with the maps `d2t` and `t2d`.
 """
 

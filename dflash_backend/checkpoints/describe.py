@@ -48,7 +48,8 @@ def draft_facts(spec: DraftSpec) -> Facts:
         ("mask token", _mask_token(spec)),
         *_scale_facts(spec),
         *_file_facts(spec.path, spec.dtype),
-        *(("warning", note) for note in spec.notes),
+        # Each with a label of its own, as facts become an object in JSON.
+        *((f"warning {i}" if i > 1 else "warning", note) for i, note in enumerate(spec.notes, 1)),
     ]
 
 

@@ -76,12 +76,12 @@ def test_what_was_guessed_or_said_twice_is_said(tmp_path: Path) -> None:
     make_draft(tmp_path)
     assert "warning" not in dict(draft_facts(read_draft(tmp_path)))
     dflash = {"mask_token_id": 96, "conv_taps": 2, "block_size": 4}
-    put(tmp_path / "config.json", dflash_config=dflash, unheard_of=[1])
-    warnings = [text for label, text in draft_facts(read_draft(tmp_path)) if label == "warning"]
-    assert len(warnings) == 3
+    put(tmp_path / "config.json", dflash_config=dflash, unheard_of=[1], not_on=False, not_given=None)
+    facts = dict(draft_facts(read_draft(tmp_path)))
+    warnings = [facts[label] for label in ("warning", "warning 2", "warning 3")]
     assert "no field names the target's layers, so the layer ids [1, 2] are the method's default" in warnings[0]
     assert warnings[1] == "dflash_config.block_size is 4 and is used; block_size is 8"
-    assert "not known here and not read: unheard_of = [1], dflash_config.conv_taps = 2" in warnings[2]
+    assert "not known here and not read: unheard_of = [1], dflash_config.conv_taps = 2; drafts" in warnings[2]
 
 
 def test_the_log_of_a_server_says_what_was_guessed(tmp_path: Path) -> None:
