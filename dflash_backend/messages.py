@@ -22,7 +22,7 @@ TENANTS_IN_QUEUE = 4
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled; names and meanings as in vLLM's `SamplingParams`.
 
-    Bounds are checked where the values come in (`frontend.parameters`, `LLM.generate`), by
+    Bounds are checked where the values come in (`frontend.request`, `LLM.generate`), by
     `dflash_backend.sampling_params.parse_sampling_params`.
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
