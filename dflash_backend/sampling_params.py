@@ -16,8 +16,9 @@ from numbers import Integral, Real
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from dflash_backend.client_json import JsonError, NotJsonError, quoted, read_json
+from dflash_backend.client_json import JsonError, NotJsonError, TokenBiases, quoted, read_json
 from dflash_backend.messages import DEFAULT_PRIORITY, SamplingParams
 from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
 from dflash_backend.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
@@ -195,6 +196,8 @@ def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, flo
         return None
     if vocab_size is not None and len(value) > vocab_size:
         raise _not_allowed("logit_bias", value, f"at most {vocab_size} entries, one for each token")
+    if isinstance(value, TokenBiases):
+        return _typed_biases(value, vocab_size)
     biases: dict[int, float] = {}
     for key, given in value.items():
         token_id, bias = _read_int(key), _read_float(given)
@@ -204,6 +207,16 @@ def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, flo
             raise _not_allowed("logit_bias", {key: given}, f"token ids from 0 to {vocab_size - 1}, so not {token_id}")
         biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias))
     return biases
+
+
+def _typed_biases(value: TokenBiases, vocab_size: int | None) -> dict[int, float] | None:
+    """As `_read_logit_bias`, for tens of thousands of entries at once."""
+    most = INT64_MAX if vocab_size is None else vocab_size - 1
+    if value and not 0 <= min(value) <= max(value) <= most:
+        strange = next(token_id for token_id in value if not 0 <= token_id <= most)
+        raise _not_allowed("logit_bias", {strange: value[strange]}, f"token ids from 0 to {most}, so not {strange}")
+    biases = np.fromiter(value.values(), np.float64, len(value))
+    return dict(zip(value, biases.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
 
 
 def _int_from(low: int, high: int = INT64_MAX) -> Callable[[Any], int | None]:
@@ -231,7 +244,7 @@ _PENALTY = "a number from -2 to 2 (0 is none)"
 _BIAS = 'an object from token ids to finite numbers, such as {"17": -100}'
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("n", _int_from(1), "an integer of at least 1"),
+    Parameter("n", _int_from(1), "an integer from 1 to what the server runs at a time"),
     Parameter("max_tokens", _int_from(1), "an integer from 1 to 2^63 - 1, or null for as many as fit"),
     Parameter("min_tokens", _int_from(0), "an integer from 0 to max_tokens"),
     Parameter("temperature", _float_within(0), "a finite number of at least 0 (0 is greedy)"),
@@ -258,7 +271,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("ignore_eos", _read_bool, "true or false"),
     Parameter("include_stop_str_in_output", _read_bool, "true or false"),
     Parameter("skip_special_tokens", _read_bool, "true or false"),
-    Parameter("num_speculative_tokens", _int_from(0), "an integer of at least 0"),
+    Parameter("num_speculative_tokens", _int_from(0), "an integer from 0 to what the server drafts"),
     Parameter("cache_salt", _read_salt, f"text of at most {MAX_SALT_CHARS} characters"),
     Parameter("tenant", _read_tenant, TENANT_NAME_IN_WORDS),
     Parameter(

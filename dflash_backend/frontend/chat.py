@@ -23,6 +23,7 @@ MAX_OPTIONS_CHARS = 4096
 MAX_OPTIONS_BRACKETS = 100
 # A template may write a role into the text as it is.
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_BETWEEN = "\0"
 _OPTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # Arguments of transformers' `apply_chat_template` that are no variables of the template.
 _RESERVED = frozenset(
@@ -99,14 +100,17 @@ class SpecialTokens:
         self._begins = re.compile(f"(?=(?:{choices}))(.)", re.DOTALL) if tokens else None
         self._beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
         self._longest = max(map(len, tokens), default=0)
+        ends = "|".join(re.escape(beginning) for beginning in sorted(self._beginnings, key=len, reverse=True))
+        # Of several texts, joined: one that ends within a special token.
+        self._ends = re.compile(rf"(?:{ends})\s*{_BETWEEN}") if tokens else None
 
     def marked(self, value: Any) -> tuple[Any, str | None]:
         """`value`, which consists of lists, mappings and texts, with a mark inside each special token that its texts
         spell out, and the character that is the mark; None where nothing had to be marked. Raises `PromptError`."""
-        texts = list(_texts(value))
-        if not any(self._needs_mark(text) for text in texts):
+        joined = _BETWEEN.join([*_texts(value), ""])
+        if self._begins is None or self._ends is None or not (self._begins.search(joined) or self._ends.search(joined)):
             return value, None
-        mark = next((mark for mark in MARKS if not any(mark in text for text in texts)), None)
+        mark = next((mark for mark in MARKS if mark not in joined), None)
         if mark is None:
             raise PromptError(
                 "the messages have all of the characters U+FDD0 to U+FDEF, which are no characters of text"

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from dflash_backend.client_json import JsonError, read_json
+from dflash_backend.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
 from dflash_backend.frontend.chat import OPTION_NAMES, PromptError, pop_options
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import EngineReady, SamplingParams
-from dflash_backend.sampling_params import parse_sampling_params
+from dflash_backend.sampling_params import INT64_MAX, parse_sampling_params
 
 Array = np.ndarray[Any, Any]
 
@@ -34,12 +35,15 @@ RETURN_FLAGS = (
 )
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
-PARAMETERS_CHARS_PER_TOKEN = 24
 MAX_PARAMETERS_BRACKETS = 5000
 # JSON may write a character in six, and a message has a role and the names of its fields besides.
 MAX_MESSAGES_CHARS = 65_536
 MESSAGES_CHARS_PER_TOKEN = 64
 MESSAGES_BRACKETS_PER_TOKEN = 4
+MAX_MESSAGES_QUOTES = 20_000
+MESSAGES_QUOTES_PER_TOKEN = 4
+# A role and content, and what tells one message from the next.
+MIN_TOKENS_OF_MESSAGE = 2
 # A character has at most four bytes in UTF-8.
 BYTES_PER_CHAR = 4
 # Inputs of Triton's vLLM backend that this model declares only to refuse them by name.
@@ -132,6 +136,9 @@ def parse_request(
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")
     _check_num_tokens(len(token_ids), ready)
+    if sampling.max_tokens == INT64_MAX:
+        # null, which asks for as many as fit.
+        sampling = msgspec.structs.replace(sampling, max_tokens=ready.max_model_len - len(token_ids))
     prefix = ""
     if not exclude_input:
         prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
@@ -218,11 +225,24 @@ def _check_num_tokens(num_tokens: int, ready: EngineReady) -> None:
 
 
 def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str, Any]]:
+    """The chat messages. Everything in them costs tokens, so `max_model_len` bounds how much there can be of it."""
     max_chars = MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * ready.max_model_len
+    text = _string(inputs, "messages", BYTES_PER_CHAR * max_chars)
+    quotes, max_quotes = text.count('"'), MAX_MESSAGES_QUOTES + MESSAGES_QUOTES_PER_TOKEN * ready.max_model_len
+    if quotes > max_quotes:
+        raise InputError(f"input 'messages' has too many parts: {quotes} quotation marks; allowed: {max_quotes}")
     max_brackets = MAX_PARAMETERS_BRACKETS + MESSAGES_BRACKETS_PER_TOKEN * ready.max_model_len
-    messages = _load_json(inputs, "messages", max_chars, max_brackets)
+    try:
+        messages = read_json(text, max_chars=max_chars, max_brackets=max_brackets)
+    except JsonError as error:
+        raise InputError(f"input 'messages' {error}") from None
     if not isinstance(messages, list) or not messages:
         raise InputError('input \'messages\' must be a JSON list such as [{"role": "user", "content": "Hello"}]')
+    if MIN_TOKENS_OF_MESSAGE * len(messages) > ready.max_model_len:
+        raise InputError(
+            f"input 'messages' has {len(messages)} messages, which are too many tokens: max_model_len is "
+            f"{ready.max_model_len}"
+        )
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"input 'messages': message {index} must be an object with a 'role' and a 'content'")
@@ -231,13 +251,21 @@ def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str,
 
 def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: EngineReady) -> dict[str, Any]:
     """The sampling parameters as they were sent: the input wins over the request's own parameters."""
-    max_chars = MAX_PARAMETERS_CHARS + PARAMETERS_CHARS_PER_TOKEN * ready.vocab_size
     if "sampling_parameters" in inputs:
         what = "input 'sampling_parameters'"
-        values = _load_json(inputs, "sampling_parameters", max_chars, MAX_PARAMETERS_BRACKETS)
+        max_chars = MAX_PARAMETERS_CHARS + BIAS_CHARS * ready.vocab_size
+        text = _string(inputs, "sampling_parameters", BYTES_PER_CHAR * max_chars)
     else:
-        what = "the object of request parameters"
-        values = _read(parameters or "{}", what, max_chars, MAX_PARAMETERS_BRACKETS)
+        what, text = "the object of request parameters", parameters or "{}"
+    try:
+        values = read_parameters(
+            text,
+            max_chars=MAX_PARAMETERS_CHARS,
+            max_biases=ready.vocab_size,
+            max_brackets=MAX_PARAMETERS_BRACKETS,
+        )
+    except JsonError as error:
+        raise InputError(f"{what} {error}") from None
     if not isinstance(values, dict):
         raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
     if "sampling_parameters" not in inputs:
@@ -246,19 +274,6 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
     if values.pop("lora_name", None) is not None:
         raise InputError(NO_LORA)
     return values
-
-
-def _load_json(inputs: Mapping[str, Array], name: str, max_chars: int, max_brackets: int) -> Any:
-    """The value of a JSON input."""
-    text = _string(inputs, name, max_chars * BYTES_PER_CHAR)
-    return _read(text, f"input '{name}'", max_chars, max_brackets)
-
-
-def _read(text: str, what: str, max_chars: int, max_brackets: int) -> Any:
-    try:
-        return read_json(text, max_chars=max_chars, max_brackets=max_brackets)
-    except JsonError as error:
-        raise InputError(f"{what} {error}") from None
 
 
 def _string(inputs: Mapping[str, Array], name: str, max_bytes: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_backend.frontend.request import InputError, RequestRules, ReturnFlags, parse_request
 from dflash_backend.frontend.tokenizer import Tokenizer
-from dflash_backend.messages import EngineReady
+from dflash_backend.messages import ENCODER, ENGINE_INPUT, EngineReady, GenerationRequest
 from tests.frontend.conftest import START
 from tests.frontend.fake_triton import as_input
 
@@ -167,7 +167,7 @@ def test_defaults_of_the_checkpoint_hold_for_what_a_request_leaves_out(tokenizer
 
     assert (parse().temperature, parse().top_k, parse().max_tokens) == (0.6, 20, 64)
     assert (parse(temperature=0, top_k=None).temperature, parse(top_k=None).top_k) == (0, 20)
-    assert parse(max_tokens=None).max_tokens > 64
+    assert parse(max_tokens=None).max_tokens == 31, "as many as fit after a prompt of one token"
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,72 @@ def test_a_bias_for_every_token_of_a_large_vocabulary_fits(tokenizer):
         {"text_input": as_input("a"), "sampling_parameters": as_input(biases)}, "{}", tokenizer, ready, RequestRules(4)
     )
     assert len(parsed.sampling.logit_bias) == 152_000
+
+
+VOCABULARY = 20_000
+BIASES = {str(token_id): 0.5 for token_id in range(VOCABULARY)}
+
+
+def parse_long(tokenizer, text, as_parameters=False):
+    """Parse parameters for a vocabulary of which a whole logit bias is longer than other parameters may be."""
+    ready = msgspec.structs.replace(READY, vocab_size=VOCABULARY)
+    inputs = {"text_input": as_input("a")} | ({} if as_parameters else {"sampling_parameters": as_input(text)})
+    return parse_request(inputs, text if as_parameters else "{}", tokenizer, ready, RequestRules(4)).sampling
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("as_parameters", [False, True])
+def test_a_long_bias_is_read_with_what_is_around_it(tokenizer, nested, as_parameters):
+    biases = {**BIASES, "7": -1e9, "8": 3}
+    values = {"seed": 5, "logit_bias": json.dumps(biases) if nested else biases, "stop": ["logit_bias", "\u00e9{:"]}
+    sampling = parse_long(tokenizer, json.dumps(values), as_parameters)
+    assert (sampling.seed, sampling.stop) == (5, ("logit_bias", "\u00e9{:"))
+    assert sampling.logit_bias == {int(name): 0.5 for name in BIASES} | {7: -100.0, 8: 3.0}
+    assert ENGINE_INPUT.decode(ENCODER.encode(GenerationRequest("a", [1], sampling))).sampling == sampling
+
+
+def long_bias(**changes):
+    return json.dumps({"logit_bias": {**BIASES, **changes}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (long_bias(**{"20001": 1}), "has a logit_bias of 20001 entries; allowed: at most 20000"),
+        (json.dumps({"logit_bias": dict(list(BIASES.items())[1:]) | {"20000": 1}}), "so not 20000"),
+        (json.dumps({"logit_bias": dict(list(BIASES.items())[1:]) | {"-1": 1}}), "so not -1"),
+        (long_bias(**{"7": "much"}), "no object from token ids to numbers"),
+        (long_bias(**{"7": None}), "no object from token ids to numbers"),
+        (json.dumps({"logit_bias": dict(list(BIASES.items())[1:]) | {"07": 1}}), "no object from token ids to numbers"),
+        (long_bias().replace('"19999"', '"19998"'), "a logit_bias in which a token comes twice"),
+        (long_bias()[:-1] + ', "seed": 1, "seed": 2}', "the key 'seed' comes twice"),
+        (long_bias()[:-1] + "," + long_bias()[1:], "colons; allowed: at most|besides 'logit_bias'|has .* characters"),
+        (long_bias()[:-1] + ', "x": ' + json.dumps("y" * 70_000) + "}", "characters; allowed: at most 65536"),
+        (json.dumps({"seed": "9" * 70_000}), "allowed: at most 65536 besides 'logit_bias'"),
+        (long_bias()[:-1], "is no JSON object of parameters"),
+        ("[" + long_bias() + "]", "is no JSON object of parameters"),
+        (json.dumps({"logit_bias": [0.5] * 30_000}), "no object from token ids to numbers"),
+        (json.dumps({"logit_bias": "x" * 70_000}), "no object from token ids to numbers"),
+        ('{"logit_bias": ' + "[" * 70_000, "is no JSON object of parameters|nested"),
+        (json.dumps({f"triton_{n}": 1 for n in range(9000)}), "besides 'logit_bias'"),
+    ],
+)
+def test_a_long_text_that_is_wrong_is_refused_with_a_sentence(tokenizer, text, message):
+    assert len(text) > 65_536
+    with pytest.raises(ValueError, match=message):
+        parse_long(tokenizer, text)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "u", "content": [""] * 15_000}], "too many parts: 30006 quotation marks; allowed: 20128"),
+        ([{"role": "u", "content": "a"}] * 17, "has 17 messages, which are too many tokens: max_model_len is 32"),
+    ],
+)
+def test_messages_are_counted_before_the_template_runs(parse, messages, message):
+    with pytest.raises(InputError, match=message):
+        parse(messages=json.dumps(messages))
 
 
 def test_a_text_is_tokenised_no_further_than_it_takes_to_refuse_it(parse, tokenizer, monkeypatch):
