@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from dflash_client import DFlashClient
 from dflash_client.cli import main, parser
 from dflash_client.commands.serve import warnings
+from dflash_client.commands.serve_options import HOST_ENV
 from dflash_client.launcher import SEGMENT_PREFIX, GrpcTls, LauncherError, TritonServer
 from dflash_client.ports import is_loopback
 from dflash_client.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, checked_extra
@@ -189,6 +190,8 @@ def test_grpc_is_encrypted_when_a_certificate_is_given(certificate: tuple[Path, 
         with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             assert stub.ServerLive(request, timeout=10).live
+        with DFlashClient(f"grpcs://localhost:{server.grpc_port}", ca_cert=cert, timeout_s=10) as client:
+            assert client.generate("hidden").text == "hidden"
         with grpc.insecure_channel(server.grpc_url) as channel, pytest.raises(grpc.RpcError):
             service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(request, timeout=3)
 
@@ -234,6 +237,16 @@ def test_serve_takes_the_model_as_its_argument_and_what_follows_two_dashes_for_t
 ) -> None:
     arguments = parsed(*argv)
     assert (arguments.model, arguments.tritonserver_options) == (model, passed_on)
+
+
+def test_an_image_can_change_the_address_that_serve_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HOST_ENV, raising=False)
+    assert parsed().host == "127.0.0.1"
+    monkeypatch.setenv(HOST_ENV, "0.0.0.0")
+    assert parsed().host == "0.0.0.0"
+    assert parsed("--host", "127.0.0.1").host == "127.0.0.1"
+    # It is no setting of the engine.
+    assert TritonServer(environ={HOST_ENV: "0.0.0.0"}).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -166,15 +166,16 @@ def _endpoints(server: TritonServer) -> str:
     """What to know and one line to try, once the server is ready."""
     body = json.dumps({"text_input": EXAMPLE_PROMPT, "max_tokens": 96, "temperature": 0})
     name = "" if server.model_name == "dflash" else f" --model-name {server.model_name}"
+    grpc_url = f"grpcs://{server.grpc_url}" if server.grpc_tls else server.grpc_url
     return "\n".join(
         [
             f"ready: model {server.model_name}",
-            f"  gRPC     {server.grpc_url}{' (TLS)' if server.grpc_tls else ''}",
+            f"  gRPC     {grpc_url}",
             f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
             f"  metrics  http://{server.metrics_url}/metrics",
             *_key_line(server),
             "try:",
-            f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {server.grpc_url} --max-tokens 96"
+            f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {grpc_url} --max-tokens 96"
             f" --temperature 0 --stats{name}",
             f"  curl -s http://{server.http_url}/v2/models/{server.model_name}/generate -d {shlex.quote(body)}",
             "Ctrl-C stops the server.",
