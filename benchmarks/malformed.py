@@ -29,6 +29,7 @@ import grpc
 import httpx
 from tritonclient.grpc import service_pb2_grpc
 
+from benchmarks.progress import progress
 from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, add, memory_mb, packed, request
 from dflash_client.grpc_messages import decode
 from dflash_client.launcher import TritonServer
@@ -332,7 +333,9 @@ def run(grpc_url: str, http_url: str, seeds: range) -> Report:
     """Send the malformed requests of these seeds over both protocols, a few at a time."""
     sender = Sender(grpc_url, http_url)
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(sender.send, seeds))
+        so_far = progress("malformed requests")
+        for done, _ in enumerate(pool.map(sender.send, seeds), 1):
+            so_far.step(done, len(seeds))
     return sender.report
 
 
