@@ -24,7 +24,6 @@ import grpc
 import httpx
 from tritonclient.grpc import service_pb2_grpc
 
-from benchmarks.progress import progress
 from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, request
 from dflash_client.grpc_messages import decode
 from dflash_client.launcher import TritonServer
@@ -34,6 +33,8 @@ SETTLE_S = 2.0
 # Moments at which a client goes away, in seconds after it has sent its request.
 LATEST_DROP_S = 2.0
 LONGEST, LONGEST_DROPPED = 40, 400
+# Of the clients that are to go away so many must still have been waiting when they did.
+LEAST_DROPPED = 0.5
 WORDS = ("river", "apple", "seven", "write", "explain", "code", "list", "short", "why", "tall", "green", "number")
 FLAGS = ("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats", "logprobs")
 
@@ -235,10 +236,7 @@ async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case])
     # What was sent before may not be on the page yet.
     await asyncio.sleep(SETTLE_S)
     before = MetricsPage(metrics_url)
-    alone, so_far = {}, progress("answers alone")
-    for done, case in enumerate(cases, 1):
-        alone[id(case)] = await client.send(case.alone())
-        so_far.step(done, len(cases))
+    alone = {id(case): await client.send(case.alone()) for case in cases}
     await asyncio.sleep(SETTLE_S)
     after = MetricsPage(metrics_url)
     expected = counted([answer for answer in alone.values() if answer is not None])
@@ -264,6 +262,11 @@ async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case])
         report.equal += same
         report.expect(same, f"{case} got {answer and answer.said} and alone {wanted and wanted.said}")
     await client.close()
+    asked = sum(case.drop_s is not None for case in cases)
+    report.expect(
+        report.dropped >= LEAST_DROPPED * asked,
+        f"only {report.dropped} of {asked} clients went away before their answer",
+    )
     return report
 
 

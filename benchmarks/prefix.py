@@ -1,6 +1,6 @@
 """Time to first token and acceptance with a long shared prefix: the first request with it against later ones.
 
-`python -m benchmarks.prefix` prints them.
+`python -m benchmarks.prefix` prints them, and exits with 1 when a bound below is missed.
 """
 
 from __future__ import annotations
@@ -8,15 +8,20 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.progress import progress
 from benchmarks.workload import HeldOutPrompt, load_prompts
 from dflash_backend import LLM
 from dflash_backend.evaluation import SpecCounts
 from dflash_backend.llm import RequestOutput
 from dflash_client.commands.arguments import positive_int
+from dflash_client.commands.progress import Progress
+
+# What the project promises of a hit: its time to first token over a miss's, and how far acceptance may differ.
+MAX_FIRST_TOKEN_RATIO = 0.2
+MAX_ACCEPTANCE_DIFFERENCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,25 @@ class PrefixMeasurement:
         """Hit over miss."""
         return self.hit_first_token_s / self.miss_first_token_s
 
+    @property
+    def misses(self) -> list[str]:
+        """What does not keep its bound, in words."""
+        found = [] if self.outputs_equal else ["a hit gives another output than a miss"]
+        if self.first_token_ratio > MAX_FIRST_TOKEN_RATIO:
+            found.append(
+                f"first token after {self.first_token_ratio:.3f} of a miss's time; at most {MAX_FIRST_TOKEN_RATIO}"
+            )
+        difference = abs(self.hit_acceptance_length / self.miss_acceptance_length - 1)
+        if difference > MAX_ACCEPTANCE_DIFFERENCE:
+            found.append(f"acceptance differs by {difference:.1%}; at most {MAX_ACCEPTANCE_DIFFERENCE:.0%}")
+        return found
+
 
 def measure_prefix(
     prompts: list[HeldOutPrompt],
     repeats: int = 12,
     prefix_tokens: int = 1500,
-    on_prefix: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PrefixMeasurement:
     """For each of `repeats` prefixes, ask one question twice: with an empty cache (a miss), and after another question
     has brought the prefix into the cache (a hit on the prefix alone).
@@ -66,7 +84,7 @@ def measure_prefix(
         miss.append(ask(prefix, question, f"miss {repeat}"))
         ask(prefix, other, f"hit {repeat}")
         hit.append(ask(prefix, question, f"hit {repeat}"))
-        on_prefix(repeat + 1, repeats)
+        progress(repeat + 1, repeats)
     return PrefixMeasurement(
         prefix_tokens=prefix_tokens,
         repeats=repeats,
@@ -83,13 +101,14 @@ def acceptance_length(outputs: list[RequestOutput]) -> float:
     return SpecCounts.total(SpecCounts.of(output.stats) for output in outputs if output.stats).acceptance_length
 
 
-def main() -> None:
+def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefixes", type=positive_int, default=12, help="how many (%(default)s)")
     parser.add_argument("--prefix-tokens", type=positive_int, default=1500, help="tokens of each (%(default)s)")
     given = parser.parse_args()
-    result = measure_prefix(load_prompts(60), given.prefixes, given.prefix_tokens, progress("prefixes").step)
+    progress = Progress("prefixes", lambda text: print(text, file=sys.stderr, flush=True))
+    result = measure_prefix(load_prompts(60), given.prefixes, given.prefix_tokens, progress.step)
     acceptance = result.hit_acceptance_length / result.miss_acceptance_length
     print(
         f"prefix of {result.prefix_tokens} tokens, {result.repeats} times: first token after "
@@ -97,7 +116,9 @@ def main() -> None:
         f"{result.first_token_ratio:.3f}; acceptance length {result.miss_acceptance_length:.2f} on a miss, "
         f"{result.hit_acceptance_length:.2f} on a hit, ratio {acceptance:.3f}; outputs equal: {result.outputs_equal}"
     )
+    print("\n".join(result.misses) or "every bound holds")
+    return int(bool(result.misses))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -61,6 +61,14 @@ def agreement(runs: list[Measurement]) -> dict[str, str]:
     return result
 
 
+def misses(runs: list[Measurement], prefix: PrefixMeasurement) -> list[str]:
+    """Which outputs are not those of `transformers`, in words. Speeds are for people to judge."""
+    num_prompts = len(find(runs, BASELINE, 1).outputs)
+    everything = f"{num_prompts} of {num_prompts}"
+    found = [f"{run}: {same} outputs are equal" for run, same in agreement(runs).items() if same != everything]
+    return found if prefix.outputs_equal else [*found, "a prefix hit gives another output than a miss"]
+
+
 def table(runs: list[Measurement]) -> str:
     """All runs as a Markdown table."""
     agrees = agreement(runs)

@@ -1,9 +1,9 @@
 """`make bench`: transformers, our engine without and with DFlash, and DFlash through Triton, in one run.
 
 All systems answer the same held-out prompts of the demo pair greedily in float32 with the same number of threads, and
-their outputs are compared token by token. Ratios are what to quote: machines differ and are noisy. What Triton costs is
-measured in pairs, in-process and through the server one right after the other, since a machine's speed drifts by more
-than that within a run; the median pair counts.
+their outputs are compared token by token: the exit status is 1 when any differs. Ratios are what to quote: machines
+differ and are noisy. What Triton costs is measured in pairs, in-process and through the server one right after the
+other, since a machine's speed drifts by more than that within a run; the median pair counts.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run_all(prompts: list[list[int]], max_tokens: int, repeats: int, num_pairs: 
     return report.Runs(runs, through_ratio=statistics.median(ratios), through_ratios=ratios, host=host)
 
 
-def main() -> None:
+def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the results are written")
@@ -142,7 +142,10 @@ def main() -> None:
         "torch": torch.__version__,
     }
     print("\n" + report.write(args.out, runs, prefix, settings))
+    found = report.misses(runs.runs, prefix)
+    print("\n".join(found) or "all outputs are equal")
+    return int(bool(found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

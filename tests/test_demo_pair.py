@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.acceptance import held_out, measure, shifted_drafter
+from benchmarks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, misses_shifted, shifted_drafter
 from benchmarks.prefix import measure_prefix
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
@@ -32,11 +32,9 @@ def test_word_problems_are_answered_right(found: Evaluation) -> None:
     assert math.accuracy >= 0.9
 
 
-def test_acceptance_length_is_at_least_5_of_16(found: Evaluation) -> None:
-    counts = found.overall.counts
-    assert counts.acceptance_length >= 5.0
-    rates = list(counts.per_position_rates)
-    assert rates == sorted(rates, reverse=True)
+def test_acceptance_keeps_its_bounds_overall_and_at_the_last_position(found: Evaluation) -> None:
+    assert misses(found) == []
+    assert found.overall.counts.acceptance_length == pytest.approx(ACCEPTANCE_LENGTH, rel=0.03)
 
 
 @pytest.mark.parametrize("offset", [-1, 1])
@@ -45,13 +43,9 @@ def test_features_of_the_wrong_layers_cost_acceptance(
 ) -> None:
     """A layer index that is off by one still runs and stays lossless: only acceptance tells."""
     shifted = measure(LLM(draft=str(shifted_drafter(offset, tmp_path))), questions)
-    assert shifted.overall.counts.acceptance_length <= 0.95 * found.overall.counts.acceptance_length
-    texts = [[result.answers[0].text for result in one.results] for one in (found, shifted)]
-    assert texts[0] == texts[1]
+    assert misses_shifted(offset, found, shifted) == []
+    assert misses(shifted) != [], "the bounds above can fail"
 
 
 def test_a_prefix_hit_is_fast_and_accepts_as_much_as_a_miss() -> None:
-    result = measure_prefix(load_prompts(150), repeats=8)
-    assert result.outputs_equal
-    assert result.first_token_ratio <= 0.2
-    assert result.hit_acceptance_length == pytest.approx(result.miss_acceptance_length, rel=0.02)
+    assert measure_prefix(load_prompts(150), repeats=8).misses == []

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 NUM_PROMPTS = 200
 MAX_TOKENS = 96
 NUM_SAMPLES = 20_000
+# However requests are run, acceptance is about that of one at a time, 11.5.
+LEAST_ACCEPTANCE_LENGTH = 11.0
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def test_every_way_to_run_gives_the_tokens_of_transformers(
     if "small KV pool" in case.name:
         assert result.num_preemptions > 0
     if result.acceptance_length is not None and "k = 4" not in case.name:
-        assert result.acceptance_length >= 5.0
+        assert result.acceptance_length >= LEAST_ACCEPTANCE_LENGTH
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -30,6 +30,9 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "max_num_seqs": (3, lambda built: built.core.limits.max_num_seqs, 3),
     "max_num_batched_tokens": (77, lambda built: built.core.limits.max_num_batched_tokens, 77),
     "max_prefill_tokens_per_step": (19, lambda built: built.core.limits.max_prefill_tokens_per_step, 19),
+    "max_step_time_ms": (250, lambda built: built.core.limits.max_step_s, 0.25),
+    "max_queue_tokens": (2000, lambda built: built.core.limits.max_queue_tokens, 2000),
+    "tenant_weights": ("a=2", lambda built: built.core.limits.tenant_weights.get("a"), 2.0),
     "enable_prefix_caching": (False, lambda built: built.core.limits.enable_prefix_caching, False),
     "max_queue_size": (5, lambda built: built.core.limits.max_queue_size, 5),
     "kv_write_guard": (True, lambda built: built.core.limits.kv_write_guard, True),
@@ -57,7 +60,6 @@ ELSEWHERE = {
         ),
         "tests/frontend/test_settings.py",
     ),
-    "max_server_memory_gb": "tests/server/test_supervision.py",
     "log_level": "tests/server/test_supervision.py",
 }
 # Whether graphs were asked for, of each runner that was built.

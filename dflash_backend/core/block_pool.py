@@ -69,10 +69,6 @@ class BlockPool:
         """Whether the block is in the prefix cache, so that nobody may write it any more."""
         return self._digests[block_id] is not None
 
-    def lookup(self, digest: bytes) -> int | None:
-        """The cached block with this digest, or None."""
-        return self._cached.get(digest)
-
     def find_chain(self, digests: Sequence[bytes], num_blocks: int) -> list[int]:
         """Ids of the cached blocks with the first digests, up to one that is not cached, `num_blocks` at most.
 

@@ -226,11 +226,6 @@ class EngineCore:
             step_seconds=self._step_seconds,
         )
 
-    @property
-    def num_deadlines(self) -> int:
-        """Deadlines that are kept, some of requests that have ended: at most about twice the requests in progress."""
-        return len(self._deadlines)
-
     def check_invariants(self) -> None:
         """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
         scheduler = self.scheduler

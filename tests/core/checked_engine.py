@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from toy_core import Engine, prefix_states, root_state
+from toy_core import Engine, lookup, prefix_states, root_state
 from toy_reference import expected_output
 
 from dflash_backend.core.plan import EngineLimits
@@ -116,7 +116,7 @@ class CheckedEngine(Engine):
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
             for index, digest in enumerate(request.chain.first(0, ())):
-                block_id = pool.lookup(digest)
+                block_id = lookup(pool, digest)
                 if block_id is None:
                     continue
                 expected = states[index * block_size + 1 : (index + 1) * block_size + 1]

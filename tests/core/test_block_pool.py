@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from toy_core import lookup
 
 from dflash_backend.core.block_pool import HOT_LIFE_IN_POOLS, BlockPool
 
@@ -38,7 +39,7 @@ def test_unused_blocks_go_before_cached_ones() -> None:
     pool = BlockPool(4)
     cached = _cached_then_freed(pool, b"a", b"b")
     assert set(pool.allocate(2)).isdisjoint(cached)
-    assert pool.lookup(b"a") == cached[0]
+    assert lookup(pool, b"a") == cached[0]
 
 
 def test_the_longest_free_cached_block_is_evicted_first() -> None:
@@ -49,7 +50,7 @@ def test_the_longest_free_cached_block_is_evicted_first() -> None:
     pool.touch([first], found=False)
     pool.free([first])
     assert pool.allocate(3) == [second, third, first]
-    assert pool.lookup(b"first") is None
+    assert lookup(pool, b"first") is None
 
 
 def _use_again(pool: BlockPool, *block_ids: int) -> None:
@@ -68,7 +69,7 @@ def test_blocks_that_were_found_outlive_any_number_of_cold_ones() -> None:
     _use_again(pool, *shared)
     for number in range(3 * 16):
         _cold_prompt(pool, number)
-    assert [pool.lookup(b"a"), pool.lookup(b"b")] == shared
+    assert [lookup(pool, b"a"), lookup(pool, b"b")] == shared
 
 
 def test_a_block_that_nobody_found_goes_when_the_pool_has_been_filled_once() -> None:
@@ -76,7 +77,7 @@ def test_a_block_that_nobody_found_goes_when_the_pool_has_been_filled_once() -> 
     _cached_then_freed(pool, b"a")
     for number in range(16):
         _cold_prompt(pool, number)
-    assert pool.lookup(b"a") is None
+    assert lookup(pool, b"a") is None
 
 
 def test_a_block_that_was_found_long_ago_goes_in_the_end() -> None:
@@ -85,7 +86,7 @@ def test_a_block_that_was_found_long_ago_goes_in_the_end() -> None:
     _use_again(pool, *shared)
     for number in range((HOT_LIFE_IN_POOLS + 2) * 16):
         _cold_prompt(pool, number)
-    assert [pool.lookup(b"a"), pool.lookup(b"b")] == [None, None]
+    assert [lookup(pool, b"a"), lookup(pool, b"b")] == [None, None]
 
 
 def test_a_found_block_that_is_found_again_in_time_stays_for_good() -> None:
@@ -95,7 +96,7 @@ def test_a_found_block_that_is_found_again_in_time_stays_for_good() -> None:
         if number % 32 == 0:
             _use_again(pool, *shared)
         _cold_prompt(pool, number)
-    assert pool.lookup(b"a") == shared[0]
+    assert lookup(pool, b"a") == shared[0]
 
 
 def test_found_blocks_leave_a_quarter_of_the_pool_to_new_prompts() -> None:
@@ -103,9 +104,9 @@ def test_found_blocks_leave_a_quarter_of_the_pool_to_new_prompts() -> None:
     _use_again(pool, *_cached_then_freed(pool, *[b"hot %d" % index for index in range(16)]))
     for number in range(8):
         _cold_prompt(pool, number)
-    assert [pool.lookup(b"cold %d" % number) is not None for number in range(8)] == [False] * 4 + [True] * 4
-    assert sum(pool.lookup(b"hot %d" % index) is not None for index in range(16)) == 12
-    assert pool.lookup(b"hot 0") is not None, "it was the tails that had to go"
+    assert [lookup(pool, b"cold %d" % number) is not None for number in range(8)] == [False] * 4 + [True] * 4
+    assert sum(lookup(pool, b"hot %d" % index) is not None for index in range(16)) == 12
+    assert lookup(pool, b"hot 0") is not None, "it was the tails that had to go"
 
 
 def test_hot_blocks_are_given_out_when_there_are_no_others() -> None:
@@ -113,14 +114,14 @@ def test_hot_blocks_are_given_out_when_there_are_no_others() -> None:
     blocks = _cached_then_freed(pool, b"a", b"b", b"c")
     _use_again(pool, *blocks)
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
-    assert pool.lookup(b"a") is None
+    assert lookup(pool, b"a") is None
 
 
 def test_a_tail_is_evicted_before_its_head() -> None:
     pool = BlockPool(3)
     head, middle, tail = _cached_then_freed(pool, b"head", b"middle", b"tail")
     assert pool.allocate(2) == [tail, middle]
-    assert pool.lookup(b"head") == head
+    assert lookup(pool, b"head") == head
 
 
 def test_a_touched_block_is_not_evicted() -> None:
@@ -147,7 +148,7 @@ def test_the_first_block_with_a_digest_keeps_it() -> None:
     first, second = pool.allocate(2)
     assert pool.publish(first, b"same")
     assert not pool.publish(second, b"same")
-    assert pool.lookup(b"same") == first
+    assert lookup(pool, b"same") == first
     pool.free([second])
     assert pool.allocate(1) == [second], "the unpublished copy is freed as an unused block"
 
@@ -179,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([b"a", b"b", b"c", b"d"]), found=st.booleans())
     def share(self, name: bytes, found: bool) -> None:
-        block_id = self.pool.lookup(name)
+        block_id = lookup(self.pool, name)
         if block_id is not None:
             self.pool.touch([block_id], found)
             self.tables.append([block_id])
@@ -189,9 +190,9 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, name: bytes) -> None:
         block_id = data.draw(st.sampled_from(data.draw(st.sampled_from(self.tables))))
         if not self.pool.is_cached(block_id):
-            known = self.pool.lookup(name)
+            known = lookup(self.pool, name)
             assert self.pool.publish(block_id, name) == (known is None)
-            assert self.pool.lookup(name) == (block_id if known is None else known)
+            assert lookup(self.pool, name) == (block_id if known is None else known)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import QUERY, Engine, greedy_continuation, make_limits, make_request
+from toy_core import QUERY, Engine, greedy_continuation, lookup, make_limits, make_request
 
 PREFIX = list(range(1, 9))  # two blocks of four
 
@@ -40,7 +40,7 @@ def test_trap_1_a_shared_prefix_outlives_the_drafts_of_all_who_share_it() -> Non
     engine = CheckedEngine(make_limits(num_blocks=60))
     engine.add(make_request("first", [*PREFIX, 40], max_tokens=1))
     engine.finish()
-    shared = [engine.core.scheduler.kv.pool.lookup(name) for name in _names(engine, [*PREFIX, 40])]
+    shared = [lookup(engine.core.scheduler.kv.pool, name) for name in _names(engine, [*PREFIX, 40])]
     before = [engine.worker.drafter_kv[block * 4 : block * 4 + 4] for block in shared]
     _run_beside(engine, *[[*PREFIX, 20 + i] for i in range(8)])
     assert [engine.worker.drafter_kv[block * 4 : block * 4 + 4] for block in shared] == before

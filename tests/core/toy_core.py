@@ -46,6 +46,12 @@ QUERY = -1  # a slot that holds the K/V of a drafter's query
 ACCEPTANCE_PERCENT = (0, 35, 75, 100)  # by the request's seed
 
 
+def lookup(pool: BlockPool, digest: bytes) -> int | None:
+    """The cached block with this digest, as a request finds it."""
+    found = pool.find_chain([digest], 1)
+    return found[0] if found else None
+
+
 def root_state(salt: str = "") -> int:
     """The prefix state before the first token."""
     return hash((17, *map(ord, salt)))

@@ -1,11 +1,12 @@
-"""The defects that the tests must notice, each an exact replacement of text in one file.
+"""The defects that the tests must notice, each a replacement of text: those of the core here, the rest in `planted`.
 
 Called by `run.py`, which applies them, and by `test_mutants.py`, which keeps their texts in step with the source.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tests.mutations import planted
+from tests.mutations.mutant import Mutant
 
 TRAPS = "tests/core/test_traps.py"
 SCHEDULING = "tests/core/test_scheduling.py"
@@ -18,17 +19,6 @@ MODEL_BASED = "tests/core/test_core_random.py"
 CONTEXT_KV = "tests/worker/test_context_kv.py"
 DRAFTS = "tests/worker/test_draft_alignment.py"
 QK_NORM_ROPE_WRITE = "tests/kernels/test_qk_norm_rope_write.py"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One defect: `before`, which occurs once in `file`, becomes `after`; `tests` are the ones that should fail."""
-
-    name: str
-    file: str
-    before: str
-    after: str
-    tests: tuple[str, ...]
 
 
 def _core(name: str, module: str, before: str, after: str, *tests: str) -> Mutant:
@@ -320,23 +310,25 @@ _OVERLAP = (
     _core(
         "a result goes to whoever has the id now",
         "engine",
-        "if self._requests.get(row.request_id) is not request:",
-        "request = self._requests.get(row.request_id)\n            if request is None:",
+        "            if not self._is_in_progress(request):\n                continue\n            if not _fits",
+        "            request = self._requests.get(row.request_id)\n"
+        "            if request is None:\n                continue\n            if not _fits",
         OVERLAP,
     ),
     _core(
         "drafts of a dropped result are counted",
         "engine",
-        "            if self._requests.get(row.request_id) is not request:\n",
-        "            if self._requests.get(row.request_id) is not request:\n"
-        "                self._count_draft(request, row.num_draft, row_result.num_accepted)\n",
+        "            if not self._is_in_progress(request):\n                continue\n            if not _fits",
+        "            if not self._is_in_progress(request):\n"
+        "                self._spec_counts.add(row.num_draft, row_result.num_accepted + 1)\n"
+        "                continue\n            if not _fits",
         OVERLAP,
     ),
     _core(
         "the last step in flight is left there",
         "engine",
-        "return bool(self._requests or self._in_flight)",
-        "return bool(self._requests)",
+        "return bool(self._requests or self._in_flight or self._failed_step)",
+        "return bool(self._requests or self._failed_step)",
         OVERLAP,
     ),
     _core(
@@ -354,7 +346,11 @@ _OVERLAP = (
         OVERLAP,
     ),
     _core(
-        "a step waits for the one ahead of it", "engine", "1 if self._overlap and plan is not None else 0", "0", OVERLAP
+        "a step waits for the one ahead of it",
+        "engine",
+        "stays_in_flight = 1 if self._overlap and plan is not None else 0",
+        "stays_in_flight = 0",
+        OVERLAP,
     ),
     _core(
         "a row is planned on the lowest outcome",
@@ -537,13 +533,15 @@ _SPEC_COUNTS = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
+_CORE = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
+MUTANTS: tuple[Mutant, ...] = _CORE + planted.PLANTED
 
-# Applied in continuous integration too: a trap, and a defect of the cache, the scheduler and overlap, cheap to find.
+# Applied by every run of the tests: a trap, defects of the cache, the scheduler and overlap, and those of `planted`.
 SMOKE = (
     "trap 1: lookahead of k instead of k + 1",
     "trap 5: the last full block of a hit is dropped",
     "hot blocks never grow old",
     "the oldest request is preempted",
     "a result goes to whoever has the id now",
+    *planted.SMOKE,
 )

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutations.mutants import MUTANTS, Mutant
+from tests.mutations.mutant import Mutant, occurrences
+from tests.mutations.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("dflash_backend", "kernels", "client", "tests", "benchmarks", "pyproject.toml")
@@ -46,16 +47,21 @@ class Verdict:
         return self.word != "SURVIVED"
 
 
-def mutate(mutant: Mutant, root: Path) -> str:
-    """The text of the mutant's file under `root` with the defect in it. Raises MutantError when it does not apply."""
-    text = (root / mutant.file).read_text()
-    count = text.count(mutant.before)
-    if count != 1:
-        raise MutantError(
-            f"mutant '{mutant.name}': its text occurs {count} times in {mutant.file} and must occur once; bring "
-            f"tests/mutations/mutants.py in step with the source"
-        )
-    return text.replace(mutant.before, mutant.after)
+def mutate(mutant: Mutant, root: Path) -> dict[str, str]:
+    """The text of each file of the mutant, under `root`, with the defect in it. Raises MutantError when it does not
+    apply."""
+    texts: dict[str, str] = {}
+    for file, before, after in mutant.edits:
+        text = texts.get(file) or (root / file).read_text()
+        found = occurrences(text, before)
+        if len(found) != 1:
+            raise MutantError(
+                f"mutant '{mutant.name}': its text occurs {len(found)} times in {file} and must occur once; bring "
+                f"tests/mutations in step with the source: {before!r}"
+            )
+        ((start, end),) = found
+        texts[file] = text[:start] + after + text[end:]
+    return texts
 
 
 def make_copy(folder: Path) -> None:
@@ -71,19 +77,21 @@ def make_copy(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
+def run_tests(folder: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
     """pytest's exit status for `tests` in the copy, None when they took too long, and the end of what it printed. It
     stops at the first failure."""
     path = os.pathsep.join(str(folder / part) for part in (".", "kernels", "client"))
     # Bytecode is matched to its source by time and size, which two mutants of one file may share.
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    # A process of its own, also when a worker of pytest-xdist starts it.
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, timeout=TIMEOUT_S, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=folder, env=environment, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
     except subprocess.TimeoutExpired:
-        return None, f"not done after {TIMEOUT_S} s"
+        return None, f"not done after {timeout_s:g} s"
     output = done.stdout.decode(errors="replace")[-3000:]
     if done.returncode > PYTEST_FAILED:
         raise MutantError(f"pytest {' '.join(tests)} could not run:\n{output}")
@@ -92,14 +100,16 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
 
 def try_mutant(mutant: Mutant, folder: Path) -> Verdict:
     """Put the defect into the copy, run its tests, and put the file back."""
-    mutated, file = mutate(mutant, folder), folder / mutant.file
-    original = file.read_text()
+    mutated = mutate(mutant, folder)
+    originals = {file: (folder / file).read_text() for file in mutated}
     started = time.monotonic()
-    file.write_text(mutated)
     try:
+        for file, text in mutated.items():
+            (folder / file).write_text(text)
         status, _ = run_tests(folder, mutant.tests)
     finally:
-        file.write_text(original)
+        for file, text in originals.items():
+            (folder / file).write_text(text)
     return Verdict(mutant, _word(status), time.monotonic() - started)
 
 
@@ -111,12 +121,20 @@ def _word(status: int | None) -> str:
     return "killed" if status == PYTEST_FAILED else "crashed"
 
 
-def check_copy(folder: Path, mutants: Sequence[Mutant]) -> None:
-    """Raise MutantError unless the tests of `mutants` pass in the copy as it is: else a failure would show nothing."""
+def check_copies(folders: Sequence[Path], mutants: Sequence[Mutant]) -> None:
+    """Raise MutantError unless the tests of `mutants` pass in the copies as they are, each copy running a part of them:
+    else a failure would show nothing."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    status, output = run_tests(folder, tests)
-    if status != 0:
-        raise MutantError(f"tests fail without any mutant, so they can show nothing:\n{output}")
+    tests = [test for test in tests if test == test.partition("::")[0] or test.partition("::")[0] not in tests]
+    parts = [part for part in (tests[index :: len(folders)] for index in range(len(folders))) if part]
+
+    def check(folder: Path, part: list[str]) -> tuple[int | None, str]:
+        return run_tests(folder, part, TIMEOUT_S * len(part))
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        for status, output in pool.map(check, folders, parts):
+            if status != 0:
+                raise MutantError(f"tests fail without any mutant, so they can show nothing:\n{output}")
 
 
 def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
@@ -125,8 +143,8 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
         mutate(mutant, ROOT)
     with tempfile.TemporaryDirectory(prefix="dflash-mutants-") as name:
         copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(jobs):
-            folder = Path(name, str(job))
+        folders = [Path(name, str(job)) for job in range(jobs)]
+        for folder in folders:
             folder.mkdir()
             make_copy(folder)
             copies.put(folder)
@@ -140,7 +158,7 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
             print(f"{verdict.word:9} {verdict.seconds:5.1f} s  {mutant.name}", flush=True)
             return verdict
 
-        check_copy(Path(name, "0"), mutants)
+        check_copies(folders, mutants)
         with ThreadPoolExecutor(jobs) as pool:
             return list(pool.map(attempt, mutants))
 

@@ -6,21 +6,46 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.mutants import MUTANTS, SMOKE, Mutant
+from tests.mutations.mutant import Mutant, occurrences
+from tests.mutations.mutants import MUTANTS, SMOKE
 from tests.mutations.run import ROOT, MutantError, make_copy, mutate, try_mutant
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_every_mutant_applies_to_the_source_and_names_tests_that_exist(mutant: Mutant) -> None:
-    assert mutate(mutant, ROOT) != (ROOT / mutant.file).read_text()
-    compile(mutate(mutant, ROOT), mutant.file, "exec")
-    assert all((ROOT / test).is_file() for test in mutant.tests)
+def test_every_mutant_applies_to_the_source_and_names_tests_that_exist() -> None:
+    wrong: list[str] = []
+    for mutant in MUTANTS:
+        try:
+            for file, text in mutate(mutant, ROOT).items():
+                assert text != (ROOT / file).read_text()
+                compile(text, file, "exec")
+        except MutantError as error:
+            wrong.append(str(error))
+        for test in mutant.tests:
+            file, _, function = test.partition("::")
+            if not (ROOT / file).is_file() or (function and f"def {function}(" not in (ROOT / file).read_text()):
+                wrong.append(f"mutant '{mutant.name}': there is no test {test}")
+    assert wrong == []
 
 
 def test_names_tell_mutants_apart() -> None:
-    assert len(BY_NAME) == len(MUTANTS) >= 20
+    assert len(BY_NAME) == len(MUTANTS) >= 115
+    assert len(SMOKE) == len(set(SMOKE)) >= 15
+
+
+def test_the_mutants_are_of_every_package() -> None:
+    packages = {"core", "worker", "speculative", "models", "attention", "frontend", "build.py"}
+    files = [file for mutant in MUTANTS for file, _, _ in mutant.edits]
+    assert packages <= {file.split("/")[1] for file in files if file.startswith("dflash_backend/")}
+    assert {"dflash_backend", "kernels", "client"} == {file.split("/")[0] for file in files}
+
+
+def test_a_text_is_found_in_another_line_break_but_not_in_other_words() -> None:
+    assert occurrences("x = f(a,\n      b)\n", "f(a, b)") == [(4, 17)]
+    assert occurrences("f(a, b); f(a, b)", "f(a, b)") == [(0, 7), (9, 16)]
+    assert occurrences("f(a, c)", "f(a, b)") == []
+    assert occurrences("    a\n        b\n", "    a\n    b\n") == []
 
 
 def test_a_text_that_is_gone_is_an_error_that_says_where() -> None:

@@ -8,10 +8,11 @@ from benchmarks import malformed, mixed
 
 
 def test_each_malformed_request_is_refused_and_the_valid_ones_between_them_are_not(server):
-    report = malformed.run(server.grpc_url, server.http_url, range(300))
+    report = malformed.run(server.grpc_url, server.http_url, server.metrics_url, range(300))
     assert report.misses == []
     assert report.valid == 300 // malformed.VALID_EVERY
     assert sum(report.refused.values()) + report.tritons_own == 300
+    assert report.by_model > 100
 
 
 def test_requests_among_others_that_are_dropped_get_what_they_get_alone_and_counters_are_exact(server):
