@@ -10,6 +10,7 @@ import pytest
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.plan import StepOutOfMemory, StepPlan, StepResult, Worker
+from dflash_backend.frontend.chat import PromptError
 from dflash_backend.sampling_params import ParameterError
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
@@ -18,6 +19,17 @@ QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How m
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(max_num_seqs=4, max_model_len=512)
+
+
+def test_chat_takes_options_of_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} off{% endif %}"
+    monkeypatch.setattr(llm.tokenizer._template, "chat_template", template)
+    messages = [{"role": "user", "content": "Hi"}]
+    for options in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        assert llm.chat(messages, max_tokens=1, **options).prompt_token_ids == llm.tokenizer.encode("Hi off")
+    assert llm.chat(messages, max_tokens=1).prompt_token_ids == llm.tokenizer.encode("Hi")
+    with pytest.raises(PromptError, match="has the name 'tokenize'"):
+        llm.chat(messages, chat_template_kwargs={"tokenize": True})
 
 
 def test_text_token_ids_and_chat_are_answered_in_order(llm: LLM) -> None:
