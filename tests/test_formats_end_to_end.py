@@ -21,7 +21,8 @@ from benchmarks.acceptance import shifted_drafter
 from benchmarks.sampling import PROMPT, exact_distribution
 from benchmarks.workload import held_out_dir, load_prompts
 from dflash_backend import LLM
-from dflash_backend.checkpoints import CheckpointError, speculators
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.checkpoints import layer_ids as conversion
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.llm import RequestOutput
@@ -126,7 +127,7 @@ def test_a_converter_that_is_off_by_one_is_noticed(
     rewritten: Path, original: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison of the two formats above can fail."""
-    monkeypatch.setattr(speculators, "to_layer_ids", tuple)
+    monkeypatch.setattr(conversion, "to_layer_ids", tuple)
     found = answers(target=str(rewritten))
     assert found.token_ids == original.token_ids
     assert found.acceptance_length <= 0.95 * original.acceptance_length
