@@ -66,6 +66,9 @@ test: setup lint ## Lint, types and all tests, slow ones included
 test-fast: setup ## The quick tests, for each change: less of what is random, and few with a server
 	TEST_SCALE=0.1 $(PYTEST) -m "smoke or not (slow or server)"
 
+nightly: setup lint ## Every promise at its full count, an hour or two; results go to benchmarks/results/nightly
+	$(BIN)/python -m benchmarks.nightly
+
 lint: setup ## Lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -20,7 +21,10 @@ from dflash_backend.messages import SamplingParams
 # A bin of the test holds at least this many expected samples; rarer continuations share one bin.
 MIN_EXPECTED = 8.0
 # The target is unsure how to go on here, and the drafter is sometimes right: both steps of rejection sampling matter.
-PROMPT = "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\nHere"
+QUESTION = "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = tuple(QUESTION + beginning for beginning in ("Here", "A", "The", "One", "There"))
+PROMPT = PROMPTS[0]
+LEAST_P = 0.01
 METHODS = ("probabilistic", "greedy")
 
 
@@ -88,23 +92,29 @@ def fit(
     )
 
 
-def main() -> None:
-    """Entry point; exits with 1 when a method does not fit."""
+def main() -> int:
+    """Entry point; the exit status is 1 when a method does not fit."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=20_000, help="of each fit (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (%(default)s)")
+    parser.add_argument("--prompts", type=int, choices=range(1, len(PROMPTS) + 1), default=1, help="%(default)s")
+    parser.add_argument("--seeds", type=int, default=1, help="ranges of seeds for each prompt (%(default)s)")
     args = parser.parse_args()
+    fits = [(m, p, args.seed + s) for m in METHODS for p in PROMPTS[: args.prompts] for s in range(args.seeds)]
+    # Of many fits that are all right some are this bad by chance: the bound is for the worst of them.
+    least = LEAST_P / len(fits)
     failed = False
-    for method in METHODS:
-        result = fit(method, args.samples, args.seed)
-        failed = failed or result.p_value <= 0.01
+    for method, prompt, seed in fits:
+        result = fit(method, args.samples, seed, prompt=prompt)
+        failed = failed or result.p_value <= least
         print(
-            f"{method}: chi-square p = {result.p_value:.3f} over {result.num_bins} bins, "
-            f"{result.num_samples} samples, acceptance length {result.acceptance_length:.2f}",
+            f"{method}, {prompt.rpartition(chr(10))[2]!r}, seeds {seed}: chi-square p = {result.p_value:.3f} over "
+            f"{result.num_bins} bins, {result.num_samples} samples, acceptance length {result.acceptance_length:.2f}",
             flush=True,
         )
-    raise SystemExit(1 if failed else 0)
+    print(f"a fit fails at p = {least:.2g} or less: {'one did' if failed else 'none did'}")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

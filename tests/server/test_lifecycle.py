@@ -6,12 +6,13 @@ import shutil
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from dflash_backend.config import asset_path
 from dflash_client import DFlashClient
 from dflash_client.launcher import LauncherError
-from tests.server.conftest import new_server
+from tests.server.conftest import eventually, new_server
 
 
 def repository_with(directory: Path, parameter: str, value: str) -> Path:
@@ -67,3 +68,28 @@ def test_requests_in_flight_finish_while_the_server_stops():
         stopping.join()
     assert deltas[-1].finish_reason == "length"
     assert sum(delta.num_output_tokens for delta in deltas) == 60
+
+
+def test_request_timeout_s_ends_an_answer_with_what_there_is_and_the_reason_abort():
+    """Over both protocols, at once and streamed; the metrics page counts them."""
+    settings = {"request_timeout_s": "1", "max_model_len": "4096", "num_speculative_tokens": "0"}
+    asked = {"temperature": 0, "max_tokens": 4000, "ignore_eos": True}
+    with new_server(settings) as server:
+        with (
+            DFlashClient(server.grpc_url, "grpc", timeout_s=60) as grpc,
+            DFlashClient(server.http_url, "http", timeout_s=60) as http,
+        ):
+            whole = grpc.generate("Tell me a story.", **asked)
+            deltas = list(http.stream("Tell me a story.", **asked))
+            short = grpc.generate("Hello", max_tokens=2, ignore_eos=True)
+        assert whole.finish_reason == deltas[-1].finish_reason == "abort"
+        assert short.finish_reason == "length"
+        assert 0 < whole.num_output_tokens < 4000
+        assert 0 < sum(delta.num_output_tokens for delta in deltas) < 4000
+
+        def aborted() -> bool:
+            page = httpx.get(f"http://{server.metrics_url}/metrics", timeout=10, trust_env=False).text
+            lines = [line for line in page.splitlines() if line.startswith("dflash:request_success_total{")]
+            return any('finished_reason="abort"' in line and float(line.rpartition(" ")[2]) == 2 for line in lines)
+
+        eventually(aborted, "both are counted as abort")

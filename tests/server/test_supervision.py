@@ -1,5 +1,5 @@
 """The engine process dies under a real server, or the stub, or the server is told to end: what clients see then, and
-what is left over. CHAOS_ROUNDS in the environment asks for more than three rounds of kills."""
+what is left over."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Unavailable
 from dflash_client.launcher import TritonServer
 from dflash_client.processes import Process, family, gone
+from tests.scale import scaled
 from tests.server.conftest import eventually, new_server
 
-ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "3"))
+ROUNDS = scaled(3)
 
 
 @pytest.fixture
