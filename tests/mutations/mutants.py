@@ -1,11 +1,12 @@
-"""The defects that the tests must notice, each a replacement of text: those of the core here, the rest in `planted`.
+"""The defects that the tests must notice, each a replacement of text: those of the core here, the rest in
+`planted` and `drafters`.
 
 Called by `run.py`, which applies them, and by `test_mutants.py`, which keeps their texts in step with the source.
 """
 
 from __future__ import annotations
 
-from tests.mutations import planted
+from tests.mutations import drafters, planted
 from tests.mutations.mutant import Mutant
 
 TRAPS = "tests/core/test_traps.py"
@@ -534,7 +535,7 @@ _SPEC_COUNTS = (
 )
 
 _CORE = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
-MUTANTS: tuple[Mutant, ...] = _CORE + planted.PLANTED
+MUTANTS: tuple[Mutant, ...] = _CORE + planted.PLANTED + drafters.DRAFTERS
 
 # Applied by every run of the tests: a trap, defects of the cache, the scheduler and overlap, and those of `planted`.
 SMOKE = (

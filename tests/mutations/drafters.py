@@ -1,0 +1,97 @@
+"""Defects of how a drafter's checkpoint is read and applied, and of how acceptance is judged: each stays lossless, and
+shows as lower acceptance, or as a figure that is compared with the wrong one."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant
+
+CHECKPOINTS = "dflash_backend/checkpoints"
+DRAFTER = "dflash_backend/speculative/dflash.py"
+LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_authors_code",)
+FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
+READ = "tests/checkpoints/test_drafters.py::"
+LAYER_IDS = ("tests/checkpoints/test_layer_ids.py",)
+DESCRIBED = ("tests/checkpoints/test_describe.py",)
+
+DRAFTERS = (
+    Mutant(
+        "the last layer's feature is taken before the norm, as for speculators",
+        DRAFTER,
+        "i + 1 if i == last and spec.normed_last_layer else i",
+        "i",
+        FEATURES,
+    ),
+    Mutant(
+        "input_embedding_scale is read and not applied",
+        DRAFTER,
+        "return embeddings if scale == 1 else embeddings * scale",
+        "return embeddings",
+        LOGITS,
+    ),
+    Mutant(
+        "the logits' soft cap is read and not applied", DRAFTER, "if form.softcap is not None:", "if False:", LOGITS
+    ),
+    Mutant(
+        "layers that slide by max_window_layers are not causal",
+        f"{CHECKPOINTS}/drafter_fields.py",
+        "return tuple(window is not None for window in qwen_windows(config, num_layers))",
+        "return (False,) * num_layers",
+        LOGITS,
+    ),
+    Mutant(
+        "the last of several fields names the layers",
+        f"{CHECKPOINTS}/layer_ids.py",
+        "chosen, name = found[0]",
+        "chosen, name = found[-1]",
+        LAYER_IDS,
+    ),
+    Mutant(
+        "dflash_config.layer_ids are read as layer ids",
+        f"{CHECKPOINTS}/layer_ids.py",
+        '("dflash_config", "layer_ids", BOUNDARY)',
+        '("dflash_config", "layer_ids", LAYER)',
+        LAYER_IDS,
+    ),
+    Mutant(
+        "default layers are taken without a word",
+        f"{CHECKPOINTS}/zlab.py",
+        "return ids, (note,)",
+        "return ids, ()",
+        DESCRIBED,
+    ),
+    Mutant(
+        "unknown fields are passed over without a word",
+        f"{CHECKPOINTS}/known_fields.py",
+        "    if not found:\n",
+        "    if True:\n",
+        DESCRIBED,
+    ),
+    Mutant(
+        "a k of the whole block is kept",
+        f"{CHECKPOINTS}/speculators.py",
+        "return possible, (note,)",
+        "return k, (note,)",
+        (READ + "test_a_k_of_the_whole_block_leaves_the_anchor_its_place",),
+    ),
+    Mutant(
+        "windows at the top level of a speculators config are not read",
+        f"{CHECKPOINTS}/speculators.py",
+        "JsonReader({**layer.data, **outer}, layer.where)",
+        "layer",
+        (READ + "test_speculators_windows_may_stand_at_the_top_level",),
+    ),
+    Mutant(
+        "use_aux_hidden_state is not read",
+        f"{CHECKPOINTS}/drafter_fields.py",
+        'if not config.boolean("use_aux_hidden_state", default=True):',
+        "if False:",
+        (READ + "test_fields_that_change_the_arithmetic_are_refused",),
+    ),
+    Mutant(
+        "the mean acceptance length is the pooled one",
+        "dflash_backend/evaluation/run.py",
+        "mean_acceptance_length=mean_acceptance_length(answer.counts for answer in answers)",
+        "mean_acceptance_length=SpecCounts.total(answer.counts for answer in answers).acceptance_length",
+        ("tests/evaluation/test_run.py", "tests/evaluation/test_published.py"),
+    ),
+)
