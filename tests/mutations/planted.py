@@ -236,7 +236,7 @@ _SEEN = (
         STEP_OPS,
     ),
     Mutant(
-        "after a preemption positions are one too high",
+        "after a preemption decoded positions are one too high",
         f"{WORKER}/request_table.py",
         "        record = super().learn(new)\n        self.tokens",
         "        record = super().learn(new)\n"
@@ -249,7 +249,8 @@ _SEEN = (
                 f"{WORKER}/runner.py",
                 "        context = PagedContext.prepare(\n            layout, positions,",
                 "        late = [self.requests.resumed[i] for i in batch.table[batch.token_row].tolist()]\n"
-                "        context = PagedContext.prepare(\n            layout, positions + self._put(np.array(late)),",
+                "        late = np.array(late) & (batch.num_new[batch.token_row] == 1)\n"
+                "        context = PagedContext.prepare(\n            layout, positions + self._put(late),",
             ),
         ),
     ),
@@ -376,7 +377,7 @@ _SEEN = (
         "    if len(which) > 0:\n"
         "        _penalise(adjusted, first[which], num_draft[which], position[which], table[which], requests)\n"
         "    for i in special.nonzero()",
-        ("tests/test_logits_processing.py::test_greedy_output_is_the_best_token_of_the_changed_logits_at_every_place",),
+        ("tests/worker/test_logits.py",),
         (
             (
                 f"{WORKER}/logits.py",

@@ -72,6 +72,12 @@ def test_repetition_divides_what_is_positive_and_multiplies_what_is_not() -> Non
     assert torch.equal(adjusted, torch.where(seen, torch.where(logits > 0, logits / 2, logits * 2), logits))
 
 
+def test_a_bias_comes_before_the_penalties() -> None:
+    """A token of the prompt with a bias of 3: 1 becomes 4, which the penalty halves; the other way round it is 3.5."""
+    adjusted = adjust(torch.ones(K + 1, VOCAB), *make_batch([{"logit_bias": {2: 3.0}, "repetition_penalty": 2.0}]))
+    assert adjusted[:, 2].tolist() == [2.0] * (K + 1)
+
+
 def test_more_rows_than_are_penalised_at_a_time_get_the_same_as_one() -> None:
     num_rows = PENALISED_ROWS_AT_A_TIME + 3
     changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
