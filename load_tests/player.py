@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from dflash_client import AsyncDFlashClient, ClientError, Delta, Unavailable
@@ -29,7 +30,12 @@ class Player:
         """Send the shot and fill in the sample. Errors of the server end up in it too."""
         answer = _Answer(self._expected[shot.question])
         try:
-            outcome = await self._read(shot, sample, answer)
+            left_s = None if shot.until_s is None else max(0.0, shot.until_s - self._recorder.now())
+            async with asyncio.timeout(left_s):
+                outcome = await self._read(shot, sample, answer)
+        except TimeoutError:
+            outcome = "cancelled" if answer.is_right_so_far else "wrong"
+            self._recorder.end(sample, outcome)
         except Unavailable as error:
             self._recorder.end(sample, "refused", error.status)
         except ClientError as error:
@@ -41,7 +47,11 @@ class Player:
         return sample
 
     async def _read(self, shot: Shot, sample: Sample, answer: _Answer) -> Outcome:
-        sampling = {**self._questions[shot.question].sampling(), "cache_salt": shot.salt or None}
+        sampling = {
+            **self._questions[shot.question].sampling(),
+            "cache_salt": shot.salt or None,
+            "tenant": shot.tenant or None,
+        }
         previous = None
         async with self._client.stream(answer.expected.prompt, **sampling) as stream:  # type: ignore[arg-type]
             num_responses = 0

@@ -47,11 +47,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request to be sent. `cancel_after`: give up after so many responses; None: read to the end."""
+    """One request to be sent. `cancel_after`: give up after so many responses; None: read to the end. `until_s`: give
+    up so many seconds after the run began. `tenant` is the request's."""
 
     question: str
     salt: str = ""
     cancel_after: int | None = None
+    until_s: float | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

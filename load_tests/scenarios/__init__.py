@@ -10,6 +10,7 @@ from load_tests.scenarios import (
     overload,
     shared_prefix,
     soak,
+    tenants,
 )
 from load_tests.workload import Scenario
 
@@ -24,6 +25,7 @@ SCENARIOS: dict[str, Scenario] = {
         long_context,
         overload,
         interference,
+        tenants,
         soak,
     )
 }

@@ -120,7 +120,8 @@ def verdict(result: RunResult) -> list[Bound]:
             0.9,
             note=f"{kept or 0:.1f} and {peak:.1f} right answers a second",
         ),
-        Bound("longest queue", result.peak(WAITING), "at most", queue),
+        # Those that free rows wait for, or that were preempted, have no place in the queue.
+        Bound("longest queue", result.peak(WAITING), "at most", queue + int(result.settings.get("max_num_seqs", "64"))),
         Bound(
             "time to refusal, p99", _ms(percentile(refused, 0.99)), "at most", 50, "ms", note=f"{len(refused)} refused"
         ),

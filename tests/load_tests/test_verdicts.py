@@ -183,6 +183,36 @@ def test_streams_that_stutter_beside_long_prompts_fail() -> None:
     assert verdict(interference(gap_s=0.2)) == ["inter-token p99 in 'with long prompts' over 'alone'"]
 
 
+def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "right") -> RunResult:
+    idle = [sample(at * 0.5, phase="idle", traffic="polite", ended_s=at * 0.5 + 0.2) for at in range(10)]
+    alone = [sample(5.0, phase="flood", traffic="flood", ended_s=15.0 + at) for at in range(5)]
+    beside = [
+        sample(at, phase="both", traffic="polite", ended_s=at + polite_s) for at in (20 + 0.5 * n for n in range(40))
+    ]
+    beside[3].outcome = outcome
+    both = [sample(20.0, phase="both", traffic="flood", ended_s=20 + at * flood_every_s) for at in range(40)]
+    phases = [PhaseSpan("idle", 0.0, 5.0), PhaseSpan("flood", 5.0, 20.0), PhaseSpan("both", 20.0, 40.0)]
+    return result("tenants", [*idle, *alone, *beside, *both], phases=phases)
+
+
+def test_a_tenant_that_is_served_beside_a_flood_passes() -> None:
+    assert verdict(tenants()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"polite_s": 0.7}, "median latency of the other tenant beside the flood, over idle"),
+        ({"flood_every_s": 1.5}, "goodput of the flood beside the other tenant, over alone"),
+        ({"outcome": "cancelled"}, "requests of the other tenant that were answered"),
+    ],
+)
+def test_a_tenant_that_a_flood_holds_up_and_a_flood_that_is_slowed_down_fail(
+    changes: dict[str, Any], name: str
+) -> None:
+    assert verdict(tenants(**changes)) == [name]
+
+
 def overloaded(
     goodput: float = 10.0,
     refusal_s: float = 0.01,
@@ -227,7 +257,7 @@ def test_an_overload_that_is_carried_passes() -> None:
     [
         ({"goodput": 8.0}, "goodput in overload over its peak"),
         ({"refusal_s": 0.06}, "time to refusal, p99"),
-        ({"queue": 65.0}, "longest queue"),
+        ({"queue": 97.0}, "longest queue"),
         ({"offered": 15.0}, "offered load over capacity"),
         ({"slow_until_s": 40.0}, "recovery after the load"),
     ],

@@ -16,6 +16,8 @@ PREFIX = "tests/core/test_prefix_cache.py"
 ENGINE = "tests/core/test_engine_core.py"
 OVERLAP = "tests/core/test_overlap.py"
 PROGRESS = "tests/core/test_progress.py"
+FAIR = "tests/core/test_tenants.py"
+STEP_TIME = "tests/core/test_step_time.py"
 MODEL_BASED = "tests/core/test_core_random.py"
 CONTEXT_KV = "tests/worker/test_context_kv.py"
 DRAFTS = "tests/worker/test_draft_alignment.py"
@@ -197,6 +199,129 @@ _CACHE = (
         "found=request.num_preemptions == 0",
         "found=True",
         SCHEDULING,
+    ),
+)
+
+_TENANTS = (
+    _core(
+        "of equal counters the oldest goes first",
+        "tenants",
+        "return self.service, -self.number",
+        "return self.service, self.number",
+        FAIR,
+    ),
+    _core("weights are nothing", "tenants", "num_tokens / self.weight", "num_tokens", FAIR),
+    _core(
+        "a newcomer has a claim",
+        "tenants",
+        "max(self._lowest, self._absent.pop(name, 0.0))",
+        "self._absent.pop(name, 0.0)",
+        FAIR,
+    ),
+    _core("a pause pays a debt", "tenants", "        self._absent[tenant.name] = tenant.service\n", "", FAIR),
+    _core(
+        "cached tokens cost as much as others", "tenants", "CACHED_TOKEN_COST = 1 / 32", "CACHED_TOKEN_COST = 1.0", FAIR
+    ),
+    _core(
+        "decode tokens are free",
+        "scheduler",
+        ".charge(row.num_new + row.num_draft)",
+        ".charge(row.num_new if row.num_new > 1 else 0)",
+        FAIR,
+    ),
+    _core(
+        "priority is nothing",
+        "request",
+        "rank=(sampling.priority or DEFAULT_PRIORITY, arrival)",
+        "rank=(0, arrival)",
+        FAIR,
+    ),
+    _core(
+        "a request's time-out is nothing",
+        "request",
+        "(request.deadline_s, sampling.timeout / 1e6)",
+        "(request.deadline_s,)",
+        FAIR,
+    ),
+    _core("nobody makes way", "preemption", "if left >= then and", "if left > 1e9 and", FAIR),
+    _core(
+        "a tenant's only request makes way",
+        "preemption",
+        "left = (len(other.running) - 1) / other.weight",
+        "left = len(other.running) + 1",
+        FAIR,
+    ),
+    _core("rows go to and fro", "preemption", "(min_lag if tenant.running else 0.0)", "0.0", FAIR),
+    _core(
+        "the oldest request makes way",
+        "preemption",
+        "(request := tenant.latest(but=oldest))",
+        "(request := tenant.latest())",
+        FAIR,
+        MODEL_BASED,
+    ),
+    _core(
+        "the latest goes, whoever holds the blocks",
+        "preemption",
+        "one[0].num_blocks / one[0].weight, one[1]",
+        "0, one[1]",
+        FAIR,
+    ),
+    _core(
+        "way is made and somebody else comes",
+        "scheduler",
+        "tenant, first = first or queue.next_turn(), None",
+        "tenant = queue.next_turn()",
+        FAIR,
+    ),
+    _core(
+        "a long prompt leaves nothing to another tenant",
+        "scheduler",
+        "if remaining > rest or not is_first:",
+        "if remaining > rest and is_first:",
+        FAIR,
+    ),
+    _core(
+        "one tenant may fill the queue",
+        "admission",
+        ">= min(limits.max_queue_size, left):",
+        ">= limits.max_queue_size:",
+        FAIR,
+    ),
+    _core(
+        "rows that are free do not count for the queue",
+        "admission",
+        "num_free = max(0, limits.max_num_seqs - num_running)",
+        "num_free = 0",
+        FAIR,
+    ),
+    _core(
+        "waiting tokens are not bounded", "admission", "if num_tokens + request.num_tokens > most:", "if False:", FAIR
+    ),
+    _core(
+        "what prompts have yet to take counts as free",
+        "kv_manager",
+        "- hit_from_free - num_promised",
+        "- hit_from_free",
+        FAIR,
+    ),
+    _core("a step may take any time", "scheduler", "if len(running) + len(self.waiting) > 1:", "if False:", STEP_TIME),
+    _core(
+        "one tenant's steps are as short as several's", "step_time", "if not several_tenants:", "if False:", STEP_TIME
+    ),
+    _core(
+        "a slow device computes next to no prompt",
+        "step_time",
+        "max(AUTO_STEP_S, AUTO_LIGHT_STEPS * light_s)",
+        "AUTO_STEP_S",
+        STEP_TIME,
+    ),
+    _core(
+        "one measurement decides",
+        "step_time",
+        "min(max(new, average / MAX_JUMP), average * MAX_JUMP)",
+        "new * 1.0 if new > average else new / 1e3",
+        STEP_TIME,
     ),
 )
 
@@ -534,7 +659,7 @@ _SPEC_COUNTS = (
     ),
 )
 
-_CORE = _TRAPS + _CACHE + _SCHEDULER + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
+_CORE = _TRAPS + _CACHE + _SCHEDULER + _TENANTS + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
 MUTANTS: tuple[Mutant, ...] = _CORE + planted.PLANTED + drafters.DRAFTERS
 
 # Applied by every run of the tests: a trap, defects of the cache, the scheduler and overlap, and those of `planted`.
