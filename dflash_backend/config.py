@@ -234,8 +234,8 @@ SETTINGS: tuple[Setting, ...] = (
         auto=True,
         low=0.0,
         low_open=True,
-        help="how long a step with prompts may take while requests of several tenants are served, four times as long "
-        "with those of one; auto: 50, or twice as long as a step without prompts if that is more",
+        help="how long a step with prompts may take while requests of several tenants are served, eight times as "
+        "long with those of one; auto: 20, or two and a half times as long as a step without prompts if that is more",
     ),
     Setting(
         "max_queue_size",

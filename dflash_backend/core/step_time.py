@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # `max_step_time_ms` auto: so many seconds, or so many times a step without prompts if that is more.
-AUTO_STEP_S = 0.05
-AUTO_LIGHT_STEPS = 2.0
+AUTO_STEP_S = 0.02
+AUTO_LIGHT_STEPS = 2.5
 # While the requests of only one tenant are there, a step with prompts may take so many times as long: fewer, larger
 # steps have more throughput, and there is nobody else to be kept waiting.
-ONE_TENANT_FACTOR = 4
+ONE_TENANT_FACTOR = 8
 # A step with no more prompt tokens than this tells what the others cost; a step is never bounded to fewer.
 LIGHT_TOKENS = 8
 # Weight of a new figure. One that is far off, such as when other programs take the processor, counts within bounds.
