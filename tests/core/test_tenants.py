@@ -13,7 +13,7 @@ import pytest
 from toy_core import Engine, make_limits, make_request
 
 from dflash_backend.core.engine import RequestError
-from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT, FairQueue
+from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT
 from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
 
 
@@ -191,6 +191,16 @@ def test_a_tenants_only_request_is_not_preempted_for_another_tenant() -> None:
     assert engine.core.stats().num_preemptions == 0
 
 
+def test_a_tenants_only_row_is_not_taken_for_another_tenant() -> None:
+    engine = Engine(make_limits(max_num_seqs=2))
+    for tenant in "abc":
+        engine.add(_request(tenant, tenant, max_tokens=30, seed=0))
+        engine.step()
+    _steps(engine, 10)
+    assert list(engine.core.scheduler.running) == ["a", "b"]
+    assert engine.core.stats().num_preemptions == 0
+
+
 def test_a_growing_request_takes_blocks_of_the_tenant_that_holds_most() -> None:
     # "b" holds little and arrived last; with one tenant it would be the one to go.
     engine = Engine(make_limits(num_blocks=26, enable_prefix_caching=False))
@@ -269,15 +279,16 @@ def test_an_absence_is_no_claim() -> None:
 
 
 def test_a_pause_pays_no_debt() -> None:
-    queue = FairQueue({})
-    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500))
-    scheduler = engine.core.scheduler
+    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500, tenant_weights={"b": 0.1}))
+    tenants = engine.core.scheduler.queue.tenants
     _flood(engine, "a", 50)
-    engine.run(_request("b", "b", length=100, max_tokens=1))
-    assert "b" not in scheduler.queue.tenants
+    engine.add(_request("b", "b", length=100, max_tokens=1))
+    had = 0.0
+    while "b" in tenants:
+        had = tenants["b"].service
+        engine.step()
     engine.add(_request("b again", "b"))
-    assert scheduler.queue.tenants["b"].service >= 100 - 40
-    assert queue.tenants == {}
+    assert tenants["b"].service >= had > 2 * tenants["a"].service
 
 
 def test_counters_of_tenants_that_left_are_bounded() -> None:
