@@ -1,0 +1,69 @@
+"""Tenants, priorities and time-outs over the wire, on a server of small rows and steps."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from dflash_client import DFlashClient, Unavailable
+from tests.server.conftest import eventually, new_server
+
+FLOOD = 14
+LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 6
+# Eight rows decode at a time, and these answers keep them for a while.
+FLOOD_SAMPLING = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.mark.parametrize("tenant", ["other", None])
+def test_a_tenant_is_answered_while_anothers_flood_has_all_rows(grpc_client: DFlashClient, metric, tenant) -> None:
+    with ThreadPoolExecutor(FLOOD) as pool:
+        flood: list[Future] = [
+            pool.submit(
+                grpc_client.generate, f"{index}. {LONG}", tenant="flood", cache_salt=f"{index}", **FLOOD_SAMPLING
+            )
+            for index in range(FLOOD)
+        ]
+        eventually(lambda: metric("dflash:num_requests_running") == 8, "the flood has every row")
+        result = grpc_client.generate("What is 3 + 4?", max_tokens=4, ignore_eos=True, temperature=0, tenant=tenant)
+        assert result.num_output_tokens == 4
+        assert sum(not one.done() for one in flood) > 0, "before the flood is over"
+        texts = {one.result().text for one in flood}
+    assert len(texts) > 1
+    assert metric("dflash:num_preemptions_total") > 0, "a row was made free"
+
+
+def test_a_timeout_ends_a_request_with_what_it_has(post) -> None:
+    answer = post(
+        text_input="Hello", max_tokens=900, ignore_eos=True, timeout=300_000, return_finish_reason=True
+    ).json()
+    assert answer["finish_reason"] == "abort"
+    sampling = json.dumps({"max_tokens": 900, "ignore_eos": True, "timeout": 300_000})
+    answer = post(text_input="Hello", sampling_parameters=sampling, return_finish_reason=True).json()
+    assert answer["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("priority", -1), ("priority", "high"), ("timeout", -1), ("timeout", 0.5), ("tenant", "a b")]
+)
+def test_a_bad_priority_timeout_or_tenant_is_refused_by_name(post, name: str, value: object) -> None:
+    response = post(text_input="Hello", max_tokens=2, **{name: value})
+    assert response.status_code == 400
+    assert f"INVALID_ARGUMENT: sampling parameter '{name}' has the value" in response.json()["error"]
+
+
+def test_a_small_queue_refuses_nobody_on_an_idle_server() -> None:
+    with (
+        new_server({"max_queue_size": "2"}) as server,
+        DFlashClient(server.grpc_url, "grpc", timeout_s=60) as client,
+        ThreadPoolExecutor(24) as pool,
+    ):
+        sampling = {"max_tokens": 60, "ignore_eos": True}
+        eight = [pool.submit(client.generate, "Hello", **sampling) for _ in range(8)]
+        assert all(one.result().num_output_tokens == 60 for one in eight)
+        many = [pool.submit(client.generate, "Hello", **sampling) for _ in range(24)]
+        refused = [one.exception() for one in many if one.exception() is not None]
+    assert refused
+    assert all(isinstance(error, Unavailable) and "max_queue_size is 2" in str(error) for error in refused)
+    assert len(many) - len(refused) >= 8
