@@ -312,6 +312,14 @@ SETTINGS: tuple[Setting, ...] = (
         help="megabytes that the responses to one request may hold altogether; a request that passes it ends with an "
         "error",
     ),
+    Setting(
+        "max_server_memory_gb",
+        float,
+        4.0,
+        low=0.0,
+        help="gigabytes of memory of tritonserver, which keeps what clients do not read, above which it may not grow: "
+        "the stream that was sent the most ends with an error; 0: no limit",
+    ),
     Setting("kv_write_guard", bool, False, "check every KV write against its owner and stop at a breach (slow)"),
     Setting(
         "enable_cuda_graphs",
@@ -380,6 +388,7 @@ class EngineConfig:
     request_timeout_s: float = 0.0
     engine_hang_timeout_s: float = 120.0
     max_response_mb: float = 64.0
+    max_server_memory_gb: float = 4.0
     kv_write_guard: bool = False
     enable_cuda_graphs: bool = True
     enable_overlap: bool = True

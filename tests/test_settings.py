@@ -60,6 +60,7 @@ ELSEWHERE = {
         ),
         "tests/frontend/test_settings.py",
     ),
+    "max_server_memory_gb": "tests/server/test_supervision.py",
     "log_level": "tests/server/test_supervision.py",
 }
 # Whether graphs were asked for, of each runner that was built.

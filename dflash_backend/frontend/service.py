@@ -30,9 +30,11 @@ from dflash_backend.frontend.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.frontend.log import Log
 from dflash_backend.frontend.metrics import Metrics
 from dflash_backend.frontend.request import InputError, ParsedRequest, PromptError, RequestRules, parse_request
+from dflash_backend.frontend.request_metrics import count_finished, count_tokens
 from dflash_backend.frontend.responder import Responder, SendFailed, one_line, shared_memory_room
 from dflash_backend.frontend.responses import ResponseBuilder
 from dflash_backend.frontend.sampling_defaults import read_sampling_defaults
+from dflash_backend.frontend.server_memory import SMALLEST_STREAM_BYTES, ServerMemory, private_memory
 from dflash_backend.frontend.supervisor import EngineLost, EngineSupervisor
 from dflash_backend.frontend.tokenizer import Tokenizer
 from dflash_backend.messages import (
@@ -105,6 +107,9 @@ class FrontendService:
         self._responses = ResponseBuilder(pb_utils, config.report_cached_tokens)
         self._has_room = shared_memory_room()
         self._max_response_bytes = int(config.max_response_mb * 1e6)
+        self._server_memory = ServerMemory(
+            int(config.max_server_memory_gb * 1e9) if server_pid else 0, lambda: private_memory(server_pid)
+        )
         self._flights: dict[str, Flight] = {}
         self._cancellations = CancellationWatch()
         self._activity = ActivityLog()
@@ -329,6 +334,8 @@ class FrontendService:
             self._finish(ending)
         now = time.monotonic()
         self._heartbeat.beat(now)
+        if self._server_memory.is_over(now):
+            self._end_largest_stream()
         self._check_cancelled(now)
         self._stale = self._stale or bool(outputs or self._flights)
         due_s = METRICS_ENDED_S if self._has_ended else METRICS_BUSY_S if self._stale else METRICS_IDLE_S
@@ -414,16 +421,16 @@ class FrontendService:
         if final:
             del self._flights[flight.request_id]
         else:
-            self._count_tokens(flight, new_tokens, first)
+            count_tokens(self._metrics, flight, new_tokens, first)
 
     def _finish(self, flights: list[Flight]) -> None:
         """Send the last responses of requests. They are counted and on the metrics page first: who asks for that page
         with the answer in hand finds it there, unless very many requests end every second."""
-        for flight in flights:
-            self._count_tokens(flight, flight.num_new_tokens, not flight.answered)
-            self._count_finished(flight)
-        self._has_ended = True
         started = time.monotonic()
+        for flight in flights:
+            count_tokens(self._metrics, flight, flight.num_new_tokens, not flight.answered)
+            count_finished(self._metrics, flight, started)
+        self._has_ended = True
         if started >= self._next_ended_report_at:
             self._report(started, len(flights))
             ended = time.monotonic()
@@ -431,35 +438,11 @@ class FrontendService:
         for flight in flights:
             self._answer(flight)
 
-    def _count_tokens(self, flight: Flight, new_tokens: int, first: bool) -> None:
-        """What a client is told of is what counts: one that is refused or cancelled before that has got no token."""
-        if first:
-            self._metrics.count("dflash:prompt_tokens_total", len(flight.parsed.prompt_token_ids))
-        self._metrics.count("dflash:generation_tokens_total", new_tokens)
-
     def _give_up(self, flight: Flight, status: str, message: str) -> None:
         """End a request that the engine still works on, with an error. The others go on."""
         if self._flights.pop(flight.request_id, None) is not None:
             self._engine.send(AbortRequests(flight.engine_ids))
             self._refuse(flight.responder, status, message)
-
-    def _count_finished(self, flight: Flight) -> None:
-        """Each of these is observed once a request, also when it has several completions, but for what each yielded."""
-        metrics, now = self._metrics, time.monotonic()
-        for completion in flight.completions:
-            metrics.count("dflash:request_success_total", 1, str(completion.finish_reason))
-            metrics.observe("dflash:request_generation_tokens", completion.num_tokens)
-        metrics.observe("dflash:request_prompt_tokens", len(flight.parsed.prompt_token_ids))
-        metrics.observe("dflash:request_params_n", len(flight.completions))
-        metrics.observe("dflash:e2e_request_latency_seconds", now - flight.submitted_at)
-        metrics.observe("dflash:request_queue_time_seconds", flight.queue_time_s)
-        if flight.first_token_at is None:
-            return
-        metrics.observe("dflash:time_to_first_token_seconds", flight.first_token_at - flight.submitted_at)
-        longest = max(completion.num_tokens for completion in flight.completions)
-        if longest > 1:
-            mean_s = (now - flight.first_token_at) / (longest - 1)
-            metrics.observe("dflash:request_time_per_output_token_seconds", mean_s)
 
     def _check_cancelled(self, now: float) -> None:
         """Ask Triton for some of the requests whether their client is still there."""
@@ -475,6 +458,24 @@ class FrontendService:
         flight = self._flights.get(flight_id(rejected.request_id))
         if flight is not None:
             self._give_up(flight, rejected.status, rejected.message)
+
+    def _end_largest_stream(self) -> None:
+        """End the stream that was sent the most, if any was sent much: `tritonserver` holds too much, and nothing tells
+        for whom."""
+        streams = (flight for flight in self._flights.values() if flight.parsed.stream)
+        largest = max(streams, key=lambda flight: flight.responder.num_bytes_sent, default=None)
+        if largest is None or largest.responder.num_bytes_sent < SMALLEST_STREAM_BYTES:
+            return
+        self._server_memory.note_ended()
+        held = f"tritonserver holds {self._server_memory.num_bytes / 1e9:.1f} GB (max_server_memory_gb)"
+        size = largest.responder.num_bytes_sent / 1e6
+        self._log.warning(f"{held} and grows; the stream that was sent the most, {size:.1f} MB, is ended")
+        self._give_up(
+            largest,
+            "UNAVAILABLE",
+            f"{held}, most likely responses that clients do not read, and this stream was sent the most ({size:.1f} "
+            "MB); read faster, or ask for fewer log-probabilities",
+        )
 
     def _fail_lost(self, lost: EngineLost) -> None:
         """Answer everybody whose engine is gone. A request that never reached it may be sent again."""

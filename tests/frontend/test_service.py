@@ -14,6 +14,7 @@ import pytest
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.frontend.engine_client import EngineError, engine_command
+from dflash_backend.frontend.server_memory import ServerMemory
 from dflash_backend.frontend.service import FrontendService
 from tests.frontend import toy_engine
 from tests.frontend.fake_triton import FakeTriton, Request
@@ -525,3 +526,26 @@ def test_gauges_tell_of_a_hanging_engine_what_the_frontend_knows(service, triton
     sender.all()
     eventually(lambda: triton.values["dflash:num_requests_in_flight", "dflash_0_0"] == 0)
     eventually(lambda: triton.values["dflash:engine_silence_seconds", "dflash_0_0"] < 1)
+
+
+def test_the_stream_that_was_sent_the_most_ends_when_the_server_holds_too_much(service, triton):
+    held = [0]
+    service._server_memory = ServerMemory(10**9, lambda: held[0])
+    small = submit(service, "ab", max_tokens=10**9, stream=True)
+    large = submit(service, "ab", max_tokens=10**9, stream=True, sampling={"logprobs": 5}, return_logprobs=True)
+    eventually(lambda: any(f.responder.num_bytes_sent > 2 << 20 for f in list(service._flights.values())))
+    held[0] = 2 * 10**9
+    error = large.all()[-1].error
+    assert (error.code, "tritonserver holds 2.0 GB (max_server_memory_gb)" in error.message) == ("UNAVAILABLE", True)
+    assert any("the stream that was sent the most" in line for line in triton.lines)
+    assert not small.answered
+    small.cancelled = True
+    assert small.all()[-1].error.code == "CANCELLED"
+
+
+def test_a_server_that_holds_much_for_other_reasons_keeps_its_streams(service, triton):
+    looks: list[int] = []
+    service._server_memory = ServerMemory(10**9, lambda: looks.append(1) or 2 * 10**9)
+    sender = submit(service, "ab", max_tokens=3000, stream=True)
+    assert joined(sender.all()) == "ab" * 1500
+    eventually(lambda: looks)

@@ -44,6 +44,26 @@ def test_counters_grow_by_what_a_request_did(grpc_client, metric):
     assert metric("dflash:spec_decode_num_draft_tokens_total") > drafted
 
 
+def test_a_request_is_on_the_page_when_its_client_has_the_answer(grpc_client, http_client, metric):
+    for client in (grpc_client, http_client):
+        for _ in range(3):
+            before = [metric(COUNTED), metric("dflash:e2e_request_latency_seconds_count")]
+            client.generate("What is 5 + 6?", temperature=0, max_tokens=6, ignore_eos=True)
+            assert [metric(COUNTED), metric("dflash:e2e_request_latency_seconds_count")] == [
+                before[0] + 6,
+                before[1] + 1,
+            ]
+
+
+def test_a_histogram_on_the_page_has_buckets_that_add_up(grpc_client, metric):
+    name = "dflash:inter_token_latency_seconds"
+    before = metric(f"{name}_count", version="1")
+    grpc_client.generate("What is 5 + 6?", temperature=0, max_tokens=9, ignore_eos=True)
+    assert metric(f"{name}_count", version="1") == before + 8
+    assert metric(f"{name}_bucket", le="+Inf") == before + 8
+    assert metric(f"{name}_bucket", le="0.0005") <= metric(f"{name}_bucket", le="1") <= before + 8
+
+
 def test_each_refusal_is_counted_once_by_its_status(post, metric):
     name = "dflash:request_errors_total"
     before = metric(name, status="INVALID_ARGUMENT")

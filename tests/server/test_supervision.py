@@ -115,6 +115,20 @@ def test_nothing_outlives_a_tritonserver_that_is_killed_with_requests_in_flight(
     assert not (left := count.since(members)), left
 
 
+def test_an_unread_stream_ends_when_tritonserver_holds_too_much(short_tmp):
+    with (
+        new_server({"max_server_memory_gb": "0.001"}) as server,
+        DFlashClient(server.grpc_url, "grpc", timeout_s=60) as client,
+    ):
+        stream = client.stream("Tell me a story.", max_tokens=900, ignore_eos=True, logprobs=20)
+        deltas = [next(stream)]
+        eventually(lambda: gauge(server, "dflash:num_requests_in_flight") == 0, "the stream has ended")
+        with pytest.raises(Unavailable, match=r"tritonserver holds .* GB \(max_server_memory_gb\)"):
+            deltas += stream
+        assert 0 < sum(delta.num_output_tokens for delta in deltas) < 900
+        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_told_to_end_finishes_what_runs_and_takes_nothing_new(short_tmp, number):
     count = chaos.LeftoverCount(short_tmp)
