@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.progress import progress
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation import Evaluation, Question, Sampling, evaluate
@@ -37,7 +38,7 @@ def held_out(per_set: int) -> list[Question]:
 
 def measure(llm: LLM, questions: list[Question]) -> Evaluation:
     """Greedy answers and what they cost."""
-    return evaluate(EngineAnswerer(llm), questions, Sampling())
+    return evaluate(EngineAnswerer(llm), questions, Sampling(), progress("answers").step)
 
 
 def shifted_drafter(offset: int, folder: Path) -> Path:

@@ -32,6 +32,7 @@ import grpc
 import httpx
 from tritonclient.grpc import service_pb2_grpc
 
+from benchmarks.progress import progress
 from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, add, memory_mb, packed, request
 from dflash_backend.frontend.request import VERBATIM_ERRORS
 from dflash_client.grpc_messages import decode
@@ -355,7 +356,9 @@ def run(grpc_url: str, http_url: str, metrics_url: str, seeds: range) -> Report:
     before = MetricsPage(metrics_url).by(ERRORS, "status")
     sender = Sender(grpc_url, http_url)
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(sender.send, seeds))
+        so_far = progress("malformed requests")
+        for done, _ in enumerate(pool.map(sender.send, seeds), 1):
+            so_far.step(done, len(seeds))
     time.sleep(METRICS_S)
     after = MetricsPage(metrics_url).by(ERRORS, "status")
     counted = {status: count - before.get(status, 0) for status, count in after.items() if count != before.get(status)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.progress import progress
 from dflash_backend import LLM
 from dflash_backend.evaluation import SpecCounts
 from dflash_backend.frontend.detokenizer import Detokenizer
@@ -112,8 +113,9 @@ def run_transformers(
 ) -> Measurement:
     """`transformers` `generate`, greedy, in batches of `streams` prompts padded on the left."""
     result = Measurement("transformers", streams)
-    started = time.perf_counter()
+    started, so_far = time.perf_counter(), progress(f"prompts by transformers, {streams} at a time")
     for first in range(0, len(prompts), streams):
+        so_far.step(first, len(prompts))
         batch = prompts[first : first + streams]
         width = max(len(prompt) for prompt in batch)
         ids = torch.tensor([[eos] * (width - len(prompt)) + prompt for prompt in batch])

@@ -24,6 +24,7 @@ import grpc
 import httpx
 from tritonclient.grpc import service_pb2_grpc
 
+from benchmarks.progress import progress
 from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, request
 from dflash_client.grpc_messages import decode
 from dflash_client.launcher import TritonServer
@@ -236,7 +237,10 @@ async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case])
     # What was sent before may not be on the page yet.
     await asyncio.sleep(SETTLE_S)
     before = MetricsPage(metrics_url)
-    alone = {id(case): await client.send(case.alone()) for case in cases}
+    alone, so_far = {}, progress("answers alone")
+    for done, case in enumerate(cases, 1):
+        alone[id(case)] = await client.send(case.alone())
+        so_far.step(done, len(cases))
     await asyncio.sleep(SETTLE_S)
     after = MetricsPage(metrics_url)
     expected = counted([answer for answer in alone.values() if answer is not None])

@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.progress import progress
 from benchmarks.workload import HeldOutPrompt, load_prompts
 from dflash_backend import LLM
 from dflash_backend.evaluation import SpecCounts
 from dflash_backend.llm import RequestOutput
 from dflash_client.commands.arguments import positive_int
-from dflash_client.commands.progress import Progress
 
 # What the project promises of a hit: its time to first token over a miss's, and how far acceptance may differ.
 MAX_FIRST_TOKEN_RATIO = 0.2
@@ -59,7 +58,7 @@ def measure_prefix(
     prompts: list[HeldOutPrompt],
     repeats: int = 12,
     prefix_tokens: int = 1500,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    on_prefix: Callable[[int, int], None] = lambda done, total: None,
 ) -> PrefixMeasurement:
     """For each of `repeats` prefixes, ask one question twice: with an empty cache (a miss), and after another question
     has brought the prefix into the cache (a hit on the prefix alone).
@@ -84,7 +83,7 @@ def measure_prefix(
         miss.append(ask(prefix, question, f"miss {repeat}"))
         ask(prefix, other, f"hit {repeat}")
         hit.append(ask(prefix, question, f"hit {repeat}"))
-        progress(repeat + 1, repeats)
+        on_prefix(repeat + 1, repeats)
     return PrefixMeasurement(
         prefix_tokens=prefix_tokens,
         repeats=repeats,
@@ -107,8 +106,7 @@ def main() -> int:
     parser.add_argument("--prefixes", type=positive_int, default=12, help="how many (%(default)s)")
     parser.add_argument("--prefix-tokens", type=positive_int, default=1500, help="tokens of each (%(default)s)")
     given = parser.parse_args()
-    progress = Progress("prefixes", lambda text: print(text, file=sys.stderr, flush=True))
-    result = measure_prefix(load_prompts(60), given.prefixes, given.prefix_tokens, progress.step)
+    result = measure_prefix(load_prompts(60), given.prefixes, given.prefix_tokens, progress("prefixes").step)
     acceptance = result.hit_acceptance_length / result.miss_acceptance_length
     print(
         f"prefix of {result.prefix_tokens} tokens, {result.repeats} times: first token after "

@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv_manager import KVManager
 from dflash_backend.core.plan import EngineLimits, RowResult, StepPlan, StepResult
@@ -237,7 +238,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 100 * NUM_STRETCHES or arguments.lookups < NUM_STRETCHES:
         parser.error(f"{NUM_STRETCHES} stretches need at least {100 * NUM_STRETCHES} steps and {NUM_STRETCHES} lookups")
-    costs = [measure(num_blocks, arguments.steps, arguments.lookups) for num_blocks in POOLS]
+    costs, so_far = [], progress("pools")
+    for done, num_blocks in enumerate(POOLS):
+        so_far.step(done, len(POOLS))
+        costs.append(measure(num_blocks, arguments.steps, arguments.lookups))
     print(table(costs))
     found = misses(costs)
     print("\n".join(found) or "every bound holds")
