@@ -10,13 +10,14 @@ tokens, and why cancellation and metrics are looked at only now and then.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -419,7 +420,7 @@ class FrontendService:
             return
         flight.clear()
         if final:
-            del self._flights[flight.request_id]
+            self._flights.pop(flight.request_id, None)
         else:
             count_tokens(self._metrics, flight, new_tokens, first)
 
@@ -448,10 +449,12 @@ class FrontendService:
         """Ask Triton for some of the requests whether their client is still there."""
         gone, failed = self._cancellations.ask(now, self._flights)
         for request_id in gone:
-            self._give_up(self._flights[request_id], "CANCELLED", "the request was cancelled")
+            if (flight := self._flights.get(request_id)) is not None:
+                self._give_up(flight, "CANCELLED", "the request was cancelled")
         for request_id, error in failed:
             self._log.error(f"request {request_id} failed: {error}")
-            self._give_up(self._flights[request_id], "INTERNAL", str(error))
+            if (flight := self._flights.get(request_id)) is not None:
+                self._give_up(flight, "INTERNAL", str(error))
 
     def _reject(self, rejected: RequestRejected) -> None:
         """One completion that the engine cannot take ends the whole request."""
@@ -462,7 +465,8 @@ class FrontendService:
     def _end_largest_stream(self) -> None:
         """End the stream that was sent the most, if any was sent much: `tritonserver` holds too much, and nothing tells
         for whom."""
-        streams = (flight for flight in self._flights.values() if flight.parsed.stream)
+        # A copy: the other thread adds requests.
+        streams = (flight for flight in list(self._flights.values()) if flight.parsed.stream)
         largest = max(streams, key=lambda flight: flight.responder.num_bytes_sent, default=None)
         if largest is None or largest.responder.num_bytes_sent < SMALLEST_STREAM_BYTES:
             return
@@ -479,17 +483,21 @@ class FrontendService:
 
     def _fail_lost(self, lost: EngineLost) -> None:
         """Answer everybody whose engine is gone. A request that never reached it may be sent again."""
-        while self._flights:
-            _, flight = self._flights.popitem()
+        for flight in self._take_all():
             if flight.sent and not all(map(lost.engine.is_on_the_way, flight.engine_ids)):
                 self._refuse(flight.responder, "INTERNAL", str(lost))
             else:
                 self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
 
     def _fail_all(self, status: str, message: str) -> None:
-        while self._flights:
-            _, flight = self._flights.popitem()
+        for flight in self._take_all():
             self._refuse(flight.responder, status, message)
+
+    def _take_all(self) -> Iterator[Flight]:
+        """Take each request out of the table; the other thread may take its newest out as well (`_begin`)."""
+        with contextlib.suppress(KeyError):
+            while True:
+                yield self._flights.popitem()[1]
 
     def _refuse(self, responder: Responder, status: str, message: str) -> None:
         """End a request with an error."""

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -549,3 +550,35 @@ def test_a_server_that_holds_much_for_other_reasons_keeps_its_streams(service, t
     sender = submit(service, "ab", max_tokens=3000, stream=True)
     assert joined(sender.all()) == "ab" * 1500
     eventually(lambda: looks)
+
+
+# Triton's thread adds requests while the output thread looks at them; its newest it takes out when the engine has died.
+
+
+def test_a_request_that_is_taken_out_while_triton_is_asked_about_it_hurts_nobody(service):
+    sender = submit(service, [toy_engine.QUIET])
+    taken = threading.Event()
+
+    def vanish() -> bool:
+        service._flights.popitem()
+        taken.set()
+        return True
+
+    sender.is_cancelled = vanish
+    assert taken.wait(WAIT_S)
+    assert submit(service, "ab", max_tokens=2).all()[0].error is None
+
+
+def test_requests_that_come_while_the_largest_stream_is_looked_for_hurt_nobody(service):
+    class Growing:
+        responder = SimpleNamespace(num_bytes_sent=0)
+
+        @property
+        def parsed(self) -> SimpleNamespace:
+            service._flights[str(len(service._flights))] = Growing()
+            return SimpleNamespace(stream=True)
+
+    service._flights["0"] = Growing()
+    service._end_largest_stream()
+    assert len(service._flights) == 2
+    service._flights.clear()
