@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
