@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
