@@ -226,7 +226,10 @@ def test_a_frontend_that_is_stuck_with_the_interpreters_lock_ends_with_its_serve
         server, engine = map(int, frontend.stdout.readline().split())
         assert running(engine)
         os.kill(server, signal.SIGKILL)
-        assert frontend.wait(WAIT_S) == -signal.SIGKILL
+        try:
+            assert frontend.wait(WAIT_S) == -signal.SIGKILL
+        finally:
+            frontend.kill()
     deadline = time.monotonic() + WAIT_S
     while running(engine):
         assert time.monotonic() < deadline, "the engine outlived its server"
