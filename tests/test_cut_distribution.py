@@ -43,6 +43,7 @@ def exact() -> tuple[list[int], dict[tuple[int, ...], float]]:
     return prompt, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["cpu", "device"])
 def test_sampling_with_every_cut_has_the_distribution_of_the_cut_target(runner: str) -> None:
     prompt, expected = exact()

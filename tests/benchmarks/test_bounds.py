@@ -19,6 +19,7 @@ from benchmarks.prefix import PrefixMeasurement
 GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True)
 
 
+@pytest.mark.slow
 def test_planning_and_lookup_do_not_grow_with_the_cached_blocks() -> None:
     """The benchmark has up to a million blocks, and bounds in seconds as well; at this scale the same growth shows."""
     small, large = (scheduler.measure(num_blocks, steps=500, lookups=25) for num_blocks in (4_000, 32_000))
