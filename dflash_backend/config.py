@@ -235,7 +235,7 @@ SETTINGS: tuple[Setting, ...] = (
         low=0.0,
         low_open=True,
         help="how long a step with prompts may take while requests of several tenants are served, eight times as "
-        "long with those of one; auto: 20, or twice as long as a step without prompts if that is more",
+        "long with those of one; auto: 10, or twice as long as a step without prompts if that is more",
     ),
     Setting(
         "max_queue_size",

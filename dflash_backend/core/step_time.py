@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # `max_step_time_ms` auto: so many seconds, or so many times a step without prompts if that is more.
-AUTO_STEP_S = 0.02
+AUTO_STEP_S = 0.01
 AUTO_LIGHT_STEPS = 2.0
 # While the requests of only one tenant are there, a step with prompts may take so many times as long: fewer, larger
 # steps have more throughput, and there is nobody else to be kept waiting.

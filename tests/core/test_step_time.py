@@ -48,6 +48,7 @@ def flood(engine: Engine, count: int = 20, length: int = 900, **sampling: object
 @pytest.mark.parametrize("max_step_s", [None, 0.1])
 def test_steps_beside_another_tenant_are_short(max_step_s: float | None) -> None:
     engine, worker = slow_engine(max_step_s=max_step_s)
+    worker.fixed_s = 0.001 if max_step_s is None else 0.01
     engine.run(make_request("first", [1] * 100, max_tokens=1))
     flood(engine, tenant="a")
     engine.add(make_request("other", [3], tenant="b", max_tokens=400))
@@ -60,6 +61,7 @@ def test_steps_beside_another_tenant_are_short(max_step_s: float | None) -> None
 
 def test_steps_for_one_tenant_are_longer_and_bounded_too() -> None:
     engine, worker = slow_engine()
+    worker.fixed_s = 0.001
     engine.run(make_request("first", [1] * 100, max_tokens=1))
     flood(engine)
     for _ in range(60):
