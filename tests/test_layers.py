@@ -11,11 +11,15 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAVES = {"config", "checkpoints", "messages"}
 # What each part of `dflash_backend` may import of the others; `kernels` stands for `dflash_kernels`.
 ALLOWED = {
-    "config": set(),
+    "tenant_names": set(),
+    "client_json": set(),
+    "vllm_parameters": set(),
+    "process_watch": set(),
+    "config": {"tenant_names"},
     "messages": set(),
     "checkpoints": {"config"},
-    "sampling_params": {"messages"},
-    "frontend": LEAVES | {"sampling_params"},
+    "sampling_params": {"messages", "client_json", "tenant_names", "vllm_parameters"},
+    "frontend": LEAVES | {"sampling_params", "client_json", "process_watch"},
     "core": LEAVES,
     "attention": LEAVES | {"kernels"},
     "models": LEAVES | {"attention", "kernels"},

@@ -170,14 +170,14 @@ _UNSEEN = (
     ),
     Mutant(
         "the time per output token counts the first token",
-        f"{FRONTEND}/service.py",
+        f"{FRONTEND}/request_metrics.py",
         "(now - flight.first_token_at) / (longest - 1)",
         "(now - flight.first_token_at) / longest",
         LATENCIES,
     ),
     Mutant(
         "time to first token is the whole latency",
-        f"{FRONTEND}/service.py",
+        f"{FRONTEND}/request_metrics.py",
         "flight.first_token_at - flight.submitted_at)",
         "now - flight.submitted_at)",
         LATENCIES,
