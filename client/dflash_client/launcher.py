@@ -51,6 +51,8 @@ UNLOADED_EXIT_S = 0.3
 TERMINATE_S = 0.5
 KILL_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
+# A folder that Triton's Python backend makes as it is loaded, whatever TMPDIR says, and removes when it ends by itself.
+PYTHON_ENV_FOLDERS = ("/tmp", "python_env_*")
 # Newer Tritons protect shared memory whose name begins so from clients that register it.
 SEGMENT_PREFIX = "triton_python_backend_shm_region_dflash_"
 STUB_NAME = "triton_python_backend_stub"
@@ -136,6 +138,8 @@ class TritonServer:
         self._hurry = threading.Event()
         self.stopping = False
         self._directory: Path | None = None
+        self._env_folders_before: set[Path] = set()
+        self._env_folders: set[Path] = set()
 
     @property
     def http_url(self) -> str:
@@ -242,6 +246,12 @@ class TritonServer:
             self._log.join(KILL_S)
         for segment in self._segments():
             segment.unlink(missing_ok=True)
+        if process is not None:
+            # What a server that was killed has left. An environment in use is not empty, and so stays.
+            folders = self._env_folders if self._ready else _env_folders() - self._env_folders_before
+            for path in folders:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -269,6 +279,7 @@ class TritonServer:
 
     def _launch(self, install: TritonInstall) -> None:
         self._directory = folder = _temporary_folder()
+        self._env_folders_before = _env_folders()
         repository = folder / "models"
         source = self._model_repository or asset_path("model_repository")
         for name, settings in self._models.items():
@@ -368,6 +379,7 @@ class TritonServer:
                     self._say(f"{self._progress_line or 'loading'} ({now - start:.0f} s so far)")
                 time.sleep(POLL_S)
         self.keep_safe()
+        self._env_folders = _env_folders() - self._env_folders_before
         if self._log is not None:
             self._log.mark_ready()
         self._ready = True
@@ -411,6 +423,12 @@ class TritonServer:
                 deadline, has_stub = min(deadline, time.monotonic() + UNLOADED_EXIT_S), False
             members |= family(process.pid, members)
             time.sleep(POLL_S)
+
+
+def _env_folders() -> set[Path]:
+    """Those there are now, of all servers on this machine."""
+    folder, pattern = PYTHON_ENV_FOLDERS
+    return set(Path(folder).glob(pattern))
 
 
 def _with_settings(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, Literal
@@ -129,6 +129,17 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hits": "dflash:prefix_cache_hits_total",
     "num_preemptions": "dflash:num_preemptions_total",
 }
+# What Triton's vLLM backend publishes, by the metric here that counts the same: for dashboards and tests made for it.
+VLLM_NAMES = {
+    "dflash:prompt_tokens_total": "vllm:prompt_tokens_total",
+    "dflash:generation_tokens_total": "vllm:generation_tokens_total",
+    "dflash:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "dflash:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "dflash:e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "dflash:request_prompt_tokens": "vllm:request_prompt_tokens",
+    "dflash:request_generation_tokens": "vllm:request_generation_tokens",
+    "dflash:request_params_n": "vllm:request_params_n",
+}
 _ENGINE_GAUGES = {
     "num_requests_running": "dflash:num_requests_running",
     "num_requests_waiting": "dflash:num_requests_waiting",
@@ -164,9 +175,11 @@ class Metrics:
         log: Callable[[str], None],
         version: str = "1",
         enabled: bool = True,
+        vllm_names: bool = False,
     ) -> None:
         """`engine` names this instance of the model, `version` is the model's. `log` hears once when Triton takes no
-        values. Without `enabled` nothing reaches Triton, and no metric is on its page."""
+        values. Without `enabled` nothing reaches Triton, and no metric is on its page. With `vllm_names` the metrics
+        of `VLLM_NAMES` are there under both names."""
         self._pb = pb_utils
         self._labels = {"model": model_name, "version": version}
         self._engine = engine
@@ -174,6 +187,7 @@ class Metrics:
         self._enabled = enabled
         self._has_failed = False
         self._specs = {spec.name: spec for spec in METRICS}
+        self._aliases: dict[str, str] = {}
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, str, str], Any] = {}
         self._counts_lock = threading.Lock()
@@ -184,11 +198,19 @@ class Metrics:
         if enabled:
             for spec in METRICS:
                 self._declare(spec)
+                if vllm_names and spec.name in VLLM_NAMES:
+                    self._declare_alias(spec, VLLM_NAMES[spec.name])
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""
         with self._counts_lock:
-            self._counts[name, label, ""] += amount
+            self._add(name, label, "", amount)
+
+    def _add(self, name: str, label: str, bound: str, amount: float) -> None:
+        """Add to a counter, and to that of the other name if it has one. Under the lock."""
+        self._counts[name, label, bound] += amount
+        if name in self._aliases:
+            self._counts[self._aliases[name], label, bound] += amount
 
     def observe(self, name: str, value: float, label: str = "", times: int = 1) -> None:
         """Add an observation to a histogram, or several alike."""
@@ -250,9 +272,9 @@ class Metrics:
                 for bound, number in buckets:
                     # Also by 0 for a new one: all buckets of a histogram are on the page, or a quantile is wrong.
                     if number or (f"{name}_bucket", label, bound) not in self._metrics:
-                        self._counts[f"{name}_bucket", label, bound] += number
-                self._counts[f"{name}_sum", label, ""] += histogram.sum
-                self._counts[f"{name}_count", label, ""] += buckets[-1][1]
+                        self._add(f"{name}_bucket", label, bound, number)
+                self._add(f"{name}_sum", label, "", histogram.sum)
+                self._add(f"{name}_count", label, "", buckets[-1][1])
 
     def _tell(self, key: tuple[str, str, str], action: str, value: float) -> bool:
         """Do `action` of a metric; False when Triton did not take it."""
@@ -282,6 +304,13 @@ class Metrics:
         elif not spec.label:
             for bound in bounds:
                 self._metric(spec.name, "", bound)
+
+    def _declare_alias(self, spec: MetricSpec, alias: str) -> None:
+        """Make the families of a counter or a histogram again under another name, which follows the first."""
+        self._declare(replace(spec, name=alias))
+        for part in ("", "_sum", "_count", "_bucket"):
+            if spec.name + part in self._families:
+                self._aliases[spec.name + part] = alias + part
 
     def _metric(self, name: str, label: str, bound: str = "") -> Any:
         metric = self._metrics.get((name, label, bound))

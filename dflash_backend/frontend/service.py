@@ -147,6 +147,7 @@ class FrontendService:
             self._log.warning,
             version,
             enabled=config.report_custom_metrics is not False,
+            vllm_names=config.report_custom_metrics is True,
         )
         self._num_restarts = 0
         self._log.info(f"ready: {self._engine.ready.description}")
@@ -482,9 +483,10 @@ class FrontendService:
         )
 
     def _fail_lost(self, lost: EngineLost) -> None:
-        """Answer everybody whose engine is gone. A request that never reached it may be sent again."""
+        """Answer everybody whose engine is gone. A request that never reached it may be sent again. Not so one that may
+        have caused the error that the engine ended with: sent again, it would end the next engine as well."""
         for flight in self._take_all():
-            if flight.sent and not all(map(lost.engine.is_on_the_way, flight.engine_ids)):
+            if flight.sent and (lost.said_why or not all(map(lost.engine.is_on_the_way, flight.engine_ids))):
                 self._refuse(flight.responder, "INTERNAL", str(lost))
             else:
                 self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)

@@ -30,11 +30,13 @@ LONGEST_LOOK_S = 1.0
 
 class EngineLost(Exception):
     """The engine has died, or hangs, and with it is lost whatever it worked on. The message is for clients and the
-    operator; `engine` tells of a request whether it had reached it."""
+    operator; `engine` tells of a request whether it had reached it. `said_why`: the engine had an error of its own,
+    which any request that was sent to it may have caused."""
 
-    def __init__(self, message: str, engine: EngineClient) -> None:
+    def __init__(self, message: str, engine: EngineClient, said_why: bool = False) -> None:
         super().__init__(message)
         self.engine = engine
+        self.said_why = said_why
 
 
 class Backoff:
@@ -175,9 +177,9 @@ class EngineSupervisor:
             # First nobody may send to it, then those who wait are told, and only then is it waited for.
             self._serving = None
             self._dead = True
-            self._last_words = None
+            said_why, self._last_words = self._last_words is not None, None
             self._plan_restart(str(error), self._served, setup_error=False)
-            raise EngineLost(str(error), engine) from error
+            raise EngineLost(str(error), engine, said_why) from error
         self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
         return outputs
 

@@ -127,3 +127,37 @@ def test_histograms_have_the_buckets_of_the_table_in_their_own_unit():
         assert bounds == sorted(set(bounds)), name
         assert bounds[0] <= 0.005, f"{name}: milliseconds tell a fast server from a slow one"
         assert 1.0 <= bounds[-1] <= 600.0, name
+
+
+def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_parameter_asks_for_them():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
+    metrics.count("dflash:prompt_tokens_total", 18)
+    metrics.observe("dflash:inter_token_latency_seconds", 0.02, times=15)
+    metrics.observe("dflash:request_params_n", 2)
+    metrics.flush()
+    metrics.count("dflash:prompt_tokens_total", 3)
+    metrics.flush()
+    assert triton.values["vllm:prompt_tokens_total",] == triton.values["dflash:prompt_tokens_total",] == 21
+    assert triton.observed("vllm:time_per_output_token_seconds") == (15, 15 * 0.02)
+    assert triton.buckets("vllm:time_per_output_token_seconds")["0.025"] == 15
+    assert triton.observed("vllm:request_params_n") == (1, 2)
+    assert set(triton.buckets("vllm:request_params_n")) == set(triton.buckets("dflash:request_params_n"))
+
+
+def test_without_it_there_is_one_name_for_each_metric():
+    triton = FakeTriton()
+    Metrics(triton, "m", "m_0_0", triton.lines.append)
+    assert not [key for key in triton.values if key[0].startswith("vllm:")]
+
+
+def test_what_triton_did_not_take_under_one_name_is_not_counted_twice_under_the_other():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
+    metrics.count("dflash:generation_tokens_total", 5)
+    triton.metrics_fail = True
+    metrics.flush()
+    triton.metrics_fail = False
+    metrics.count("dflash:generation_tokens_total", 1)
+    metrics.flush()
+    assert triton.values["dflash:generation_tokens_total",] == triton.values["vllm:generation_tokens_total",] == 6
