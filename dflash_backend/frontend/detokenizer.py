@@ -116,7 +116,7 @@ class Detokenizer:
         delta = complete[self._num_chars_out :]
         if len(complete) < len(text):
             self._num_chars_out = max(self._num_chars_out, len(complete))
-            if len(self._window) > self._num_context + MAX_REPLACEMENTS and len(text) - len(complete) == MAX_INCOMPLETE:
+            if len(self._window) > self._num_context + MAX_REPLACEMENTS and _num_replacements(text) > MAX_REPLACEMENTS:
                 self._shorten()
             return delta
         # Here the window ends with a character: what is new in it becomes the context of what follows.
@@ -137,14 +137,26 @@ class Detokenizer:
             self._num_silent = KEPT_SILENT
 
     def _shorten(self) -> None:
-        """Keep of a window that ends in a long run of U+FFFD its end only."""
-        self._window = self._window[-MAX_REPLACEMENTS:]
-        self._num_context, self._num_silent = len(self._window), 0
-        self._text = self._tokenizer.decode(self._window, self._skip_special_tokens)
-        self._num_chars_out = max(0, len(self._text) - MAX_INCOMPLETE)
+        """Keep of a window that ends in a long run of U+FFFD its end only: enough tokens for what is held back of it,
+        among others that add no text."""
+        size = MAX_REPLACEMENTS
+        while size < len(self._window):
+            text = self._tokenizer.decode(self._window[-size:], self._skip_special_tokens)
+            if _num_replacements(text) > MAX_INCOMPLETE:
+                self._window = self._window[-size:]
+                self._num_context, self._num_silent = len(self._window), 0
+                self._text = text
+                self._num_chars_out = len(text) - MAX_INCOMPLETE
+                return
+            size *= 2
 
 
 def _complete(text: str) -> str:
     """`text` without the character at its end that may be cut off."""
-    complete = text.rstrip(REPLACEMENT)
-    return complete if len(text) - len(complete) <= MAX_REPLACEMENTS else text[:-MAX_INCOMPLETE]
+    count = _num_replacements(text)
+    return text[: len(text) - (count if count <= MAX_REPLACEMENTS else MAX_INCOMPLETE)]
+
+
+def _num_replacements(text: str) -> int:
+    """How many U+FFFD `text` ends in."""
+    return len(text) - len(text.rstrip(REPLACEMENT))

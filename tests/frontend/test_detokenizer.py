@@ -190,6 +190,22 @@ def test_a_part_of_a_character_adds_nothing_and_its_last_byte_all_of_it(tokenize
 special_or_not = st.lists(st.one_of(st.just(START), st.integers(0, 255)), max_size=12)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 3, 4, 5, 60, 70])
+@pytest.mark.parametrize("num_special", [1, 62, 200])
+def test_parts_of_characters_before_a_run_of_special_tokens_are_all_there(tokenizer, num_bytes, num_special):
+    """Four of them were taken for the end of a longer run, and cut off."""
+    ids = [128] * num_bytes + [START] * num_special
+    for sizes in ([1], [7]):
+        deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
+        assert "".join(deltas) == tokenizer.decode(ids)
+
+
+def test_parts_of_characters_far_apart_between_special_tokens_are_all_there(tokenizer):
+    ids = ([128] + [START] * 60) * 80
+    deltas, _ = run(tokenizer, ids, [1], ignore_eos=True)
+    assert "".join(deltas) == tokenizer.decode(ids)
+
+
 @given(head=special_or_not, count=st.integers(60, 200), tail=special_or_not, sizes=cuts)
 def test_a_long_run_of_skipped_special_tokens_changes_no_text(tokenizer, head, count, tail, sizes):
     ids = [*head, *[START] * count, *tail]
