@@ -225,6 +225,13 @@ def test_an_error_in_the_engines_step_reaches_the_client_in_words(service):
     )
 
 
+def test_who_may_have_caused_the_engines_error_is_not_told_to_send_it_again(service, monkeypatch):
+    """Although the engine ended before it could say that the request had arrived."""
+    monkeypatch.setattr(type(service._engine.engine), "is_on_the_way", lambda engine, request_id: True)
+    (response,) = submit(service, [toy_engine.BREAK]).all()
+    assert response.error.code == "INTERNAL"
+
+
 def test_closing_lets_requests_finish_and_refuses_new_ones(service):
     sender = submit(service, "ab", max_tokens=3000, exclude_input_in_output=True)
     service.close()
