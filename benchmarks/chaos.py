@@ -88,9 +88,11 @@ class LeftoverCount:
 
 
 def _segments() -> set[str]:
-    """Shared memory, without that of the servers that other processes have started."""
+    """Shared memory, without that of the servers that other processes have started, and without the semaphores of
+    Python's multiprocessing, which no part of a server uses and any other process may."""
     own = f"{SEGMENT_PREFIX}{os.getpid()}_"
-    return {name for name in os.listdir("/dev/shm") if name.startswith(own) or "dflash_" not in name}
+    others = ("dflash_", "sem.mp-")
+    return {name for name in os.listdir("/dev/shm") if name.startswith(own) or not any(map(name.__contains__, others))}
 
 
 def engine_pids(server_pid: int) -> list[int]:

@@ -218,8 +218,8 @@ class FrontendService:
             )
         flight.sent = True
         # The engine may have died between: whoever takes the request out of the table answers it.
-        if self._engine.engine is not engine and self._flights.pop(flight.request_id, None) is not None:
-            self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
+        if self._engine.engine is not engine:
+            self._fail_lost(flight, self._engine.lost)
 
     def _overflow(self, engine: EngineClient, num_completions: int, tenant: str | None = None) -> str | None:
         """Why the queue has no place for a request, if it has none. `tenant` of None: it may be anybody's.
@@ -320,7 +320,9 @@ class FrontendService:
             outputs = self._engine.receive(int(patience_s * 1000))
         except EngineLost as lost:
             outputs = []
-            self._fail_lost(lost)
+            # A copy, and not those that the other thread is handing over: it sees afterwards that the engine is gone.
+            for flight in [flight for flight in list(self._flights.values()) if flight.sent]:
+                self._fail_lost(flight, lost)
             self._metrics.forget_engine()
             self._metrics.flush()
             self._activity.restart()
@@ -482,14 +484,16 @@ class FrontendService:
             "MB); read faster, or ask for fewer log-probabilities",
         )
 
-    def _fail_lost(self, lost: EngineLost) -> None:
-        """Answer everybody whose engine is gone. A request that never reached it may be sent again. Not so one that may
-        have caused the error that the engine ended with: sent again, it would end the next engine as well."""
-        for flight in self._take_all():
-            if flight.sent and (lost.said_why or not all(map(lost.engine.is_on_the_way, flight.engine_ids))):
-                self._refuse(flight.responder, "INTERNAL", str(lost))
-            else:
-                self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
+    def _fail_lost(self, flight: Flight, lost: EngineLost | None) -> None:
+        """Answer a request whose engine is gone, unless it was answered. One that never reached the engine may be sent
+        again. Not so one that may have caused the error that the engine ended with: sent again, it would end the next
+        engine as well."""
+        if self._flights.pop(flight.request_id, None) is None:
+            return
+        if lost is not None and (lost.said_why or not all(map(lost.engine.is_on_the_way, flight.engine_ids))):
+            self._refuse(flight.responder, "INTERNAL", str(lost))
+        else:
+            self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)
 
     def _fail_all(self, status: str, message: str) -> None:
         for flight in self._take_all():

@@ -89,6 +89,7 @@ class EngineSupervisor:
         self._silence_s = 0.0
         self._listened_at = 0.0
         self._last_words: str | None = None
+        self._lost: EngineLost | None = None
         self._started_at = 0.0
         self._next_start_at = 0.0
         self._num_restarts = 0
@@ -97,6 +98,11 @@ class EngineSupervisor:
     def engine(self) -> EngineClient | None:
         """The engine that takes requests now, or None. Another object after every restart."""
         return self._serving
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """How the last engine that took requests was lost; known as soon as `engine` is None, None before any was."""
+        return self._lost
 
     @property
     def ready(self) -> EngineReady:
@@ -175,11 +181,11 @@ class EngineSupervisor:
                     outputs.append(message)
         except EngineError as error:
             # First nobody may send to it, then those who wait are told, and only then is it waited for.
-            self._serving = None
+            self._lost = lost = EngineLost(str(error), engine, self._last_words is not None)
+            self._serving = self._last_words = None
             self._dead = True
-            said_why, self._last_words = self._last_words is not None, None
             self._plan_restart(str(error), self._served, setup_error=False)
-            raise EngineLost(str(error), engine, said_why) from error
+            raise lost from error
         self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
         return outputs
 

@@ -232,6 +232,19 @@ def test_who_may_have_caused_the_engines_error_is_not_told_to_send_it_again(serv
     assert response.error.code == "INTERNAL"
 
 
+def test_an_engine_that_ends_while_a_request_is_handed_over_is_blamed_on_it(service, monkeypatch):
+    engine = service._engine.engine
+    send = engine.send
+
+    def send_slowly(message):
+        send(message)
+        eventually(lambda: service._engine.engine is not engine)
+
+    monkeypatch.setattr(engine, "send", send_slowly)
+    (response,) = submit(service, [toy_engine.BREAK]).all()
+    assert response.error.code == "INTERNAL"
+
+
 def test_closing_lets_requests_finish_and_refuses_new_ones(service):
     sender = submit(service, "ab", max_tokens=3000, exclude_input_in_output=True)
     service.close()
