@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv_manager import KVManager
-from dflash_backend.core.plan import EngineLimits, RowResult, StepPlan, StepResult
+from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
 from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
 NUM_RUNNING = 256
@@ -77,14 +78,14 @@ class _TimedWorker:
         for row in plan.rows:
             accepted = min(row.num_draft, rng.randrange(4))
             tokens = [rng.randrange(VOCAB) for _ in range(accepted + 1)] if row.sample else []
-            results.append(RowResult(row.request_id, tokens, accepted))
+            results.append(RequestResult(row.request_id, tokens, accepted))
         self.num_rows = len(plan.rows)
         self.returned_s = time.thread_time()
         return StepResult(plan.step_id, results)
 
 
-def _limits(num_blocks: int) -> EngineLimits:
-    return EngineLimits(
+def _config(num_blocks: int) -> SchedulerConfig:
+    return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=16_384,
@@ -124,14 +125,14 @@ def fill(kv: KVManager, prompts: list[list[int]]) -> float:
 
 def _request(request_id: str, prompt: list[int], kv: KVManager) -> Request:
     generation = GenerationRequest(request_id, prompt, SamplingParams(temperature=0.0))
-    return Request.from_generation_request(generation, _limits(kv.pool.num_blocks), 0, 0.0)
+    return Request.from_generation_request(generation, _config(kv.pool.num_blocks), 0, 0.0)
 
 
 def measure_lookup(num_blocks: int, rounds: int) -> tuple[float, float]:
     """Median seconds, of the quietest stretch, to look up a prompt of 10,000 tokens by a new request when all of its
     blocks are cached, hashing included; and seconds to cache one block."""
     rng = random.Random(0)
-    kv = KVManager(_limits(num_blocks))
+    kv = KVManager(_config(num_blocks))
     prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(5)]
     fill_s = fill(kv, prompts)
     seconds = []
@@ -152,7 +153,7 @@ def measure_plan(num_blocks: int, steps: int) -> tuple[list[float], list[float]]
     """
     rng = random.Random(0)
     worker = _TimedWorker()
-    core = EngineCore(_limits(num_blocks), worker)
+    core = EngineCore(_config(num_blocks), worker)
     fill(core.scheduler.kv, [])
     plans, applies = [], []
     for step in range(-100, steps):  # the first ones are a warm-up

@@ -16,7 +16,8 @@ from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, Ta
 from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import EngineLimits, StepPlan, StepResult
+from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
 from dflash_backend.device import choose_device
 from dflash_backend.messages import EngineReady
@@ -110,7 +111,7 @@ def build_engine(
         description=_describe(models, sizes, config.kv_block_size),
     )
     trace = _trace(config)
-    core = _core(_limits(config, models, sizes), runner, trace, config.enable_overlap)
+    core = _core(_scheduler_config(config, models, sizes), runner, trace, config.enable_overlap)
     report("ready", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace)
 
@@ -126,16 +127,16 @@ def _load_models(
     pair = at_length(pair, max_model_len)
     needs = _requirements(pair.target, pair.draft, dtype, device)
     backend = select_backend(config.attention_backend, needs, config.kv_block_size)
-    max_positions = max_model_len + pair.num_speculative_tokens + 1
+    num_positions = max_positions(max_model_len, pair.num_speculative_tokens)
     ops = select_ops(device, _wanted_ops(backend))
     target = load_target(
-        pair.target, max_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done), ops
+        pair.target, num_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done), ops
     )
     draft = None
     if pair.draft is not None:
         draft = DFlashModel.load(
             pair.draft,
-            max_positions,
+            num_positions,
             dtype,
             device,
             lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done),
@@ -161,7 +162,7 @@ def _measured_sizes(
         return run
 
     captures = config.enable_cuda_graphs and models.device.type == "cuda"
-    use = measure_use(probe, make_runner, _limits(config, models, most), captures)
+    use = measure_use(probe, make_runner, _scheduler_config(config, models, most), captures)
     report(f"memory: {use.describe(config.gpu_memory_utilization)}", 0.95)
     sizes = settle_sizes(config, models.pair, gpu_room(config, use), models.dtype)
     if sizes.max_model_len <= most.max_model_len:
@@ -198,7 +199,7 @@ def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
     """How many positions the drafter can run."""
     if pair.draft is None:
         return 0
-    return min(pair.draft.decoder.max_len, sizes.max_model_len + pair.num_speculative_tokens + 1)
+    return min(pair.draft.decoder.max_len, max_positions(sizes.max_model_len, pair.num_speculative_tokens))
 
 
 def _report_pair(pair: ModelPair, report: Progress) -> None:
@@ -211,8 +212,8 @@ def _report_pair(pair: ModelPair, report: Progress) -> None:
         report(f"drafter: {label}: {text}", 0.1)
 
 
-def _limits(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> EngineLimits:
-    return EngineLimits(
+def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
+    return SchedulerConfig(
         num_blocks=sizes.num_blocks,
         block_size=config.kv_block_size,
         max_model_len=sizes.max_model_len,
@@ -246,10 +247,10 @@ def _trace(config: EngineConfig) -> StepTrace | None:
 
 
 def _core(
-    limits: EngineLimits, runner: ModelRunner | DeviceRunner, trace: StepTrace | None, overlap: bool
+    config: SchedulerConfig, runner: ModelRunner | DeviceRunner, trace: StepTrace | None, overlap: bool
 ) -> EngineCore:
     try:
-        return EngineCore(limits, runner, trace=trace, overlap=overlap)
+        return EngineCore(config, runner, trace=trace, overlap=overlap)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
-    def needs_own_output(self) -> bool:
+    def disables_overlap(self) -> bool:
         """Whether a step needs on the host what the steps before it yielded: its logits depend on that, or its result
         does."""
         return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.logprobs is not None

@@ -134,12 +134,12 @@ def test_a_dynamic_drafter_is_computed_for_the_length_that_is_served(tmp_path: P
     built = build(tmp_path, draft=DYNAMIC, settings={"max_model_len": 1000}, max_position_embeddings=4096)
     assert built.pair.draft is not None
     assert built.pair.draft.decoder.rope.length == 1000
-    assert built.core.limits.drafter_max_len == 1008, "the longest sequence and the block after it, below 4 * 512"
+    assert built.core.config.drafter_max_len == 1008, "the longest sequence and the block after it, below 4 * 512"
 
 
 def test_a_drafters_window_is_what_its_own_positions_reach(tmp_path: Path) -> None:
     built = build(tmp_path, draft={"max_position_embeddings": 128})
-    assert built.core.limits.drafter_max_len == 128
+    assert built.core.config.drafter_max_len == 128
 
 
 def test_on_a_gpu_the_cache_gets_what_models_steps_and_others_leave(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_on_a_gpu_auto_gives_way_to_what_was_measured_and_the_engine_runs(tmp_pa
     assert "the target could do 512; the KV cache holds no more, raise gpu_memory_utilization" in (
         built.ready.description
     )
-    assert built.core.limits.drafter_max_len == 160 + 7 + 1
+    assert built.core.config.drafter_max_len == 160 + 7 + 1
     built.core.add_request(GenerationRequest("r", [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0)))
     tokens = [token for _ in range(10) for delta in built.core.step() for token in delta.token_ids]
     assert len(tokens) == 5

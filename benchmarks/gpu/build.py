@@ -13,7 +13,7 @@ from benchmarks.gpu.shapes import Shape, draft_tensors, target_tensors
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 from dflash_backend.attention import AttentionBackend, Requirements, select_backend
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.models import TARGETS, DFlashModel, draft_patterns, target_patterns
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.speculative import DFlashDrafter
@@ -48,7 +48,7 @@ class RandomEngine:
     def __init__(self, shape: Shape, room: Room, device: torch.device, dtype: torch.dtype) -> None:
         self.shape, self.room, self.device, self.dtype = shape, room, device, dtype
         k = shape.num_speculative_tokens
-        positions = room.max_model_len + k + 1
+        positions = max_positions(room.max_model_len, k)
         family = TARGETS[shape.target.architecture]
         self.target = DecoderTarget(shape.target, family, target_tensors(shape, dtype, device), positions, dtype)
         self.draft = DFlashModel(shape.draft, draft_tensors(shape, dtype, device), positions, dtype)
@@ -64,7 +64,7 @@ class RandomEngine:
         room = self.room
         drafter = None
         if k:
-            length = room.max_model_len + k + 1
+            length = max_positions(room.max_model_len, k)
             drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend, length)
         ops = select_step_ops(self.device)
         if acceptance is not None and k:
@@ -88,7 +88,7 @@ class RandomEngine:
         )
         # Prompts are not computed, so nothing bounds how many tokens of theirs a step takes.
         unbounded = 1 << 40
-        limits = EngineLimits(
+        config = SchedulerConfig(
             num_blocks=room.num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=room.max_model_len,
@@ -98,10 +98,10 @@ class RandomEngine:
             enable_prefix_caching=False,
             num_speculative_tokens=k,
             lookahead_base=1 if k else 0,
-            drafter_max_len=room.max_model_len + k + 1 if k else 0,
+            drafter_max_len=max_positions(room.max_model_len, k) if k else 0,
             max_prefill_tokens_per_step=unbounded,
         )
-        return EngineCore(limits, SkippedPrefill(runner), overlap=True)
+        return EngineCore(config, SkippedPrefill(runner), overlap=True)
 
 
 def attention_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -68,7 +68,7 @@ class SkippedPrefill:
             msgspec.structs.replace(row, num_computed=row.num_computed + row.num_new - 1, num_new=1)
             for row in plan.rows
         ]
-        self._worker.submit(StepPlan(plan.step_id, rows, plan.new, plan.finished, plan.writable_block_ids))
+        self._worker.submit(replace(plan, rows=rows))
 
     def collect(self) -> StepResult:
         """See `Worker`."""

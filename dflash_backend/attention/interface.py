@@ -78,16 +78,16 @@ class RowLayout:
 
     Without `device` the lengths are exact and the rows' tokens lie behind one another. With it they are upper bounds,
     from which a backend takes its launch sizes alone: row r owns the tokens `[query_start[r], query_start[r] +
-    query_lens[r])`, and its real seq_len is at most `max_slack` below the bound, unless it is a padding row. A row
-    whose request has ended meanwhile may be longer than its bound and than its table: it reads nothing past either
-    end of the table, and its output is finite and not used.
+    query_lens[r])`, and its real seq_len is at most `max_overestimate` below the bound, unless it is a padding row.
+    A row whose request has ended meanwhile may be longer than its bound and than its table: it reads nothing past
+    either end of the table, and its output is finite and not used.
     """
 
     query_lens: np.ndarray
     seq_lens: np.ndarray
     block_tables: torch.Tensor
     device: DeviceRows | None = None
-    max_slack: int = 0
+    max_overestimate: int = 0
 
 
 class AttentionMetadata:

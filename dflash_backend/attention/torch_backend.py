@@ -257,7 +257,7 @@ def first_visible_blocks(layout: RowLayout, pattern: AttentionPattern, block_siz
     first for every row."""
     if pattern.sliding_window is None:
         return None
-    first_query = layout.seq_lens - layout.max_slack - layout.query_lens
+    first_query = layout.seq_lens - layout.max_overestimate - layout.query_lens
     first_blocks: np.ndarray = np.maximum(first_query - pattern.sliding_window + 1, 0) // block_size
     return first_blocks if first_blocks.any() else None
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.request import Request
 from dflash_backend.core.row_shape import peak_positions
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.tenants import FairQueue
 from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest
 
@@ -24,40 +24,40 @@ class RequestError(Exception):
         self.message = message
 
 
-def check_limits(limits: EngineLimits) -> None:
-    """Raise ValueError when no request could make progress within these limits."""
-    k = limits.num_speculative_tokens
-    if limits.num_blocks < 1:
+def check_config(config: SchedulerConfig) -> None:
+    """Raise ValueError when no request could make progress within these config."""
+    k = config.num_speculative_tokens
+    if config.num_blocks < 1:
         raise ValueError("the KV cache has no block; raise kv_cache_gb or gpu_memory_utilization")
-    if limits.max_num_batched_tokens < 1 + k:
+    if config.max_num_batched_tokens < 1 + k:
         raise ValueError(
-            f"max_num_batched_tokens is {limits.max_num_batched_tokens} and num_speculative_tokens is {k}: a decode "
+            f"max_num_batched_tokens is {config.max_num_batched_tokens} and num_speculative_tokens is {k}: a decode "
             f"row runs its last token and all its drafts in one step, so raise max_num_batched_tokens to at least "
-            f"{1 + k} or lower num_speculative_tokens to at most {limits.max_num_batched_tokens - 1}"
+            f"{1 + k} or lower num_speculative_tokens to at most {config.max_num_batched_tokens - 1}"
         )
-    if k > 0 and limits.drafter_max_len < 1:
+    if k > 0 and config.drafter_max_len < 1:
         raise ValueError(
-            f"num_speculative_tokens is {k} and the drafter's maximum length is {limits.drafter_max_len}, so it could "
+            f"num_speculative_tokens is {k} and the drafter's maximum length is {config.drafter_max_len}, so it could "
             f"never draft; set num_speculative_tokens to 0 or use a drafter with a maximum length"
         )
 
 
-def check_prompt(request: GenerationRequest, limits: EngineLimits) -> None:
+def check_prompt(request: GenerationRequest, config: SchedulerConfig) -> None:
     """Raise RequestError(INVALID_ARGUMENT) when the request breaks a bound that its own numbers show."""
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise RequestError("INVALID_ARGUMENT", "the prompt is empty; at least one token is needed")
-    if num_prompt_tokens + 1 > limits.max_model_len:
+    if num_prompt_tokens + 1 > config.max_model_len:
         raise RequestError(
             "INVALID_ARGUMENT",
             f"the prompt has {num_prompt_tokens} tokens, which with one token of output is more than max_model_len "
-            f"({limits.max_model_len}); shorten it to at most {limits.max_model_len - 1} tokens",
+            f"({config.max_model_len}); shorten it to at most {config.max_model_len - 1} tokens",
         )
     k = request.sampling.num_speculative_tokens
-    if k is not None and not 0 <= k <= limits.num_speculative_tokens:
+    if k is not None and not 0 <= k <= config.num_speculative_tokens:
         raise RequestError(
             "INVALID_ARGUMENT",
-            f"num_speculative_tokens is {k}; this server allows 0 to {limits.num_speculative_tokens}",
+            f"num_speculative_tokens is {k}; this server allows 0 to {config.num_speculative_tokens}",
         )
     if request.sampling.n != 1:
         raise RequestError(
@@ -66,20 +66,20 @@ def check_prompt(request: GenerationRequest, limits: EngineLimits) -> None:
         )
 
 
-def check_fits_alone(request: Request, limits: EngineLimits) -> None:
+def check_fits_alone(request: Request, config: SchedulerConfig) -> None:
     """Raise RequestError(INVALID_ARGUMENT) when the whole KV pool is too small for the request at its longest."""
-    needed = -(-peak_positions(request, limits) // limits.block_size)
-    if needed > limits.num_blocks:
+    needed = -(-peak_positions(request, config) // config.block_size)
+    if needed > config.num_blocks:
         raise RequestError(
             "INVALID_ARGUMENT",
-            f"the request needs up to {needed} KV blocks of {limits.block_size} tokens (prompt of "
+            f"the request needs up to {needed} KV blocks of {config.block_size} tokens (prompt of "
             f"{request.num_prompt_tokens} tokens, max_tokens {request.sampling.max_tokens}, num_speculative_tokens "
-            f"{request.num_speculative_tokens}) and the server has {limits.num_blocks} in all; send a shorter prompt, "
+            f"{request.num_speculative_tokens}) and the server has {config.num_blocks} in all; send a shorter prompt, "
             f"lower max_tokens, or have the server's kv_cache_gb raised",
         )
 
 
-def check_queue(request: Request, queue: FairQueue, num_running: int, limits: EngineLimits) -> None:
+def check_queue(request: Request, queue: FairQueue, num_running: int, config: SchedulerConfig) -> None:
     """Raise RequestError(UNAVAILABLE) when the queue has no place for the request. Those that free rows wait for do not
     count.
 
@@ -87,25 +87,25 @@ def check_queue(request: Request, queue: FairQueue, num_running: int, limits: En
     places left for all others, `TENANTS_IN_QUEUE` times as many in all: so some are left whoever sends how much
     (dynamic thresholds: Choudhury and Hahne 1998).
     """
-    num_free = max(0, limits.max_num_seqs - num_running)
+    num_free = max(0, config.max_num_seqs - num_running)
     num_others = len(queue.waiting) - num_free
     if num_others < 0:
         return
     num_waiting, num_tokens = queue.num_waiting_of(request.sampling.tenant)
     whose = f" of tenant '{request.sampling.tenant}'" if request.sampling.tenant else ""
-    left = TENANTS_IN_QUEUE * limits.max_queue_size - num_others
-    if max(0, num_waiting - num_free) >= min(limits.max_queue_size, left):
-        all_tenants = "" if left >= limits.max_queue_size else f" ({len(queue.waiting)} of all tenants)"
+    left = TENANTS_IN_QUEUE * config.max_queue_size - num_others
+    if max(0, num_waiting - num_free) >= min(config.max_queue_size, left):
+        all_tenants = "" if left >= config.max_queue_size else f" ({len(queue.waiting)} of all tenants)"
         raise RequestError(
             "UNAVAILABLE",
-            f"{num_waiting} requests{whose} wait already{all_tenants} and max_queue_size is {limits.max_queue_size}; "
+            f"{num_waiting} requests{whose} wait already{all_tenants} and max_queue_size is {config.max_queue_size}; "
             "try again later",
         )
-    tokens_left = TENANTS_IN_QUEUE * limits.max_queue_tokens - queue.num_waiting_tokens
-    most = min(limits.max_queue_tokens, tokens_left) if num_waiting else tokens_left
+    tokens_left = TENANTS_IN_QUEUE * config.max_queue_tokens - queue.num_waiting_tokens
+    most = min(config.max_queue_tokens, tokens_left) if num_waiting else tokens_left
     if num_tokens + request.num_tokens > most:
         raise RequestError(
             "UNAVAILABLE",
             f"requests{whose} with {num_tokens} tokens wait already ({queue.num_waiting_tokens} of all tenants), this "
-            f"one has {request.num_tokens}, and max_queue_tokens is {limits.max_queue_tokens}; try again later",
+            f"one has {request.num_tokens}, and max_queue_tokens is {config.max_queue_tokens}; try again later",
         )

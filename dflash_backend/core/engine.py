@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dflash_backend.core.admission import RequestError, check_fits_alone, check_limits, check_prompt, check_queue
+from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
 from dflash_backend.core.plan import (
-    EngineLimits,
-    RowResult,
-    ScheduledRow,
+    RequestResult,
+    ScheduledRequest,
     StepFailed,
     StepOutOfMemory,
     StepPlan,
@@ -32,6 +31,7 @@ from dflash_backend.core.plan import (
 from dflash_backend.core.request import Request
 from dflash_backend.core.row_shape import prefills_next
 from dflash_backend.core.scheduler import Scheduler
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.spec_counts import SpecCounts
 from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
@@ -68,17 +68,17 @@ class EngineCore:
 
     def __init__(
         self,
-        limits: EngineLimits,
+        config: SchedulerConfig,
         worker: Worker,
         clock: Callable[[], float] = time.monotonic,
         trace: StepTrace | None = None,
         overlap: bool = False,
     ) -> None:
         """`clock` gives seconds and never goes back; `trace` hears of requests and steps, in the same clock. `overlap`
-        keeps a step in flight, on a worker that overlaps. Raises ValueError for limits that cannot work."""
-        check_limits(limits)
-        self.limits = limits
-        self.scheduler = Scheduler(limits)
+        keeps a step in flight, on a worker that overlaps. Raises ValueError for a config that cannot work."""
+        check_config(config)
+        self.config = config
+        self.scheduler = Scheduler(config)
         self._worker = worker
         self._overlap = overlap and worker.overlaps
         # Submitted and not collected, the oldest first: between two calls of `step` one at most.
@@ -94,9 +94,9 @@ class EngineCore:
         # (deadline in s, arrival, id), a heap. An entry may outlive its request; the arrival number tells whether it
         # still counts.
         self._deadlines: list[tuple[float, int, str]] = []
-        self._spec_counts = SpecCounts(limits.num_speculative_tokens)
+        self._spec_counts = SpecCounts(config.num_speculative_tokens)
         # As the last call of `stats` gave them. A stop string takes counts back, and a counter must not fall.
-        self._reported_counts = SpecCounts(limits.num_speculative_tokens)
+        self._reported_counts = SpecCounts(config.num_speculative_tokens)
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -113,10 +113,10 @@ class EngineCore:
         """
         if request.request_id in self._requests:
             raise RequestError("INVALID_ARGUMENT", f"a request with the id '{request.request_id}' is in progress")
-        check_prompt(request, self.limits)
-        state = Request.from_generation_request(request, self.limits, self._num_arrived, self._clock())
-        check_fits_alone(state, self.limits)
-        check_queue(state, self.scheduler.queue, len(self.scheduler.running), self.limits)
+        check_prompt(request, self.config)
+        state = Request.from_generation_request(request, self.config, self._num_arrived, self._clock())
+        check_fits_alone(state, self.config)
+        check_queue(state, self.scheduler.queue, len(self.scheduler.running), self.config)
         self._num_arrived += 1
         self._requests[state.request_id] = state
         self.scheduler.add(state)
@@ -199,7 +199,7 @@ class EngineCore:
     @property
     def num_free_rows(self) -> int:
         """Requests that may run beside those that do."""
-        return self.limits.max_num_seqs - len(self.scheduler.running)
+        return self.config.max_num_seqs - len(self.scheduler.running)
 
     def crowded_tenants(self) -> dict[str, int]:
         """How many requests wait of each tenant that has half of a queue or more: a few tenants at most."""
@@ -232,7 +232,7 @@ class EngineCore:
         assert scheduler.running | scheduler.waiting == self._requests, "a request is in no queue"
         assert len(scheduler.running) + len(scheduler.waiting) == len(self._requests), "a request is in two queues"
         scheduler.queue.check()
-        assert len(scheduler.running) <= self.limits.max_num_seqs, "more requests run than max_num_seqs"
+        assert len(scheduler.running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
         for request in scheduler.waiting.values():
             assert not request.block_ids, f"{request.request_id} waits and holds blocks"
             assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
@@ -385,7 +385,9 @@ class EngineCore:
                 deltas.append(delta)
         return deltas
 
-    def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult, now: float) -> TokenDelta | None:
+    def _apply_row(
+        self, request: Request, row: ScheduledRequest, result: RequestResult, now: float
+    ) -> TokenDelta | None:
         if request.row_in_flight is row:
             request.row_in_flight = None  # else the step behind has a row of it too
         request.num_computed += row.num_new + result.num_accepted
@@ -395,7 +397,7 @@ class EngineCore:
         token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         if row.sample:
-            token_ids, finish_reason = request.append(result.token_ids, self.limits.max_model_len)
+            token_ids, finish_reason = request.append(result.token_ids, self.config.max_model_len)
             self._num_generation_tokens += len(token_ids)
             request.note_yield(row.num_draft, len(token_ids))
             if row.num_draft:
@@ -425,7 +427,7 @@ class EngineCore:
             self._trace.request_ended(request.request_id, reason, request.num_tokens - request.num_prompt_tokens, now)
 
 
-def _fits(row: ScheduledRow, result: RowResult) -> bool:
+def _fits(row: ScheduledRequest, result: RequestResult) -> bool:
     """Whether a worker's answer can belong to the row. Going on with another would corrupt the request."""
     expected = result.num_accepted + 1 if row.sample else 0
     return (

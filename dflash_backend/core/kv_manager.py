@@ -23,18 +23,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dflash_backend.core.block_pool import BlockPool
-from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.prefix_cache import longest_cached_prefix
 from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import SchedulerConfig
 
 
 class KVManager:
     """Gives requests their blocks and takes them back."""
 
-    def __init__(self, limits: EngineLimits) -> None:
-        self._block_size = limits.block_size
-        self._caching = limits.enable_prefix_caching
-        self.pool = BlockPool(limits.num_blocks)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._caching = config.enable_prefix_caching
+        self.pool = BlockPool(config.num_blocks)
 
     def blocks_for(self, num_positions: int) -> int:
         """Blocks that cover this many positions."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow
+from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.prefix_cache import DigestChain
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.spec_counts import SpecCounts
 from dflash_backend.messages import DEFAULT_PRIORITY, FinishReason, GenerationRequest, RequestStats, SamplingParams
 
@@ -35,7 +36,7 @@ class Request:
     where its next draft block starts, and with it what a sampled request draws.
 
     All of these are as of the last result that was applied. `row_in_flight` is the request's row in the step in flight,
-    if it has one there. A request with `needs_own_output` is planned only without.
+    if it has one there. A request with `disables_overlap` is planned only without.
     """
 
     request_id: str
@@ -45,7 +46,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     seed: int
     num_speculative_tokens: int
-    needs_own_output: bool
+    disables_overlap: bool
     stop_ids: frozenset[int]
     chain: DigestChain
     arrival: int
@@ -60,7 +61,7 @@ class Request:
     # Blocks that it needs to come to its first decode row, as of its admission.
     num_blocks_to_decode: int = 0
     num_published_blocks: int = 0
-    row_in_flight: ScheduledRow | None = None
+    row_in_flight: ScheduledRequest | None = None
     # Steps with a row of this request that the worker could not run, and no request of which fails alone.
     num_unexplained_failures: int = 0
 
@@ -74,12 +75,12 @@ class Request:
 
     @classmethod
     def from_generation_request(
-        cls, request: GenerationRequest, limits: EngineLimits, arrival: int, now: float
+        cls, request: GenerationRequest, config: SchedulerConfig, arrival: int, now: float
     ) -> Request:
         """The state of a request that has passed admission. `arrival` counts the admitted requests, `now` is in s."""
         sampling = request.sampling
         k = sampling.num_speculative_tokens
-        k = limits.num_speculative_tokens if k is None else k
+        k = config.num_speculative_tokens if k is None else k
         eos = () if sampling.ignore_eos else request.eos_token_ids
         limits_s = [seconds for seconds in (request.deadline_s, sampling.timeout / 1e6) if seconds > 0]
         return cls(
@@ -88,11 +89,11 @@ class Request:
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=sampling,
             eos_token_ids=request.eos_token_ids,
-            seed=derive_seed(limits.seed, arrival) if sampling.seed is None else sampling.seed,
+            seed=derive_seed(config.seed, arrival) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
-            needs_own_output=sampling.needs_own_output,
+            disables_overlap=sampling.disables_overlap,
             stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
-            chain=DigestChain(sampling.cache_salt, limits.block_size),
+            chain=DigestChain(sampling.cache_salt, config.block_size),
             arrival=arrival,
             arrival_s=now,
             deadline_s=now + min(limits_s) if limits_s else None,

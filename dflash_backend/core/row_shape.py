@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import msgspec
 
-from dflash_backend.core.plan import EngineLimits, ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import SchedulerConfig
 
 
 class RowShape(msgspec.Struct, frozen=True, gc=False):
-    """A row before it has blocks; the counts are those of `ScheduledRow`.
+    """A row before it has blocks; the counts are those of `ScheduledRequest`.
 
     `num_positions` is what invariant RESERVE asks for: the request's blocks must cover every position below it.
     `decodes` tells decode rows from prefill chunks, which share what a step has for prompts.
@@ -28,30 +29,30 @@ class RowShape(msgspec.Struct, frozen=True, gc=False):
     num_next_draft: int
     num_positions: int
     decodes: bool
-    num_uncertain: int = 0
+    num_unverified_drafts: int = 0
 
 
-def shape_decode(request: Request, limits: EngineLimits) -> RowShape:
+def shape_decode(request: Request, config: SchedulerConfig) -> RowShape:
     """The row of a request whose last token alone is not computed: that token and all of its drafts.
 
     Trimming drafts would make a sampled output depend on the other rows.
     """
     start, num_draft = request.num_computed, request.pending_draft
     end = start + 1 + num_draft
-    k = next_draft_length(request, start + 1, num_draft, limits)
-    return RowShape(start, 1, num_draft, True, k, end + limits.lookahead(k), True)
+    k = next_draft_length(request, start + 1, num_draft, config)
+    return RowShape(start, 1, num_draft, True, k, end + config.lookahead(k), True)
 
 
-def shape_prefill(request: Request, start: int, limits: EngineLimits, budget: int) -> RowShape:
+def shape_prefill(request: Request, start: int, config: SchedulerConfig, budget: int) -> RowShape:
     """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least."""
     num_tokens = request.num_tokens
     num_new = min(request.prefill_end - start, budget)
     end = start + num_new
     # A chunk is judged by what its prefill will leave, so that all chunks of a prompt agree. Drafts that were pending
     # when the request was preempted are proposed again from the same anchor.
-    k = request.pending_draft or next_draft_length(request, num_tokens, 0, limits)
+    k = request.pending_draft or next_draft_length(request, num_tokens, 0, config)
     finishes = end == request.prefill_end
-    num_positions = end + limits.lookahead(k)
+    num_positions = end + config.lookahead(k)
     return RowShape(start, num_new, 0, end == num_tokens, k if finishes else 0, num_positions, False)
 
 
@@ -71,7 +72,7 @@ def decode_tokens(request: Request) -> int:
     return 0 if prefills_next(request) else request.max_decode_tokens
 
 
-def shape_decode_ahead(request: Request, row: ScheduledRow, limits: EngineLimits) -> RowShape | None:
+def shape_decode_ahead(request: Request, row: ScheduledRequest, config: SchedulerConfig) -> RowShape | None:
     """The decode row behind `row`, which is in flight; None when it must wait for the result, or is sure not to come.
 
     The outcomes that count are those that the request goes on after. Every number is the largest of them, and k must be
@@ -81,7 +82,7 @@ def shape_decode_ahead(request: Request, row: ScheduledRow, limits: EngineLimits
         fewest = most = request.num_tokens
         num_draft = request.pending_draft
     else:
-        longest = min(request.num_prompt_tokens + request.sampling.max_tokens, limits.max_model_len) - 1
+        longest = min(request.num_prompt_tokens + request.sampling.max_tokens, config.max_model_len) - 1
         fewest = request.num_tokens + 1
         if fewest > longest:
             return None
@@ -89,14 +90,14 @@ def shape_decode_ahead(request: Request, row: ScheduledRow, limits: EngineLimits
         num_draft = row.num_next_draft
     # With one token to come the request ends in this row, and whether it drafts afterwards is nothing to its output.
     most_drafting = max(fewest, min(most, request.num_prompt_tokens + request.sampling.max_tokens - 2))
-    k = next_draft_length(request, most_drafting, num_draft, limits)
-    if k == 0 and next_draft_length(request, fewest, num_draft, limits) > 0:
+    k = next_draft_length(request, most_drafting, num_draft, config)
+    if k == 0 and next_draft_length(request, fewest, num_draft, config) > 0:
         return None
-    num_positions = num_draft + max(most, most_drafting + limits.lookahead(k))
+    num_positions = num_draft + max(most, most_drafting + config.lookahead(k))
     return RowShape(most - 1, 1, num_draft, True, k, num_positions, True, row.num_draft)
 
 
-def next_draft_length(request: Request, num_tokens: int, num_draft: int, limits: EngineLimits) -> int:
+def next_draft_length(request: Request, num_tokens: int, num_draft: int, config: SchedulerConfig) -> int:
     """k for the drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: all of k, or none.
 
     Invariant WINDOW: the drafter's queries, the anchor and k masks, must lie within what it can address. When every
@@ -107,21 +108,21 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, limits:
     k = request.num_speculative_tokens
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
-    return k if num_tokens + num_draft + 1 + k <= limits.max_drafting_len else 0
+    return k if config.drafts_fit(num_tokens + num_draft + 1, k) else 0
 
 
-def peak_positions(request: Request, limits: EngineLimits) -> int:
+def peak_positions(request: Request, config: SchedulerConfig) -> int:
     """The most positions that the request's blocks ever have to cover, if it runs to its last token. Constant.
 
     When the pool covers this, a request that runs alone never lacks a block, and so the oldest request always finishes.
     """
-    longest = min(request.num_prompt_tokens + request.sampling.max_tokens, limits.max_model_len)
+    longest = min(request.num_prompt_tokens + request.sampling.max_tokens, config.max_model_len)
     target = longest - 1  # the last token of all is never run
     k = request.num_speculative_tokens
-    if next_draft_length(request, request.num_prompt_tokens, 0, limits) == 0:
+    if next_draft_length(request, request.num_prompt_tokens, 0, config) == 0:
         return target  # it never drafts
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
-    reach = k + limits.lookahead(k)
+    reach = k + config.lookahead(k)
     by_tokens = request.num_prompt_tokens + request.sampling.max_tokens - 2 + reach
-    by_window = limits.max_drafting_len + limits.lookahead(k) - k - 1
+    by_window = config.max_drafting_len + config.lookahead(k) - k - 1
     return max(target, min(by_tokens, by_window))

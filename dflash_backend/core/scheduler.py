@@ -27,7 +27,7 @@ import sys
 from dataclasses import dataclass, field
 
 from dflash_backend.core.kv_manager import KVManager
-from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow, StepPlan
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
 from dflash_backend.core.preemption import latest_of_heaviest, request_to_make_way
 from dflash_backend.core.request import Request
 from dflash_backend.core.row_shape import (
@@ -39,6 +39,7 @@ from dflash_backend.core.row_shape import (
     shape_decode_ahead,
     shape_prefill,
 )
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.step_time import StepTime
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
@@ -64,9 +65,9 @@ class _PlanBuilder:
     admitted, `unfinished` those of which nobody may that would not finish its prefill in this step.
     """
 
-    limits: EngineLimits
+    config: SchedulerConfig
     max_prefill_tokens: int | None = None
-    rows: dict[str, ScheduledRow] = field(default_factory=dict)
+    rows: dict[str, ScheduledRequest] = field(default_factory=dict)
     new: list[NewRequest] = field(default_factory=list)
     in_prefill: list[Request] = field(default_factory=list)
     prefills: list[Request] = field(default_factory=list)
@@ -87,22 +88,22 @@ class _PlanBuilder:
         the running streams; with nobody to keep waiting it gets the whole step. Where more wait for their first token
         than for their next one, the share grows by as much, and the time of the step bounds it.
         """
-        limits = self.limits
-        room = limits.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
+        config = self.config
+        room = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
         if self.max_prefill_tokens is not None:
             room = min(room, self.max_prefill_tokens - self.num_prefill_tokens)
         if self.num_decode_tokens == 0:
             return room
-        share = limits.max_prefill_tokens_per_step
+        share = config.max_prefill_tokens_per_step
         if share is None:
             most = max(self.num_decode_tokens // 2, self.num_decode_tokens * self.num_queued // self.num_decoding)
-            share = max(limits.min_prefill_tokens_per_step, most)
+            share = max(config.min_prefill_tokens_per_step, most)
         return min(room, share - self.num_prefill_tokens)
 
     def add(self, request: Request, shape: RowShape, new_block_ids: list[int]) -> None:
         """Add a request's row, in place of one that it has already."""
         before = self.rows.get(request.request_id)
-        self.rows[request.request_id] = ScheduledRow(
+        self.rows[request.request_id] = ScheduledRequest(
             request.request_id,
             shape.num_computed,
             shape.num_new,
@@ -110,7 +111,7 @@ class _PlanBuilder:
             shape.sample,
             shape.num_next_draft,
             new_block_ids if before is None else before.new_block_ids + new_block_ids,
-            shape.num_uncertain,
+            shape.num_unverified_drafts,
         )
         if not shape.decodes:
             self.num_prefill_tokens += shape.num_new - (0 if before is None else before.num_new)
@@ -125,15 +126,15 @@ class _PlanBuilder:
 class Scheduler:
     """The waiting and the running requests, by id, and the blocks that they hold."""
 
-    def __init__(self, limits: EngineLimits) -> None:
-        self._limits = limits
-        self.kv = KVManager(limits)
-        self.queue = FairQueue(limits.tenant_weights, limits.max_queue_size // 2)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.kv = KVManager(config)
+        self.queue = FairQueue(config.tenant_weights, config.max_queue_size // 2)
         # In order of arrival when a plan begins; `_in_order` says whether that needs sorting.
         self.running: dict[str, Request] = {}
         self._in_order = True
-        self._min_lag = limits.max_num_batched_tokens * MIN_LAG_IN_STEPS
-        self.step_time = StepTime(limits.max_step_s)
+        self._min_lag = config.max_num_batched_tokens * MIN_LAG_IN_STEPS
+        self.step_time = StepTime(config.max_step_s)
         # Tokens of prompts and of decode rows of the steps that were planned and have not been observed, by step.
         self._num_tokens: dict[int, tuple[int, int]] = {}
         # Requests that the worker still holds and shall forget at the start of the next step.
@@ -178,7 +179,7 @@ class Scheduler:
             return None
         several = self._several_tenants(now)
         wants_room, first = self._make_way(in_flight) if len(self.queue.tenants) > 1 else (False, None)
-        builder = self._count_up(_PlanBuilder(self._limits), several)
+        builder = self._count_up(_PlanBuilder(self._config), several)
         has_blocks = self._schedule_running(builder, in_flight)
         if has_blocks:
             self._admit(builder, now, first)
@@ -197,7 +198,7 @@ class Scheduler:
         rows = list(builder.rows.values())
         forgotten, self._forgotten = self._forgotten, []
         writable = None
-        if self._limits.kv_write_guard:
+        if self._config.kv_write_guard:
             writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
         return StepPlan(self._step_id, rows, builder.new, forgotten, writable)
 
@@ -214,7 +215,7 @@ class Scheduler:
         or for `STEPS_TO_RECOVER` steps.
         """
         self._num_tokens.pop(plan.step_id, None)
-        admitted = [self.running[new.request_id] for new in plan.new if new.request_id in self.running]
+        admitted = [self.running[new.request_id] for new in plan.new_requests if new.request_id in self.running]
         oldest = self._oldest()
         victims = [request for request in reversed(admitted) if request is not oldest]
         if not victims and len(self.running) > 1:
@@ -280,10 +281,10 @@ class Scheduler:
     def _lacks(self, request: Request) -> int | None:
         """What a waiting request cannot start without: 0 for a row, else the blocks that it would hold; None when it
         lacks nothing."""
-        limits = self._limits
-        if len(self.running) >= limits.max_num_seqs:
+        config = self._config
+        if len(self.running) >= config.max_num_seqs:
             return 0
-        if self._num_running_tokens + request.max_decode_tokens > limits.max_num_batched_tokens:
+        if self._num_running_tokens + request.max_decode_tokens > config.max_num_batched_tokens:
             return 0
         promised = sum(map(self._num_promised, self.running.values()))
         num_positions = self._positions_to_start(request)
@@ -294,8 +295,8 @@ class Scheduler:
 
     def _positions_to_start(self, request: Request) -> int:
         """Positions that must be free for a request to start: its whole prefill, and the decode row after it."""
-        whole = shape_prefill(request, 0, self._limits, budget=sys.maxsize)
-        return min(whole.num_positions + 1 + whole.num_next_draft, peak_positions(request, self._limits))
+        whole = shape_prefill(request, 0, self._config, budget=sys.maxsize)
+        return min(whole.num_positions + 1 + whole.num_next_draft, peak_positions(request, self._config))
 
     def _num_promised(self, request: Request) -> int:
         """Blocks that a running request will take until it decodes."""
@@ -353,7 +354,7 @@ class Scheduler:
             (
                 request
                 for request in builder.in_prefill
-                if request.row_in_flight is None or not request.needs_own_output
+                if request.row_in_flight is None or not request.disables_overlap
             ),
             key=lambda request: queue.tenant_of(request).turn,
         )
@@ -378,12 +379,12 @@ class Scheduler:
         row = request.row_in_flight
         if row is None:
             if len(request.token_ids) - request.num_computed == 1:
-                return shape_decode(request, self._limits)
-        elif request.needs_own_output:
+                return shape_decode(request, self._config)
+        elif request.disables_overlap:
             return None
         elif not prefills_next(request):
-            return shape_decode_ahead(request, row, self._limits)
-        return shape_prefill(request, _next_start(request), self._limits, builder.chunks[request.request_id])
+            return shape_decode_ahead(request, row, self._config)
+        return shape_prefill(request, _next_start(request), self._config, builder.chunks[request.request_id])
 
     def _preempt_for(self, request: Request, num_positions: int, builder: _PlanBuilder) -> list[int] | None:
         """Blocks for a running request from the latest of those who hold most, or None when it had to be preempted
@@ -433,13 +434,13 @@ class Scheduler:
         it yields anything; so would one that was preempted a moment ago, over and over. A request that lacks them holds
         back everybody.
         """
-        limits, queue = self._limits, self.queue
+        config, queue = self._config, self.queue
         if self._step_id + 1 < self._admits_from or not self.waiting:
             return
         passed_over: list[Tenant] = []
         promised = sum(map(self._num_promised, builder.prefills))
         while (
-            builder.prefill_room > 0 and len(self.running) < limits.max_num_seqs and len(passed_over) < MAX_PASSED_OVER
+            builder.prefill_room > 0 and len(self.running) < config.max_num_seqs and len(passed_over) < MAX_PASSED_OVER
         ):
             tenant, first = first or queue.next_turn(), None
             if tenant is None:
@@ -450,11 +451,11 @@ class Scheduler:
             request = queue.head(tenant)
             hit = self.kv.find_hit(request)
             num_positions = self._positions_to_start(request)
-            has_tokens = self._num_running_tokens + request.max_decode_tokens <= limits.max_num_batched_tokens
+            has_tokens = self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens
             if not has_tokens or not self.kv.fits(num_positions, hit, promised):
                 passed_over.append(tenant)
                 break
-            remaining = request.prefill_end - len(hit) * limits.block_size
+            remaining = request.prefill_end - len(hit) * config.block_size
             if remaining > builder.prefill_room:
                 if tenant.name in builder.unfinished:
                     passed_over.append(tenant)
@@ -470,7 +471,7 @@ class Scheduler:
     def _start(self, request: Request, hit: list[int], builder: _PlanBuilder, now: float) -> None:
         """Let a waiting request run, with a first chunk in this step."""
         self.kv.start(request, hit)
-        shape = shape_prefill(request, request.num_computed, self._limits, builder.prefill_room)
+        shape = shape_prefill(request, request.num_computed, self._config, builder.prefill_room)
         new_block_ids = self.kv.reserve(request, shape.num_positions)
         assert new_block_ids is not None, "the blocks of the whole prefill are free"
         self.queue.start(request)
@@ -496,7 +497,7 @@ class Scheduler:
                 return
             if row is None or row.num_computed + row.num_new == request.prefill_end:
                 continue
-            shape = shape_prefill(request, row.num_computed, self._limits, row.num_new + room)
+            shape = shape_prefill(request, row.num_computed, self._config, row.num_new + room)
             new_block_ids = self.kv.reserve(request, shape.num_positions)
             if new_block_ids is not None:
                 builder.add(request, shape, new_block_ids)
@@ -520,7 +521,7 @@ class Scheduler:
         request.first_scheduled_s = now
         request.num_cached_tokens = request.num_computed
         self.num_prompt_tokens += request.num_prompt_tokens
-        if self._limits.enable_prefix_caching:
+        if self._config.enable_prefix_caching:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed
 

@@ -87,7 +87,7 @@ class StepTrace:
             }
             for row, row_result in zip(plan.rows, result.rows, strict=True)
         }
-        args = {"tokens": plan.num_tokens, "new requests": [new.request_id for new in plan.new], "rows": rows}
+        args = {"tokens": plan.num_tokens, "new requests": [new.request_id for new in plan.new_requests], "rows": rows}
         # Steps run one after the other: one that was submitted behind another began when that had ended.
         at = max(times.planned, self._executed)
         self._executed = times.executed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker.request_table import RequestTable
 
 
@@ -18,7 +18,7 @@ class StepBatch:
     first_token (index of the row's first token). Per token `[num_tokens]`: row, position, slot.
     """
 
-    rows: list[ScheduledRow]
+    rows: list[ScheduledRequest]
     request_ids: list[str]
     table: np.ndarray
     start: np.ndarray
@@ -34,7 +34,7 @@ class StepBatch:
     blocks: np.ndarray
 
     @classmethod
-    def build(cls, rows: list[ScheduledRow], requests: RequestTable, block_size: int) -> StepBatch:
+    def build(cls, rows: list[ScheduledRequest], requests: RequestTable, block_size: int) -> StepBatch:
         """The rows in the order given: alike ones should be neighbours, so that attention can pad them to one batch."""
         fields = [(row.num_computed, row.num_new, row.num_draft, row.num_next_draft, row.sample) for row in rows]
         start, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T

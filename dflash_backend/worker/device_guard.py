@@ -18,7 +18,7 @@ class DeviceGuard:
         self._step_id = plan.step_id
         self._request_ids = [row.request_id for row in plan.rows]
         # A row in flight may belong to a request that has ended: it may write less than its layout says.
-        self._certain = np.array([row.num_uncertain == 0 for row in plan.rows])
+        self._certain = np.array([row.num_unverified_drafts == 0 for row in plan.rows])
 
     def check(self, phase: str, row_of_slot: torch.Tensor, slots: torch.Tensor, expected: torch.Tensor | None) -> None:
         """See `device_step.Hooks.check`. Raises `KVWriteError` for a slot that the row may not write, for one written

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.device_requests import DeviceRequests
 from dflash_backend.worker.device_state import StepRows
@@ -40,13 +40,13 @@ class Bounds:
     """What the host knows of R rows whose exact positions only the device knows: int64 `[R]`.
 
     query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last query of
-    the drafter. The positions are at most `max_slack` too high.
+    the drafter. The positions are at most `max_overestimate` too high.
     """
 
     query_lens: np.ndarray
     seq_lens: np.ndarray
     draft_lens: np.ndarray
-    max_slack: int
+    max_overestimate: int
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class HostRows:
     sampled: np.ndarray
 
     @classmethod
-    def of(cls, rows: list[ScheduledRow], requests: DeviceRequests) -> HostRows:
+    def of(cls, rows: list[ScheduledRequest], requests: DeviceRequests) -> HostRows:
         """The rows in the order given."""
         fields = [
             (
                 requests.records[row.request_id].index,
                 row.num_computed,
-                row.num_uncertain,
+                row.num_unverified_drafts,
                 row.num_new,
                 row.num_draft,
                 row.num_next_draft,
@@ -134,7 +134,7 @@ class HostRows:
             query_lens=padded(self.query_lens, num_rows),
             seq_lens=padded(ends, num_rows),
             draft_lens=padded(drafts, num_rows),
-            max_slack=int((self.uncertain + self.num_draft).max()),
+            max_overestimate=int((self.uncertain + self.num_draft).max()),
         )
 
 

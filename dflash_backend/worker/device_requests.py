@@ -40,9 +40,9 @@ class DeviceRequests(RequestArrays):
 
         Waits for the device only for requests with a logit bias or `min_tokens`, whose ids it copies by themselves.
         """
-        for request_id in plan.finished:
+        for request_id in plan.finished_req_ids:
             self.forget(request_id)
-        indices = [self._learn(new) for new in plan.new]
+        indices = [self._learn(new) for new in plan.new_requests]
         columns: list[int] = []
         block_ids: list[int] = []
         gained: dict[int, int] = {}
@@ -55,8 +55,8 @@ class DeviceRequests(RequestArrays):
                 block_ids += row.new_block_ids
                 record.num_blocks += len(row.new_block_ids)
                 gained[record.index] = record.num_blocks
-        if plan.new or gained:
-            self._send(np.array(indices, dtype=np.int64), plan.new, columns, block_ids, gained)
+        if plan.new_requests or gained:
+            self._send(np.array(indices, dtype=np.int64), plan.new_requests, columns, block_ids, gained)
 
     def keep_draft_probs(self) -> None:
         """Make room for the distributions of drawn drafts, unless there is some or drafts are not drawn."""

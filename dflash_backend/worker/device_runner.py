@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.core.plan import RowResult, ScheduledRow, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.speculative.drafter import Drafter
@@ -53,7 +53,7 @@ class StepInFlight:
     padding included. All that `collect` needs is here: the requests may be gone by then."""
 
     step_id: int
-    rows: list[ScheduledRow] = field(default_factory=list)
+    rows: list[ScheduledRequest] = field(default_factory=list)
     num_rows: int = 0
     results: Download | None = None
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class DeviceRunner:
         rows = []
         for i, (row, count) in enumerate(zip(flight.rows, counts.tolist(), strict=False)):
             new = token_ids[i][: count + 1] if row.sample else []
-            rows.append(RowResult(row.request_id, new, count, flight.logprobs.get(i)))
+            rows.append(RequestResult(row.request_id, new, count, flight.logprobs.get(i)))
         seconds = dict(zip(PHASES, (np.diff(times) / 1e9).tolist(), strict=True)) if times.any() else {}
         return StepResult(flight.step_id, rows, seconds)
 

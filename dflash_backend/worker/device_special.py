@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.device_layout import HostRows
@@ -22,7 +22,7 @@ class SpecialRows:
     """The special ones among a step's rows: `which` of the plan's, int64 `[n]`, at least one."""
 
     def __init__(
-        self, plan_rows: list[ScheduledRow], rows: HostRows, requests: DeviceRequests, which: np.ndarray
+        self, plan_rows: list[ScheduledRequest], rows: HostRows, requests: DeviceRequests, which: np.ndarray
     ) -> None:
         self.which = which
         self._requests = requests
@@ -36,7 +36,7 @@ class SpecialRows:
         self._judged = JudgedRows(ids, rows.table[which], position, rows.num_draft[which])
 
     @classmethod
-    def of(cls, plan_rows: list[ScheduledRow], rows: HostRows, requests: DeviceRequests) -> SpecialRows | None:
+    def of(cls, plan_rows: list[ScheduledRequest], rows: HostRows, requests: DeviceRequests) -> SpecialRows | None:
         """The special ones of `rows`, which are `plan_rows`; None where there are none.
 
         Raises `RuntimeError` for one whose start is not certain.

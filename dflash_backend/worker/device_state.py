@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.speculative.sampling import SamplingRows
 
 
@@ -43,7 +44,7 @@ class DeviceState:
     @classmethod
     def allocate(cls, num_rows: int, max_model_len: int, k: int, block_size: int, device: torch.device) -> DeviceState:
         """State of `num_rows` requests of at most `max_model_len` tokens, each with k drafts and one token behind."""
-        max_len = max_model_len + k + 1
+        max_len = max_positions(max_model_len, k)
         max_blocks = -(-max_len // block_size) + 1
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:

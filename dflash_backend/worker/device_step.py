@@ -115,7 +115,7 @@ class DeviceStep:
             hooks.check("verify", rows.token_row, prepared.slots, rows.query_lens)
         bounds = inputs.bounds
         exact = DeviceRows(rows.query_start, rows.query_lens, prepared.seq_lens)
-        layout = self._layout(rows, bounds.query_lens, bounds.seq_lens, exact, bounds.max_slack)
+        layout = self._layout(rows, bounds.query_lens, bounds.seq_lens, exact, bounds.max_overestimate)
         context = PagedContext.prepare(
             layout,
             prepared.positions,
@@ -173,7 +173,7 @@ class DeviceStep:
             hooks.check("draft", row_of, queries.slots.flatten(), queries.query_lens)
         exact = DeviceRows(queries.query_start, queries.query_lens, queries.seq_lens)
         widths = np.full(num_rows, width)
-        layout = self._layout(rows, widths, bounds.draft_lens, exact, bounds.max_slack)
+        layout = self._layout(rows, widths, bounds.draft_lens, exact, bounds.max_overestimate)
         blocks = DeviceDraftBlocks(queries.token_ids, queries.positions, queries.slots, layout)
 
         sampler = DeviceDraftSampler(self.ops)
@@ -186,12 +186,12 @@ class DeviceStep:
         self.ops.store_drafts(drafts, rows, state, sampler.probs)
 
     def _layout(
-        self, rows: StepRows, query_lens: np.ndarray, seq_lens: np.ndarray, exact: DeviceRows, max_slack: int
+        self, rows: StepRows, query_lens: np.ndarray, seq_lens: np.ndarray, exact: DeviceRows, max_overestimate: int
     ) -> RowLayout:
         """The rows as attention runs them, with block tables as wide as the longest row can need."""
         width = max(1, -(-int(seq_lens.max()) // self.state.block_size))
         tables = self.state.blocks[:, :width].index_select(0, rows.table.clamp(min=0))
-        return RowLayout(query_lens, seq_lens, tables, exact, max_slack)
+        return RowLayout(query_lens, seq_lens, tables, exact, max_overestimate)
 
     def _packed(self, accepted: Accepted, marks: torch.Tensor) -> torch.Tensor:
         return torch.cat([accepted.count.long(), accepted.tokens.flatten(), marks])

@@ -173,7 +173,7 @@ class PaddedSteps:
             rows=self._layouts.padded_rows(num_rows, self._step.width),
             dist_token=None,
             dist_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(self._step.width),
-            bounds=Bounds(np.full(num_rows, self._step.width), longest, longest, max_slack=state.max_len),
+            bounds=Bounds(np.full(num_rows, self._step.width), longest, longest, max_overestimate=state.max_len),
             traits=RowTraits(sampled, self._step.drafter is not None and state.k > 0, sampled, sampled),
         )
 

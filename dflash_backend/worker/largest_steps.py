@@ -1,4 +1,4 @@
-"""The steps that take the most memory of those that the scheduler can make within given limits.
+"""The steps that take the most memory of those that the scheduler can make within given config.
 
 `worker.memory` runs them before there is a KV cache. So every row names block 0 over and over, and what its tokens are
 does not matter. The requests are sampled ones, whose distributions take more than a greedy request's logits.
@@ -6,52 +6,53 @@ does not matter. The requests are sampled ones, whose distributions take more th
 
 from __future__ import annotations
 
-from dflash_backend.core.plan import EngineLimits, NewRequest, ScheduledRow, StepPlan
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import SamplingParams
 
 # Cuts the tail, which sorts the distributions where there are no kernels.
 SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
 
 
-def prefill_step(limits: EngineLimits) -> StepPlan:
+def prefill_step(config: SchedulerConfig) -> StepPlan:
     """The last chunks of as many prompts as there may be requests, with as many tokens as a step may have: the first is
     the longest request, then come more while there are tokens left for them, each with one at least."""
-    longest = limits.max_model_len - 1
-    num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    left = limits.max_num_batched_tokens
+    longest = config.max_model_len - 1
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    left = config.max_num_batched_tokens
     rows = []
     for index in range(num_rows):
         num_new = min(left - (num_rows - 1 - index), longest)
         left -= num_new
-        rows.append(_row(limits, f"prefill-{index}", longest - num_new if index == 0 else 0, num_new, 0))
+        rows.append(_row(config, f"prefill-{index}", longest - num_new if index == 0 else 0, num_new, 0))
     return StepPlan(0, rows, [_request(row) for row in rows])
 
 
-def decode_step(limits: EngineLimits, before: StepPlan) -> StepPlan:
+def decode_step(config: SchedulerConfig, before: StepPlan) -> StepPlan:
     """The step after `before`, whose requests are forgotten: a decode row with all its drafts for each request there
     may be, the first one as long as drafts are made."""
-    k = limits.num_speculative_tokens
+    k = config.num_speculative_tokens
     # The row's own 1 + k tokens, the anchor that follows, and its k masks (WINDOW).
-    if limits.max_drafting_len < 2 * k + 2:
+    if config.max_drafting_len < 2 * k + 2:
         k = 0
-    longest = limits.max_drafting_len - 2 * k - 2 if k else limits.max_model_len - 2
-    num_rows = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // (1 + k)))
+    longest = config.max_drafting_len - 2 * k - 2 if k else config.max_model_len - 2
+    num_rows = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + k)))
     starts = [longest] + [min(1, longest)] * (num_rows - 1)
     step_id = before.step_id + 1
-    rows = [_row(limits, f"decode-{step_id}-{index}", start, 1, k) for index, start in enumerate(starts)]
+    rows = [_row(config, f"decode-{step_id}-{index}", start, 1, k) for index, start in enumerate(starts)]
     return StepPlan(step_id, rows, [_request(row) for row in rows], [row.request_id for row in before.rows])
 
 
-def _row(limits: EngineLimits, request_id: str, start: int, num_new: int, num_draft: int) -> ScheduledRow:
+def _row(config: SchedulerConfig, request_id: str, start: int, num_new: int, num_draft: int) -> ScheduledRequest:
     """A row that samples, and drafts where that fits (WINDOW)."""
-    k = limits.num_speculative_tokens
+    k = config.num_speculative_tokens
     end = start + num_new + num_draft
-    num_next = k if k and end + 1 + k <= limits.max_drafting_len else 0
-    num_blocks = -(-(end + limits.lookahead(num_next)) // limits.block_size)
-    return ScheduledRow(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
+    num_next = k if k and config.drafts_fit(end + 1, k) else 0
+    num_blocks = -(-(end + config.lookahead(num_next)) // config.block_size)
+    return ScheduledRequest(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
 
 
-def _request(row: ScheduledRow) -> NewRequest:
+def _request(row: ScheduledRequest) -> NewRequest:
     """The request of a row, as it is when the row's drafts are not verified yet."""
     known = row.num_computed + row.num_new
     return NewRequest(row.request_id, [0] * known, known, SAMPLING, (), 0)

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from dflash_backend.config import ConfigError
-from dflash_backend.core.plan import EngineLimits, StepOutOfMemory, StepPlan
+from dflash_backend.core.plan import StepOutOfMemory, StepPlan
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.largest_steps import decode_step, prefill_step
 
 GIB = 1024**3
@@ -133,7 +134,7 @@ def expected_use(probe: MemoryProbe, weights: int) -> MemoryUse:
 
 
 def measure_use(
-    probe: MemoryProbe, make_runner: Callable[[], RunStep], limits: EngineLimits, captures: bool
+    probe: MemoryProbe, make_runner: Callable[[], RunStep], config: SchedulerConfig, captures: bool
 ) -> MemoryUse:
     """Run the largest steps and say what the memory goes to. The models are loaded, and nothing else.
 
@@ -145,32 +146,32 @@ def measure_use(
     weights = probe.allocated()
     probe.reset_peak()
     try:
-        step, decode = _run_largest(probe, make_runner(), limits)
+        step, decode = _run_largest(probe, make_runner(), config)
     except (torch.OutOfMemoryError, StepOutOfMemory) as error:
-        raise ConfigError(_step_does_not_fit(probe, weights, limits, str(error).partition("\n")[0])) from None
+        raise ConfigError(_step_does_not_fit(probe, weights, config, str(error).partition("\n")[0])) from None
     probe.release()
     graphs = decode + GRAPH_OVERHEAD_BYTES if captures else 0
     return MemoryUse(probe.total(), weights, max(probe.in_use() - weights, 0), step - weights, graphs)
 
 
-def _run_largest(probe: MemoryProbe, run: RunStep, limits: EngineLimits) -> tuple[int, int]:
+def _run_largest(probe: MemoryProbe, run: RunStep, config: SchedulerConfig) -> tuple[int, int]:
     """The peak of all that is allocated, and how far a decode step rises above what the runner holds."""
-    prefill = prefill_step(limits)
+    prefill = prefill_step(config)
     run(prefill)
-    decode = decode_step(limits, prefill)
+    decode = decode_step(config, prefill)
     run(decode)
     step = probe.peak()
     held = probe.allocated()
     probe.reset_peak()
     # By now the runner holds whatever it makes at first use.
-    run(decode_step(limits, decode))
+    run(decode_step(config, decode))
     return step, probe.peak() - held
 
 
-def _step_does_not_fit(probe: MemoryProbe, weights: int, limits: EngineLimits, reason: str) -> str:
+def _step_does_not_fit(probe: MemoryProbe, weights: int, config: SchedulerConfig, reason: str) -> str:
     return (
-        f"a step of max_num_batched_tokens = {limits.max_num_batched_tokens} tokens and max_num_seqs = "
-        f"{limits.max_num_seqs} requests does not fit the GPU's memory of {_gib(probe.total())} GiB, of which the "
+        f"a step of max_num_batched_tokens = {config.max_num_batched_tokens} tokens and max_num_seqs = "
+        f"{config.max_num_seqs} requests does not fit the GPU's memory of {_gib(probe.total())} GiB, of which the "
         f"models' weights take {_gib(weights)}: lower either setting, or free memory that other programs hold "
         f"({reason})"
     )

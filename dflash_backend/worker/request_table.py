@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import NewRequest, ScheduledRow
+from dflash_backend.core.plan import NewRequest, ScheduledRequest
+from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
 from dflash_backend.speculative.sampling import SamplingRows
 
@@ -118,7 +119,7 @@ class RequestTable(RequestArrays):
     def __init__(
         self, max_num_seqs: int, max_model_len: int, k: int, block_size: int, vocab_size: int, device: torch.device
     ) -> None:
-        max_len = max_model_len + k + 1
+        max_len = max_positions(max_model_len, k)
         super().__init__(max_num_seqs, max_len, vocab_size, device)
         self.tokens = torch.zeros(max_num_seqs, max_len, dtype=torch.int64, device=device)
         self.blocks = np.zeros((max_num_seqs, -(-max_len // block_size) + 1), dtype=np.int64)
@@ -133,7 +134,7 @@ class RequestTable(RequestArrays):
             self.draft_probs = torch.zeros(self._probs_shape, dtype=torch.float32, device=self.device)
         return record
 
-    def append_blocks(self, row: ScheduledRow) -> None:
+    def append_blocks(self, row: ScheduledRequest) -> None:
         """Append the blocks that a row gained."""
         if row.new_block_ids:
             record = self.records[row.request_id]

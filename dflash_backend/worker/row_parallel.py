@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ class RowPool:
         if num_workers > 1:
             self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _keep_to_one_thread)
 
-    def split(self, rows: Sequence[ScheduledRow]) -> list[list[ScheduledRow]]:
+    def split(self, rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
         """Cut rows into parts of about equal numbers of tokens; alike rows stay together.
 
         Rows are ordered by their tokens and contexts first, so that attention can pad neighbours to one batch.
@@ -54,7 +54,7 @@ class RowPool:
         ordered = sorted(rows, key=lambda row: (row.num_new + row.num_draft, row.num_computed))
         total = sum(row.num_new + row.num_draft for row in ordered)
         num_parts = max(1, min(self.num_workers, len(ordered), total // MIN_PART_TOKENS))
-        parts: list[list[ScheduledRow]] = [[] for _ in range(num_parts)]
+        parts: list[list[ScheduledRequest]] = [[] for _ in range(num_parts)]
         before = 0
         for row in ordered:
             size = row.num_new + row.num_draft
@@ -63,7 +63,9 @@ class RowPool:
             before += size
         return [part for part in parts if part]
 
-    def run(self, work: Callable[[list[ScheduledRow]], Result], parts: list[list[ScheduledRow]]) -> list[Result]:
+    def run(
+        self, work: Callable[[list[ScheduledRequest]], Result], parts: list[list[ScheduledRequest]]
+    ) -> list[Result]:
         """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
         ended."""
         num_tokens = sum(row.num_new + row.num_draft for row in parts[0])

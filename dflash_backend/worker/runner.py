@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend, RowLayout
-from dflash_backend.core.plan import RowResult, ScheduledRow, StepPlan, StepResult
+from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.speculative.drafter import DraftBlock, Drafter, DraftSampler
@@ -31,7 +31,7 @@ class Outcome:
     """What the accept phase decided, on the host, int64 `[num_rows]` in the batch's order.
 
     num_accepted: drafts that stand. num_final: positions of the row whose K/V is final, `num_new + num_accepted`.
-    tokens and logprobs are as in `RowResult`.
+    tokens and logprobs are as in `RequestResult`.
     """
 
     num_accepted: np.ndarray
@@ -44,7 +44,7 @@ class Outcome:
 class PartResult:
     """What one part of a step's rows yielded, and how long each phase took in seconds."""
 
-    rows: list[RowResult]
+    rows: list[RequestResult]
     phase_seconds: dict[str, float]
 
 
@@ -91,9 +91,9 @@ class ModelRunner:
         return self._results.popleft()
 
     def _run(self, plan: StepPlan) -> StepResult:
-        for request_id in plan.finished:
+        for request_id in plan.finished_req_ids:
             self.requests.forget(request_id)
-        for new in plan.new:
+        for new in plan.new_requests:
             self.requests.learn(new)
         if not plan.rows:
             return StepResult(plan.step_id, [])
@@ -108,7 +108,7 @@ class ModelRunner:
         return StepResult(plan.step_id, [results[row.request_id] for row in plan.rows], phases)
 
     @torch.inference_mode()
-    def _run_part(self, rows: list[ScheduledRow], guard: WriteGuard) -> PartResult:
+    def _run_part(self, rows: list[ScheduledRequest], guard: WriteGuard) -> PartResult:
         """All phases for some of a step's rows."""
         batch = StepBatch.build(rows, self.requests, self.kv.block_size)
         clock = [time.perf_counter()]
@@ -123,7 +123,7 @@ class ModelRunner:
             self._draft(self.drafter, batch, outcome, guard)
         clock.append(time.perf_counter())
         results = [
-            RowResult(row.request_id, outcome.tokens[i], int(outcome.num_accepted[i]), outcome.logprobs[i])
+            RequestResult(row.request_id, outcome.tokens[i], int(outcome.num_accepted[i]), outcome.logprobs[i])
             for i, row in enumerate(batch.rows)
         ]
         return PartResult(results, dict(zip(PHASES, np.diff(clock).tolist(), strict=True)))

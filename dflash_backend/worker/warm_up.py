@@ -44,6 +44,6 @@ def _padding_under_bounds(
         rows=layouts.padded_rows(NUM_ROWS, width),
         dist_token=torch.zeros(1, dtype=torch.int32, device=device),
         dist_row=torch.full((1,), -1, dtype=torch.int32, device=device),
-        bounds=Bounds(lens, ends, ends, max_slack=step.state.max_len),
+        bounds=Bounds(lens, ends, ends, max_overestimate=step.state.max_len),
         traits=RowTraits(sampled=sampled, drafts=step.drafter is not None and step.state.k > 0),
     )

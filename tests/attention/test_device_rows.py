@@ -95,7 +95,7 @@ def test_a_row_past_its_bound_and_its_table_harms_nobody(
     query, layer, tables = noise(DECODE.num_tokens)
     ended = replace(DECODE, query_lens=[4, 3, 4, 0], seq_lens=[27, 13, 10 * BLOCK_SIZE * tables.shape[1], 0])
     layout = ended.layout(tables)
-    layout = replace(layout, max_slack=DECODE.layout(tables).max_slack)
+    layout = replace(layout, max_overestimate=DECODE.layout(tables).max_overestimate)
     layout.block_tables[2, 1:] = -1
     actual = run(backend(BLOCK_SIZE), layout, query, layer, pattern)
     for row, expected in exact(DECODE, query, layer, tables, pattern).items():

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from toy_core import Engine, lookup, prefix_states, root_state
 from toy_reference import expected_output
 
-from dflash_backend.core.plan import EngineLimits
 from dflash_backend.core.request import Request
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
 
 # Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the step in
@@ -25,8 +25,8 @@ MAX_STEPS_TO_FINISH = 10_000
 class CheckedEngine(Engine):
     """`Engine` with the checks of a model: which K/V lies where, and what every request must yield."""
 
-    def __init__(self, limits: EngineLimits, lag: Callable[[], int] | None = None) -> None:
-        super().__init__(limits, lag)
+    def __init__(self, config: SchedulerConfig, lag: Callable[[], int] | None = None) -> None:
+        super().__init__(config, lag)
         self._patience = 0 if lag is None else MAX_CALLS_WITHOUT_PROGRESS
         self._calls_without_progress = 0
         self._failed_before = False
@@ -111,7 +111,7 @@ class CheckedEngine(Engine):
         """PUBLISH, TOGETHER: under every name that a request would look for lies a block that holds, for target and
         drafter, the final K/V of exactly its tokens: no query, no rejected draft, no other prefix, no other salt."""
         worker, pool = self.worker, self.core.scheduler.kv.pool
-        block_size = self.core.limits.block_size
+        block_size = self.core.config.block_size
         for request in self._seen.values():
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
@@ -151,7 +151,7 @@ class CheckedEngine(Engine):
     def _check_output(self, request_id: str) -> None:
         """LOSSLESS: the output is the model's own; a prefix of it where the request was cut short from outside."""
         output = self.outputs[request_id]
-        tokens, reason = expected_output(self.requests[request_id], self.core.limits, self._seeds[request_id])
+        tokens, reason = expected_output(self.requests[request_id], self.core.config, self._seeds[request_id])
         if request_id in self._cut or output.finish_reason == "abort":
             assert output.token_ids == tokens[: len(output.token_ids)]
         else:

@@ -1,4 +1,4 @@
-"""Hypothesis chooses limits, arrivals, cancels, stops, time and overlap; what breaks an invariant shrinks to a
+"""Hypothesis chooses config, arrivals, cancels, stops, time and overlap; what breaks an invariant shrinks to a
 short script."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from checked_engine import CheckedEngine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from toy_core import EOS, make_limits, make_request
+from toy_core import EOS, make_config, make_request
 
 from tests.scale import scaled
 
@@ -43,7 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
         weights: dict[str, float],
         max_step_s: float | None,
     ) -> None:
-        limits = make_limits(
+        config = make_config(
             block_size=block_size,
             num_blocks=MAX_MODEL_LEN // block_size + spare_blocks,
             num_speculative_tokens=k,
@@ -57,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
             tenant_weights=weights,
             max_step_s=max_step_s,
         )
-        self.engine = CheckedEngine(limits, None if lag is None else lambda: lag)
+        self.engine = CheckedEngine(config, None if lag is None else lambda: lag)
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -88,7 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant: str,
         priority: int,
     ) -> None:
-        allowed = self.engine.core.limits.num_speculative_tokens
+        allowed = self.engine.core.config.num_speculative_tokens
         self.engine.add(
             make_request(
                 f"r{len(self.engine.requests)}",

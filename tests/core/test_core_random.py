@@ -1,4 +1,4 @@
-"""Random traffic on random limits, 160,000 steps of it at scale 1: every invariant after every step, every output the
+"""Random traffic on random config, 160,000 steps of it at scale 1: every invariant after every step, every output the
 model's own. Half of it with a step in flight, which runs on the device at a random time between its submission and its
 collection.
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import EOS, VOCAB, make_limits, make_request
+from toy_core import EOS, VOCAB, make_config, make_request
 
 from dflash_backend.core.engine import RequestError
-from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
 from tests.scale import scaled
 
@@ -23,11 +23,11 @@ NUM_STEPS = scaled(40_000, at_least=4_000)  # of each of the four parts
 NUM_REQUESTS = 60
 
 
-def _random_limits(rng: random.Random) -> EngineLimits:
+def _random_config(rng: random.Random) -> SchedulerConfig:
     k = rng.choice([0, 1, 3, 5])
     max_model_len = rng.randint(30, 70)
     block_size = rng.choice([1, 2, 4, 8])
-    return make_limits(
+    return make_config(
         block_size=block_size,
         max_model_len=max_model_len,
         num_blocks=-(-max_model_len // block_size) + rng.choice([0, rng.randint(0, 30 // block_size), 60]),
@@ -51,7 +51,7 @@ class _Traffic:
     """Makes requests: prompts that begin alike, any sampling, some with deadlines."""
 
     rng: random.Random
-    limits: EngineLimits
+    config: SchedulerConfig
     made: dict[str, GenerationRequest] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,10 +60,10 @@ class _Traffic:
         self._stems = [[self.rng.randrange(VOCAB) for _ in range(60)] for _ in range(2)]
 
     def make(self, earlier_outputs: list[list[int]]) -> GenerationRequest:
-        rng, longest = self.rng, self.limits.max_model_len - 1
+        rng, longest = self.rng, self.config.max_model_len - 1
         stem = rng.choice(self._stems + earlier_outputs)
         prompt = stem[: rng.randint(0, len(stem))] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
-        k = self.limits.num_speculative_tokens
+        k = self.config.num_speculative_tokens
         max_tokens = rng.randint(1, 30)
         request = make_request(
             f"r{len(self.made)}",
@@ -100,20 +100,20 @@ def _arrive(engine: CheckedEngine, traffic: _Traffic) -> None:
 def _has_place(engine: CheckedEngine, tenant: str) -> bool:
     """Whether the queue takes a request more of this tenant: there is a row for it, or it keeps its share of the
     places that are left."""
-    scheduler, limits = engine.core.scheduler, engine.core.limits
-    num_free = max(0, limits.max_num_seqs - len(scheduler.running))
+    scheduler, config = engine.core.scheduler, engine.core.config
+    num_free = max(0, config.max_num_seqs - len(scheduler.running))
     own = sum(request.sampling.tenant == tenant for request in scheduler.waiting.values())
-    left = 4 * limits.max_queue_size - max(0, len(scheduler.waiting) - num_free)
-    return len(scheduler.waiting) < num_free or max(0, own - num_free) < min(limits.max_queue_size, left)
+    left = 4 * config.max_queue_size - max(0, len(scheduler.waiting) - num_free)
+    return len(scheduler.waiting) < num_free or max(0, own - num_free) < min(config.max_queue_size, left)
 
 
 def _run_traffic(seed: int, overlap: bool) -> CheckedEngine:
     rng, device = random.Random(seed), random.Random(-seed)
-    limits = _random_limits(rng)
-    engine = CheckedEngine(limits, (lambda: device.randrange(3)) if overlap else None)
+    config = _random_config(rng)
+    engine = CheckedEngine(config, (lambda: device.randrange(3)) if overlap else None)
     if rng.random() < 0.1:
         engine.worker.max_tokens_in_memory = rng.randint(4, 40)
-    traffic = _Traffic(rng, limits)
+    traffic = _Traffic(rng, config)
     while len(traffic.made) < NUM_REQUESTS:
         for _ in range(rng.choice([0, 0, 0, 1, 1, 4])):
             _arrive(engine, traffic)

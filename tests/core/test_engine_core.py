@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from toy_core import EOS, Engine, ToyWorker, greedy_continuation, make_limits, make_request, run_alone
+from toy_core import EOS, Engine, ToyWorker, greedy_continuation, make_config, make_request, run_alone
 
 from dflash_backend.core.engine import EngineCore, RequestError
-from dflash_backend.core.plan import RowResult, StepPlan, StepResult
+from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
 from dflash_backend.core.request import derive_seed
 from dflash_backend.messages import TokenLogprobs
 
@@ -16,19 +16,19 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_greedy_output_is_the_targets_own(k: int, seed: int) -> None:
-    (output,) = Engine(make_limits(num_speculative_tokens=k)).run(make_request("a", PROMPT, max_tokens=30, seed=seed))
+    (output,) = Engine(make_config(num_speculative_tokens=k)).run(make_request("a", PROMPT, max_tokens=30, seed=seed))
     assert output.token_ids == greedy_continuation(PROMPT, 30)
     assert output.finish_reason == "length"
 
 
 def test_a_step_without_requests_does_nothing() -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     assert engine.core.step() == []
     assert engine.worker.plans == []
 
 
 def test_decode_runs_the_anchor_and_all_drafts() -> None:
-    engine = Engine(make_limits(num_speculative_tokens=3))
+    engine = Engine(make_config(num_speculative_tokens=3))
     engine.run(make_request("a", PROMPT, max_tokens=9, seed=3))  # every draft stands
     prefill, first, second = engine.rows_of("a")
     assert (prefill.num_computed, prefill.num_new, prefill.num_draft, prefill.num_next_draft) == (0, 9, 0, 3)
@@ -39,14 +39,14 @@ def test_decode_runs_the_anchor_and_all_drafts() -> None:
 
 
 def test_a_request_drafts_no_more_when_its_next_token_is_its_last() -> None:
-    engine = Engine(make_limits(num_speculative_tokens=3))
+    engine = Engine(make_config(num_speculative_tokens=3))
     engine.run(make_request("one", PROMPT, max_tokens=1), make_request("two", PROMPT, max_tokens=2))
     assert [row.num_next_draft for row in engine.rows_of("one")] == [0]
     assert [row.num_next_draft for row in engine.rows_of("two")] == [3, 0]
 
 
 def test_accepted_tokens_past_max_tokens_are_dropped() -> None:
-    (output,) = Engine(make_limits()).run(make_request("a", PROMPT, max_tokens=3, seed=3))
+    (output,) = Engine(make_config()).run(make_request("a", PROMPT, max_tokens=3, seed=3))
     assert output.token_ids == greedy_continuation(PROMPT, 3)
     assert output.stats is not None
     assert output.stats.num_output_tokens == 3
@@ -59,7 +59,7 @@ def test_tokens_past_a_stop_token_are_dropped_and_the_stop_token_is_sent() -> No
     stopped = make_request("a", PROMPT, max_tokens=30, stop_token_ids=(stop,))
     ended = make_request("b", PROMPT, max_tokens=30, eos_token_ids=(stop,))
     ignoring = make_request("c", PROMPT, max_tokens=30, eos_token_ids=(stop,), ignore_eos=True)
-    a, b, c = Engine(make_limits()).run(stopped, ended, ignoring)
+    a, b, c = Engine(make_config()).run(stopped, ended, ignoring)
     assert (a.token_ids, a.finish_reason) == (expected[:at], "stop")
     assert (b.token_ids, b.finish_reason) == (expected[:at], "stop")
     assert (c.token_ids, c.finish_reason) == (expected, "length")
@@ -69,7 +69,7 @@ def test_no_stop_before_min_tokens() -> None:
     expected = greedy_continuation(PROMPT, 30)
     stop = expected[2]
     later = next((i + 1 for i in range(7, 30) if expected[i] == stop), 30)
-    (output,) = Engine(make_limits()).run(
+    (output,) = Engine(make_config()).run(
         make_request("a", PROMPT, max_tokens=30, min_tokens=8, stop_token_ids=(stop,), seed=3)
     )
     assert output.token_ids == expected[:later]
@@ -78,18 +78,18 @@ def test_no_stop_before_min_tokens() -> None:
 def test_a_stop_on_the_last_allowed_token_is_a_stop() -> None:
     expected = greedy_continuation(PROMPT, 4)
     assert expected[3] not in expected[:3]
-    (output,) = Engine(make_limits()).run(make_request("a", PROMPT, max_tokens=4, stop_token_ids=(expected[3],)))
+    (output,) = Engine(make_config()).run(make_request("a", PROMPT, max_tokens=4, stop_token_ids=(expected[3],)))
     assert output.finish_reason == "stop"
 
 
 def test_output_ends_at_max_model_len() -> None:
-    (output,) = Engine(make_limits(max_model_len=20)).run(make_request("a", PROMPT, max_tokens=100))
+    (output,) = Engine(make_config(max_model_len=20)).run(make_request("a", PROMPT, max_tokens=100))
     assert output.token_ids == greedy_continuation(PROMPT, 11)
     assert output.finish_reason == "length"
 
 
 def test_stats_of_a_request_count_what_it_did() -> None:
-    engine = Engine(make_limits(num_speculative_tokens=3))
+    engine = Engine(make_config(num_speculative_tokens=3))
     engine.add(make_request("a", PROMPT, max_tokens=9, seed=3))
     engine.clock.now = 2.5
     (output,) = [engine.outputs["a"]]
@@ -109,7 +109,7 @@ def test_stats_of_a_request_count_what_it_did() -> None:
 
 
 def test_a_request_that_turns_speculation_off_never_drafts() -> None:
-    engine = Engine(make_limits(num_speculative_tokens=3))
+    engine = Engine(make_config(num_speculative_tokens=3))
     off, on = engine.run(
         make_request("off", PROMPT, num_speculative_tokens=0), make_request("on", PROMPT, num_speculative_tokens=2)
     )
@@ -131,7 +131,7 @@ def test_a_request_that_turns_speculation_off_never_drafts() -> None:
 def test_what_can_never_run_is_refused_with_its_numbers(
     request_changes: dict[str, object], limit_changes: dict[str, int], message: str
 ) -> None:
-    engine = Engine(make_limits(**limit_changes))
+    engine = Engine(make_config(**limit_changes))
     prompt = request_changes.pop("prompt", PROMPT)
     assert isinstance(prompt, list)
     with pytest.raises(RequestError, match=message) as error:
@@ -141,7 +141,7 @@ def test_what_can_never_run_is_refused_with_its_numbers(
 
 
 def test_the_longest_prompt_that_is_taken_yields_one_token() -> None:
-    (output,) = Engine(make_limits(max_model_len=20)).run(make_request("a", [1] * 19, max_tokens=5))
+    (output,) = Engine(make_config(max_model_len=20)).run(make_request("a", [1] * 19, max_tokens=5))
     assert len(output.token_ids) == 1
 
 
@@ -154,7 +154,7 @@ def test_a_pool_that_admission_calls_enough_is_enough_alone(
 ) -> None:
     request = make_request("a", list(range(1, prompt_len + 1)), max_tokens=21, seed=seed)
     for num_blocks in range(1, 64):
-        limits = make_limits(
+        config = make_config(
             num_blocks=num_blocks,
             block_size=2,
             num_speculative_tokens=k,
@@ -162,20 +162,20 @@ def test_a_pool_that_admission_calls_enough_is_enough_alone(
             max_model_len=45,
             enable_prefix_caching=False,
         )
-        engine = Engine(limits)
+        engine = Engine(config)
         try:
             engine.add(request)
         except RequestError:
             continue
         while engine.core.has_unfinished():
             engine.step()
-        assert engine.outputs["a"].token_ids == run_alone(request, limits).token_ids
+        assert engine.outputs["a"].token_ids == run_alone(request, config).token_ids
         return
     raise AssertionError("never admitted")
 
 
 def test_a_full_queue_is_unavailable_and_queues_nothing() -> None:
-    engine = Engine(make_limits(max_queue_size=2, max_num_seqs=1))
+    engine = Engine(make_config(max_queue_size=2, max_num_seqs=1))
     for name in "abc":
         engine.add(make_request(name, PROMPT))
     with pytest.raises(RequestError, match="3 requests wait already and max_queue_size is 2") as error:
@@ -190,7 +190,7 @@ def test_a_full_queue_is_unavailable_and_queues_nothing() -> None:
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     engine.add(make_request("a", PROMPT))
     engine.step()
     with pytest.raises(RequestError, match="'a' is in progress"):
@@ -201,20 +201,20 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
 
 
 def test_limits_that_cannot_hold_a_decode_row_are_refused() -> None:
-    limits = make_limits(num_speculative_tokens=15, max_num_batched_tokens=15)
+    config = make_config(num_speculative_tokens=15, max_num_batched_tokens=15)
     with pytest.raises(ValueError, match=r"batched_tokens is 15 and num_speculative_tokens is 15.*at least 16"):
-        EngineCore(limits, ToyWorker(limits))
-    Engine(make_limits(num_speculative_tokens=15, max_num_batched_tokens=16)).run(make_request("a", PROMPT))
+        EngineCore(config, ToyWorker(config))
+    Engine(make_config(num_speculative_tokens=15, max_num_batched_tokens=16)).run(make_request("a", PROMPT))
 
 
 def test_a_drafter_without_a_length_is_refused() -> None:
-    limits = make_limits(drafter_max_len=0)
+    config = make_config(drafter_max_len=0)
     with pytest.raises(ValueError, match="maximum length is 0"):
-        EngineCore(limits, ToyWorker(limits))
+        EngineCore(config, ToyWorker(config))
 
 
 def test_an_abort_frees_blocks_at_once_and_sends_nothing() -> None:
-    engine = Engine(make_limits(max_num_seqs=1))
+    engine = Engine(make_config(max_num_seqs=1))
     engine.add(make_request("runs", PROMPT))
     engine.add(make_request("waits", PROMPT))
     engine.step()
@@ -229,7 +229,7 @@ def test_an_abort_frees_blocks_at_once_and_sends_nothing() -> None:
 
 
 def test_a_stop_from_outside_ends_a_request_with_its_stats() -> None:
-    engine = Engine(make_limits(max_num_seqs=1))
+    engine = Engine(make_config(max_num_seqs=1))
     engine.add(make_request("runs", PROMPT))
     engine.add(make_request("waits", PROMPT))
     engine.step()
@@ -244,7 +244,7 @@ def test_a_stop_from_outside_ends_a_request_with_its_stats() -> None:
 
 
 def test_a_deadline_ends_a_request_with_what_it_has() -> None:
-    engine = Engine(make_limits(max_num_seqs=1))
+    engine = Engine(make_config(max_num_seqs=1))
     engine.add(make_request("runs", PROMPT, max_tokens=50, deadline_s=2.0, seed=0))
     engine.add(make_request("waits", PROMPT, deadline_s=2.0))
     engine.add(make_request("has time", PROMPT, deadline_s=1000.0))
@@ -266,7 +266,7 @@ def test_a_deadline_ends_a_request_with_what_it_has() -> None:
 
 
 def test_the_deadline_of_a_finished_request_does_not_end_its_ids_next_user() -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     engine.run(make_request("a", PROMPT, deadline_s=5.0))
     engine.clock.now = 4.0
     engine.add(make_request("a", PROMPT, deadline_s=5.0))
@@ -276,9 +276,9 @@ def test_the_deadline_of_a_finished_request_does_not_end_its_ids_next_user() -> 
 
 
 def test_seeds_are_the_requests_own_or_follow_from_engine_seed_and_arrival() -> None:
-    engine = Engine(make_limits(seed=7))
+    engine = Engine(make_config(seed=7))
     engine.run(make_request("own", PROMPT, seed=99), make_request("x", PROMPT, seed=None))
-    seeds = {new.request_id: new.seed for plan in engine.worker.plans for new in plan.new}
+    seeds = {new.request_id: new.seed for plan in engine.worker.plans for new in plan.new_requests}
     assert seeds == {"own": 99, "x": derive_seed(7, 1)}
 
 
@@ -289,14 +289,14 @@ def test_derived_seeds_differ_and_have_63_bits() -> None:
 
 
 def test_a_sampled_output_does_not_depend_on_what_else_runs() -> None:
-    limits = make_limits(max_num_batched_tokens=13)
+    config = make_config(max_num_batched_tokens=13)
     requests = [
         make_request(f"r{i}", PROMPT[: 1 + i % 9], temperature=1.0, seed=i, max_tokens=20, eos_token_ids=(EOS,))
         for i in range(12)
     ]
-    together = Engine(limits).run(*requests)
+    together = Engine(config).run(*requests)
     for request, output in zip(requests, together, strict=True):
-        assert output.token_ids == run_alone(request, limits).token_ids
+        assert output.token_ids == run_alone(request, config).token_ids
 
 
 class _TellingWorker(ToyWorker):
@@ -309,15 +309,15 @@ class _TellingWorker(ToyWorker):
         self.num_tokens += sum(len(row.token_ids) for row in result.rows)
         return StepResult(result.step_id, [self._tell(row) for row in result.rows])
 
-    def _tell(self, row: RowResult) -> RowResult:
+    def _tell(self, row: RequestResult) -> RequestResult:
         logprobs = [TokenLogprobs([token_id], [-0.5], [1]) for token_id in row.token_ids]
-        return RowResult(row.request_id, row.token_ids, row.num_accepted, logprobs)
+        return RequestResult(row.request_id, row.token_ids, row.num_accepted, logprobs)
 
 
 def test_logprobs_are_cut_with_the_tokens_at_the_end_of_a_request() -> None:
-    limits = make_limits()
-    worker = _TellingWorker(limits)
-    core = EngineCore(limits, worker)
+    config = make_config()
+    worker = _TellingWorker(config)
+    core = EngineCore(config, worker)
     continuation = greedy_continuation(PROMPT, 12)
     core.add_request(make_request("long", PROMPT, max_tokens=11))
     core.add_request(make_request("stopped", PROMPT, stop_token_ids=(continuation[5],), max_tokens=12))
@@ -333,7 +333,7 @@ def test_logprobs_are_cut_with_the_tokens_at_the_end_of_a_request() -> None:
 
 
 def test_a_request_for_several_completions_is_refused() -> None:
-    core = EngineCore(make_limits(), ToyWorker(make_limits()))
+    core = EngineCore(make_config(), ToyWorker(make_config()))
     with pytest.raises(RequestError, match="n is 2; the engine makes one completion of a request") as caught:
         core.add_request(make_request("a", PROMPT, n=2))
     assert caught.value.status == "INVALID_ARGUMENT"
@@ -345,7 +345,7 @@ class _WrongWorker:
 
     overlaps = False
 
-    def __init__(self, rows: list[RowResult]) -> None:
+    def __init__(self, rows: list[RequestResult]) -> None:
         self._rows = rows
         self._step_id = 0
 
@@ -360,7 +360,7 @@ class _WrongWorker:
 
 
 def test_an_answer_without_the_rows_of_the_plan_stops_the_engine() -> None:
-    core = EngineCore(make_limits(), _WrongWorker([]))
+    core = EngineCore(make_config(), _WrongWorker([]))
     core.add_request(make_request("a", PROMPT))
     with pytest.raises(RuntimeError, match="the worker answered step 1 with 0 rows"):
         core.step()
@@ -369,15 +369,15 @@ def test_an_answer_without_the_rows_of_the_plan_stops_the_engine() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        [RowResult("b", [1], 0)],
-        [RowResult("a", [], 0)],
-        [RowResult("a", [1, 2], 1)],
-        [RowResult("a", [1, 2], 0)],
-        [RowResult("a", [1], 0, [])],
+        [RequestResult("b", [1], 0)],
+        [RequestResult("a", [], 0)],
+        [RequestResult("a", [1, 2], 1)],
+        [RequestResult("a", [1, 2], 0)],
+        [RequestResult("a", [1], 0, [])],
     ],
 )
-def test_an_answer_that_does_not_fit_its_row_ends_that_request_alone(rows: list[RowResult]) -> None:
-    core = EngineCore(make_limits(), _WrongWorker([*rows, RowResult("other", [1], 0)]))
+def test_an_answer_that_does_not_fit_its_row_ends_that_request_alone(rows: list[RequestResult]) -> None:
+    core = EngineCore(make_config(), _WrongWorker([*rows, RequestResult("other", [1], 0)]))
     core.add_request(make_request("a", PROMPT))
     core.add_request(make_request("other", PROMPT))
     (delta,) = core.step()

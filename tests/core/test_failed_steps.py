@@ -6,7 +6,7 @@ import random
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import Engine, make_limits, make_request
+from toy_core import Engine, make_config, make_request
 from toy_reference import expected_output
 
 from dflash_backend.core.plan import StepPlan
@@ -16,7 +16,7 @@ MODES = pytest.mark.parametrize("lag", [None, lambda: 1, lambda: 2], ids=["no ov
 
 
 def _engine(lag: object, **changes: object) -> Engine:
-    return CheckedEngine(make_limits(**changes), lag=lag)
+    return CheckedEngine(make_config(**changes), lag=lag)
 
 
 def _runs(request_id: str, plan: StepPlan) -> bool:
@@ -50,7 +50,7 @@ def test_a_request_that_fails_alone_ends_and_the_others_are_none_the_wiser(lag: 
     )
     for i, request in enumerate(others):
         output = engine.outputs[f"r{i}"]
-        assert (output.token_ids, output.finish_reason) == expected_output(request, make_limits(), i)
+        assert (output.token_ids, output.finish_reason) == expected_output(request, make_config(), i)
     engine.core.check_invariants()
     assert engine.core.scheduler.kv.pool.usage == 0.0
 
@@ -66,7 +66,7 @@ def test_a_step_that_fails_once_costs_nobody_anything(lag: object) -> None:
     assert _failures(engine) == {}
     assert engine.worker.num_failed == 1
     for i, request in enumerate(requests):
-        assert engine.outputs[f"r{i}"].token_ids == expected_output(request, make_limits(), i)[0]
+        assert engine.outputs[f"r{i}"].token_ids == expected_output(request, make_config(), i)[0]
 
 
 @MODES
@@ -101,8 +101,8 @@ def test_a_request_may_be_cancelled_between_a_failed_step_and_the_look_into_it(l
 @pytest.mark.parametrize("seed", range(8))
 def test_random_failures_among_random_requests(lag: object, seed: int) -> None:
     rng = random.Random(seed)
-    limits = make_limits(num_blocks=rng.choice([12, 24]), max_num_batched_tokens=rng.choice([12, 40]))
-    engine = CheckedEngine(limits, lag=lag)
+    config = make_config(num_blocks=rng.choice([12, 24]), max_num_batched_tokens=rng.choice([12, 40]))
+    engine = CheckedEngine(config, lag=lag)
     requests = {}
     for index in range(14):
         name = f"bad{index}" if rng.random() < 0.2 else f"r{index}"

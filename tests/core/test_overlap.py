@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import Engine, OverlappingToy, greedy_continuation, make_limits, make_request
+from toy_core import Engine, OverlappingToy, greedy_continuation, make_config, make_request
 
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import ScheduledRow, StepPlan
+from dflash_backend.core.plan import ScheduledRequest, StepPlan
 from dflash_backend.messages import GenerationRequest
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
@@ -16,14 +16,14 @@ ALL_STAND, NONE_STANDS = 3, 0  # seeds of a greedy request
 
 
 def overlapping(**changes: object) -> Engine:
-    return Engine(make_limits(**changes), lag=lambda: 1)
+    return Engine(make_config(**changes), lag=lambda: 1)
 
 
 def step_ids_in_flight(engine: Engine) -> list[int]:
     return [step.plan.step_id for step in engine.core._in_flight]
 
 
-def by_step(engine: Engine, request_id: str) -> dict[int, ScheduledRow]:
+def by_step(engine: Engine, request_id: str) -> dict[int, ScheduledRequest]:
     return {plan.step_id: row for plan in engine.worker.plans for row in plan.rows if row.request_id == request_id}
 
 
@@ -39,11 +39,11 @@ def test_the_next_step_is_submitted_before_the_one_ahead_is_collected() -> None:
 
 
 def test_without_the_setting_or_with_a_worker_that_does_not_overlap_nothing_stays_in_flight() -> None:
-    limits = make_limits()
-    switched_off = EngineCore(limits, OverlappingToy(limits))
+    config = make_config()
+    switched_off = EngineCore(config, OverlappingToy(config))
     switched_off.add_request(make_request("a", PROMPT))
     assert switched_off.step()[0].token_ids
-    engine = Engine(limits)
+    engine = Engine(config)
     engine.add(make_request("a", PROMPT))
     engine.step()
     assert engine.outputs["a"].token_ids
@@ -54,10 +54,10 @@ def test_a_row_behind_one_in_flight_starts_at_an_upper_bound() -> None:
     engine = overlapping(block_size=1)
     engine.run(make_request("a", PROMPT, max_tokens=30, seed=NONE_STANDS))
     prefill, first, second, third, *_ = engine.rows_of("a")
-    assert (prefill.num_computed, prefill.num_uncertain) == (0, 0)
-    assert (first.num_computed, first.num_uncertain) == (9, 0), "a prefill leaves no doubt"
-    assert (second.num_computed, second.num_uncertain) == (9 + 4, 3)
-    assert (third.num_computed, third.num_uncertain) == (10 + 4, 3), "counted from what is known by then"
+    assert (prefill.num_computed, prefill.num_unverified_drafts) == (0, 0)
+    assert (first.num_computed, first.num_unverified_drafts) == (9, 0), "a prefill leaves no doubt"
+    assert (second.num_computed, second.num_unverified_drafts) == (9 + 4, 3)
+    assert (third.num_computed, third.num_unverified_drafts) == (10 + 4, 3), "counted from what is known by then"
     reserved = sum(len(row.new_block_ids) for row in (prefill, first, second))
     assert reserved == 13 + 1 + 3 + 4, "RESERVE counts from the upper bound"
 
@@ -86,15 +86,15 @@ def test_a_request_that_is_sure_to_end_is_not_planned() -> None:
 
 def test_where_k_depends_on_what_is_in_flight_the_request_sits_the_step_out() -> None:
     # Behind the row at 9 the drafts would be 3 after up to one draft that stands, and 0 after more.
-    limits = make_limits(drafter_max_len=19)
-    engine = Engine(limits, lag=lambda: 1)
+    config = make_config(drafter_max_len=19)
+    engine = Engine(config, lag=lambda: 1)
     engine.add(make_request("other", [1, 2], max_tokens=60, seed=NONE_STANDS))
     request = make_request("a", PROMPT, max_tokens=30, seed=NONE_STANDS)
     engine.run(request)
     rows = by_step(engine, "a")
     assert sorted(rows)[:3] == [1, 2, 4], "step 3 has no row of it"
     assert 3 in by_step(engine, "other"), "and runs for the others"
-    assert (rows[4].num_computed, rows[4].num_uncertain, rows[4].num_next_draft) == (10, 0, 3)
+    assert (rows[4].num_computed, rows[4].num_unverified_drafts, rows[4].num_next_draft) == (10, 0, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -103,8 +103,8 @@ def test_draft_blocks_start_where_they_do_without_overlap(limit: str, temperatur
     for length in range(14, 32):
         for seed in range(4):
             request = make_request("a", PROMPT, max_tokens=40, seed=seed, temperature=temperature)
-            limits = make_limits(**{limit: length})
-            plain, ahead = Engine(limits), Engine(limits, lag=lambda: 2)
+            config = make_config(**{limit: length})
+            plain, ahead = Engine(config), Engine(config, lag=lambda: 2)
             assert plain.run(request)[0].token_ids == ahead.run(request)[0].token_ids
             drafted = [row.num_draft for row in plain.rows_of("a")]
             assert [row.num_draft for row in ahead.rows_of("a")][: len(drafted)] == drafted
@@ -130,7 +130,7 @@ def test_a_request_that_needs_its_own_output_is_planned_when_nothing_of_it_is_in
     engine.run(exact, other)
     assert sorted(by_step(engine, "exact")) == [1, 3, 5, 7, 9, 11]
     assert sorted(by_step(engine, "other")) == list(range(1, 13)), "the others go on without it"
-    assert all(row.num_uncertain == 0 for row in engine.rows_of("exact"))
+    assert all(row.num_unverified_drafts == 0 for row in engine.rows_of("exact"))
 
 
 def test_behind_a_prefill_that_sits_a_step_out_nobody_is_admitted() -> None:
@@ -151,11 +151,11 @@ def crowd(**sampling: object) -> list[GenerationRequest]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("changes", [{}, {"num_blocks": 20}, {"max_num_batched_tokens": 13}, {"drafter_max_len": 26}])
 def test_outputs_are_those_without_overlap(temperature: float, changes: dict[str, int]) -> None:
-    limits = make_limits(**changes)
+    config = make_config(**changes)
     requests = crowd(temperature=temperature)
-    plain = Engine(limits).run(*requests)
+    plain = Engine(config).run(*requests)
     for lag in range(3):
-        ahead = Engine(limits, lag=lambda lag=lag: lag).run(*requests)
+        ahead = Engine(config, lag=lambda lag=lag: lag).run(*requests)
         assert [out.token_ids for out in ahead] == [out.token_ids for out in plain]
         assert [out.finish_reason for out in ahead] == [out.finish_reason for out in plain]
 
@@ -187,7 +187,7 @@ def test_when_blocks_run_out_the_plan_ends_there_and_the_next_one_is_made_with_n
     rows = [row.request_id for row in engine.worker.plans[-1].rows]
     assert 0 < len(rows) < len(running)
     assert rows == running[: len(rows)], "the oldest go on"
-    assert not engine.worker.plans[-1].new, "and nobody overtakes"
+    assert not engine.worker.plans[-1].new_requests, "and nobody overtakes"
     engine.step()
     assert step_ids_in_flight(engine) == [], "what is in flight is collected, and nothing submitted"
     engine.step()
@@ -203,7 +203,7 @@ def stopping_at(index: int) -> tuple[GenerationRequest, list[int]]:
 
 def test_a_request_that_ended_in_flight_runs_once_more_and_what_it_yields_is_dropped() -> None:
     request, expected = stopping_at(4)
-    engine, plain = overlapping(), Engine(make_limits())
+    engine, plain = overlapping(), Engine(make_config())
     (output,), (same,) = engine.run(request), plain.run(request)
     assert (output.token_ids, output.finish_reason) == (expected, "stop")
     assert engine.worker.num_steps == plain.worker.num_steps + 1
@@ -231,7 +231,7 @@ def test_the_core_is_done_only_when_nothing_is_in_flight() -> None:
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_an_id_that_is_used_again_gets_nothing_of_what_is_in_flight(lag: int) -> None:
-    engine = Engine(make_limits(), lag=lambda: lag)
+    engine = Engine(make_config(), lag=lambda: lag)
     engine.add(make_request("a", PROMPT, max_tokens=40, seed=NONE_STANDS))
     for _ in range(3):
         engine.step()
@@ -260,7 +260,7 @@ def cut_short(engine: CheckedEngine, how: str) -> None:
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_a_request_that_is_ended_with_a_row_in_flight_frees_its_blocks_at_once(how: str, lag: int) -> None:
     # The pool holds one of them: the blocks that are given up are taken by the next, while the row is still to run.
-    engine = CheckedEngine(make_limits(num_blocks=8, block_size=4, max_num_seqs=1), lag=lambda: lag)
+    engine = CheckedEngine(make_config(num_blocks=8, block_size=4, max_num_seqs=1), lag=lambda: lag)
     engine.add(make_request("a", PROMPT, max_tokens=15, seed=NONE_STANDS, deadline_s=100.0))
     engine.add(make_request("b", [1, *PROMPT], max_tokens=15, seed=ALL_STAND))
     for _ in range(3):
@@ -280,13 +280,13 @@ def test_a_request_that_is_ended_with_a_row_in_flight_frees_its_blocks_at_once(h
 
 def test_a_row_that_runs_for_nothing_may_lie_past_its_blocks() -> None:
     # All drafts stand, so the request ends at its length: its real positions are past the bound that was planned with.
-    engine = CheckedEngine(make_limits(block_size=1, drafter_max_len=14), lag=lambda: 2)
+    engine = CheckedEngine(make_config(block_size=1, drafter_max_len=14), lag=lambda: 2)
     engine.worker.keep_plans = True
     engine.add(make_request("a", PROMPT, max_tokens=5, seed=ALL_STAND))
     engine.finish()
     prefill, verification, for_nothing = engine.rows_of("a")
     assert (verification.num_computed, verification.num_draft, verification.num_next_draft) == (9, 3, 0)
-    assert (for_nothing.num_computed, for_nothing.num_uncertain) == (9 + 5 - 2, 3)
+    assert (for_nothing.num_computed, for_nothing.num_unverified_drafts) == (9 + 5 - 2, 3)
     covered = sum(len(row.new_block_ids) for row in (prefill, verification, for_nothing))
     assert covered == 9 + 4, "where it starts when all four tokens of the row before it stand"
 
@@ -306,7 +306,7 @@ def refusals(engine: Engine) -> list[StepPlan]:
 
 @pytest.mark.parametrize("lag", [None, 0, 2])
 def test_a_step_that_does_not_fit_the_memory_preempts_the_latest_and_all_finish(lag: int | None) -> None:
-    engine = CheckedEngine(make_limits(), None if lag is None else lambda: lag)
+    engine = CheckedEngine(make_config(), None if lag is None else lambda: lag)
     refused = refusals(engine)
     engine.worker.max_tokens_in_memory = 11  # two rows that verify three drafts, and not three
     for request in crowd(seed=NONE_STANDS):
@@ -347,7 +347,7 @@ def test_who_did_not_fit_the_memory_is_not_admitted_again_at_once() -> None:
 
 @pytest.mark.parametrize("lag", [None, 1])
 def test_a_request_that_does_not_fit_the_memory_alone_ends_with_an_error(lag: int | None) -> None:
-    engine = Engine(make_limits(), None if lag is None else lambda: lag)
+    engine = Engine(make_config(), None if lag is None else lambda: lag)
     engine.worker.max_tokens_in_memory = 12
     small, large = make_request("small", PROMPT), make_request("large", [1] * 20, max_tokens=4)
     engine.add(large)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import make_limits, make_request
+from toy_core import make_config, make_request
 
 from dflash_backend.messages import GenerationRequest
 
@@ -24,14 +24,14 @@ def _steps(engine: CheckedEngine, requests: list[GenerationRequest]) -> int:
 @pytest.mark.parametrize("prefill", [None, 1])
 def test_a_pool_for_one_request_serves_many_that_all_want_it_whole(caching: bool, prefill: int | None) -> None:
     # Each needs the whole pool at its end, and eight are admitted as soon as their prompts fit.
-    limits = make_limits(
+    config = make_config(
         num_blocks=12,
         max_model_len=48,
         drafter_max_len=48,
         enable_prefix_caching=caching,
         max_prefill_tokens_per_step=prefill,
     )
-    engine = CheckedEngine(limits)
+    engine = CheckedEngine(config)
     requests = [make_request(f"r{i}", [i, 2, 3], max_tokens=45, seed=0) for i in range(12)]
     num_steps = _steps(engine, requests)
     assert engine.core.stats().num_preemptions > 10
@@ -40,7 +40,7 @@ def test_a_pool_for_one_request_serves_many_that_all_want_it_whole(caching: bool
 
 
 def test_a_stream_of_short_requests_does_not_hold_up_a_long_one() -> None:
-    engine = CheckedEngine(make_limits(num_blocks=32, max_num_seqs=4, max_num_batched_tokens=16))
+    engine = CheckedEngine(make_config(num_blocks=32, max_num_seqs=4, max_num_batched_tokens=16))
     engine.add(make_request("long", [7] * 90, max_tokens=20, seed=0))
     num_steps = 0
     while engine.outputs["long"].finish_reason is None:
@@ -54,7 +54,7 @@ def test_a_stream_of_short_requests_does_not_hold_up_a_long_one() -> None:
 
 def test_a_long_prompt_at_the_head_of_the_queue_is_not_overtaken_for_ever() -> None:
     # Its blocks are free only when nearly everybody has gone; the shorter ones behind it would fit all the time.
-    engine = CheckedEngine(make_limits(num_blocks=30, max_num_seqs=8))
+    engine = CheckedEngine(make_config(num_blocks=30, max_num_seqs=8))
     for index in range(6):
         engine.add(make_request(f"early {index}", [index, 1, 2], max_tokens=16, seed=0))
     engine.step()
@@ -72,7 +72,7 @@ def test_a_long_prompt_at_the_head_of_the_queue_is_not_overtaken_for_ever() -> N
 
 
 def test_preempted_requests_come_back_in_the_order_in_which_they_arrived() -> None:
-    engine = CheckedEngine(make_limits(num_blocks=14, enable_prefix_caching=False))
+    engine = CheckedEngine(make_config(num_blocks=14, enable_prefix_caching=False))
     for index in range(5):
         engine.add(make_request(f"r{index}", [index] * 5, max_tokens=30, seed=0))
     ended: list[str] = []
@@ -85,7 +85,7 @@ def test_preempted_requests_come_back_in_the_order_in_which_they_arrived() -> No
 
 
 def test_deadlines_of_finished_requests_do_not_pile_up() -> None:
-    engine = CheckedEngine(make_limits())
+    engine = CheckedEngine(make_config())
     for index in range(1000):
         engine.add(make_request(f"r{index}", [1], max_tokens=1, deadline_s=1e6))
         engine.step()

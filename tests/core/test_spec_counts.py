@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_core import Engine, make_limits, make_request
+from toy_core import Engine, make_config, make_request
 
 from dflash_backend.messages import RequestStats
 
@@ -24,7 +24,7 @@ def _rows_without_drafts(engine: Engine, request_id: str) -> int:
 @pytest.mark.parametrize("max_tokens", range(1, 24))
 @pytest.mark.parametrize("seed", range(4))
 def test_every_token_of_an_answer_is_counted_once(max_tokens: int, seed: int) -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     (output,) = engine.run(make_request("a", PROMPT, seed=seed, max_tokens=max_tokens))
     stats = _stats(engine, "a")
     assert len(output.token_ids) == max_tokens
@@ -36,7 +36,7 @@ def test_every_token_of_an_answer_is_counted_once(max_tokens: int, seed: int) ->
 
 
 def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     engine.run(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=2))
     stats = _stats(engine, "a")
     assert (stats.num_drafts, stats.num_draft_tokens, stats.acceptance_length) == (1, 3, 1.0)
@@ -46,7 +46,7 @@ def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool) -> None:
     """9 tokens are out, in steps of 1, 4 and 4, when the frontend says how many of them belong to the answer."""
-    engine = Engine(make_limits(), lag=(lambda: 1) if overlap else None)
+    engine = Engine(make_config(), lag=(lambda: 1) if overlap else None)
     engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
     while len(engine.outputs["a"].token_ids) < 9:
         engine.step()
@@ -64,7 +64,7 @@ def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool
 
 
 def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
     while len(engine.outputs["a"].token_ids) < 9:
         engine.step()

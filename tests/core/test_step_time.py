@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_core import Clock, Engine, ToyWorker, make_limits, make_request, run_alone
+from toy_core import Clock, Engine, ToyWorker, make_config, make_request, run_alone
 
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.step_time import AUTO_STEP_S, LIGHT_TOKENS, ONE_TENANT_FACTOR, StepTime
@@ -32,9 +32,9 @@ class SlowToy(ToyWorker):
 
 
 def slow_engine(**changes: object) -> tuple[Engine, SlowToy]:
-    limits = make_limits(**({"num_blocks": 4000, "max_model_len": 2000, "max_num_batched_tokens": 2000} | changes))
-    engine = Engine(limits)
-    worker = SlowToy(limits)
+    config = make_config(**({"num_blocks": 4000, "max_model_len": 2000, "max_num_batched_tokens": 2000} | changes))
+    engine = Engine(config)
+    worker = SlowToy(config)
     worker.clock, worker.pool = engine.clock, engine.worker.pool
     engine.worker = engine.core._worker = worker
     return engine, worker
@@ -91,7 +91,7 @@ def test_a_slow_device_gets_no_bound_that_leaves_nothing_for_prompts() -> None:
 
 
 def test_outputs_do_not_depend_on_it() -> None:
-    limits = make_limits()
+    config = make_config()
     for max_step_s in (0.011, 0.05, 10.0):
         engine, _ = slow_engine(max_step_s=max_step_s)
         requests = [
@@ -100,7 +100,7 @@ def test_outputs_do_not_depend_on_it() -> None:
         ]
         outputs = engine.run(*requests)
         for request, output in zip(requests, outputs, strict=True):
-            assert output.token_ids == run_alone(request, limits).token_ids
+            assert output.token_ids == run_alone(request, config).token_ids
 
 
 def test_nothing_is_bounded_before_anything_was_measured() -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 
 import pytest
-from toy_core import Engine, make_limits, make_request
+from toy_core import Engine, make_config, make_request
 
 from dflash_backend.core.engine import RequestError
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT
@@ -37,8 +37,8 @@ def _tokens_by_tenant(engine: Engine) -> Counter[str]:
     return counts
 
 
-def _starts(engine: Engine) -> list[str]:
-    return [new.request_id for plan in engine.worker.plans for new in plan.new]
+def _starts(engine: Engine, first: int = 0) -> list[str]:
+    return [new.request_id for plan in engine.worker.plans[first:] for new in plan.new_requests]
 
 
 def _steps(engine: Engine, count: int) -> None:
@@ -49,8 +49,8 @@ def _steps(engine: Engine, count: int) -> None:
 @pytest.mark.parametrize("lag", [None, 1])
 @pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 1.0, "b": 2.0}])
 def test_competing_tenants_get_steps_by_weight(weights: dict[str, float], lag: int | None) -> None:
-    limits = make_limits(max_num_batched_tokens=40, max_queue_size=500, tenant_weights=weights)
-    engine = Engine(limits, None if lag is None else lambda: lag)
+    config = make_config(max_num_batched_tokens=40, max_queue_size=500, tenant_weights=weights)
+    engine = Engine(config, None if lag is None else lambda: lag)
     _flood(engine, "a", 200)
     _flood(engine, "b", 200)
     _steps(engine, 60)
@@ -62,7 +62,7 @@ def test_competing_tenants_get_steps_by_weight(weights: dict[str, float], lag: i
 
 def test_decode_tokens_count() -> None:
     # Both send the same prompts; the answers of one are ten times as long, so fewer of its requests are served.
-    engine = Engine(make_limits(max_queue_size=500, num_blocks=400, max_num_seqs=6, num_speculative_tokens=0))
+    engine = Engine(make_config(max_queue_size=500, num_blocks=400, max_num_seqs=6, num_speculative_tokens=0))
     _flood(engine, "long", 100, max_tokens=20)
     _flood(engine, "short", 300, max_tokens=2)
     _steps(engine, 150)
@@ -74,7 +74,7 @@ def test_decode_tokens_count() -> None:
 
 def test_cached_tokens_are_cheap() -> None:
     # Room for one prompt a step. The prompts of "hit" are cached but for a token or two, so many of them equal one.
-    engine = Engine(make_limits(max_num_batched_tokens=42, max_queue_size=500, num_blocks=400, max_num_seqs=4))
+    engine = Engine(make_config(max_num_batched_tokens=42, max_queue_size=500, num_blocks=400, max_num_seqs=4))
     prefix = list(range(1, 41))
     engine.run(make_request("warm", [*prefix, 1], max_tokens=1, tenant="hit"))
     first = len(engine.worker.plans)
@@ -82,7 +82,7 @@ def test_cached_tokens_are_cheap() -> None:
         engine.add(make_request(f"hit{index}", [*prefix, index % 50], max_tokens=1, tenant="hit"))
     _flood(engine, "miss", 100, length=41)
     _steps(engine, 60)
-    started = Counter(new.request_id.rstrip("0123456789") for plan in engine.worker.plans[first:] for new in plan.new)
+    started = Counter(request_id.rstrip("0123456789") for request_id in _starts(engine, first))
     assert started["hit"] > 4 * started["miss"]
     tenants = engine.core.scheduler.queue.tenants
     assert tenants["hit"].service == pytest.approx(tenants["miss"].service, abs=80)
@@ -90,7 +90,7 @@ def test_cached_tokens_are_cheap() -> None:
 
 
 def test_a_tenant_alone_has_every_token_and_row_of_a_step() -> None:
-    alone, anonymous = (Engine(make_limits(max_num_batched_tokens=64, num_blocks=200)) for _ in range(2))
+    alone, anonymous = (Engine(make_config(max_num_batched_tokens=64, num_blocks=200)) for _ in range(2))
     _flood(alone, "a", 30)
     _flood(anonymous, "", 30)
     for engine in (alone, anonymous):
@@ -104,7 +104,7 @@ def test_a_tenant_alone_has_every_token_and_row_of_a_step() -> None:
 
 
 def test_one_tenant_is_served_in_order_of_arrival() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=48, num_blocks=200))
+    engine = Engine(make_config(max_num_batched_tokens=48, num_blocks=200))
     _flood(engine, "a", 20)
     _flood(engine, "b", 20)
     while engine.core.has_unfinished():
@@ -114,7 +114,7 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
 
 
 def test_a_short_request_runs_beside_a_flood_of_long_prompts() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=64, max_queue_size=500, num_blocks=400))
+    engine = Engine(make_config(max_num_batched_tokens=64, max_queue_size=500, num_blocks=400))
     _flood(engine, "flood", 300, length=120, max_tokens=4)
     _steps(engine, 20)
     for index in range(10):
@@ -129,7 +129,7 @@ def test_a_short_request_runs_beside_a_flood_of_long_prompts() -> None:
 
 @pytest.mark.parametrize("lag", [None, 1])
 def test_a_tenant_that_waits_for_a_row_has_one_made_free(lag: int | None) -> None:
-    engine = Engine(make_limits(num_blocks=400, max_num_seqs=4), None if lag is None else lambda: lag)
+    engine = Engine(make_config(num_blocks=400, max_num_seqs=4), None if lag is None else lambda: lag)
     _flood(engine, "flood", 6, max_tokens=60, seed=0)
     _steps(engine, 3)
     assert list(engine.core.scheduler.running) == [f"flood{i}" for i in range(4)]
@@ -142,12 +142,12 @@ def test_a_tenant_that_waits_for_a_row_has_one_made_free(lag: int | None) -> Non
     assert engine.outputs["flood3"].stats.num_preemptions == 1
     assert (
         engine.outputs["flood3"].token_ids
-        == Engine(make_limits()).run(_request("flood3", "flood", max_tokens=60, seed=0))[0].token_ids
+        == Engine(make_config()).run(_request("flood3", "flood", max_tokens=60, seed=0))[0].token_ids
     )
 
 
 def test_rows_come_to_equal_shares_and_stay_there() -> None:
-    engine = Engine(make_limits(num_blocks=400, max_num_seqs=8))
+    engine = Engine(make_config(num_blocks=400, max_num_seqs=8))
     _flood(engine, "a", 20, max_tokens=80, seed=0)
     _steps(engine, 4)
     _flood(engine, "b", 20, max_tokens=80, seed=0)
@@ -160,7 +160,7 @@ def test_rows_come_to_equal_shares_and_stay_there() -> None:
 
 
 def test_rows_are_shared_by_weight() -> None:
-    engine = Engine(make_limits(num_blocks=400, max_num_seqs=8, tenant_weights={"a": 3.0}))
+    engine = Engine(make_config(num_blocks=400, max_num_seqs=8, tenant_weights={"a": 3.0}))
     _flood(engine, "a", 20, max_tokens=80, seed=0)
     _steps(engine, 4)
     _flood(engine, "b", 20, max_tokens=80, seed=0)
@@ -169,7 +169,7 @@ def test_rows_are_shared_by_weight() -> None:
 
 
 def test_a_tenant_that_waits_for_blocks_has_some_made_free() -> None:
-    engine = Engine(make_limits(num_blocks=32, max_num_seqs=8, enable_prefix_caching=False))
+    engine = Engine(make_config(num_blocks=32, max_num_seqs=8, enable_prefix_caching=False))
     _flood(engine, "flood", 12, length=30, max_tokens=60, seed=0)
     _steps(engine, 3)
     num_running = len(engine.core.scheduler.running)
@@ -182,7 +182,7 @@ def test_a_tenant_that_waits_for_blocks_has_some_made_free() -> None:
 
 
 def test_a_tenants_only_request_is_not_preempted_for_another_tenant() -> None:
-    engine = Engine(make_limits(num_blocks=30, enable_prefix_caching=False))
+    engine = Engine(make_config(num_blocks=30, enable_prefix_caching=False))
     engine.add(_request("giant", "a", length=90, max_tokens=8, seed=0))
     engine.step()
     engine.add(_request("short", "b", length=30, max_tokens=2))
@@ -192,7 +192,7 @@ def test_a_tenants_only_request_is_not_preempted_for_another_tenant() -> None:
 
 
 def test_a_tenants_only_row_is_not_taken_for_another_tenant() -> None:
-    engine = Engine(make_limits(max_num_seqs=2))
+    engine = Engine(make_config(max_num_seqs=2))
     for tenant in "abc":
         engine.add(_request(tenant, tenant, max_tokens=30, seed=0))
         engine.step()
@@ -203,7 +203,7 @@ def test_a_tenants_only_row_is_not_taken_for_another_tenant() -> None:
 
 def test_a_growing_request_takes_blocks_of_the_tenant_that_holds_most() -> None:
     # "b" holds little and arrived last; with one tenant it would be the one to go.
-    engine = Engine(make_limits(num_blocks=26, enable_prefix_caching=False))
+    engine = Engine(make_config(num_blocks=26, enable_prefix_caching=False))
     _flood(engine, "a", 3, max_tokens=40, length=16, seed=0)
     engine.step()
     engine.add(_request("b0", "b", length=4, max_tokens=12, seed=0))
@@ -217,7 +217,7 @@ def test_a_growing_request_takes_blocks_of_the_tenant_that_holds_most() -> None:
 
 
 def test_the_request_that_arrived_first_is_not_preempted_though_it_is_its_tenants_least_urgent() -> None:
-    engine = Engine(make_limits(num_blocks=26, enable_prefix_caching=False, max_num_seqs=3))
+    engine = Engine(make_config(num_blocks=26, enable_prefix_caching=False, max_num_seqs=3))
     engine.add(_request("a0", "a", max_tokens=50, length=16, seed=0, priority=200))
     engine.step()
     for name in ("a1", "a2"):
@@ -233,7 +233,7 @@ def test_the_request_that_arrived_first_is_not_preempted_though_it_is_its_tenant
 
 
 def test_priority_orders_one_tenants_requests_and_0_is_between() -> None:
-    engine = Engine(make_limits(max_num_seqs=1))
+    engine = Engine(make_config(max_num_seqs=1))
     for name, priority in (("running", 0), ("late", 101), ("default", 0), ("first", 1), ("equal", 100)):
         engine.add(_request(name, "", max_tokens=2, priority=priority))
         if name == "running":
@@ -244,7 +244,7 @@ def test_priority_orders_one_tenants_requests_and_0_is_between() -> None:
 
 
 def test_priority_is_nothing_to_other_tenants() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500))
+    engine = Engine(make_config(max_num_batched_tokens=40, max_queue_size=500))
     _flood(engine, "a", 100, priority=1)
     _flood(engine, "b", 100, priority=500)
     _steps(engine, 40)
@@ -253,7 +253,7 @@ def test_priority_is_nothing_to_other_tenants() -> None:
 
 
 def test_a_timeout_ends_a_request_with_what_it_has() -> None:
-    engine = Engine(make_limits())
+    engine = Engine(make_config())
     engine.add(_request("a", "", max_tokens=100, seed=0, timeout=3_000_000))
     engine.add(_request("b", "", max_tokens=100, seed=0, timeout=60_000_000, deadline_s=3.0))
     for _ in range(5):
@@ -265,7 +265,7 @@ def test_a_timeout_ends_a_request_with_what_it_has() -> None:
 
 
 def test_an_absence_is_no_claim() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500))
+    engine = Engine(make_config(max_num_batched_tokens=40, max_queue_size=500))
     _flood(engine, "a", 200)
     _steps(engine, 30)
     first = len(engine.worker.plans)
@@ -279,7 +279,7 @@ def test_an_absence_is_no_claim() -> None:
 
 
 def test_a_pause_pays_no_debt() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=40, max_queue_size=500, tenant_weights={"b": 0.1}))
+    engine = Engine(make_config(max_num_batched_tokens=40, max_queue_size=500, tenant_weights={"b": 0.1}))
     tenants = engine.core.scheduler.queue.tenants
     _flood(engine, "a", 50)
     engine.add(_request("b", "b", length=100, max_tokens=1))
@@ -292,7 +292,7 @@ def test_a_pause_pays_no_debt() -> None:
 
 
 def test_counters_of_tenants_that_left_are_bounded() -> None:
-    engine = Engine(make_limits(max_num_seqs=2, num_blocks=400))
+    engine = Engine(make_config(max_num_seqs=2, num_blocks=400))
     engine.add(_request("stays", "stays", max_tokens=100, seed=0))
     for index in range(2 * MAX_ABSENT):
         engine.add(make_request(f"r{index}", [1], tenant=f"t{index}"))
@@ -303,7 +303,7 @@ def test_counters_of_tenants_that_left_are_bounded() -> None:
 
 
 def test_aborted_requests_leave_the_queue() -> None:
-    engine = Engine(make_limits(max_num_seqs=1, max_queue_size=500))
+    engine = Engine(make_config(max_num_seqs=1, max_queue_size=500))
     _flood(engine, "a", 400)
     engine.core.abort([f"a{index}" for index in range(1, 399)])
     tenant = engine.core.scheduler.queue.tenants["a"]
@@ -314,14 +314,14 @@ def test_aborted_requests_leave_the_queue() -> None:
 
 
 def test_requests_that_free_rows_wait_for_take_no_place_in_the_queue() -> None:
-    engine = Engine(make_limits(max_num_seqs=32, max_queue_size=2))
+    engine = Engine(make_config(max_num_seqs=32, max_queue_size=2))
     _flood(engine, "", 34)
     with pytest.raises(RequestError, match="34 requests wait already and max_queue_size is 2"):
         engine.add(_request("one more", ""))
 
 
 def test_a_tenant_that_fills_its_queue_leaves_places_to_others() -> None:
-    engine = Engine(make_limits(max_num_seqs=1, max_queue_size=10))
+    engine = Engine(make_config(max_num_seqs=1, max_queue_size=10))
     for index in range(30):
         for tenant in "abcdef":
             with contextlib.suppress(RequestError):
@@ -336,7 +336,7 @@ def test_a_tenant_that_fills_its_queue_leaves_places_to_others() -> None:
 
 
 def test_waiting_tokens_are_bounded() -> None:
-    engine = Engine(make_limits(max_num_seqs=1, max_queue_tokens=100))
+    engine = Engine(make_config(max_num_seqs=1, max_queue_tokens=100))
     engine.add(_request("runs", "a", length=90))
     _flood(engine, "a", 1, length=10)
     with pytest.raises(RequestError, match="max_queue_tokens is 100") as error:
@@ -346,7 +346,7 @@ def test_waiting_tokens_are_bounded() -> None:
 
 
 def test_a_prompt_of_several_steps_leaves_room_for_a_tenant_whose_turn_it_is() -> None:
-    engine = Engine(make_limits(max_num_batched_tokens=24))
+    engine = Engine(make_config(max_num_batched_tokens=24))
     engine.add(_request("long", "a", length=100, max_tokens=1))
     engine.step()
     engine.add(_request("other", "b", length=100, max_tokens=1))
@@ -358,7 +358,7 @@ def test_a_prompt_of_several_steps_leaves_room_for_a_tenant_whose_turn_it_is() -
 
 @pytest.mark.parametrize("weights", [{}, {"t1": 10.0}])
 def test_nobody_starves_among_many_tenants(weights: dict[str, float]) -> None:
-    engine = Engine(make_limits(max_num_seqs=4, max_queue_size=400, num_blocks=40, tenant_weights=weights))
+    engine = Engine(make_config(max_num_seqs=4, max_queue_size=400, num_blocks=40, tenant_weights=weights))
     for index in range(20):
         for tenant in range(20):
             engine.add(_request(f"t{tenant}.{index}", f"t{tenant}", length=12, max_tokens=6))

@@ -12,12 +12,12 @@ import pytest
 from dflash_backend import LLM
 from dflash_backend.config import ConfigError
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.trace import HOST, PHASES, STEPS, StepTrace
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from tests.core.toy_core import OverlappingToy, ToyWorker
 
-LIMITS = EngineLimits(
+LIMITS = SchedulerConfig(
     num_blocks=64,
     block_size=4,
     max_model_len=96,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import QUERY, Engine, greedy_continuation, lookup, make_limits, make_request
+from toy_core import QUERY, Engine, greedy_continuation, lookup, make_config, make_request
 
 PREFIX = list(range(1, 9))  # two blocks of four
 
@@ -23,13 +23,13 @@ def _run_beside(engine: CheckedEngine, *prompts: list[int], **sampling: object) 
 @pytest.mark.parametrize("length", range(1, 10))
 def test_trap_1_queries_stay_in_blocks_of_their_own_wherever_the_prompt_ends(length: int) -> None:
     # Neighbours in a pool of single-position blocks: one query too many would lie in the next request's block.
-    engine = CheckedEngine(make_limits(block_size=1, num_blocks=120))
+    engine = CheckedEngine(make_config(block_size=1, num_blocks=120))
     _run_beside(engine, *[[10 + i, *PREFIX[:length]] for i in range(4)])
     assert engine.core.stats().num_drafts > 0
 
 
 def test_trap_1_the_first_prefill_covers_the_anchors_query_and_k_masks() -> None:
-    engine = Engine(make_limits(block_size=1))
+    engine = Engine(make_config(block_size=1))
     engine.add(make_request("a", PREFIX))
     engine.step()
     assert len(engine.core.scheduler.running["a"].block_ids) == 8 + 1 + 3
@@ -37,7 +37,7 @@ def test_trap_1_the_first_prefill_covers_the_anchors_query_and_k_masks() -> None
 
 
 def test_trap_1_a_shared_prefix_outlives_the_drafts_of_all_who_share_it() -> None:
-    engine = CheckedEngine(make_limits(num_blocks=60))
+    engine = CheckedEngine(make_config(num_blocks=60))
     engine.add(make_request("first", [*PREFIX, 40], max_tokens=1))
     engine.finish()
     shared = [lookup(engine.core.scheduler.kv.pool, name) for name in _names(engine, [*PREFIX, 40])]
@@ -57,7 +57,7 @@ def _names(engine: CheckedEngine, prompt: list[int]) -> list[bytes]:
 
 @pytest.mark.parametrize("drafter_max_len", range(10, 30))
 def test_trap_2_no_anchor_or_mask_lies_past_the_drafters_length(drafter_max_len: int) -> None:
-    engine = Engine(make_limits(drafter_max_len=drafter_max_len, block_size=1))
+    engine = Engine(make_config(drafter_max_len=drafter_max_len, block_size=1))
     (output,) = engine.run(make_request("a", PREFIX, max_tokens=40, seed=3))
     drafting = [row for row in engine.rows_of("a") if row.num_next_draft]
     for row in drafting:
@@ -69,7 +69,7 @@ def test_trap_2_no_anchor_or_mask_lies_past_the_drafters_length(drafter_max_len:
 
 def test_trap_3_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
     # Seed 0 of a greedy request: no draft ever stands, so each step leaves three rejected positions behind.
-    engine = CheckedEngine(make_limits(block_size=1))
+    engine = CheckedEngine(make_config(block_size=1))
     _run_beside(engine, PREFIX, seed=0, max_tokens=12)
     stats = engine.core.stats()
     assert (stats.num_accepted_tokens, stats.num_draft_tokens) == (0, 33)
@@ -78,7 +78,7 @@ def test_trap_3_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
 
 
 def test_trap_4_a_hit_brings_the_drafters_context_with_the_targets() -> None:
-    engine = CheckedEngine(make_limits(num_blocks=60))
+    engine = CheckedEngine(make_config(num_blocks=60))
     _run_beside(engine, [*PREFIX, 30], seed=3, max_tokens=17)
     engine.add(make_request("hit", [*PREFIX, 31], seed=3, max_tokens=17))
     engine.step()
@@ -95,7 +95,7 @@ def test_trap_4_a_hit_brings_the_drafters_context_with_the_targets() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_trap_5_a_hit_keeps_its_last_full_block(num_blocks: int) -> None:
-    engine = CheckedEngine(make_limits(num_blocks=60))
+    engine = CheckedEngine(make_config(num_blocks=60))
     prompt = [*range(1, 4 * num_blocks + 1), 40]
     _run_beside(engine, prompt, prompt, seed=3, max_tokens=1)
     engine.add(make_request("later", prompt, max_tokens=4))

@@ -27,15 +27,15 @@ from typing import Any
 from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import (
-    EngineLimits,
     NewRequest,
-    RowResult,
-    ScheduledRow,
+    RequestResult,
+    ScheduledRequest,
     StepFailed,
     StepOutOfMemory,
     StepPlan,
     StepResult,
 )
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
 
 VOCAB = 50
@@ -125,9 +125,9 @@ class _Held:
         for token_id in token_ids:
             self.plain = hash((self.plain, token_id))
 
-    def tokens_left(self, limits: EngineLimits) -> int:
+    def tokens_left(self, config: SchedulerConfig) -> int:
         """How many tokens may come yet; none or less for a request that has ended by its length."""
-        longest = min(self.new.num_prompt_tokens + self.new.sampling.max_tokens, limits.max_model_len)
+        longest = min(self.new.num_prompt_tokens + self.new.sampling.max_tokens, config.max_model_len)
         return longest - len(self.token_ids)
 
 
@@ -140,13 +140,13 @@ class ToyWorker:
 
     overlaps = False
 
-    def __init__(self, limits: EngineLimits) -> None:
-        self._limits = limits
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self._held: dict[str, _Held] = {}
         self._results: deque[StepResult] = deque()
-        num_slots = limits.num_blocks * limits.block_size
+        num_slots = config.num_blocks * config.block_size
         # Of tokens, positions and drafts of one request: what ended with drafts standing runs past its longest.
-        self._num_places = limits.max_model_len + limits.num_speculative_tokens + 1
+        self._num_places = config.max_model_len + config.num_speculative_tokens + 1
         self.target_kv = [EMPTY] * num_slots
         self.drafter_kv = [EMPTY] * num_slots
         self.pool: BlockPool | None = None
@@ -178,7 +178,7 @@ class ToyWorker:
 
     def _admit(self, plan: StepPlan) -> None:
         """What is decided when a step is submitted: whether it fits the memory."""
-        assert plan.num_tokens <= self._limits.max_num_batched_tokens
+        assert plan.num_tokens <= self._config.max_num_batched_tokens
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
         if self.max_tokens_in_memory is not None and plan.num_tokens > self.max_tokens_in_memory:
             self.num_refused += 1
@@ -204,14 +204,14 @@ class ToyWorker:
 
     def _take_deltas(self, plan: StepPlan) -> None:
         """Forget and learn requests, and take the blocks that rows gained."""
-        for request_id in plan.finished:
+        for request_id in plan.finished_req_ids:
             del self._held[request_id]
-        for new in plan.new:
+        for new in plan.new_requests:
             assert new.request_id not in self._held, f"{new.request_id} is new and already held"
             states = prefix_states(new.token_ids, root_state(new.sampling.cache_salt))
             plain = prefix_states(new.token_ids, root_state())[-1]
             self._held[new.request_id] = _Held(new, list(new.token_ids), states, plain)
-        assert len(self._held) <= self._limits.max_num_seqs, "more requests than the worker has rows for"
+        assert len(self._held) <= self._config.max_num_seqs, "more requests than the worker has rows for"
         for row in plan.rows:
             self._held[row.request_id].block_ids += row.new_block_ids
 
@@ -241,46 +241,46 @@ class ToyWorker:
                 self._propose(row, held)
         return StepResult(plan.step_id, results)
 
-    def _start_of(self, row: ScheduledRow) -> int:
+    def _start_of(self, row: ScheduledRequest) -> int:
         """Where a row starts: where the worker has got to, if that was not certain as the row was planned."""
         held = self._held[row.request_id]
-        if not row.num_uncertain:
+        if not row.num_unverified_drafts:
             assert held.num_computed in (None, row.num_computed), f"{row} does not start at {held.num_computed}"
             return row.num_computed
         start = held.num_computed
         assert start is not None
-        assert row.num_computed - row.num_uncertain <= start, f"{row} starts at {start}, which is too far below"
-        if held.tokens_left(self._limits) > 0:
+        assert row.num_computed - row.num_unverified_drafts <= start, f"{row} starts at {start}, which is too far below"
+        if held.tokens_left(self._config) > 0:
             assert start <= row.num_computed, f"{row} starts at {start}, past its upper bound"
         return start
 
-    def _check_row(self, row: ScheduledRow, held: _Held, start: int) -> None:
+    def _check_row(self, row: ScheduledRequest, held: _Held, start: int) -> None:
         """What the row needs of tokens, blocks and length. Of those that follow a token, only when it is not the last:
         a request that has ended, or ends in this row, goes on to draft for nothing."""
-        limits = self._limits
+        config = self._config
         assert row.num_draft == (len(held.drafts) if row.sample else 0)
         known = start + row.num_new
         assert known == len(held.token_ids) if row.sample else known < len(held.token_ids)
         if row.num_next_draft and not row.sample:
             assert known == len(held.token_ids) - 1, "a resumed request drafts from its last token"
-        if held.tokens_left(limits) < 1:
-            assert row.num_uncertain, f"{row} is of a request that is known to have ended"
+        if held.tokens_left(config) < 1:
+            assert row.num_unverified_drafts, f"{row} is of a request that is known to have ended"
             return
         end = known + row.num_draft
-        covered = len(held.block_ids) * limits.block_size
+        covered = len(held.block_ids) * config.block_size
         assert covered >= end, "RESERVE"
-        assert end <= limits.max_model_len
-        if row.num_next_draft and held.tokens_left(limits) > 1:
+        assert end <= config.max_model_len
+        if row.num_next_draft and held.tokens_left(config) > 1:
             assert covered >= end + self._num_queries(row), "RESERVE"
             # The row leaves `end + 1` tokens at most, the last of them the anchor, and the masks follow it.
             longest = end + 1 + row.num_next_draft
-            assert longest <= min(limits.drafter_max_len, limits.max_model_len), "WINDOW"
+            assert longest <= min(config.drafter_max_len, config.max_model_len), "WINDOW"
 
-    def _num_queries(self, row: ScheduledRow) -> int:
+    def _num_queries(self, row: ScheduledRequest) -> int:
         """Positions that the drafter's queries write: k masks, and for DFlash the anchor. The toy counts for itself."""
-        return row.num_next_draft + self._limits.lookahead_base if row.num_next_draft else 0
+        return row.num_next_draft + self._config.lookahead_base if row.num_next_draft else 0
 
-    def _check_owners(self, plan: StepPlan, work: list[tuple[ScheduledRow, _Held, int]]) -> None:
+    def _check_owners(self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
         """OWN: what a row may write (from its first uncomputed position on) is in no other request's table, not in the
         prefix cache, and in the guard's set when there is one."""
         num_holders: dict[int, int] = {}
@@ -288,27 +288,27 @@ class ToyWorker:
             for block_id in held.block_ids:
                 num_holders[block_id] = num_holders.get(block_id, 0) + 1
         for row, held, start in work:
-            written = held.block_ids[start // self._limits.block_size :]
+            written = held.block_ids[start // self._config.block_size :]
             for block_id in written:
                 assert num_holders[block_id] == 1, f"OWN: {row} writes block {block_id}, which others hold"
                 assert self.pool is None or not self.pool.is_cached(block_id), f"OWN: {row} writes a cached block"
             if plan.writable_block_ids is not None:
                 assert plan.writable_block_ids[row.request_id] >= set(written), "OWN: not in the guard's set"
 
-    def _row_states(self, row: ScheduledRow, held: _Held, start: int) -> list[int]:
+    def _row_states(self, row: ScheduledRequest, held: _Held, start: int) -> list[int]:
         known = start + row.num_new
         states = held.states[start:known]
         return states + prefix_states(held.drafts, states[-1]) if row.num_draft else states
 
     def _write(self, held: _Held, kv: list[int], start: int, values: list[int]) -> None:
-        block_size = self._limits.block_size
+        block_size = self._config.block_size
         covered = len(held.block_ids) * block_size
         for position, value in enumerate(values[: max(0, covered - start)], start):
             kv[held.block_ids[position // block_size] * block_size + position % block_size] = value
 
     def _read(self, held: _Held, kv: list[int], expected: list[int]) -> None:
         """Every position that has a block, through the block table, a block at a time."""
-        block_size, start = self._limits.block_size, 0
+        block_size, start = self._config.block_size, 0
         for block_id in held.block_ids:
             wanted = expected[start : start + block_size]
             found = kv[block_id * block_size : block_id * block_size + len(wanted)]
@@ -317,13 +317,13 @@ class ToyWorker:
             if start >= len(expected):
                 return
 
-    def _accept(self, row: ScheduledRow, held: _Held) -> RowResult:
+    def _accept(self, row: ScheduledRequest, held: _Held) -> RequestResult:
         if not row.sample:
-            return RowResult(row.request_id, [], 0)
+            return RequestResult(row.request_id, [], 0)
         tokens = verify(held.new.seed, held.new.sampling.greedy, len(held.token_ids), held.plain, held.drafts)
-        return RowResult(row.request_id, tokens, len(tokens) - 1)
+        return RequestResult(row.request_id, tokens, len(tokens) - 1)
 
-    def _propose(self, row: ScheduledRow, held: _Held) -> None:
+    def _propose(self, row: ScheduledRequest, held: _Held) -> None:
         anchor = held.num_computed
         assert anchor is not None
         assert anchor == len(held.token_ids) - 1
@@ -342,8 +342,8 @@ class OverlappingToy(ToyWorker):
 
     overlaps = True
 
-    def __init__(self, limits: EngineLimits, lag: Callable[[], int] = lambda: 1) -> None:
-        super().__init__(limits)
+    def __init__(self, config: SchedulerConfig, lag: Callable[[], int] = lambda: 1) -> None:
+        super().__init__(config)
         self._lag = lag
         self._queue: deque[StepPlan] = deque()
         self._uncollected: deque[StepPlan] = deque()
@@ -376,17 +376,17 @@ class OverlappingToy(ToyWorker):
 
     def _check_certainty(self, plan: StepPlan) -> None:
         """A row is as uncertain as the step in flight makes it. A request that needs its own output waits for it."""
-        learnt = {new.request_id for new in plan.new}
+        learnt = {new.request_id for new in plan.new_requests}
         ahead = {row.request_id: row for other in self._uncollected for row in other.rows}
         for row in plan.rows:
             other = None if row.request_id in learnt else ahead.get(row.request_id)
-            assert row.num_uncertain == (0 if other is None else other.num_draft)
+            assert row.num_unverified_drafts == (0 if other is None else other.num_draft)
             if other is not None:
-                assert not self._sampling_of(row.request_id).needs_own_output, f"{row} needs what is in flight"
+                assert not self._sampling_of(row.request_id).disables_overlap, f"{row} needs what is in flight"
 
     def _sampling_of(self, request_id: str) -> SamplingParams:
         for plan in reversed(self._queue):
-            for new in plan.new:
+            for new in plan.new_requests:
                 if new.request_id == request_id:
                     return new.sampling
         return self._held[request_id].new.sampling
@@ -402,7 +402,7 @@ class Clock:
         return self.now
 
 
-def make_limits(**changes: Any) -> EngineLimits:
+def make_config(**changes: Any) -> SchedulerConfig:
     """Limits that leave room for everything, but for `changes`."""
     values: dict[str, Any] = {
         "num_blocks": 64,
@@ -416,7 +416,7 @@ def make_limits(**changes: Any) -> EngineLimits:
         "drafter_max_len": 128,
         "kv_write_guard": True,
     }
-    return EngineLimits(**(values | changes))
+    return SchedulerConfig(**(values | changes))
 
 
 def make_request(request_id: str, prompt: list[int], **sampling: Any) -> GenerationRequest:
@@ -442,10 +442,10 @@ class Engine:
     With `lag`, which is the overlapping toy's, a step is in flight between two steps.
     """
 
-    def __init__(self, limits: EngineLimits, lag: Callable[[], int] | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, lag: Callable[[], int] | None = None) -> None:
         self.clock = Clock()
-        self.worker = ToyWorker(limits) if lag is None else OverlappingToy(limits, lag)
-        self.core = EngineCore(limits, self.worker, self.clock, overlap=True)
+        self.worker = ToyWorker(config) if lag is None else OverlappingToy(config, lag)
+        self.core = EngineCore(config, self.worker, self.clock, overlap=True)
         self.worker.pool = self.core.scheduler.kv.pool
         self.outputs: dict[str, Output] = {}
         self.failed: list[RequestRejected] = []
@@ -479,14 +479,14 @@ class Engine:
             self.step()
         raise AssertionError(f"not done after {max_steps} steps")
 
-    def rows_of(self, request_id: str) -> list[ScheduledRow]:
+    def rows_of(self, request_id: str) -> list[ScheduledRequest]:
         """The rows that the request had, step by step."""
         return [row for plan in self.worker.plans for row in plan.rows if row.request_id == request_id]
 
 
-def run_alone(request: GenerationRequest, limits: EngineLimits) -> Output:
+def run_alone(request: GenerationRequest, config: SchedulerConfig) -> Output:
     """The request's output with an engine to itself: no sharing, no chunks, no lack of blocks."""
-    roomy = replace(limits, num_blocks=512, max_num_batched_tokens=4096, enable_prefix_caching=False)
+    roomy = replace(config, num_blocks=512, max_num_batched_tokens=4096, enable_prefix_caching=False)
     return Engine(roomy).run(request)[0]
 
 

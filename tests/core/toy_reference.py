@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from toy_core import next_state, prefix_states, propose, root_state, verify
 
-from dflash_backend.core.plan import EngineLimits
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
 
 
-def expected_output(request: GenerationRequest, limits: EngineLimits, seed: int) -> tuple[list[int], str]:
+def expected_output(request: GenerationRequest, config: SchedulerConfig, seed: int) -> tuple[list[int], str]:
     """The output and its finish reason; `seed` is the resolved one."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
-    k = limits.num_speculative_tokens if sampling.num_speculative_tokens is None else sampling.num_speculative_tokens
-    window = min(limits.drafter_max_len, limits.max_model_len)
+    k = config.num_speculative_tokens if sampling.num_speculative_tokens is None else sampling.num_speculative_tokens
+    window = min(config.drafter_max_len, config.max_model_len)
     state = prefix_states(prompt, root_state())[-1]
     output: list[int] = []
     drafts: list[int] = []
@@ -30,6 +30,6 @@ def expected_output(request: GenerationRequest, limits: EngineLimits, seed: int)
             state = next_state(state, token)
             if token in stops and len(output) >= sampling.min_tokens:
                 return output, "stop"
-            if len(output) >= sampling.max_tokens or len(prompt) + len(output) >= limits.max_model_len:
+            if len(output) >= sampling.max_tokens or len(prompt) + len(output) >= config.max_model_len:
                 return output, "length"
         drafts = propose(seed, sampling.greedy, len(prompt) + len(output) - 1, state, next_k)

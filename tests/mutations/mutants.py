@@ -31,7 +31,7 @@ def _core(name: str, module: str, before: str, after: str, *tests: str) -> Mutan
 _TRAPS = (
     _core(
         "trap 1: lookahead of k instead of k + 1",
-        "plan",
+        "scheduler_config",
         "return k + self.lookahead_base if k > 0 else 0",
         "return k",
         TRAPS,
@@ -39,27 +39,27 @@ _TRAPS = (
     _core(
         "trap 1: no lookahead on a prefill",
         "row_shape",
-        "num_positions = end + limits.lookahead(k)",
+        "num_positions = end + config.lookahead(k)",
         "num_positions = end",
         TRAPS,
     ),
     _core(
         "trap 1: no lookahead behind verified drafts",
         "row_shape",
-        "RowShape(start, 1, num_draft, True, k, end + limits.lookahead(k), True)",
+        "RowShape(start, 1, num_draft, True, k, end + config.lookahead(k), True)",
         "RowShape(start, 1, num_draft, True, k, end, True)",
         TRAPS,
     ),
     _core(
         "trap 2: maximum length without the anchor's slot",
-        "row_shape",
-        "return k if num_tokens + num_draft + 1 + k <= limits.max_drafting_len else 0",
-        "return k if num_tokens + num_draft + k <= limits.max_drafting_len else 0",
+        "scheduler_config",
+        "return num_tokens + k <= self.max_drafting_len",
+        "return num_tokens + k - 1 <= self.max_drafting_len",
         TRAPS,
     ),
     _core(
         "trap 2: drafting past max_model_len",
-        "plan",
+        "scheduler_config",
         "min(self.drafter_max_len, self.max_model_len)",
         "self.drafter_max_len",
         SCHEDULING,
@@ -284,14 +284,14 @@ _TENANTS = (
     _core(
         "one tenant may fill the queue",
         "admission",
-        ">= min(limits.max_queue_size, left):",
-        ">= limits.max_queue_size:",
+        ">= min(config.max_queue_size, left):",
+        ">= config.max_queue_size:",
         FAIR,
     ),
     _core(
         "rows that are free do not count for the queue",
         "admission",
-        "num_free = max(0, limits.max_num_seqs - num_running)",
+        "num_free = max(0, config.max_num_seqs - num_running)",
         "num_free = 0",
         FAIR,
     ),
@@ -365,7 +365,7 @@ _SCHEDULER = (
     _core(
         "more requests run than can decode together",
         "scheduler",
-        "if self._num_running_tokens + request.max_decode_tokens > limits.max_num_batched_tokens:",
+        "if self._num_running_tokens + request.max_decode_tokens > config.max_num_batched_tokens:",
         "if self._num_running_tokens < 0:",
         SCHEDULING,
     ),
@@ -404,14 +404,14 @@ _SCHEDULER = (
         SCHEDULING,
     ),
     _core(
-        "max_num_seqs is exceeded by one", "scheduler", "< limits.max_num_seqs", "<= limits.max_num_seqs", SCHEDULING
+        "max_num_seqs is exceeded by one", "scheduler", "< config.max_num_seqs", "<= config.max_num_seqs", SCHEDULING
     ),
     _core("deadlines are ignored", "engine", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < 0", ENGINE),
     _core(
         "the queue's bound is off by one",
         "admission",
-        ">= min(limits.max_queue_size, left):",
-        "> min(limits.max_queue_size, left):",
+        ">= min(config.max_queue_size, left):",
+        "> min(config.max_queue_size, left):",
         ENGINE,
     ),
     _core("a stop token is not sent", "request", 'token_ids[:count], "stop"', 'token_ids[: count - 1], "stop"', ENGINE),
@@ -426,8 +426,8 @@ _SCHEDULER = (
     _core(
         "the pool a request needs is underestimated",
         "row_shape",
-        "reach = k + limits.lookahead(k)",
-        "reach = limits.lookahead(k)",
+        "reach = k + config.lookahead(k)",
+        "reach = config.lookahead(k)",
         ENGINE,
     ),
 )
@@ -509,28 +509,28 @@ _OVERLAP = (
     _core(
         "k is judged by the lowest outcome alone",
         "row_shape",
-        "k = next_draft_length(request, most_drafting, num_draft, limits)",
-        "k = next_draft_length(request, fewest, num_draft, limits)",
+        "k = next_draft_length(request, most_drafting, num_draft, config)",
+        "k = next_draft_length(request, fewest, num_draft, config)",
         OVERLAP,
     ),
     _core(
         "k is judged by the highest outcome alone",
         "row_shape",
-        "    if k == 0 and next_draft_length(request, fewest, num_draft, limits) > 0:\n        return None\n",
+        "    if k == 0 and next_draft_length(request, fewest, num_draft, config) > 0:\n        return None\n",
         "",
         OVERLAP,
     ),
     _core(
         "no lookahead behind the upper bound",
         "row_shape",
-        "num_draft + max(most, most_drafting + limits.lookahead(k))",
+        "num_draft + max(most, most_drafting + config.lookahead(k))",
         "num_draft + most",
         OVERLAP,
     ),
     _core(
         "a request that needs its own output does not wait for it",
         "scheduler",
-        "if request.needs_own_output:",
+        "if request.disables_overlap:",
         "if request is None:",
         OVERLAP,
     ),
@@ -654,7 +654,7 @@ _SPEC_COUNTS = (
         "a counter of speculation falls",
         "engine",
         "self._spec_counts.largest(self._reported_counts)",
-        "self._spec_counts.largest(SpecCounts(self.limits.num_speculative_tokens))",
+        "self._spec_counts.largest(SpecCounts(self.config.num_speculative_tokens))",
         SPEC_COUNTS,
     ),
 )

@@ -299,8 +299,8 @@ _SEEN = (
     Mutant(
         "requests without a seed share one",
         "dflash_backend/core/request.py",
-        "derive_seed(limits.seed, arrival)",
-        "derive_seed(limits.seed, 0)",
+        "derive_seed(config.seed, arrival)",
+        "derive_seed(config.seed, 0)",
         ("tests/core/test_engine_core.py",),
     ),
     Mutant(

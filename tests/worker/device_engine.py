@@ -21,7 +21,7 @@ from dflash_backend.worker.step_ops import StepOps, TorchStepOps
 
 def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> DeviceRunner:
     """A device runner over the models of an engine that was built for a CPU, and over its K/V."""
-    limits, cpu = built.core.limits, built.runner
+    config, cpu = built.core.config, built.runner
     assert isinstance(cpu, ModelRunner)
     runner = DeviceRunner(
         cpu.target,
@@ -30,7 +30,7 @@ def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None =
         cpu.backend,
         ops or TorchStepOps(),
         RunnerSizes(
-            limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, limits.num_speculative_tokens
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
         ),
         cpu.greedy_drafts,
         torch.device("cpu"),
@@ -44,7 +44,7 @@ def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None =
 def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -> BuiltEngine:
     """The same engine with a device runner. The runner of `built` must not be used any more: they share K/V."""
     runner = device_runner(built, **options)
-    return replace(built, core=EngineCore(built.core.limits, runner, overlap=overlap), runner=runner)
+    return replace(built, core=EngineCore(built.core.config, runner, overlap=overlap), runner=runner)
 
 
 def engine(**settings: Any) -> BuiltEngine:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_backend.build import BuiltEngine
-from dflash_backend.core.plan import NewRequest, ScheduledRow, StepFailed, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.messages import SamplingParams
 from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
@@ -51,13 +51,13 @@ def new(request_id: str, sampling: SamplingParams = GREEDY, prompt: list[int] = 
 
 def prefill(step_id: int, request_id: str, blocks: list[int], sampling: SamplingParams = GREEDY) -> StepPlan:
     """The whole prompt in one step, and drafts behind it."""
-    row = ScheduledRow(request_id, 0, len(PROMPT), 0, True, K, blocks)
+    row = ScheduledRequest(request_id, 0, len(PROMPT), 0, True, K, blocks)
     return StepPlan(step_id, [row], [new(request_id, sampling)])
 
 
-def decode(step_id: int, request_id: str, num_computed: int, num_uncertain: int = 0, **more: Any) -> StepPlan:
+def decode(step_id: int, request_id: str, num_computed: int, num_unverified_drafts: int = 0, **more: Any) -> StepPlan:
     """The last token and K drafts."""
-    row = ScheduledRow(request_id, num_computed, 1, K, True, K, [], num_uncertain)
+    row = ScheduledRequest(request_id, num_computed, 1, K, True, K, [], num_unverified_drafts)
     return StepPlan(step_id, [row], **more)
 
 
@@ -69,7 +69,7 @@ def run(runner: DeviceRunner, plan: StepPlan) -> StepResult:
 def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: DeviceRunner) -> None:
     first = prefill(1, "a", [0, 1, 2, 3, 4, 5])
     other = prefill(1, "b", [6, 7, 8, 9, 10, 11])
-    runner.submit(StepPlan(1, [*other.rows, *first.rows], [*first.new, *other.new]))
+    runner.submit(StepPlan(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
     runner.submit(decode(2, "a", 6))
     results = [runner.collect(), runner.collect()]
     assert [result.step_id for result in results] == [1, 2]
@@ -84,12 +84,12 @@ def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(r
     known.append(run(runner, decode(2, "a", 6)).rows[0])
     known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
     assert known[1].num_accepted < K, "the upper bound must be wrong for this to show anything"
-    run(runner, StepPlan(4, [], finished=["a"]))
+    run(runner, StepPlan(4, [], finished_req_ids=["a"]))
 
     runner.submit(prefill(5, "a", list(range(8))))
     runner.submit(decode(6, "a", 6))
     uncertain = [runner.collect().rows[0]]
-    runner.submit(decode(7, "a", 7 + K, num_uncertain=K))
+    runner.submit(decode(7, "a", 7 + K, num_unverified_drafts=K))
     uncertain += [runner.collect().rows[0], runner.collect().rows[0]]
     assert uncertain == known
 
@@ -105,7 +105,7 @@ def test_a_third_step_must_wait_for_the_first_result(runner: DeviceRunner) -> No
 def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: DeviceRunner) -> None:
     runner.submit(prefill(1, "a", [0, 1, 2, 3]))
     replaced = prefill(2, "a", [4, 5, 6, 7], SamplingParams(temperature=0.0, logprobs=1))
-    runner.submit(dataclasses.replace(replaced, finished=["a"]))
+    runner.submit(dataclasses.replace(replaced, finished_req_ids=["a"]))
     first, second = runner.collect().rows[0], runner.collect().rows[0]
     assert first.token_ids == second.token_ids
     assert first.logprobs is None
@@ -117,7 +117,7 @@ def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: Device
     run(runner, prefill(1, "a", [0, 1, 2, 3]))
     runner.state.computed[runner.requests.records["a"].index] = 16
     before = [layer.data.clone() for layer in [*runner.kv.target, *runner.kv.draft]]
-    result = run(runner, decode(2, "a", 14, num_uncertain=K))
+    result = run(runner, decode(2, "a", 14, num_unverified_drafts=K))
     assert len(result.rows[0].token_ids) == result.rows[0].num_accepted + 1
     after = [layer.data for layer in [*runner.kv.target, *runner.kv.draft]]
     assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
@@ -127,7 +127,7 @@ def test_rejected_drafts_leave_no_context_kv(runner: DeviceRunner) -> None:
     """Trap 3. Without drafts behind the step nothing of the drafter writes there either."""
     run(runner, prefill(1, "a", list(range(8))))
     before = [layer.slots.clone() for layer in runner.kv.draft]
-    row = ScheduledRow("a", 6, 1, K, True, 0, [])
+    row = ScheduledRequest("a", 6, 1, K, True, 0, [])
     num_accepted = run(runner, StepPlan(2, [row])).rows[0].num_accepted
     assert num_accepted < K
     end = 7 + num_accepted
@@ -139,7 +139,7 @@ def test_rejected_drafts_leave_no_context_kv(runner: DeviceRunner) -> None:
 def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: DeviceRunner) -> None:
     run(runner, prefill(1, "a", list(range(8)), SamplingParams(temperature=0.0, repetition_penalty=1.2)))
     with pytest.raises(StepFailed, match=r"RuntimeError: rows of \['a'\] were planned with a step of theirs in flight"):
-        runner.submit(decode(2, "a", 6, num_uncertain=K))
+        runner.submit(decode(2, "a", 6, num_unverified_drafts=K))
 
 
 class ShortOfMemory(DFlashDrafter):

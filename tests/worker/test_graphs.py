@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker import graphs
 from dflash_backend.worker.device_layout import HostRows, RowTraits, StepInputs
 from dflash_backend.worker.device_runner import DeviceRunner
@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 16}
 
 
-def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunner, list[ScheduledRow]]:
+def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunner, list[ScheduledRequest]]:
     """A runner that has run the prompts, and the decode rows that come next, whose blocks it has."""
     built = on_device_runner(engine(**pair), overlap=False)
     outputs = Outputs(built)
@@ -52,7 +52,7 @@ def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunn
     return built.runner, plan.rows
 
 
-def rows_like(runner: DeviceRunner, rows: list[ScheduledRow], count: int) -> HostRows:
+def rows_like(runner: DeviceRunner, rows: list[ScheduledRequest], count: int) -> HostRows:
     """So many rows for choosing a padded step by."""
     return HostRows.of((rows * count)[:count], runner.requests)
 
@@ -166,7 +166,7 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
 
 def test_prefill_rows_have_no_padded_step(pair: dict[str, Any]) -> None:
     runner, rows = decoding(pair)
-    chunk = ScheduledRow("a", 0, 2, 0, False, 0, [])
+    chunk = ScheduledRequest("a", 0, 2, 0, False, 0, [])
     assert runner.padded.find(HostRows.of([*rows, chunk], runner.requests), GREEDY) is None
     decode = HostRows.of(rows, runner.requests)
     assert runner.padded.find(decode, GREEDY) is not None

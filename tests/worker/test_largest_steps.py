@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from dflash_backend.core.plan import EngineLimits, StepPlan
+from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.largest_steps import decode_step, prefill_step
 from tests.tiny_models import make_pair
 from tests.worker.device_engine import device_runner, engine
 
 
-def limits(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, k: int, drafter: int) -> EngineLimits:
-    return EngineLimits(
+def limits(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, k: int, drafter: int) -> SchedulerConfig:
+    return SchedulerConfig(
         num_blocks=1,
         block_size=16,
         max_model_len=max_model_len,
@@ -26,7 +27,7 @@ def limits(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, k
     )
 
 
-def steps(bounds: EngineLimits) -> tuple[StepPlan, StepPlan]:
+def steps(bounds: SchedulerConfig) -> tuple[StepPlan, StepPlan]:
     prefill = prefill_step(bounds)
     return prefill, decode_step(bounds, prefill)
 
@@ -90,17 +91,17 @@ def test_a_step_forgets_the_requests_of_the_one_before_and_learns_its_own() -> N
     first, second = steps(bounds)
     third = decode_step(bounds, second)
     assert [plan.step_id for plan in (first, second, third)] == [0, 1, 2]
-    assert second.finished == [request.request_id for request in first.new]
-    assert third.finished == [request.request_id for request in second.new]
+    assert second.finished_req_ids == [request.request_id for request in first.new_requests]
+    assert third.finished_req_ids == [request.request_id for request in second.new_requests]
     for plan in (first, second, third):
-        assert [request.request_id for request in plan.new] == [row.request_id for row in plan.rows]
+        assert [request.request_id for request in plan.new_requests] == [row.request_id for row in plan.rows]
         known = [row.num_computed + row.num_new for row in plan.rows]
-        assert [len(request.token_ids) for request in plan.new] == known
+        assert [len(request.token_ids) for request in plan.new_requests] == known
 
 
 def test_a_device_runner_takes_these_steps_over_a_single_block(tmp_path: Path) -> None:
     built = engine(**make_pair(tmp_path), max_model_len=48, max_num_seqs=3, max_num_batched_tokens=60)
-    bounds = built.core.limits
+    bounds = built.core.config
     first, second = steps(bounds)
     runner = device_runner(built, padded=False)
     for plan in (first, second, decode_step(bounds, second)):

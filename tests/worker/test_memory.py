@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from dflash_backend.config import ConfigError
-from dflash_backend.core.plan import EngineLimits, StepOutOfMemory, StepPlan
+from dflash_backend.core.plan import StepOutOfMemory, StepPlan
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.memory import GIB, GRAPH_OVERHEAD_BYTES, MemoryUse, expected_use, measure_use
 
-LIMITS = EngineLimits(
+LIMITS = SchedulerConfig(
     num_blocks=100,
     block_size=16,
     max_model_len=512,

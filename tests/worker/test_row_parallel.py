@@ -8,15 +8,15 @@ import threading
 import pytest
 import torch
 
-from dflash_backend.core.plan import ScheduledRow
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker.row_parallel import MAX_WEIGHT_BYTES, RowPool, num_row_workers
 
 
-def row(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRow:
-    return ScheduledRow(name, num_computed, num_tokens, 0, True, 0, [])
+def row(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRequest:
+    return ScheduledRequest(name, num_computed, num_tokens, 0, True, 0, [])
 
 
-def tokens(part: list[ScheduledRow]) -> int:
+def tokens(part: list[ScheduledRequest]) -> int:
     return sum(one.num_new for one in part)
 
 
@@ -44,7 +44,7 @@ def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
     # Each part waits for the other: one after the other, they would wait in vain.
     barrier = threading.Barrier(2, timeout=30)
 
-    def work(part: list[ScheduledRow]) -> tuple[str, int]:
+    def work(part: list[ScheduledRequest]) -> tuple[str, int]:
         barrier.wait()
         return part[0].request_id, torch.get_num_threads()
 
@@ -57,7 +57,7 @@ def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
 def test_an_error_in_any_part_is_raised_after_all_have_ended(failing: str) -> None:
     ended = []
 
-    def work(part: list[ScheduledRow]) -> None:
+    def work(part: list[ScheduledRequest]) -> None:
         ended.append(part[0].request_id)
         if part[0].request_id == failing:
             raise RuntimeError(f"part {failing} failed")

@@ -11,7 +11,8 @@ import pytest
 
 from dflash_backend.build import BuiltEngine, build_engine
 from dflash_backend.config import EngineConfig
-from dflash_backend.core.plan import EngineLimits, StepPlan, StepResult
+from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from tests.tiny_models import make_pair
@@ -110,7 +111,7 @@ def test_each_phase_that_writes_is_checked(phase: str, pair: Path, monkeypatch: 
 
 def test_guarded_steps_of_a_correct_core_pass(pair: Path) -> None:
     built = engine(pair)
-    assert isinstance(built.core.limits, EngineLimits)
+    assert isinstance(built.core.config, SchedulerConfig)
     for index in range(3):
         request = GenerationRequest(f"r{index}", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
         built.core.add_request(request)

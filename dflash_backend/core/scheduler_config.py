@@ -1,0 +1,66 @@
+"""What the scheduler plans within: the pool, the bounds of a step and of a sequence, and k.
+
+`EngineConfig` holds the operator's settings; this holds what they come to once the models are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+def max_positions(max_model_len: int, k: int) -> int:
+    """Positions that a row can name at most: a sequence, and the anchor and drafts that may reach past its end."""
+    return max_model_len + k + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The scheduler's settings.
+
+    num_blocks, block_size: the KV pool, in blocks and in positions a block.
+    max_model_len: tokens of the longest sequence, prompt and output.
+    max_num_seqs, max_num_batched_tokens: requests and target tokens of one step.
+    max_queue_size, max_queue_tokens: requests and tokens that one tenant may have waiting.
+    num_speculative_tokens: k; 0 without a drafter.
+    lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor).
+    drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
+    max_prefill_tokens_per_step: prompt tokens of a step that also decodes. None: half as many as it decodes or, if
+    more, what it decodes times (requests without a first token / requests that decode).
+    min_prefill_tokens_per_step: the least that the None above comes to.
+    max_step_s: seconds that a step with prompts may take while others wait or decode; None: `core.step_time` decides.
+    tenant_weights: each tenant's share; a tenant without an entry has weight 1.
+    kv_write_guard: whether plans say which blocks a row may write.
+    seed: where the seeds of requests without one come from.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue_size: int
+    enable_prefix_caching: bool
+    num_speculative_tokens: int = 0
+    lookahead_base: int = 1
+    drafter_max_len: int = 0
+    max_prefill_tokens_per_step: int | None = None
+    min_prefill_tokens_per_step: int = 64
+    max_step_s: float | None = None
+    max_queue_tokens: int = 2_000_000
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    kv_write_guard: bool = False
+    seed: int = 0
+    max_drafting_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_drafting_len", min(self.drafter_max_len, self.max_model_len))
+
+    def lookahead(self, k: int) -> int:
+        """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""
+        return k + self.lookahead_base if k > 0 else 0
+
+    def drafts_fit(self, num_tokens: int, k: int) -> bool:
+        """Whether a sequence of `num_tokens` tokens can be given k drafts (WINDOW): the anchor, its last token, and the
+        k positions behind it lie within what the drafter can address and within `max_model_len`."""
+        return num_tokens + k <= self.max_drafting_len
