@@ -1,6 +1,6 @@
 """The target decoder over paged attention, with capture of hidden states for the drafter.
 
-One class runs every family: `registry.py` gives it the family's layer forms. The worker knows it as `TargetModel`.
+One class runs every family: `registry.py` gives it the family's layer configs. The worker knows it as `TargetModel`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext, TargetOutput
-from dflash_backend.models.layers import DecoderLayer, LayerForm, LayerWeights
+from dflash_backend.models.layers import DecoderLayer, LayerConfig, LayerWeights
 from dflash_backend.models.mlp import Shapes, Tensors
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 
-Family = Callable[[DecoderSpec, int], LayerForm]
-"""The form of the layer with this index in a decoder of this shape."""
+Family = Callable[[DecoderSpec, int], LayerConfig]
+"""The config of the layer with this index in a decoder of this shape."""
 
 
 class DecoderTarget:
@@ -46,8 +46,8 @@ class DecoderTarget:
         self.patterns = target_patterns(spec)
         self.layers = []
         for index, pattern in enumerate(self.patterns):
-            form = family(spec.decoder, index)
-            weights = LayerWeights.take(tensors, spec.decoder, form, layer_prefix(index))
+            config = family(spec.decoder, index)
+            weights = LayerWeights.take(tensors, spec.decoder, config, layer_prefix(index))
             self.layers.append(DecoderLayer(spec.decoder, weights, pattern, self.ops))
 
     @classmethod

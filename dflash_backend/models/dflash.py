@@ -22,7 +22,7 @@ from dflash_backend.checkpoints.weights import Progress, load_weights
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.ops import LayerOps, select_ops
-from dflash_backend.models.qwen3 import layer_form
+from dflash_backend.models.qwen3 import layer_config
 from dflash_backend.models.rope import Rotary
 
 
@@ -60,7 +60,7 @@ class DFlashModel:
         self.patterns = draft_patterns(spec)
         self.layers = []
         for i, pattern in enumerate(self.patterns):
-            weights = LayerWeights.take(tensors, spec.decoder, layer_form(spec.decoder, i), f"layers.{i}.")
+            weights = LayerWeights.take(tensors, spec.decoder, layer_config(spec.decoder, i), f"layers.{i}.")
             self.layers.append(DecoderLayer(spec.decoder, weights, pattern, self.ops))
         query = spec.decoder.query_size
         # The K/V rows of every layer's fused projection as one matrix: context K/V of all layers is one product.
@@ -148,7 +148,7 @@ def tensor_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
     if spec.maps_vocabulary:
         shapes["d2t"] = (spec.draft_vocab_size,)
     for i in range(spec.decoder.num_layers):
-        shapes |= LayerWeights.shapes(spec.decoder, layer_form(spec.decoder, i), f"layers.{i}.")
+        shapes |= LayerWeights.shapes(spec.decoder, layer_config(spec.decoder, i), f"layers.{i}.")
     return shapes
 
 

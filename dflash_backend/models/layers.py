@@ -1,6 +1,6 @@
 """The decoder layer that the targets and the DFlash drafter share, on plain tensors.
 
-Families differ in a few places, which `LayerForm` names; everything else is here once. Projections that read the same
+Families differ in a few places, which `LayerConfig` names; everything else is here once. Projections that read the same
 input are one matrix product (q, k and v; gate and up), and what lies between products and attention is an operation of
 `ops.py`: few calls, since at small batches a call costs more than its arithmetic.
 """
@@ -23,7 +23,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
-class LayerForm:
+class LayerConfig:
     """What distinguishes a family's decoder layer.
 
     qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias, output_bias, mlp_bias: the
@@ -39,7 +39,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The tensors of one decoder layer; None where its form has no such tensor.
+    """The tensors of one decoder layer; None where its config has no such tensor.
 
     qkv: `[query_size + 2 * kv_size, hidden]`; output: `[hidden, query_size]`. qk_norm:
     `[num_heads + num_kv_heads, head_dim]`, the q norm's weight for the query heads, then the k norm's.
@@ -55,8 +55,8 @@ class LayerWeights:
     mlp: DenseMlp | SparseMlp
 
     @staticmethod
-    def shapes(spec: DecoderSpec, form: LayerForm, prefix: str) -> Shapes:
-        """The checkpoint tensors of a layer of this form whose names begin with `prefix`, with their shapes."""
+    def shapes(spec: DecoderSpec, config: LayerConfig, prefix: str) -> Shapes:
+        """The checkpoint tensors of a layer of this config whose names begin with `prefix`, with their shapes."""
         hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
         shapes: Shapes = {
             "input_layernorm.weight": (hidden,),
@@ -66,18 +66,18 @@ class LayerWeights:
             "self_attn.v_proj.weight": (kv, hidden),
             "self_attn.o_proj.weight": (hidden, query),
         }
-        if form.qk_norm:
+        if config.qk_norm:
             shapes |= {f"self_attn.{name}_norm.weight": (spec.head_dim,) for name in "qk"}
-        if form.qkv_bias:
+        if config.qkv_bias:
             shapes |= {f"self_attn.{name}.bias": (size,) for name, size in zip(QKV, (query, kv, kv), strict=True)}
-        if form.output_bias:
+        if config.output_bias:
             shapes["self_attn.o_proj.bias"] = (hidden,)
-        mlp = SparseMlp.shapes(spec, form.moe) if form.moe else DenseMlp.shapes(spec, form.mlp_bias)
+        mlp = SparseMlp.shapes(spec, config.moe) if config.moe else DenseMlp.shapes(spec, config.mlp_bias)
         shapes |= {f"mlp.{name}": shape for name, shape in mlp.items()}
         return {prefix + name: shape for name, shape in shapes.items()}
 
     @classmethod
-    def take(cls, tensors: Tensors, spec: DecoderSpec, form: LayerForm, prefix: str) -> LayerWeights:
+    def take(cls, tensors: Tensors, spec: DecoderSpec, config: LayerConfig, prefix: str) -> LayerWeights:
         """Fuse the layer's tensors, removing them from `tensors`: a model in the making takes one layer's memory more
         than the model."""
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -85,11 +85,13 @@ class LayerWeights:
             input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
             post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
             qkv=take_fused(tensors, attention, *(f"{name}.weight" for name in QKV)),
-            qkv_bias=take_fused(tensors, attention, *(f"{name}.bias" for name in QKV)) if form.qkv_bias else None,
-            qk_norm=cls._take_qk_norm(tensors, spec, attention) if form.qk_norm else None,
+            qkv_bias=take_fused(tensors, attention, *(f"{name}.bias" for name in QKV)) if config.qkv_bias else None,
+            qk_norm=cls._take_qk_norm(tensors, spec, attention) if config.qk_norm else None,
             output=tensors.pop(f"{attention}o_proj.weight"),
-            output_bias=tensors.pop(f"{attention}o_proj.bias") if form.output_bias else None,
-            mlp=SparseMlp.take(tensors, mlp, form.moe) if form.moe else DenseMlp.take(tensors, mlp, form.mlp_bias),
+            output_bias=tensors.pop(f"{attention}o_proj.bias") if config.output_bias else None,
+            mlp=SparseMlp.take(tensors, mlp, config.moe)
+            if config.moe
+            else DenseMlp.take(tensors, mlp, config.mlp_bias),
         )
 
     @staticmethod
@@ -120,9 +122,7 @@ class DecoderLayer:
         w = self.weights
         attended = self._attend(normed, context, cache, rotation)
         normed, hidden = self.ops.add_rms_norm(attended, hidden, w.post_norm, self.eps)
-        if isinstance(w.mlp, DenseMlp):
-            return w.mlp.forward(normed, self.ops), hidden
-        return w.mlp.forward(normed, self.ops.kernels), hidden
+        return w.mlp.forward(normed, self.ops), hidden
 
     def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
         """Attention and its projection: `[num_tokens, hidden_size]` -> the same shape. Apart from `forward`, so that

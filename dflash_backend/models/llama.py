@@ -4,9 +4,9 @@ biases unless `attention_bias` or `mlp_bias` says so."""
 from __future__ import annotations
 
 from dflash_backend.checkpoints.spec import DecoderSpec
-from dflash_backend.models.layers import LayerForm
+from dflash_backend.models.layers import LayerConfig
 
 
-def layer_form(spec: DecoderSpec, index: int) -> LayerForm:
+def layer_config(spec: DecoderSpec, index: int) -> LayerConfig:
     """All layers are alike."""
-    return LayerForm(qkv_bias=spec.attention_bias, output_bias=spec.attention_bias, mlp_bias=spec.mlp_bias)
+    return LayerConfig(qkv_bias=spec.attention_bias, output_bias=spec.attention_bias, mlp_bias=spec.mlp_bias)

@@ -4,9 +4,9 @@ see a sliding window only, which is in the spec's `sliding_windows`."""
 from __future__ import annotations
 
 from dflash_backend.checkpoints.spec import DecoderSpec
-from dflash_backend.models.layers import LayerForm
+from dflash_backend.models.layers import LayerConfig
 
 
-def layer_form(spec: DecoderSpec, index: int) -> LayerForm:
+def layer_config(spec: DecoderSpec, index: int) -> LayerConfig:
     """All layers are alike."""
-    return LayerForm()
+    return LayerConfig()

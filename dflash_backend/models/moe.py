@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
 from dflash_backend.models.mlp import Shapes, Tensors, take_fused
-from dflash_kernels import moe, moe_routing
+from dflash_backend.models.ops import LayerOps
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,13 @@ class SparseMlp:
             down=torch.stack([tensors.pop(f"{name}down_proj.weight") for name in experts]),
         )
 
-    def forward(self, x: torch.Tensor, kernels: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,
-        whatever other tokens are there. `kernels`: the Triton form, which needs a GPU or Triton's interpreter; torch's
-        waits for the device."""
-        weights, experts = self.route(x, kernels)
-        run = moe.experts_mlp if kernels else moe.experts_mlp_reference
-        return run(x, self.gate_up, self.down, weights, experts)
+        whatever other tokens are there."""
+        weights, experts = self.route(x, ops)
+        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts)
 
-    def route(self, x: torch.Tensor, kernels: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x: torch.Tensor, ops: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most
         likely first."""
-        run = moe_routing.route if kernels else moe_routing.route_reference
-        return run(F.linear(x, self.router), self.moe.experts_per_token, self.moe.norm_topk_prob)
+        return ops.route(F.linear(x, self.router), self.moe.experts_per_token, self.moe.norm_topk_prob)

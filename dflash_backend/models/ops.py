@@ -1,25 +1,25 @@
-"""The operations between a model's matrix products and its attention, in two forms: torch, and fused Triton kernels.
+"""What a decoder layer computes between its matrix products and its attention: as torch calls, and as Triton kernels.
 
-`select_ops` chooses when a model is built; layers, decoder and drafter call them. What an operation computes is said
-beside its kernel, in `dflash_kernels`. The torch form is that of a CPU and the reference of the other.
+What an operation computes is said beside its kernel, in `dflash_kernels`; the torch form is that kernel's reference.
+Rows of all arguments are contiguous.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.models.rope import Rotary
-from dflash_kernels import context_write, qk_norm_rope_write, rms_norm, silu_mul
-from dflash_kernels.form import takes_kernels
+from dflash_kernels import context_write, moe, moe_routing, qk_norm_rope_write, silu_mul
+from dflash_kernels import rms_norm as norms
+from dflash_kernels.dispatch import use_triton
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary tables of a pass, shared by its layers: made by `LayerOps.rotation`, read by the same operations.
+    """The rotary tables of a pass, shared by its layers.
 
     With `rows` (int64 `[num_tokens]`) row `rows[i]` of cos and sin `[max_positions, head_dim]` is token i's; without,
     they have been gathered: `[num_tokens, 1, head_dim]`.
@@ -30,86 +30,22 @@ class Rotation:
     rows: torch.Tensor | None = None
 
 
-class LayerOps(Protocol):
-    """What a decoder layer is made of besides products and attention. Rows of all arguments are contiguous."""
+class LayerOps:
+    """The operations as a few torch calls each; `TritonLayerOps` replaces all of them."""
 
-    kernels: bool
-    """Whether these are Triton's kernels, for parts that choose their own form by it (`moe.py`)."""
+    rms_norm = staticmethod(norms.rms_norm_reference)
+    add_rms_norm = staticmethod(norms.add_rms_norm_reference)
+    silu_mul = staticmethod(silu_mul.silu_mul_reference)
+    route = staticmethod(moe_routing.route_reference)
+    experts_mlp = staticmethod(moe.experts_mlp_reference)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension: `[n, size]` and a weight `[size]` -> `[n, size]`."""
-        ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum: all `[n, size]`. Neither argument is changed."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`: `[n, 2 * inner]`, gate before up, -> `[n, inner]`."""
-        ...
-
-    def rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
-        """What tokens at `positions` (int64 `[n]`) rotate by."""
-        ...
-
-    def qk_norm_rope_write(
-        self,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        cache: KVLayer,
-        padded: bool,
-    ) -> torch.Tensor:
-        """Rotated queries `[n, num_heads, head_dim]` of a layer's projection
-        `[n, (num_heads + 2 * num_kv_heads) * head_dim]`; its K and V go to `slots` (int64 `[n]`; with `padded` there
-        may be some below 0, whose K/V is written nowhere). qk_norm: `[num_heads + num_kv_heads, head_dim]`, or None.
-        """
-        ...
-
-    def context_write(
-        self,
-        projected: torch.Tensor,
-        k_norm: torch.Tensor,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool,
-    ) -> None:
-        """The drafter's context K/V, `[n, num_layers * 2 * num_kv_heads * head_dim]` before norm and rotation, to
-        `slots` of every layer's cache. k_norm: `[num_layers, num_kv_heads, head_dim]`. `slots`, `padded`: as above."""
-        ...
-
-
-class TorchOps:
-    """The references themselves: a few torch calls each."""
-
-    kernels = False
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `LayerOps.rms_norm`."""
-        return rms_norm.rms_norm_reference(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LayerOps.add_rms_norm`."""
-        return rms_norm.add_rms_norm_reference(x, residual, weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `LayerOps.silu_mul`."""
-        return silu_mul.silu_mul_reference(gate_up)
-
-    def rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
-        """See `LayerOps.rotation`: gathered once for all layers."""
+    @staticmethod
+    def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
+        """The rotation of tokens at `positions` (int64 `[n]`)."""
         return Rotation(*rotary.tables(positions))
 
+    @staticmethod
     def qk_norm_rope_write(
-        self,
         qkv: torch.Tensor,
         qk_norm: torch.Tensor | None,
         eps: float,
@@ -118,13 +54,13 @@ class TorchOps:
         cache: KVLayer,
         padded: bool,
     ) -> torch.Tensor:
-        """See `LayerOps.qk_norm_rope_write`."""
+        """The rotated queries of a layer's projection; K and V go to `slots`, which with `padded` may be below 0."""
         return qk_norm_rope_write.qk_norm_rope_write_reference(
             qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded
         )
 
+    @staticmethod
     def context_write(
-        self,
         projected: torch.Tensor,
         k_norm: torch.Tensor,
         eps: float,
@@ -133,65 +69,63 @@ class TorchOps:
         caches: list[KVLayer],
         padded: bool,
     ) -> None:
-        """See `LayerOps.context_write`."""
+        """The drafter's context K/V to `slots` of every layer's cache. With `padded` slots may be below 0."""
         layers = [cache.slots for cache in caches]
         context_write.context_write_reference(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
 
 
-class TritonOps:
-    """One kernel for each operation. Needs a GPU, or Triton's interpreter."""
+if norms.triton is not None:
 
-    kernels = True
+    class TritonLayerOps(LayerOps):
+        """The operations as kernels. They need a GPU, or Triton's interpreter, and skip slots below 0 in any case."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `LayerOps.rms_norm`."""
-        return rms_norm.rms_norm(x, weight, eps)
+        rms_norm = staticmethod(norms.rms_norm)
+        add_rms_norm = staticmethod(norms.add_rms_norm)
+        silu_mul = staticmethod(silu_mul.silu_mul)
+        route = staticmethod(moe_routing.route)
+        experts_mlp = staticmethod(moe.experts_mlp)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LayerOps.add_rms_norm`."""
-        return rms_norm.add_rms_norm(x, residual, weight, eps)
+        @staticmethod
+        def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
+            """As `LayerOps.rotation`; the kernels read the tables' rows themselves."""
+            return Rotation(rotary.cos, rotary.sin, positions)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `LayerOps.silu_mul`."""
-        return silu_mul.silu_mul(gate_up)
+        @staticmethod
+        def qk_norm_rope_write(
+            qkv: torch.Tensor,
+            qk_norm: torch.Tensor | None,
+            eps: float,
+            rotation: Rotation,
+            slots: torch.Tensor,
+            cache: KVLayer,
+            padded: bool,
+        ) -> torch.Tensor:
+            """As `LayerOps.qk_norm_rope_write`."""
+            assert rotation.rows is not None
+            return qk_norm_rope_write.qk_norm_rope_write(
+                qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots
+            )
 
-    def rotation(self, rotary: Rotary, positions: torch.Tensor) -> Rotation:
-        """See `LayerOps.rotation`: kernels read the tables' rows themselves."""
-        return Rotation(rotary.cos, rotary.sin, positions)
+        @staticmethod
+        def context_write(
+            projected: torch.Tensor,
+            k_norm: torch.Tensor,
+            eps: float,
+            rotation: Rotation,
+            slots: torch.Tensor,
+            caches: list[KVLayer],
+            padded: bool,
+        ) -> None:
+            """As `LayerOps.context_write`. Raises `ValueError` unless the caches are parts of one allocation."""
+            assert rotation.rows is not None
+            context_write.context_write(
+                projected, k_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, stacked(caches)
+            )
 
-    def qk_norm_rope_write(
-        self,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        cache: KVLayer,
-        padded: bool,
-    ) -> torch.Tensor:
-        """See `LayerOps.qk_norm_rope_write`. The kernel skips slots below 0 with or without `padded`."""
-        assert rotation.rows is not None
-        return qk_norm_rope_write.qk_norm_rope_write(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots
-        )
 
-    def context_write(
-        self,
-        projected: torch.Tensor,
-        k_norm: torch.Tensor,
-        eps: float,
-        rotation: Rotation,
-        slots: torch.Tensor,
-        caches: list[KVLayer],
-        padded: bool,
-    ) -> None:
-        """See `LayerOps.context_write`. Raises `ValueError` unless the caches are parts of one allocation."""
-        assert rotation.rows is not None
-        context_write.context_write(
-            projected, k_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, stacked(caches)
-        )
+def select_ops(device: torch.device, wanted: str | None = None) -> LayerOps:
+    """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there."""
+    return TritonLayerOps() if use_triton(device, wanted) else LayerOps()
 
 
 def stacked(caches: list[KVLayer]) -> torch.Tensor:
@@ -210,8 +144,3 @@ def stacked(caches: list[KVLayer]) -> torch.Tensor:
                 "layers as one tensor, which the Triton operations write in one launch"
             )
     return first.as_strided((len(caches), *first.shape), (size, *first.stride())).flatten(1, 2)
-
-
-def select_ops(device: torch.device, wanted: str | None = None) -> LayerOps:
-    """The operations of the form that `dflash_kernels.form.takes_kernels` says, which also raises."""
-    return TritonOps() if takes_kernels(device, wanted) else TorchOps()

@@ -4,9 +4,9 @@ the rotation, and attention has no biases unless `attention_bias` says so. The D
 from __future__ import annotations
 
 from dflash_backend.checkpoints.spec import DecoderSpec
-from dflash_backend.models.layers import LayerForm
+from dflash_backend.models.layers import LayerConfig
 
 
-def layer_form(spec: DecoderSpec, index: int) -> LayerForm:
+def layer_config(spec: DecoderSpec, index: int) -> LayerConfig:
     """All layers are alike."""
-    return LayerForm(qk_norm=True, qkv_bias=spec.attention_bias, output_bias=spec.attention_bias)
+    return LayerConfig(qk_norm=True, qkv_bias=spec.attention_bias, output_bias=spec.attention_bias)

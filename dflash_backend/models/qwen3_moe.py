@@ -7,11 +7,11 @@ import dataclasses
 
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models import qwen3
-from dflash_backend.models.layers import LayerForm
+from dflash_backend.models.layers import LayerConfig
 
 
-def layer_form(spec: DecoderSpec, index: int) -> LayerForm:
+def layer_config(spec: DecoderSpec, index: int) -> LayerConfig:
     """Qwen3's form, with experts in the sparse layers."""
-    form = qwen3.layer_form(spec, index)
+    form = qwen3.layer_config(spec, index)
     sparse = spec.moe is not None and spec.moe.sparse_layers[index]
     return dataclasses.replace(form, moe=spec.moe) if sparse else form

@@ -12,11 +12,11 @@ from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
 
 TARGETS: dict[str, Family] = {
-    "LlamaForCausalLM": llama.layer_form,
-    "MistralForCausalLM": mistral.layer_form,
-    "Qwen2ForCausalLM": qwen2.layer_form,
-    "Qwen3ForCausalLM": qwen3.layer_form,
-    "Qwen3MoeForCausalLM": qwen3_moe.layer_form,
+    "LlamaForCausalLM": llama.layer_config,
+    "MistralForCausalLM": mistral.layer_config,
+    "Qwen2ForCausalLM": qwen2.layer_config,
+    "Qwen3ForCausalLM": qwen3.layer_config,
+    "Qwen3MoeForCausalLM": qwen3_moe.layer_config,
 }
 
 

@@ -16,7 +16,7 @@ from dflash_backend.speculative.sampling import SamplingRows, probabilities
 from dflash_backend.worker.device_state import Accepted, DeviceState, DraftQueries, Prepared, StepRows
 from dflash_kernels import accept, argmax, cut_softmax, prepare_draft, prepare_step
 from dflash_kernels import draw as race
-from dflash_kernels.form import takes_kernels
+from dflash_kernels.dispatch import use_triton
 
 
 class StepOps(Protocol):
@@ -157,8 +157,8 @@ if prepare_step.triton is not None:
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
-    """The operations of the form that `dflash_kernels.form.takes_kernels` says, which also raises."""
-    return TritonStepOps() if takes_kernels(device, wanted) else TorchStepOps()
+    """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there."""
+    return TritonStepOps() if use_triton(device, wanted) else TorchStepOps()
 
 
 def _every(size: int, rows: StepRows) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.models import load_target
 from dflash_backend.models.moe import SparseMlp
-from dflash_backend.models.ops import select_ops
+from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops
 from tests.paged import block_tables, caches, context
 from tests.tiny_models import make_target
 
@@ -59,14 +59,14 @@ def test_the_experts_of_each_token_are_summed_by_their_weights(
     count: int, experts_per_token: int, norm_topk_prob: bool
 ) -> None:
     mlp, x = make(experts_per_token, norm_topk_prob), tokens(count)
-    torch.testing.assert_close(mlp.forward(x), one_by_one(mlp, x), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(mlp.forward(x, LayerOps()), one_by_one(mlp, x), atol=1e-4, rtol=1e-5)
 
 
 def test_a_tokens_result_does_not_depend_on_what_else_is_in_the_batch() -> None:
     mlp, x = make(), tokens(40)
-    together = mlp.forward(x)
-    alone = torch.cat([mlp.forward(one[None]) for one in x])
-    reversed_order = mlp.forward(x.flip(0)).flip(0)
+    together = mlp.forward(x, LayerOps())
+    alone = torch.cat([mlp.forward(one[None], LayerOps()) for one in x])
+    reversed_order = mlp.forward(x.flip(0), LayerOps()).flip(0)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(together, reversed_order, atol=1e-5, rtol=1e-5)
 
@@ -87,8 +87,8 @@ class CountRows(TorchFunctionMode):
 def test_each_expert_that_is_chosen_runs_once_over_its_tokens() -> None:
     mlp, x = make(), tokens(3)
     with CountRows() as products:
-        mlp.forward(x)
-    chosen = mlp.route(x)[1].flatten().bincount(minlength=EXPERTS)
+        mlp.forward(x, LayerOps())
+    chosen = mlp.route(x, LayerOps())[1].flatten().bincount(minlength=EXPERTS)
     # The router's product, then gate_up and down of each expert.
     assert products.rows == [3] + [int(count) for count in chosen if count for _ in range(2)]
 
@@ -96,7 +96,7 @@ def test_each_expert_that_is_chosen_runs_once_over_its_tokens() -> None:
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_the_kernels_compute_what_torch_computes(norm_topk_prob: bool) -> None:
     mlp, x = make(3, norm_topk_prob), tokens(9)
-    torch.testing.assert_close(mlp.forward(x, kernels=True), mlp.forward(x, kernels=False), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mlp.forward(x, TritonLayerOps()), mlp.forward(x, LayerOps()), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [1, 23])
@@ -117,7 +117,7 @@ def test_the_router_weighs_in_float32_whatever_the_dtype() -> None:
     mlp = make()
     half = dataclasses.replace(mlp, router=mlp.router.bfloat16())
     x = tokens(8).bfloat16()
-    weights, _ = half.route(x)
+    weights, _ = half.route(x, LayerOps())
     logits = F.linear(x, half.router)
     exact = logits.float().softmax(-1).topk(2).values
     expected = exact / exact.sum(-1, keepdim=True)

@@ -16,7 +16,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.models import TARGETS, DFlashModel, TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.ops import LayerOps, TorchOps, TritonOps, select_ops, stacked
+from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = 1e-5
 MAX_POSITIONS = 64
 CAPTURE = (3, 0, 4)
-OPS = [TorchOps(), TritonOps()]
+OPS = [LayerOps(), TritonLayerOps()]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -172,10 +172,8 @@ def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> No
 
 
 def test_a_gpu_gets_the_kernels_and_a_cpu_those_asked_for() -> None:
-    cpu = torch.device("cpu")
-    assert isinstance(select_ops(cpu), TorchOps)
-    assert isinstance(select_ops(torch.device("cuda")), TritonOps)
-    assert isinstance(select_ops(cpu, "triton"), TritonOps)
-    assert isinstance(select_ops(torch.device("cuda"), "torch"), TorchOps)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    chosen = [select_ops(cpu), select_ops(cuda, "torch"), select_ops(cuda), select_ops(cpu, "triton")]
+    assert [type(ops) for ops in chosen] == [LayerOps, LayerOps, TritonLayerOps, TritonLayerOps]
     with pytest.raises(ValueError, match="'flash_attn'; there are 'torch' and 'triton'"):
         select_ops(cpu, "flash_attn")

@@ -1,4 +1,5 @@
-"""Which form operations take: the Triton kernels or their torch references. Asked when models and runners are built."""
+"""Whether an operation runs as its Triton kernel or as its torch reference: asked once, when models and runners are
+built."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ except ImportError:  # a machine without a GPU needs the references only
     triton = None
 
 
-def takes_kernels(device: torch.device, wanted: str | None = None) -> bool:
-    """Whether operations on `device` are kernels: as `wanted` says, "torch" or "triton"; with None on a GPU where the
-    package triton is there.
+def use_triton(device: torch.device, wanted: str | None = None) -> bool:
+    """Whether operations on `device` run as kernels: as `wanted` ("torch" or "triton") says; by default on a GPU where
+    the package triton is installed.
 
-    Raises `ValueError` for other forms, and where Triton's are wanted and the package is missing.
+    Raises `ValueError` for another `wanted`, and for "triton" where the package is missing.
     """
     if wanted is None:
         return device.type == "cuda" and triton is not None
