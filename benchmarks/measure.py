@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.progress import progress
 from dflash_backend import LLM
-from dflash_backend.evaluation import SpecCounts
 from dflash_backend.frontend.detokenizer import Detokenizer
 from dflash_backend.messages import ENCODER, GenerationRequest, QueueState, SamplingParams, StepOutputs, TokenDelta
 
@@ -154,7 +153,7 @@ def run_engine(
     result = Measurement(system, streams)
     core, eos = llm.engine.core, tuple(llm.tokenizer.eos_token_ids)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    before = SpecCounts.of(core.stats())
+    before = core.stats().spec_decoding
     waiting = list(enumerate(prompts))[::-1]
     in_flight: dict[str, tuple[int, float, Detokenizer]] = {}
     started = time.perf_counter()
@@ -177,7 +176,7 @@ def run_engine(
             if delta.finish_reason is not None:
                 del in_flight[delta.request_id]
     result.seconds = time.perf_counter() - started
-    drafted = SpecCounts.of(core.stats()) - before
+    drafted = core.stats().spec_decoding - before
     result.num_tokens = sum(len(tokens) for tokens in result.outputs.values())
     if drafted.num_drafts:
         result.acceptance_length = drafted.acceptance_length

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from benchmarks.progress import progress
 from benchmarks.workload import HeldOutPrompt, load_prompts
 from dflash_backend import LLM
-from dflash_backend.evaluation import SpecCounts
 from dflash_backend.llm import RequestOutput
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_client.commands.arguments import positive_int
 
 # What the project promises of a hit: its time to first token over a miss's, and how far acceptance may differ.
@@ -98,7 +98,7 @@ def measure_prefix(
 
 def acceptance_length(outputs: list[RequestOutput]) -> float:
     """Over all requests together."""
-    return SpecCounts.total(SpecCounts.of(output.stats) for output in outputs if output.stats).acceptance_length
+    return SpecDecodingStats.total(output.stats.spec_decoding for output in outputs if output.stats).acceptance_length
 
 
 def main() -> int:

@@ -82,13 +82,12 @@ def fit(
     expected = [probability * num_samples for probability in exact.values()]
     observed.append(num_samples - sum(observed))
     expected.append(num_samples - sum(expected))
-    engine = llm.stats()
     return FitResult(
         method,
         num_samples,
         len(expected),
         float(stats.chisquare(observed, expected).pvalue),
-        1 + engine.num_accepted_tokens / max(1, engine.num_drafts),
+        llm.stats().spec_decoding.acceptance_length,
     )
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc.aio as grpcclient
 
+from dflash_backend.spec_stats import acceptance_length
+
 
 def request(model: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     """The arguments of one streaming request for token ids and, at the end, the drafts' statistics."""
@@ -92,13 +94,14 @@ async def measure(url: str, model: str, prompts: list[list[int]], streams: int, 
     await asyncio.gather(*(worker.run() for worker in workers))
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     outputs = {index: tokens for worker in workers for index, tokens in worker.outputs.items()}
-    drafts = sum(worker.drafts for worker in workers)
     return {
         "seconds": seconds,
         "client_cpu_s": cpu,
         "outputs": outputs,
         "first_token_s": [value for worker in workers for value in worker.first_token_s],
-        "acceptance_length": 1 + sum(worker.accepted for worker in workers) / drafts if drafts else None,
+        "acceptance_length": acceptance_length(
+            sum(worker.drafts for worker in workers), sum(worker.accepted for worker in workers)
+        ),
     }
 
 

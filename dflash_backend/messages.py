@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from dflash_backend.spec_stats import SpecDecodingStats
+
 FinishReason = Literal["stop", "length", "abort"]
 # The priority of a request that names none. Triton's levels begin with 1, the most urgent.
 DEFAULT_PRIORITY = 100
@@ -123,38 +125,26 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestStats(msgspec.Struct, frozen=True):
-    """What a finished request cost; counts of tokens unless said otherwise.
-
-    `num_accepted_tokens` counts the accepted drafts that were delivered: a drafting step adds the number of tokens that
-    it yielded, less one. `num_accepted_tokens_per_pos[i]` counts the drafts whose token i (0-based) is among them.
-    """
+    """What a request has cost so far, in tokens unless said otherwise."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_accepted_tokens_per_pos: list[int]
+    spec_decoding: SpecDecodingStats
     num_preemptions: int
     queue_time_s: float
 
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens that a drafting step yields: 1 + accepted / drafts; 1 without drafts."""
-        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
-
     def with_last_step_cut(self, num_tokens: int, num_kept: int) -> RequestStats:
         """The same, when only `num_kept` of the `num_tokens` tokens of the last delta belong to the answer. A delta is
-        that of one step, but for rare ones of several; then no more is taken off than one step can have added."""
-        accepted = list(self.num_accepted_tokens_per_pos)
+        that of one step, except for rare ones of several; then no more is taken off than one step can have added."""
+        spec = self.spec_decoding
+        accepted = list(spec.num_accepted_tokens_per_pos)
         for position in range(max(num_kept - 1, 0), min(num_tokens - 1, len(accepted))):
             accepted[position] = max(accepted[position] - 1, 0)
         return msgspec.structs.replace(
             self,
             num_output_tokens=self.num_output_tokens - num_tokens + num_kept,
-            num_accepted_tokens=sum(accepted),
-            num_accepted_tokens_per_pos=accepted,
+            spec_decoding=SpecDecodingStats(spec.num_drafts, spec.num_draft_tokens, sum(accepted), accepted),
         )
 
 
@@ -201,10 +191,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = msgspec.field(default_factory=list)
+    spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_steps: int = 0

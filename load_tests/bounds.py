@@ -8,6 +8,7 @@ from statistics import mean
 
 import numpy as np
 
+from dflash_backend.spec_stats import acceptance_length
 from load_tests.observation import Observation
 from load_tests.recording import Sample
 from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, gaps, percentile, ttfts
@@ -142,8 +143,7 @@ def _acceptance_length(answers: dict[str, list[Sample]], weights: dict[str, int]
     def total(count: Callable[[Sample], int]) -> float:
         return sum(weight * mean(map(count, answers[name])) for name, weight in weights.items())
 
-    drafts = total(lambda sample: sample.num_drafts)
-    return 1 + total(lambda sample: sample.num_accepted) / drafts if drafts else None
+    return acceptance_length(total(lambda sample: sample.num_drafts), total(lambda sample: sample.num_accepted))
 
 
 def _last_third(observations: Iterable[Observation]) -> list[Observation]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dflash_backend.spec_stats import acceptance_length
 from load_tests.ideal import IdealHits
 from load_tests.observation import Observation
 from load_tests.recording import Recorder, Sample
@@ -82,8 +83,8 @@ class RunResult:
     def acceptance_length(self) -> float | None:
         """Mean tokens of a step with drafts, over the right answers."""
         chosen = [sample for sample in self.samples if sample.outcome == "right"]
-        drafts = sum(sample.num_drafts for sample in chosen)
-        return 1 + sum(sample.num_accepted for sample in chosen) / drafts if drafts else None
+        drafts, accepted = (sum(sample.num_drafts for sample in chosen), sum(sample.num_accepted for sample in chosen))
+        return acceptance_length(drafts, accepted)
 
     def hit_rate(self) -> float | None:
         """The share of prompt tokens that came from the prefix cache, from the metrics page, over the whole run."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dflash_backend.spec_stats import acceptance_length
 from load_tests.observation import Observation
 from load_tests.recording import Sample
 from load_tests.result import (
@@ -117,7 +118,6 @@ def _server_second(before: Observation, now: Observation) -> ServerSecond:
     def share(name: str, over: str) -> float | None:
         return grown(name) / grown(over) if grown(over) > 0 else None
 
-    accepted = share(ACCEPTED, DRAFTS)
     cores = sum(now.cpu_s.values()) - sum(before.cpu_s.values())
     return ServerSecond(
         at_s=now.at_s,
@@ -127,7 +127,7 @@ def _server_second(before: Observation, now: Observation) -> ServerSecond:
         generated_tokens_per_s=grown(GENERATED) / seconds,
         prompt_tokens_per_s=grown(QUERIES) / seconds,
         hit_rate=share(HITS, QUERIES),
-        acceptance_length=None if accepted is None else 1 + accepted,
+        acceptance_length=acceptance_length(grown(DRAFTS), grown(ACCEPTED)),
         preemptions=grown(PREEMPTIONS),
         stub_rss_mib=_mib(now, "stub"),
         engine_rss_mib=_mib(now, "engine"),

@@ -59,7 +59,7 @@ def test_sampling_with_every_cut_has_the_distribution_of_the_cut_target(runner: 
                 outputs.step()
     counts = Counter(map(tuple, outputs.tokens.values()))
     assert counts.keys() <= expected.keys(), "tokens that are cut never come"
-    assert built.core.stats().num_accepted_tokens > NUM_SAMPLES / 20
+    assert built.core.stats().spec_decoding.num_accepted_tokens > NUM_SAMPLES / 20
     common = [tokens for tokens, chance in expected.items() if chance * NUM_SAMPLES >= MIN_EXPECTED]
     observed = [counts[tokens] for tokens in common]
     likely = [expected[tokens] * NUM_SAMPLES for tokens in common]

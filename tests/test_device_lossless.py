@@ -73,7 +73,9 @@ def run(built: BuiltEngine, prompts: list[list[int]], wishes: list[dict[str, Any
     for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         outputs.add(str(i), prompt, **{"max_tokens": MAX_TOKENS, "ignore_eos": True, **wish})
     tokens, stats = outputs.finish(), built.core.stats()
-    return Result(tokens, outputs.reasons, stats.num_draft_tokens, stats.num_accepted_tokens)
+    return Result(
+        tokens, outputs.reasons, stats.spec_decoding.num_draft_tokens, stats.spec_decoding.num_accepted_tokens
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +128,10 @@ def test_a_prefix_hit_restores_the_drafters_context_too(prompts: list[list[int]]
     outputs = Outputs(built)
     accepted = []
     for name in ("miss", "hit"):
-        before = built.core.stats().num_accepted_tokens
+        before = built.core.stats().spec_decoding.num_accepted_tokens
         outputs.add(name, prompts[0], temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         outputs.finish()
-        accepted.append(built.core.stats().num_accepted_tokens - before)
+        accepted.append(built.core.stats().spec_decoding.num_accepted_tokens - before)
     assert outputs.tokens["hit"] == outputs.tokens["miss"]
     assert built.core.stats().prefix_cache_hits > 0
     assert accepted[0] == accepted[1]
@@ -200,6 +202,6 @@ def test_kernels_throughout_are_lossless_on_the_demo_pair() -> None:
         for i, prompt in enumerate(short):
             one.add(str(i), prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
         outputs.append(one.finish())
-        accepted.append(built.core.stats().num_accepted_tokens)
+        accepted.append(built.core.stats().spec_decoding.num_accepted_tokens)
     assert outputs[0] == outputs[1]
     assert accepted[0] == accepted[1] > 8

@@ -24,9 +24,10 @@ from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints import layer_ids as conversion
 from dflash_backend.config import asset_path
-from dflash_backend.evaluation.figures import SpecCounts
+from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.llm import RequestOutput
 from dflash_backend.messages import SamplingParams
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.speculative.vocabulary import VocabularyMap
 from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite
@@ -44,11 +45,11 @@ class Answers:
     """Greedy answers to the same prompts, and how many drafts stood in each."""
 
     token_ids: list[list[int]]
-    counts: list[SpecCounts]
+    counts: list[SpecDecodingStats]
 
     @property
     def acceptance_length(self) -> float:
-        return SpecCounts.total(self.counts).acceptance_length
+        return SpecDecodingStats.total(self.counts).acceptance_length
 
 
 def answers(**settings: Any) -> Answers:
@@ -58,8 +59,8 @@ def answers(**settings: Any) -> Answers:
     return Answers([output.token_ids for output in outputs], counts_of(outputs))
 
 
-def counts_of(outputs: list[RequestOutput]) -> list[SpecCounts]:
-    return [SpecCounts.of(output.stats) for output in outputs if output.stats is not None]
+def counts_of(outputs: list[RequestOutput]) -> list[SpecDecodingStats]:
+    return [output.stats.spec_decoding for output in outputs if output.stats is not None]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def fit_of_samples(draft: Path, exact: dict[tuple[int, ...], float], **settings:
     # What is left is one bin: unlikely continuations.
     observed.append(NUM_SAMPLES - sum(observed))
     expected.append(NUM_SAMPLES - sum(expected))
-    assert SpecCounts.total(counts_of(outputs)).acceptance_length > 1.1
+    assert SpecDecodingStats.total(counts_of(outputs)).acceptance_length > 1.1
     return float(stats.chisquare(observed, expected).pvalue)
 
 
@@ -198,4 +199,4 @@ def test_a_server_given_the_speculators_directory_alone_answers(rewritten: Path,
     with new_server({"target_model": str(rewritten)}) as server, httpx.Client(trust_env=False, timeout=60) as http:
         answer = http.post(f"http://{server.http_url}/v2/models/dflash/generate", json=body | asked).json()
     assert answer["token_ids"] == original.token_ids[0]
-    assert SpecCounts.from_spec_stats(json.loads(answer["spec_stats"])) == original.counts[0]
+    assert parse_spec_stats(json.loads(answer["spec_stats"])) == original.counts[0]

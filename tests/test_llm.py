@@ -39,7 +39,7 @@ def test_text_token_ids_and_chat_are_answered_in_order(llm: LLM) -> None:
     assert from_text.text.endswith("Answer: 17")
     assert from_text.finish_reason == "stop"
     assert from_text.stats is not None
-    assert from_text.stats.acceptance_length > 1
+    assert from_text.stats.spec_decoding.acceptance_length > 1
     assert llm.chat([{"role": "user", "content": QUESTION}], max_tokens=96, temperature=0).text.endswith("Answer: 17")
 
 

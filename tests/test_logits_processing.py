@@ -99,7 +99,7 @@ def test_greedy_output_is_the_best_token_of_the_changed_logits_at_every_place(
     for output in outputs:
         assert_greedy(output, params)
     if k > 0:
-        assert sum(output.stats.num_accepted_tokens for output in outputs if output.stats) > 0
+        assert sum(output.stats.spec_decoding.num_accepted_tokens for output in outputs if output.stats) > 0
     plain = llm.generate(PROMPTS, max_tokens=48, temperature=0)
     assert [output.token_ids for output in outputs] != [output.token_ids for output in plain]
 
@@ -208,7 +208,7 @@ def test_sampled_output_has_the_distribution_of_the_changed_logits(method: str) 
     observed.append(NUM_SAMPLES - sum(observed))
     expected.append(NUM_SAMPLES - sum(expected))
     assert len(expected) >= 15
-    assert llm.stats().num_accepted_tokens > NUM_SAMPLES / 20
+    assert llm.stats().spec_decoding.num_accepted_tokens > NUM_SAMPLES / 20
     assert chisquare(observed, expected).pvalue > 0.01
 
 
@@ -250,7 +250,7 @@ def test_logprobs_of_accepted_and_following_tokens_are_the_models_own(llm: LLM, 
         else:
             check_logprobs(output, output.prompt_token_ids, num_top)
     if k > 0:
-        assert all(output.stats.num_accepted_tokens > 0 for output in outputs if output.stats)
+        assert all(output.stats.spec_decoding.num_accepted_tokens > 0 for output in outputs if output.stats)
 
 
 def test_asking_for_logprobs_does_not_change_the_output(llm: LLM) -> None:

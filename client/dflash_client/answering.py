@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest, SpecCounts
+from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest
+from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.evaluation.run import OnAnswer
 from dflash_client.client import DFlashClient
 from dflash_client.errors import ClientError
@@ -49,4 +50,4 @@ class ServerAnswerer:
                 result = self._client.generate(messages=request.messages, enable_thinking=False, **request.sampling)
         except ClientError as error:
             raise EvaluationError(f"{request.where}: {error}") from None
-        return Answer(result.text, result.num_output_tokens, SpecCounts.from_spec_stats(result.spec_stats))
+        return Answer(result.text, result.num_output_tokens, parse_spec_stats(result.spec_stats))

@@ -32,7 +32,6 @@ from dflash_backend.core.request import Request
 from dflash_backend.core.row_shape import prefills_next
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.spec_counts import SpecCounts
 from dflash_backend.core.trace import StepTimes, StepTrace
 from dflash_backend.messages import (
     EngineStats,
@@ -42,6 +41,7 @@ from dflash_backend.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from dflash_backend.spec_stats import SpecDecodingStats
 
 __all__ = ["EngineCore", "RequestError"]
 
@@ -94,9 +94,9 @@ class EngineCore:
         # (deadline in s, arrival, id), a heap. An entry may outlive its request; the arrival number tells whether it
         # still counts.
         self._deadlines: list[tuple[float, int, str]] = []
-        self._spec_counts = SpecCounts(config.num_speculative_tokens)
+        self._spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
         # As the last call of `stats` gave them. A stop string takes counts back, and a counter must not fall.
-        self._reported_counts = SpecCounts(config.num_speculative_tokens)
+        self._reported_spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
         self._num_generation_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -145,8 +145,8 @@ class EngineCore:
             request = self._requests.get(request_id)
             if request is not None:
                 for num_draft, num_delivered, kept in request.trim_yields(num_kept):
-                    request.spec_counts.take_back(num_draft, num_delivered, kept)
-                    self._spec_counts.take_back(num_draft, num_delivered, kept)
+                    request.spec_stats.take_back(num_draft, num_delivered, kept)
+                    self._spec_stats.take_back(num_draft, num_delivered, kept)
                 delta = self._finish(request, [], "stop", now)
                 assert delta.stats is not None
                 stats = msgspec.structs.replace(delta.stats, num_output_tokens=num_kept)
@@ -208,7 +208,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Gauges as they are now and counters since the start."""
         scheduler = self.scheduler
-        counts = self._reported_counts = self._spec_counts.largest(self._reported_counts)
+        self._reported_spec_stats = self._spec_stats.maximum(self._reported_spec_stats)
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=len(scheduler.waiting),
@@ -216,10 +216,7 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_drafts=counts.num_drafts,
-            num_draft_tokens=counts.num_draft_tokens,
-            num_accepted_tokens=counts.num_accepted_tokens,
-            num_accepted_tokens_per_pos=counts.num_accepted_tokens_per_pos,
+            spec_decoding=self._reported_spec_stats,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_steps=self._num_steps,
@@ -401,7 +398,7 @@ class EngineCore:
             self._num_generation_tokens += len(token_ids)
             request.note_yield(row.num_draft, len(token_ids))
             if row.num_draft:
-                self._spec_counts.add(row.num_draft, len(token_ids))
+                self._spec_stats.observe_draft(row.num_draft, len(token_ids))
         self.scheduler.kv.publish(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.prefix_cache import DigestChain
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.spec_counts import SpecCounts
 from dflash_backend.messages import DEFAULT_PRIORITY, FinishReason, GenerationRequest, RequestStats, SamplingParams
+from dflash_backend.spec_stats import SpecDecodingStats
 
 _MASK_64 = (1 << 64) - 1
 
@@ -68,7 +68,7 @@ class Request:
     first_scheduled_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    spec_counts: SpecCounts = field(default_factory=lambda: SpecCounts(0))
+    spec_stats: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     # Of each step that yielded tokens: the drafts that it verified, and how many tokens it yielded. Only kept for a
     # request with stop strings, which the text may reach steps ago.
     yields: list[tuple[int, int]] | None = None
@@ -98,7 +98,7 @@ class Request:
             arrival_s=now,
             deadline_s=now + min(limits_s) if limits_s else None,
             rank=(sampling.priority or DEFAULT_PRIORITY, arrival),
-            spec_counts=SpecCounts(k),
+            spec_stats=SpecDecodingStats.zeros(k),
             yields=[] if sampling.stop else None,
         )
 
@@ -144,7 +144,7 @@ class Request:
     def note_yield(self, num_draft: int, num_tokens: int) -> None:
         """Count a step that verified `num_draft` drafts and appended `num_tokens` tokens, at least one."""
         if num_draft:
-            self.spec_counts.add(num_draft, num_tokens)
+            self.spec_stats.observe_draft(num_draft, num_tokens)
         if self.yields is not None:
             self.yields.append((num_draft, num_tokens))
 
@@ -179,10 +179,7 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_drafts=self.spec_counts.num_drafts,
-            num_draft_tokens=self.spec_counts.num_draft_tokens,
-            num_accepted_tokens=self.spec_counts.num_accepted_tokens,
-            num_accepted_tokens_per_pos=list(self.spec_counts.num_accepted_tokens_per_pos),
+            spec_decoding=self.spec_stats.copy(),
             num_preemptions=self.num_preemptions,
             queue_time_s=scheduled_s - self.arrival_s,
         )

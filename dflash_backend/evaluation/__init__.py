@@ -7,7 +7,6 @@ engine, so that a running server can be measured from a machine without torch.
 """
 
 from dflash_backend.evaluation.errors import EvaluationError
-from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.evaluation.questions import Question
 from dflash_backend.evaluation.run import Answer, Answerer, Evaluation, ModelRequest, Sampling, evaluate
 
@@ -19,6 +18,5 @@ __all__ = [
     "ModelRequest",
     "Question",
     "Sampling",
-    "SpecCounts",
     "evaluate",
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash_backend.evaluation.errors import EvaluationError
-from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.evaluation.run import Answer, ModelRequest, OnAnswer
 from dflash_backend.frontend.tokenizer import PromptError, Tokenizer
 from dflash_backend.llm import LLM, RequestOutput
+from dflash_backend.spec_stats import SpecDecodingStats
 
 
 class EngineAnswerer:
@@ -45,5 +45,5 @@ def encode(tokenizer: Tokenizer, request: ModelRequest) -> list[int]:
 
 
 def _answer(output: RequestOutput) -> Answer:
-    counts = SpecCounts.of(output.stats) if output.stats is not None else SpecCounts()
+    counts = output.stats.spec_decoding if output.stats is not None else SpecDecodingStats()
     return Answer(output.text, len(output.token_ids), counts)

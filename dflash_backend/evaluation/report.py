@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.evaluation.errors import EvaluationError
-from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.evaluation.plot import plot_by_position, require_matplotlib
 from dflash_backend.evaluation.run import Evaluation, GroupResult
+from dflash_backend.spec_stats import SpecDecodingStats
 
 # Two tables in place of one wide one, so that they fit a terminal of 100 columns: what came out, and the counts behind
 # it. The JSON has all figures.
@@ -94,7 +94,7 @@ def _about_line(name: str, value: Any) -> str:
     )
 
 
-def _histogram_line(counts: SpecCounts) -> str:
+def _histogram_line(counts: SpecDecodingStats) -> str:
     """How the steps share out over the numbers of accepted drafts, over all sets."""
     shares = [f"{n}: {count / counts.num_drafts:.0%}" for n, count in enumerate(counts.accepted_histogram)]
     return textwrap.fill(f"steps by accepted drafts: {', '.join(shares)}", WIDTH)

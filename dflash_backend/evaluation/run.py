@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dflash_backend.evaluation.figures import SpecCounts, mean_acceptance_length
+from dflash_backend.evaluation.figures import mean_acceptance_length
 from dflash_backend.evaluation.questions import Message, Question
 from dflash_backend.evaluation.scoring import is_correct
+from dflash_backend.spec_stats import SpecDecodingStats
 
 Progress = Callable[[int, int], None]
 
@@ -42,7 +43,7 @@ class Answer:
 
     text: str
     num_tokens: int
-    counts: SpecCounts
+    counts: SpecDecodingStats
 
 
 # Takes the place of a request and its answer, once it is there.
@@ -82,7 +83,7 @@ class GroupResult:
     name: str
     num_questions: int
     num_tokens: int
-    counts: SpecCounts
+    counts: SpecDecodingStats
     mean_acceptance_length: float | None
     num_judged: int
     num_correct: int
@@ -96,7 +97,7 @@ class GroupResult:
             name=name,
             num_questions=len(results),
             num_tokens=sum(answer.num_tokens for answer in answers),
-            counts=SpecCounts.total(answer.counts for answer in answers),
+            counts=SpecDecodingStats.total(answer.counts for answer in answers),
             mean_acceptance_length=mean_acceptance_length(answer.counts for answer in answers),
             num_judged=len(judged),
             num_correct=sum(judged),

@@ -43,14 +43,13 @@ class ActivityLog:
         present = stats.num_requests_running + stats.num_requests_waiting
         if not (prompt or generated or present):
             return None
-        drafts = stats.num_drafts - before.num_drafts
-        accepted = stats.num_accepted_tokens - before.num_accepted_tokens
+        drafted = stats.spec_decoding - before.spec_decoding
         queries = stats.prefix_cache_queries - before.prefix_cache_queries
         hits = stats.prefix_cache_hits - before.prefix_cache_hits
         parts = [
             f"prompt {prompt / seconds:.1f} tokens/s",
             f"generated {generated / seconds:.1f} tokens/s",
-            f"acceptance length {1 + accepted / drafts:.2f}" if drafts else "no drafts",
+            f"acceptance length {drafted.acceptance_length:.2f}" if drafted.num_drafts else "no drafts",
             f"prefix hits {hits / queries:.1%}" if queries else "no prefix look-ups",
             f"running {stats.num_requests_running}",
             f"waiting {stats.num_requests_waiting}",

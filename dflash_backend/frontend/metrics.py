@@ -122,9 +122,6 @@ METRICS: tuple[MetricSpec, ...] = (
 # the frontend instead: a prompt once however many completions it has, and of an answer what belongs to it, so without
 # what was generated past a stop string.
 _ENGINE_COUNTERS = {
-    "num_drafts": "dflash:spec_decode_num_drafts_total",
-    "num_draft_tokens": "dflash:spec_decode_num_draft_tokens_total",
-    "num_accepted_tokens": "dflash:spec_decode_num_accepted_tokens_total",
     "prefix_cache_queries": "dflash:prefix_cache_queries_total",
     "prefix_cache_hits": "dflash:prefix_cache_hits_total",
     "num_preemptions": "dflash:num_preemptions_total",
@@ -230,10 +227,13 @@ class Metrics:
         for field, name in _ENGINE_COUNTERS.items():
             if increase := getattr(stats, field) - getattr(last, field):
                 self.count(name, increase)
-        before = last.num_accepted_tokens_per_pos or [0] * len(stats.num_accepted_tokens_per_pos)
-        for position, (old, new) in enumerate(zip(before, stats.num_accepted_tokens_per_pos, strict=True)):
-            if new > old:
-                self.count("dflash:spec_decode_num_accepted_tokens_per_pos_total", new - old, str(position))
+        drafted = stats.spec_decoding - last.spec_decoding
+        for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            if increase := getattr(drafted, field):
+                self.count(f"dflash:spec_decode_{field}_total", increase)
+        for position, increase in enumerate(drafted.num_accepted_tokens_per_pos):
+            if increase:
+                self.count("dflash:spec_decode_num_accepted_tokens_per_pos_total", increase, str(position))
         for field, name in _ENGINE_GAUGES.items():
             self._gauges[name] = getattr(stats, field)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from dflash_backend.frontend.flight import Flight
@@ -98,11 +99,8 @@ def spec_stats_json(stats: RequestStats, tell_cached_tokens: bool) -> str:
     """
     return json.dumps(
         {
-            "num_drafts": stats.num_drafts,
-            "num_draft_tokens": stats.num_draft_tokens,
-            "num_accepted_tokens": stats.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": stats.num_accepted_tokens_per_pos,
-            "acceptance_length": round(stats.acceptance_length, 4),
+            **msgspec.structs.asdict(stats.spec_decoding),
+            "acceptance_length": round(stats.spec_decoding.acceptance_length, 4),
             "num_cached_tokens": stats.num_cached_tokens if tell_cached_tokens else None,
             "num_preemptions": stats.num_preemptions,
         }

@@ -33,6 +33,6 @@ def test_each_row_accepts_as_many_drafts_as_the_function_says(tmp_path: Path, co
             outputs.add(str(i), [*PROMPT, i], max_tokens=length, temperature=0.0, ignore_eos=True)
         outputs.finish()
     assert [len(tokens) for tokens in outputs.tokens.values()] == lengths
-    per_position = built.core.stats().num_accepted_tokens_per_pos
+    per_position = built.core.stats().spec_decoding.num_accepted_tokens_per_pos
     assert min(per_position[:count], default=1) > 0
     assert not any(per_position[count:])

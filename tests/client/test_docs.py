@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.evaluation.datasets import EMBEDDED_SETS
-from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.evaluation.hub_sets import HUB_SETS
 from dflash_backend.models.registry import TARGETS
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_client.cli import main, parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def test_the_evaluation_page_names_every_option_figure_and_set() -> None:
     page = (DOCS / "evaluation.md").read_text(encoding="utf-8")
     commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     options = [option for action in commands.choices["eval"]._actions for option in action.option_strings]
-    derived = [name for name in SpecCounts().as_dict() if not name.endswith("_per_pos")]
+    derived = [name for name in SpecDecodingStats().as_dict() if not name.endswith("_per_pos")]
     for name in [*options, *derived, *EMBEDDED_SETS, *HUB_SETS]:
         assert name in ("-h", "--help") or name in page, name
 

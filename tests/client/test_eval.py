@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.evaluation import ModelRequest, SpecCounts
+from dflash_backend.evaluation import ModelRequest
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_client import Completion, DFlashClient, GenerationResult
 from dflash_client.answering import Encode, ServerAnswerer
 from dflash_client.cli import main
@@ -33,7 +34,7 @@ def counted() -> dict[str, Any]:
     for category in ("math", "code", "chat"):
         prompts = [row.prompt for row in load_prompts(LIMIT, (category,))]
         outputs = llm.generate(prompts, max_tokens=256, temperature=0)
-        stats = SpecCounts.total(SpecCounts.of(output.stats) for output in outputs if output.stats is not None)
+        stats = SpecDecodingStats.total(output.stats.spec_decoding for output in outputs if output.stats is not None)
         counts[category] = {"num_tokens": sum(len(output.token_ids) for output in outputs), **stats.as_dict()}
     return counts
 

@@ -139,7 +139,7 @@ def test_random_traffic_keeps_every_invariant_and_every_output(part: int) -> Non
         num_failed += len(engine.failed)
         num_preemptions += stats.num_preemptions
         num_hits += stats.prefix_cache_hits
-        num_accepted += stats.num_accepted_tokens
+        num_accepted += stats.spec_decoding.num_accepted_tokens
         num_evicted += engine.core.scheduler.kv.pool.num_evicted
         seed += 1
     # The traffic must have met what it is there to test.

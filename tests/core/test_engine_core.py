@@ -9,6 +9,7 @@ from dflash_backend.core.engine import EngineCore, RequestError
 from dflash_backend.core.plan import RequestResult, StepPlan, StepResult
 from dflash_backend.core.request import derive_seed
 from dflash_backend.messages import TokenLogprobs
+from dflash_backend.spec_stats import SpecDecodingStats
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
@@ -98,12 +99,11 @@ def test_stats_of_a_request_count_what_it_did() -> None:
     stats = output.stats
     assert stats is not None
     assert (stats.num_prompt_tokens, stats.num_output_tokens, stats.num_cached_tokens) == (9, 9, 0)
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 6, 6)
-    assert stats.num_accepted_tokens_per_pos == [2, 2, 2]
-    assert stats.acceptance_length == 4.0
+    assert stats.spec_decoding == SpecDecodingStats(2, 6, 6, [2, 2, 2])
+    assert stats.spec_decoding.acceptance_length == 4.0
     assert stats.queue_time_s == 2.5
     total = engine.core.stats()
-    assert (total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens) == (2, 6, 6)
+    assert total.spec_decoding == stats.spec_decoding
     assert (total.num_prompt_tokens, total.num_generation_tokens, total.num_steps) == (9, 9, 3)
     assert (total.num_requests_running, total.num_requests_waiting, total.kv_cache_usage) == (0, 0, 0.0)
 

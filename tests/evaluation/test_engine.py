@@ -11,7 +11,7 @@ import pytest
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
-from dflash_backend.evaluation import EvaluationError, ModelRequest, Question, Sampling, SpecCounts, evaluate
+from dflash_backend.evaluation import EvaluationError, ModelRequest, Question, Sampling, evaluate
 from dflash_backend.evaluation.datasets import Source, load_questions
 from dflash_backend.evaluation.engine import EngineAnswerer, encode
 from dflash_backend.frontend.tokenizer import Tokenizer
@@ -30,10 +30,10 @@ def test_an_embedded_conversation_is_the_prompt_that_the_demo_pair_was_trained_o
 
 
 def test_counts_are_those_of_the_engine(llm: LLM) -> None:
-    before = SpecCounts.of(llm.stats())
+    before = llm.stats().spec_decoding
     questions = load_questions([Source("math"), Source("chat")], 3)
     found = evaluate(EngineAnswerer(llm), questions, Sampling())
-    assert found.overall.counts == SpecCounts.of(llm.stats()) - before
+    assert found.overall.counts == llm.stats().spec_decoding - before
     assert found.overall.counts.num_drafts > 0
 
 

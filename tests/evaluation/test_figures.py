@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.evaluation import EvaluationError, SpecCounts
-from dflash_backend.evaluation.figures import mean_acceptance_length
+from dflash_backend.evaluation import EvaluationError
+from dflash_backend.evaluation.figures import mean_acceptance_length, parse_spec_stats
 from dflash_backend.messages import RequestStats
+from dflash_backend.spec_stats import SpecDecodingStats
 
-COUNTS = SpecCounts(4, 12, 6, (3, 2, 1))
+COUNTS = SpecDecodingStats(4, 12, 6, [3, 2, 1])
 
 
 def test_the_derived_figures_are_those_of_the_contract() -> None:
@@ -19,9 +20,9 @@ def test_the_derived_figures_are_those_of_the_contract() -> None:
     assert 1 + sum(COUNTS.per_position_rates) == COUNTS.acceptance_length
 
 
-@pytest.mark.parametrize("per_position", [(), (0, 0, 0)])
-def test_without_drafts_a_step_yields_one_token_and_there_are_no_rates(per_position: tuple[int, ...]) -> None:
-    none = SpecCounts(num_accepted_tokens_per_pos=per_position)
+@pytest.mark.parametrize("per_position", [[], [0, 0, 0]])
+def test_without_drafts_a_step_yields_one_token_and_there_are_no_rates(per_position: list[int]) -> None:
+    none = SpecDecodingStats(num_accepted_tokens_per_pos=per_position)
     assert none.acceptance_length == 1
     assert none.per_position_rates == ()
     assert none.acceptance_rate is None
@@ -29,32 +30,32 @@ def test_without_drafts_a_step_yields_one_token_and_there_are_no_rates(per_posit
 
 
 def test_counts_of_different_k_add_up_and_subtract_by_position() -> None:
-    total = SpecCounts.total([COUNTS, SpecCounts(1, 1, 1, (1,)), SpecCounts()])
-    assert total == SpecCounts(5, 13, 7, (4, 2, 1))
-    assert total - COUNTS == SpecCounts(1, 1, 1, (1, 0, 0))
-    assert SpecCounts.total([]) == SpecCounts()
+    total = SpecDecodingStats.total([COUNTS, SpecDecodingStats(1, 1, 1, [1]), SpecDecodingStats()])
+    assert total == SpecDecodingStats(5, 13, 7, [4, 2, 1])
+    assert total - COUNTS == SpecDecodingStats(1, 1, 1, [1, 0, 0])
+    assert SpecDecodingStats.total([]) == SpecDecodingStats()
 
 
 def test_published_acceptance_lengths_are_means_over_requests() -> None:
     """A request of two steps and one of ten: the pooled figure leans to the longer one."""
-    requests = [SpecCounts(2, 30, 20, (2,) * 10), SpecCounts(10, 150, 10, (10,)), SpecCounts()]
+    requests = [SpecDecodingStats(2, 30, 20, [2] * 10), SpecDecodingStats(10, 150, 10, [10]), SpecDecodingStats()]
     assert mean_acceptance_length(requests) == (11 + 2) / 2
-    assert SpecCounts.total(requests).acceptance_length == 1 + 30 / 12
-    assert mean_acceptance_length([SpecCounts()]) is None
+    assert SpecDecodingStats.total(requests).acceptance_length == 1 + 30 / 12
+    assert mean_acceptance_length([SpecDecodingStats()]) is None
     assert mean_acceptance_length([]) is None
 
 
 def test_the_histogram_counts_the_steps_by_their_accepted_drafts() -> None:
     # Steps with 3, 2, 1 and 0 accepted drafts, and one of a request with k = 1.
-    counts = SpecCounts(4, 12, 6, (3, 2, 1)) + SpecCounts(1, 1, 1, (1,))
+    counts = SpecDecodingStats(4, 12, 6, [3, 2, 1]) + SpecDecodingStats(1, 1, 1, [1])
     assert counts.accepted_histogram == (1, 2, 1, 1)
     assert sum(counts.accepted_histogram) == counts.num_drafts
     assert sum(n * count for n, count in enumerate(counts.accepted_histogram)) == counts.num_accepted_tokens
-    assert SpecCounts().accepted_histogram == ()
+    assert SpecDecodingStats().accepted_histogram == ()
 
 
 def test_counts_of_a_request_and_of_spec_stats_are_the_same() -> None:
-    stats = RequestStats(9, 10, 0, 4, 12, 6, [3, 2, 1], 0, 0.0)
+    stats = RequestStats(9, 10, 0, SpecDecodingStats(4, 12, 6, [3, 2, 1]), 0, 0.0)
     sent = {
         "num_drafts": 4,
         "num_draft_tokens": 12,
@@ -62,7 +63,7 @@ def test_counts_of_a_request_and_of_spec_stats_are_the_same() -> None:
         "num_accepted_tokens_per_pos": [3, 2, 1],
         "acceptance_length": 2.5,
     }
-    assert SpecCounts.of(stats) == SpecCounts.from_spec_stats(sent) == COUNTS
+    assert stats.spec_decoding == parse_spec_stats(sent) == COUNTS
 
 
 @pytest.mark.parametrize(
@@ -78,4 +79,4 @@ def test_counts_of_a_request_and_of_spec_stats_are_the_same() -> None:
 def test_spec_stats_that_do_not_count_are_refused_by_name(field: str, value: object) -> None:
     sent = COUNTS.as_dict() | {field: value}
     with pytest.raises(EvaluationError, match=f"'{field}'; only a model that dflash-triton serves"):
-        SpecCounts.from_spec_stats(sent)
+        parse_spec_stats(sent)

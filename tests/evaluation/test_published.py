@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dflash_backend import LLM
-from dflash_backend.evaluation import Answer, Evaluation, ModelRequest, Question, Sampling, SpecCounts, evaluate
+from dflash_backend.evaluation import Answer, Evaluation, ModelRequest, Question, Sampling, evaluate
 from dflash_backend.evaluation.questions import Row
 from dflash_backend.evaluation.run import OnAnswer
+from dflash_backend.spec_stats import SpecDecodingStats
 from tests import test_real_weights as real
 from tests.published import (
     MAX_TOKENS,
@@ -29,10 +30,10 @@ from tests.published import (
 )
 
 
-def counts(num_drafts: int, rates: Sequence[float]) -> SpecCounts:
+def counts(num_drafts: int, rates: Sequence[float]) -> SpecDecodingStats:
     """Counts of a request with `num_drafts` steps and these rates by position."""
-    per_position = tuple(round(rate * num_drafts) for rate in rates)
-    return SpecCounts(num_drafts, num_drafts * len(rates), sum(per_position), per_position)
+    per_position = [round(rate * num_drafts) for rate in rates]
+    return SpecDecodingStats(num_drafts, num_drafts * len(rates), sum(per_position), per_position)
 
 
 class Told:
@@ -48,15 +49,15 @@ class Told:
             on_answer(place, self.answers[place])
 
 
-def run_of(dataset: str, requests: Sequence[SpecCounts]) -> Evaluation:
+def run_of(dataset: str, requests: Sequence[SpecDecodingStats]) -> Evaluation:
     """An evaluation whose requests counted this."""
     questions = [Question(str(i), dataset, dataset, prompt="x") for i in range(len(requests))]
     return evaluate(Told([Answer("", 9, one) for one in requests]), questions, Sampling())
 
 
-def of_length(length: float) -> SpecCounts:
+def of_length(length: float) -> SpecDecodingStats:
     """A request of 1000 steps with this acceptance length."""
-    return SpecCounts(1000, 15000, round((length - 1) * 1000), (round((length - 1) * 1000),))
+    return SpecDecodingStats(1000, 15000, round((length - 1) * 1000), [round((length - 1) * 1000)])
 
 
 @pytest.mark.parametrize(("dataset", "length"), QWEN3_8B_B16.items())
@@ -73,16 +74,16 @@ def test_layers_off_by_one_are_noticed() -> None:
 
 
 def test_a_run_without_drafts_does_not_pass() -> None:
-    assert defects_of_the_pair(run_of("mt-bench", [SpecCounts()] * 3), "mt-bench")
+    assert defects_of_the_pair(run_of("mt-bench", [SpecDecodingStats()] * 3), "mt-bench")
 
 
 def test_the_mean_is_judged_not_the_pooled_figure() -> None:
     """One long request that accepts little: pooled it would fail, and one that accepts much would hide the others."""
-    short, long = SpecCounts(10, 150, 50, (50,)), SpecCounts(1000, 15000, 2000, (2000,))
+    short, long = SpecDecodingStats(10, 150, 50, [50]), SpecDecodingStats(1000, 15000, 2000, [2000])
     found = run_of("mt-bench", [short, short, long])
     assert found.overall.counts.acceptance_length < least_acceptance_length("mt-bench")
     assert defects_of_the_pair(found, "mt-bench") == []
-    short, long = SpecCounts(10, 150, 20, (20,)), SpecCounts(1000, 15000, 5000, (5000,))
+    short, long = SpecDecodingStats(10, 150, 20, [20]), SpecDecodingStats(1000, 15000, 5000, [5000])
     found = run_of("mt-bench", [short, short, short, long])
     assert found.overall.counts.acceptance_length > least_acceptance_length("mt-bench")
     assert defects_of_the_pair(found, "mt-bench")
@@ -142,7 +143,7 @@ def test_the_questions_of_the_speculators_checkpoint_follow_five_solved_ones() -
 
 
 def test_follow_ups_are_left_out() -> None:
-    asked = Told([Answer("", 1, SpecCounts())])
+    asked = Told([Answer("", 1, SpecDecodingStats())])
     question = Question("a", "mt-bench", "mt-bench", messages=({"role": "user", "content": "x"},), follow_ups=("y",))
     evaluate(asked, first_turns([question]), Sampling())
     assert len(asked.asked) == 1

@@ -7,26 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from dflash_backend.evaluation import Answer, Evaluation, EvaluationError, Question, SpecCounts
+from dflash_backend.evaluation import Answer, Evaluation, EvaluationError, Question
 from dflash_backend.evaluation.report import as_dict, markdown_table, prepare, tables, title, write
 from dflash_backend.evaluation.run import QuestionResult
+from dflash_backend.spec_stats import SpecDecodingStats
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def result(dataset: str, category: str, counts: SpecCounts, answer: str | None = None) -> QuestionResult:
+def result(dataset: str, category: str, counts: SpecDecodingStats, answer: str | None = None) -> QuestionResult:
     return QuestionResult(Question("q", dataset, category, prompt="x", answer=answer), (Answer("4", 3, counts),))
 
 
 TWO_SETS = Evaluation(
     (
-        result("own", "own/a", SpecCounts(2, 6, 3, (2, 1, 0)), "4"),
-        result("own", "own/b", SpecCounts(1, 3, 3, (1, 1, 1)), "5"),
-        result("math", "math", SpecCounts(1, 1, 0, (0,))),
+        result("own", "own/a", SpecDecodingStats(2, 6, 3, [2, 1, 0]), "4"),
+        result("own", "own/b", SpecDecodingStats(1, 3, 3, [1, 1, 1]), "5"),
+        result("math", "math", SpecDecodingStats(1, 1, 0, [0])),
     ),
     seconds=1.5,
 )
-NO_DRAFTS = Evaluation((result("own", "own", SpecCounts()),), seconds=0.5)
+NO_DRAFTS = Evaluation((result("own", "own", SpecDecodingStats()),), seconds=0.5)
 
 
 def cells(text: str) -> dict[str, list[list[str]]]:
@@ -79,7 +80,7 @@ def test_the_files_hold_what_is_printed(tmp_path: Path) -> None:
 
 
 def test_tables_fit_a_terminal_of_100_columns() -> None:
-    counts = SpecCounts(1_234, 12_345, 6_789, tuple(range(15)))
+    counts = SpecDecodingStats(1_234, 12_345, 6_789, list(range(15)))
     found = Evaluation(tuple(result("mt-bench", "mt-bench/humanities", counts, "4") for _ in range(200)), seconds=1.5)
     text = tables(found, {"engine": "a word " * 40 + "/a/path/of/its/own"})
     assert max(map(len, text.splitlines())) <= 100

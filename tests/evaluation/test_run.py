@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from dflash_backend.evaluation import Answer, ModelRequest, Question, Sampling, SpecCounts, evaluate
+from dflash_backend.evaluation import Answer, ModelRequest, Question, Sampling, evaluate
 from dflash_backend.evaluation.run import OnAnswer
+from dflash_backend.spec_stats import SpecDecodingStats
 
 
 class Parrot:
@@ -19,7 +20,7 @@ class Parrot:
     def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         self.asked += requests
         for place, request in reversed(list(enumerate(requests))):
-            on_answer(place, Answer(self._text(request), 1, SpecCounts(1, 2, 1, (1, 0))))
+            on_answer(place, Answer(self._text(request), 1, SpecDecodingStats(1, 2, 1, [1, 0])))
 
     @staticmethod
     def _text(request: ModelRequest) -> str:
@@ -48,7 +49,7 @@ def test_every_turn_is_answered_with_the_history() -> None:
 
 def test_results_are_summed_by_data_set_and_category() -> None:
     found = evaluate(Parrot(), QUESTIONS, Sampling())
-    assert found.overall.counts == SpecCounts(6, 12, 6, (6, 0))
+    assert found.overall.counts == SpecDecodingStats(6, 12, 6, [6, 0])
     assert (found.overall.num_questions, found.overall.num_tokens) == (4, 6)
     assert [(g.name, g.counts.num_drafts, g.num_judged, g.num_correct) for g in found.datasets] == [
         ("own", 4, 2, 2),
@@ -116,7 +117,9 @@ def test_a_mean_is_over_requests_and_a_turn_is_one() -> None:
             for place, request in enumerate(requests):
                 # The long conversation: ten steps of one accepted draft; the others: one step of five.
                 counts = (
-                    SpecCounts(10, 50, 10, (10,)) if request.where.startswith("b") else SpecCounts(1, 5, 5, (1,) * 5)
+                    SpecDecodingStats(10, 50, 10, [10])
+                    if request.where.startswith("b")
+                    else SpecDecodingStats(1, 5, 5, [1] * 5)
                 )
                 on_answer(place, Answer(self._text(request), 1, counts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dflash_backend.frontend.activity_log import INTERVAL_S, ActivityLog
 from dflash_backend.messages import EngineStats
+from dflash_backend.spec_stats import SpecDecodingStats
 
 
 def begun(stats: EngineStats | None = None) -> ActivityLog:
@@ -24,8 +25,7 @@ def test_rates_are_those_of_the_time_since_the_last_line():
             kv_cache_usage=0.25,
             num_prompt_tokens=100,
             num_generation_tokens=200,
-            num_drafts=100,
-            num_accepted_tokens=350,
+            spec_decoding=SpecDecodingStats(100, 400, 350),
             prefix_cache_queries=600,
             prefix_cache_hits=150,
         )
@@ -38,8 +38,7 @@ def test_rates_are_those_of_the_time_since_the_last_line():
         EngineStats(
             num_prompt_tokens=100,
             num_generation_tokens=220,
-            num_drafts=100,
-            num_accepted_tokens=350,
+            spec_decoding=SpecDecodingStats(100, 400, 350),
             prefix_cache_queries=600,
             prefix_cache_hits=150,
         )

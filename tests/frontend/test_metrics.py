@@ -4,6 +4,7 @@ import math
 
 from dflash_backend.frontend.metrics import METRICS, Metrics
 from dflash_backend.messages import EngineStats
+from dflash_backend.spec_stats import SpecDecodingStats
 from tests.frontend.fake_triton import FakeTriton
 
 
@@ -11,7 +12,7 @@ def test_counters_follow_the_engine_by_what_was_added():
     triton = FakeTriton()
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
     for drafts in (3, 3, 10):
-        metrics.follow(EngineStats(num_drafts=drafts, num_accepted_tokens_per_pos=[drafts, 1], kv_cache_usage=0.5))
+        metrics.follow(EngineStats(spec_decoding=SpecDecodingStats(drafts, 0, 0, [drafts, 1]), kv_cache_usage=0.5))
         metrics.flush()
     assert triton.values["dflash:spec_decode_num_drafts_total",] == 10
     assert triton.values["dflash:spec_decode_num_accepted_tokens_per_pos_total", "0"] == 10
@@ -89,10 +90,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it():
         num_preemptions=104,
         prefix_cache_queries=105,
         prefix_cache_hits=106,
-        num_drafts=107,
-        num_draft_tokens=108,
-        num_accepted_tokens=109,
-        num_accepted_tokens_per_pos=[110, 111],
+        spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
     )
     triton = FakeTriton()
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)

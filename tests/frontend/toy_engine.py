@@ -26,6 +26,7 @@ from dflash_backend.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from dflash_backend.spec_stats import SpecDecodingStats
 
 TOKENS_PER_STEP = 3
 BREAK = 1000  # the step raises
@@ -49,7 +50,7 @@ class ToyRequest:
         # A request waits half a second, and each further completion of it a quarter longer.
         queue_time_s = 0.5 + 0.25 * int(self.request.request_id.partition("/")[2] or 0)
         prompt = len(self.request.prompt_token_ids)
-        return RequestStats(prompt, self.num_output, 0, 4, 20, 10, [4, 3, 2, 1, 0], 0, queue_time_s)
+        return RequestStats(prompt, self.num_output, 0, SpecDecodingStats(4, 20, 10, [4, 3, 2, 1, 0]), 0, queue_time_s)
 
 
 def token_logprobs(token: int, num_others: int) -> TokenLogprobs:

@@ -77,4 +77,4 @@ def test_greedy_output_is_that_of_transformers_with_and_without_a_drafter(
         assert generate(built, prompts()) == wanted
         stats = built.core.stats()
         assert stats.prefix_cache_hits > 0
-        assert (stats.num_drafts > 0) == bool(draft)
+        assert (stats.spec_decoding.num_drafts > 0) == bool(draft)

@@ -91,7 +91,7 @@ DRAFTERS = (
         "the mean acceptance length is the pooled one",
         "dflash_backend/evaluation/run.py",
         "mean_acceptance_length=mean_acceptance_length(answer.counts for answer in answers)",
-        "mean_acceptance_length=SpecCounts.total(answer.counts for answer in answers).acceptance_length",
+        "mean_acceptance_length=SpecDecodingStats.total(answer.counts for answer in answers).acceptance_length",
         ("tests/evaluation/test_run.py", "tests/evaluation/test_published.py"),
     ),
 )

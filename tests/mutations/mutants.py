@@ -446,7 +446,7 @@ _OVERLAP = (
         "engine",
         "            if not self._is_in_progress(request):\n                continue\n            if not _fits",
         "            if not self._is_in_progress(request):\n"
-        "                self._spec_counts.add(row.num_draft, row_result.num_accepted + 1)\n"
+        "                self._spec_stats.observe_draft(row.num_draft, row_result.num_accepted + 1)\n"
         "                continue\n            if not _fits",
         OVERLAP,
     ),
@@ -595,7 +595,7 @@ _SHORT_REQUESTS = (
 )
 
 FAILED_STEPS = "tests/core/test_failed_steps.py"
-SPEC_COUNTS = "tests/core/test_spec_counts.py"
+SPEC_COUNTS = "tests/core/test_spec_stats.py"
 
 _FAILED_STEPS = (
     _core(
@@ -636,25 +636,25 @@ _FAILED_STEPS = (
 )
 
 _SPEC_COUNTS = (
-    _core(
+    Mutant(
         "drafts past the end of an answer count as accepted",
-        "spec_counts",
+        "dflash_backend/spec_stats.py",
         "self.num_accepted_tokens += num_delivered - 1",
         "self.num_accepted_tokens += num_draft",
-        SPEC_COUNTS,
+        (SPEC_COUNTS,),
     ),
     _core(
         "what lies past a stop string counts",
         "engine",
-        "request.spec_counts.take_back(num_draft, num_delivered, kept)",
-        "request.spec_counts.take_back(num_draft, num_delivered, num_delivered)",
+        "request.spec_stats.take_back(num_draft, num_delivered, kept)",
+        "request.spec_stats.take_back(num_draft, num_delivered, num_delivered)",
         SPEC_COUNTS,
     ),
     _core(
         "a counter of speculation falls",
         "engine",
-        "self._spec_counts.largest(self._reported_counts)",
-        "self._spec_counts.largest(SpecCounts(self.config.num_speculative_tokens))",
+        "self._spec_stats.maximum(self._reported_spec_stats)",
+        "self._spec_stats.maximum(SpecDecodingStats.zeros(self.config.num_speculative_tokens))",
         SPEC_COUNTS,
     ),
 )

@@ -15,8 +15,8 @@ from dflash_backend.attention import RowLayout
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import read_draft, read_target
 from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.evaluation.figures import SpecCounts
 from dflash_backend.models import DFlashModel, load_target
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.speculative import DFlashDrafter, DraftBlock
 from dflash_backend.speculative.dflash import captured_layers
 from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
@@ -105,10 +105,10 @@ def demo_prompts() -> list[tuple[str, list[int]]]:
     return found
 
 
-def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[list[int], SpecCounts]]:
+def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[list[int], SpecDecodingStats]]:
     """Greedy answers: tokens and counts of each."""
     outputs = llm.generate(list(prompts), [{"max_tokens": max_tokens, "temperature": 0.0}] * len(prompts))
-    return [(list(output.token_ids), SpecCounts.of(output.stats)) for output in outputs if output.stats is not None]
+    return [(list(output.token_ids), output.stats.spec_decoding) for output in outputs if output.stats is not None]
 
 
 def write_zlab(directory: Path, case: str, **changes: Any) -> Path:

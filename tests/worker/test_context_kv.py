@@ -41,7 +41,7 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
     checked, rejected = 0, 0
     for _ in range(8):
         core.step()
-        rejected += core.stats().num_draft_tokens - core.stats().num_accepted_tokens
+        rejected += core.stats().spec_decoding.num_draft_tokens - core.stats().spec_decoding.num_accepted_tokens
         for request in list(core.scheduler.running.values()):
             positions = np.arange(request.num_computed)
             blocks = np.array(request.block_ids)

@@ -47,7 +47,7 @@ def test_drafts_after_rejections_are_those_of_a_fresh_prefill() -> None:
             same += sum(a == b for a, b in zip(drafts, fresh_drafts, strict=True))
             total += len(drafts)
         core.abort([name])
-    stats = core.stats()
+    stats = core.stats().spec_decoding
     assert stats.num_draft_tokens - stats.num_accepted_tokens > 20, "some drafts must have been rejected"
     assert stats.num_accepted_tokens > 10
     # Not all: two tokens may be about equally likely, and batches of other sizes round differently.

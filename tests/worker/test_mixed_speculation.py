@@ -23,7 +23,7 @@ def ask(llm: LLM, prompt: list[int], k: int, salt: str, max_tokens: int = 48) ->
         [prompt], max_tokens=max_tokens, temperature=0, num_speculative_tokens=k, cache_salt=salt, ignore_eos=True
     )[0]
     assert output.stats is not None
-    return output.token_ids, output.stats.num_accepted_tokens, output.stats.num_cached_tokens
+    return output.token_ids, output.stats.spec_decoding.num_accepted_tokens, output.stats.num_cached_tokens
 
 
 def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as_behind_a_miss(llm: LLM) -> None:

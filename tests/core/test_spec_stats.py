@@ -6,6 +6,7 @@ import pytest
 from toy_core import Engine, make_config, make_request
 
 from dflash_backend.messages import RequestStats
+from dflash_backend.spec_stats import SpecDecodingStats
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 ALL_ACCEPTED = 3  # the seed with which the toy's target takes every draft
@@ -26,20 +27,18 @@ def _rows_without_drafts(engine: Engine, request_id: str) -> int:
 def test_every_token_of_an_answer_is_counted_once(max_tokens: int, seed: int) -> None:
     engine = Engine(make_config())
     (output,) = engine.run(make_request("a", PROMPT, seed=seed, max_tokens=max_tokens))
-    stats = _stats(engine, "a")
+    spec = _stats(engine, "a").spec_decoding
     assert len(output.token_ids) == max_tokens
-    assert stats.num_drafts + stats.num_accepted_tokens + _rows_without_drafts(engine, "a") == max_tokens
-    assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
-    totals = engine.core.stats()
-    assert totals.num_accepted_tokens_per_pos == stats.num_accepted_tokens_per_pos
-    assert (totals.num_drafts, totals.num_accepted_tokens) == (stats.num_drafts, stats.num_accepted_tokens)
+    assert spec.num_drafts + spec.num_accepted_tokens + _rows_without_drafts(engine, "a") == max_tokens
+    assert spec.num_accepted_tokens == sum(spec.num_accepted_tokens_per_pos)
+    assert engine.core.stats().spec_decoding == spec
 
 
 def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
     engine = Engine(make_config())
     engine.run(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=2))
-    stats = _stats(engine, "a")
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.acceptance_length) == (1, 3, 1.0)
+    spec = _stats(engine, "a").spec_decoding
+    assert (spec.num_drafts, spec.num_draft_tokens, spec.acceptance_length) == (1, 3, 1.0)
 
 
 @pytest.mark.parametrize("num_kept", range(1, 10))
@@ -50,17 +49,15 @@ def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool
     engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
     while len(engine.outputs["a"].token_ids) < 9:
         engine.step()
-    before = engine.core.stats()
+    before = engine.core.stats().spec_decoding
     (delta,) = engine.core.stop(["a"], [num_kept])
-    stats = delta.stats
-    assert stats is not None
-    assert stats.num_output_tokens == num_kept
-    assert 1 + stats.num_drafts + stats.num_accepted_tokens == num_kept
-    assert stats.num_draft_tokens == 3 * stats.num_drafts == 3 * -(-(num_kept - 1) // 4)
-    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
-    after = engine.core.stats()
-    assert after.num_drafts == before.num_drafts, "a counter does not fall"
-    assert after.num_accepted_tokens_per_pos == before.num_accepted_tokens_per_pos
+    assert delta.stats is not None
+    assert delta.stats.num_output_tokens == num_kept
+    spec = delta.stats.spec_decoding
+    assert 1 + spec.num_drafts + spec.num_accepted_tokens == num_kept
+    assert spec.num_draft_tokens == 3 * spec.num_drafts == 3 * -(-(num_kept - 1) // 4)
+    assert sum(spec.num_accepted_tokens_per_pos) == spec.num_accepted_tokens
+    assert engine.core.stats().spec_decoding == before, "a counter does not fall"
 
 
 def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> None:
@@ -71,13 +68,12 @@ def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> No
     engine.core.stats()
     engine.core.stop(["a"], [2])
     engine.run(make_request("b", PROMPT, seed=ALL_ACCEPTED, max_tokens=30))
-    b = _stats(engine, "b")
-    assert engine.core.stats().num_drafts == 1 + b.num_drafts
-    assert engine.core.stats().num_accepted_tokens == b.num_accepted_tokens
+    b, total = _stats(engine, "b").spec_decoding, engine.core.stats().spec_decoding
+    assert (total.num_drafts, total.num_accepted_tokens) == (1 + b.num_drafts, b.num_accepted_tokens)
 
 
 def test_a_last_step_is_cut_where_its_text_ended() -> None:
-    stats = RequestStats(9, 9, 0, 2, 6, 6, [2, 2, 2], 0, 0.0)
+    stats = RequestStats(9, 9, 0, SpecDecodingStats(2, 6, 6, [2, 2, 2]), 0, 0.0)
     cut = stats.with_last_step_cut(4, 2)
-    assert (cut.num_output_tokens, cut.num_accepted_tokens, cut.num_accepted_tokens_per_pos) == (7, 4, [2, 1, 1])
+    assert (cut.num_output_tokens, cut.spec_decoding) == (7, SpecDecodingStats(2, 6, 4, [2, 1, 1]))
     assert stats.with_last_step_cut(4, 4) == stats
