@@ -85,7 +85,7 @@ def test_past_the_window_a_request_goes_on_without_drafts() -> None:
     assert output.token_ids == greedy_continuation([1] * 9, 40)
     assert engine.rows_of("a")[-1].num_draft == 0
     assert output.stats is not None
-    assert output.stats.num_drafts > 0
+    assert output.stats.spec_decoding.num_drafts > 0
 
 
 def test_a_long_prompt_is_computed_in_chunks_within_the_budget() -> None:

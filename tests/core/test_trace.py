@@ -79,8 +79,8 @@ def test_a_step_shows_its_rows_and_what_was_accepted(tmp_path: Path) -> None:
     assert steps[0]["args"]["rows"]["a"]["new"] == 9
     rows = [step["args"]["rows"]["a"] for step in steps]
     # The worker accepted one more than was delivered: the request ended before the last of them.
-    assert sum(row["accepted"] for row in rows) == core.stats().num_accepted_tokens + 1
-    assert sum(row["drafts"] for row in rows) == core.stats().num_draft_tokens
+    assert sum(row["accepted"] for row in rows) == core.stats().spec_decoding.num_accepted_tokens + 1
+    assert sum(row["drafts"] for row in rows) == core.stats().spec_decoding.num_draft_tokens
 
 
 def slices(found: list[dict[str, Any]], track: int) -> list[tuple[str, float, float]]:

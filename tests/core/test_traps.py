@@ -25,7 +25,7 @@ def test_trap_1_queries_stay_in_blocks_of_their_own_wherever_the_prompt_ends(len
     # Neighbours in a pool of single-position blocks: one query too many would lie in the next request's block.
     engine = CheckedEngine(make_config(block_size=1, num_blocks=120))
     _run_beside(engine, *[[10 + i, *PREFIX[:length]] for i in range(4)])
-    assert engine.core.stats().num_drafts > 0
+    assert engine.core.stats().spec_decoding.num_drafts > 0
 
 
 def test_trap_1_the_first_prefill_covers_the_anchors_query_and_k_masks() -> None:
@@ -71,7 +71,7 @@ def test_trap_3_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
     # Seed 0 of a greedy request: no draft ever stands, so each step leaves three rejected positions behind.
     engine = CheckedEngine(make_config(block_size=1))
     _run_beside(engine, PREFIX, seed=0, max_tokens=12)
-    stats = engine.core.stats()
+    stats = engine.core.stats().spec_decoding
     assert (stats.num_accepted_tokens, stats.num_draft_tokens) == (0, 33)
     _run_beside(engine, [*PREFIX, *greedy_continuation(PREFIX, 12), 1], seed=3)
     assert engine.core.stats().prefix_cache_hits == 8 + 11, "prompt and output, but the last token, which was never run"
@@ -90,7 +90,9 @@ def test_trap_4_a_hit_brings_the_drafters_context_with_the_targets() -> None:
     assert hit is not None
     assert miss is not None
     assert hit.num_cached_tokens == 8
-    assert hit.acceptance_length == miss.acceptance_length == 4.0, "acceptance on a hit is that on a miss"
+    assert hit.spec_decoding.acceptance_length == miss.spec_decoding.acceptance_length == 4.0, (
+        "acceptance on a hit is that on a miss"
+    )
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
