@@ -1,6 +1,6 @@
 """What a checkpoint is, how it was read and what it needs, from its config and the headers of its weights.
 
-Called by `dflash-triton inspect`. No weights are loaded and nothing is run.
+No weights are loaded and nothing is run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dflash_backend.attention import AttentionPattern, Requirements
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.checkpoints.describe import draft_facts, target_facts
 from dflash_backend.checkpoints.errors import CheckpointError
-from dflash_backend.checkpoints.files import MASK_EMBEDDING
-from dflash_backend.checkpoints.headers import TensorHeader
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
 from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
 from dflash_backend.checkpoints.pairing import check_pair
 from dflash_backend.checkpoints.resolve import find_model, is_drafter, read_draft
@@ -27,7 +26,6 @@ from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.weights import check_weights
 from dflash_backend.config import EngineConfig
 from dflash_backend.models import decoder, dflash
-from dflash_backend.models.registry import TARGETS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_SIZE = EngineConfig().kv_block_size
@@ -118,8 +116,11 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
 
 def inspect_target(spec: TargetSpec) -> CheckpointReport:
     """Raises `CheckpointError` when the weights are not those that the config asks for."""
-    shapes = decoder.tensor_shapes(spec, TARGETS[spec.architecture])
-    headers = check_weights(spec.path, shapes, ignored=lambda name: decoder.is_unused(spec, name))
+    headers = check_weights(
+        spec.path,
+        lambda source: decoder.TargetWeights.read(source, spec),
+        ignored=lambda name: decoder.is_unused(spec, name),
+    )
     return CheckpointReport(
         kind="target",
         path=spec.path,
@@ -135,8 +136,7 @@ def inspect_draft(spec: DraftSpec) -> CheckpointReport:
     """Raises `CheckpointError` when the weights are not those that the config asks for."""
     headers = check_weights(
         spec.path,
-        dflash.tensor_shapes(spec),
-        integers=frozenset({"d2t"}),
+        lambda source: dflash.DFlashWeights.read(source, spec),
         ignored=lambda name: dflash.is_unused(spec, name),
     )
     if spec.has_mask_embedding:

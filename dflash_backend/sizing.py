@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_backend.checkpoints import ModelPair
-from dflash_backend.checkpoints.files import weight_files
-from dflash_backend.checkpoints.headers import read_headers
+from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
@@ -165,7 +164,7 @@ def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
 def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
     """Memory that the weights of both models take in `dtype`, from the headers of their files."""
     directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    headers = [header for path in directories for header in read_headers(weight_files(path)).values()]
+    headers = [header for path in directories for header in read_headers(path).values()]
     return sum(math.prod(header.shape) for header in headers) * dtype.itemsize
 
 

@@ -14,8 +14,9 @@ from benchmarks.gpu.synthetic import SyntheticAcceptance
 from dflash_backend.attention import AttentionBackend, Requirements, select_backend
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
-from dflash_backend.models import TARGETS, DFlashModel, draft_patterns, target_patterns
-from dflash_backend.models.decoder import DecoderTarget
+from dflash_backend.models import DFlashModel, draft_patterns, target_patterns
+from dflash_backend.models.decoder import DecoderTarget, TargetWeights
+from dflash_backend.models.dflash import DFlashWeights
 from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
 from dflash_backend.worker.device_state import Prepared, StepRows
@@ -49,9 +50,10 @@ class RandomEngine:
         self.shape, self.room, self.device, self.dtype = shape, room, device, dtype
         k = shape.num_speculative_tokens
         positions = max_positions(room.max_model_len, k)
-        family = TARGETS[shape.target.architecture]
-        self.target = DecoderTarget(shape.target, family, target_tensors(shape, dtype, device), positions, dtype)
-        self.draft = DFlashModel(shape.draft, draft_tensors(shape, dtype, device), positions, dtype)
+        target = TargetWeights.read(target_tensors(shape, dtype, device), shape.target)
+        draft = DFlashWeights.read(draft_tensors(shape, dtype, device), shape.draft)
+        self.target = DecoderTarget(shape.target, target, positions)
+        self.draft = DFlashModel(shape.draft, draft, positions)
         self.kv = PagedKVCache.allocate(
             shape.target.decoder, shape.draft.decoder, room.num_blocks, BLOCK_SIZE, dtype, device
         )

@@ -31,18 +31,18 @@ class PlainLayer:
     down: torch.Tensor
 
     @classmethod
-    def take(cls, tensors: RandomTensors, prefix: str) -> PlainLayer:
-        """Those whose names begin with `prefix`, removed from `tensors`."""
+    def make(cls, tensors: RandomTensors, prefix: str, qk_norm: bool) -> PlainLayer:
+        """Those whose names begin with `prefix`."""
         attention = f"{prefix}self_attn."
         return cls(
-            input_norm=tensors.pop(f"{prefix}input_layernorm.weight"),
-            post_norm=tensors.pop(f"{prefix}post_attention_layernorm.weight"),
-            qkv=torch.cat([tensors.pop(f"{attention}{name}_proj.weight") for name in "qkv"]),
-            output=tensors.pop(f"{attention}o_proj.weight"),
-            q_norm=tensors.pop(f"{attention}q_norm.weight", None),
-            k_norm=tensors.pop(f"{attention}k_norm.weight", None),
-            gate_up=torch.cat([tensors.pop(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")]),
-            down=tensors.pop(f"{prefix}mlp.down_proj.weight"),
+            input_norm=tensors.make(f"{prefix}input_layernorm.weight"),
+            post_norm=tensors.make(f"{prefix}post_attention_layernorm.weight"),
+            qkv=torch.cat([tensors.make(f"{attention}{name}_proj.weight") for name in "qkv"]),
+            output=tensors.make(f"{attention}o_proj.weight"),
+            q_norm=tensors.make(f"{attention}q_norm.weight") if qk_norm else None,
+            k_norm=tensors.make(f"{attention}k_norm.weight") if qk_norm else None,
+            gate_up=torch.cat([tensors.make(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")]),
+            down=tensors.make(f"{prefix}mlp.down_proj.weight"),
         )
 
 
@@ -53,7 +53,7 @@ class PlainStack:
         self, spec: DecoderSpec, tensors: RandomTensors, prefix: str, causal: bool, batch: int, length: int
     ) -> None:
         self.spec, self.causal = spec, causal
-        self.layers = [PlainLayer.take(tensors, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        self.layers = [PlainLayer.make(tensors, f"{prefix}layers.{i}.", spec.qk_norm) for i in range(spec.num_layers)]
         shape = (batch, spec.num_kv_heads, length, spec.head_dim)
         # Random, since hardware is faster on zeros.
         self.cache = [
@@ -125,13 +125,13 @@ class PlainPair:
 
     def __init__(self, shape: Shape, target: RandomTensors, draft: RandomTensors, batch: int, length: int) -> None:
         self.shape, self.batch = shape, batch
-        self.embedding = target.pop("model.embed_tokens.weight")
-        self.head = target.pop("lm_head.weight")
-        self.final_norm = target.pop("model.norm.weight")
+        self.embedding = target.make("model.embed_tokens.weight")
+        self.head = target.make("lm_head.weight")
+        self.final_norm = target.make("model.norm.weight")
         self.target = PlainStack(shape.target.decoder, target, "model.", True, batch, length)
-        self.fc = draft.pop("fc.weight")
-        self.hidden_norm = draft.pop("hidden_norm.weight")
-        self.draft_norm = draft.pop("norm.weight")
+        self.fc = draft.make("fc.weight")
+        self.hidden_norm = draft.make("hidden_norm.weight")
+        self.draft_norm = draft.make("norm.weight")
         self.draft = PlainStack(shape.draft.decoder, draft, "", False, batch, length)
         mask = torch.full((batch, shape.num_speculative_tokens), shape.draft.mask_token_id, device=self.fc.device)
         self.masks = mask

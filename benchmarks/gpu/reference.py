@@ -101,7 +101,7 @@ def load_transformers(shape: Shape, dtype: torch.dtype, device: torch.device) ->
     tensors = target_tensors(shape, dtype, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors.pop(name))
+            parameter.copy_(tensors.make(name))
     return model
 
 

@@ -2,12 +2,11 @@
 
 A shape is a `TargetSpec` and a `DraftSpec` without files. The targets have the dimensions of the published models; the
 drafters have the target's widths, 5 layers and a block of 16, as z-lab's drafter of Qwen3-8B has. `RandomTensors`
-stands in for a checkpoint: a model takes its tensors from it one by one, and each is made when it is taken.
+stands in for a checkpoint: a model reads its tensors from it one by one, and each is made when it is read.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 
 from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, MoeSpec, RopeSpec, TargetSpec
-from dflash_backend.models import TARGETS
-from dflash_backend.models.decoder import tensor_shapes as target_shapes
-from dflash_backend.models.dflash import tensor_shapes as draft_shapes
+from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
+from dflash_backend.models.decoder import TargetWeights
+from dflash_backend.models.dflash import DFlashWeights
 
 WEIGHT_STD = 0.02
 NO_FILES = Path("random weights")
@@ -41,48 +40,41 @@ class Shape:
     @property
     def num_parameters(self) -> int:
         """Of both models."""
-        family = TARGETS[self.target.architecture]
-        return num_elements(target_shapes(self.target, family)) + num_elements(draft_shapes(self.draft))
+        return num_elements(target_expected(self)) + num_elements(draft_expected(self))
 
 
-class RandomTensors(dict[str, torch.Tensor]):
-    """The tensors of a checkpoint by name, of these `shapes`, made on the device when a model pops them.
+class RandomTensors(WeightSource):
+    """The tensors of a checkpoint, of the shapes in `expected`, made on the device when they are read.
 
     Matrices are normal with a standard deviation of 0.02, norms are 1. A name has the same values whenever it is
     asked for, so that two implementations can run the same weights without a second copy being kept.
     """
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int = 0
+        self, expected: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, seed: int = 0
     ) -> None:
-        super().__init__()
-        self.shapes = dict(shapes)
-        self.dtype = dtype
-        self.device = device
+        super().__init__(dtype, device)
+        self.expected = expected
         self.seed = seed
 
-    def pop(self, name: str, *default: Any) -> Any:
-        """Make the tensor `name`; each can be taken once, as from a checkpoint's dictionary."""
-        shape = self.shapes.pop(name, None)
-        if shape is None:
-            if default:
-                return default[0]
-            raise KeyError(name)
-        return self.make(name, shape)
-
-    def make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of this name."""
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Make the tensor `name` in `out`."""
+        if out.dim() == 1:
+            out.fill_(1.0)
+            return
         generator = torch.Generator(self.device).manual_seed(self.seed + zlib.crc32(name.encode()))
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return tensor.normal_(std=WEIGHT_STD, generator=generator)
+        out.normal_(std=WEIGHT_STD, generator=generator)
+
+    def make(self, name: str) -> torch.Tensor:
+        """The tensor `name`. Raises `KeyError` where the checkpoint has none."""
+        return self.tensor(name, *self.expected[name].shape)
 
 
 def _decoder(
     layers: int, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **rest: Any
 ) -> DecoderSpec:
-    fields: dict[str, Any] = {"rope": RopeSpec(1e6), "max_len": 40960, "rms_norm_eps": 1e-6} | rest
+    """A decoder of Qwen3's layers."""
+    fields: dict[str, Any] = {"rope": RopeSpec(1e6), "max_len": 40960, "rms_norm_eps": 1e-6, "qk_norm": True} | rest
     return DecoderSpec(
         num_layers=layers,
         hidden_size=hidden,
@@ -90,7 +82,8 @@ def _decoder(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        attention_bias=False,
+        qkv_bias=False,
+        output_bias=False,
         mlp_bias=False,
         sliding_windows=(None,) * layers,
         **fields,
@@ -137,7 +130,7 @@ def qwen3_8b() -> Shape:
 def llama_31_8b() -> Shape:
     """Llama-3.1-8B (arXiv 2407.21783) with a drafter of five layers of its widths."""
     rope = RopeSpec(5e5, "llama3", factor=8.0, original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    decoder = _decoder(32, 4096, 14336, 32, 8, 128, rope=rope, max_len=131072, rms_norm_eps=1e-5)
+    decoder = _decoder(32, 4096, 14336, 32, 8, 128, rope=rope, max_len=131072, rms_norm_eps=1e-5, qk_norm=False)
     target = _target("LlamaForCausalLM", decoder, 128256)
     return Shape("Llama-3.1-8B", target, _draft(target, _decoder(5, 4096, 14336, 32, 8, 128, max_len=131072), 16, 5))
 
@@ -172,16 +165,26 @@ SHAPES: dict[str, Callable[[], Shape]] = {
 PUBLISHED = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b")
 
 
+def target_expected(shape: Shape) -> dict[str, torch.Tensor]:
+    """The target's checkpoint tensors, without memory."""
+    return expected_tensors(lambda source: TargetWeights.read(source, shape.target))
+
+
+def draft_expected(shape: Shape) -> dict[str, torch.Tensor]:
+    """The drafter's checkpoint tensors, without memory."""
+    return expected_tensors(lambda source: DFlashWeights.read(source, shape.draft))
+
+
 def target_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
     """The target's checkpoint tensors."""
-    return RandomTensors(target_shapes(shape.target, TARGETS[shape.target.architecture]), dtype, device)
+    return RandomTensors(target_expected(shape), dtype, device)
 
 
 def draft_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
     """The drafter's checkpoint tensors."""
-    return RandomTensors(draft_shapes(shape.draft), dtype, device, seed=1)
+    return RandomTensors(draft_expected(shape), dtype, device, seed=1)
 
 
-def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
+def num_elements(tensors: dict[str, torch.Tensor]) -> int:
     """Elements of all tensors together."""
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(tensor.numel() for tensor in tensors.values())

@@ -6,10 +6,11 @@ torch; `weights` and `mask_embedding` read tensors and are imported by `models`.
 
 from dflash_backend.checkpoints.describe import draft_facts, target_facts
 from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.families import TARGET_ARCHITECTURES
 from dflash_backend.checkpoints.pairing import check_pair
 from dflash_backend.checkpoints.resolve import ModelPair, find_model, read_draft, resolve_pair, resolve_target_dir
 from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, RopeSpec, TargetSpec
-from dflash_backend.checkpoints.targets import TARGET_ARCHITECTURES, read_target
+from dflash_backend.checkpoints.targets import read_target
 
 __all__ = [
     "TARGET_ARCHITECTURES",

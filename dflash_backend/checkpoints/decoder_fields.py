@@ -6,12 +6,12 @@ same here and there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_backend.checkpoints.errors import CheckpointError
-from dflash_backend.checkpoints.headers import TensorHeader
+from dflash_backend.checkpoints.families import Family
+from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import addressable_positions, read_rope
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
@@ -20,7 +20,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 # Fields that change the arithmetic in a way that is not built here. Ignoring one would only show as worse output. Null,
 # false and, for a number that multiplies, 1 say that there is none.
@@ -38,21 +37,6 @@ UNSUPPORTED = {
 TARGET_UNSUPPORTED = UNSUPPORTED | {"final_logit_softcapping": "soft-capping of logits is not supported"}
 
 
-@dataclass(frozen=True)
-class Family:
-    """What one family's config class gives to fields that are missing, and which fields it reads.
-
-    head_dim, num_kv_heads: None where they follow from the hidden size and the query heads.
-    """
-
-    windows: Callable[[JsonReader, int], tuple[int | None, ...]]
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    max_positions: int = 32768
-    reads_attention_bias: bool = False
-    reads_mlp_bias: bool = False
-
-
 def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> DecoderSpec:
     """Read and check the shape of the decoder stack. Raises `CheckpointError`."""
     refuse_unsupported(config, UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
@@ -63,6 +47,7 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     max_positions = config.integer("max_position_embeddings", default=family.max_positions, high=MAX_POSITIONS)
     rope = read_rope(config, head_dim, max_positions, drafter)
+    attention_bias = family.reads_attention_bias and config.boolean("attention_bias", default=False)
     return DecoderSpec(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -72,10 +57,13 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", default=1e-6, high=1.0),
         rope=rope,
-        attention_bias=family.reads_attention_bias and config.boolean("attention_bias", default=False),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and config.boolean("mlp_bias", default=False),
         sliding_windows=family.windows(config, num_layers),
         max_len=addressable_positions(rope, max_positions),
+        moe=read_moe(config, num_layers) if family.has_experts else None,
     )
 
 
@@ -103,62 +91,6 @@ def _read_heads(config: JsonReader, family: Family, hidden_size: int) -> tuple[i
     if head_dim % 2 or not head_dim:
         raise config.fail("head_dim", "an even number, as rotary embedding needs")
     return num_heads, num_kv_heads, head_dim
-
-
-def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | None:
-    """`layer_types`, one for each layer, full or sliding attention; None when the field is missing."""
-    if not config.given("layer_types"):
-        return None
-    types = config.strings("layer_types")
-    if len(types) != num_layers or any(name not in (SLIDING, FULL) for name in types):
-        raise config.fail("layer_types", f"'{FULL}' or '{SLIDING}' for each of the {num_layers} layers")
-    return types
-
-
-def no_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
-    """Llama: every layer sees everything."""
-    return _agreeing(config, (None,) * num_layers)
-
-
-def mistral_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: `sliding_window` in all layers unless it is null; 4096 where the field is missing."""
-    missing = 4096 if "sliding_window" not in config else None
-    window = config.integer("sliding_window") if config.given("sliding_window") else missing
-    return _agreeing(config, (window,) * num_layers)
-
-
-def qwen_moe_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`."""
-    return _agreeing(config, (_qwen_window(config),) * num_layers)
-
-
-def qwen_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen2 and Qwen3: `sliding_window` in the layers that `layer_types` calls sliding, without it in those from
-    `max_window_layers` on; none of it without `use_sliding_window`."""
-    window = _qwen_window(config)
-    types = read_layer_types(config, num_layers)
-    if types is None:
-        first = config.integer("max_window_layers", default=28, low=0)
-        return tuple(window if i >= first else None for i in range(num_layers))
-    if SLIDING in types and window is None:
-        raise config.fail("layer_types", f"no '{SLIDING}' where use_sliding_window and sliding_window give no window")
-    return tuple(window if name == SLIDING else None for name in types)
-
-
-def _qwen_window(config: JsonReader) -> int | None:
-    if not config.boolean("use_sliding_window", default=False):
-        return None
-    if config.given("sliding_window"):
-        return config.integer("sliding_window")
-    return None if "sliding_window" in config else 4096
-
-
-def _agreeing(config: JsonReader, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """`windows` of a family that does not read `layer_types`, refused where the field says otherwise."""
-    types = read_layer_types(config, len(windows))
-    if types is not None and any((name == SLIDING) != (w is not None) for name, w in zip(types, windows, strict=True)):
-        raise config.fail("layer_types", "the windows that sliding_window gives: this family does not mix layers")
-    return windows
 
 
 def read_moe(config: JsonReader, num_layers: int) -> MoeSpec:

@@ -54,7 +54,7 @@ def draft_facts(spec: DraftSpec) -> Facts:
 
 
 def _decoder_facts(decoder: DecoderSpec) -> Facts:
-    biases = [name for name, has in (("attention", decoder.attention_bias), ("MLP", decoder.mlp_bias)) if has]
+    biases = [name for name, has in (("attention", decoder.output_bias), ("MLP", decoder.mlp_bias)) if has]
     facts = [
         ("layers", str(decoder.num_layers)),
         ("hidden size", f"{decoder.hidden_size}, MLP {decoder.intermediate_size}"),

@@ -8,18 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from dflash_backend.checkpoints.decoder_fields import (
-    SLIDING,
-    Family,
-    check_stack,
-    no_windows,
-    qwen_windows,
-    read_decoder,
-    read_layer_types,
-    refuse_unsupported,
-)
-from dflash_backend.checkpoints.files import MASK_EMBEDDING, weight_files
-from dflash_backend.checkpoints.headers import TensorHeader, read_headers
+from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, refuse_unsupported
+from dflash_backend.checkpoints.families import LLAMA, QWEN3, SLIDING, Family, qwen_windows, read_layer_types
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DecoderSpec, LogitsSpec
 
@@ -29,9 +20,7 @@ MAX_BLOCK_SIZE = 256
 DFLASH = "dflash"
 
 # The layer is Qwen3's either way; the two config classes differ in what they give to missing fields.
-QWEN3_LAYER = Family(windows=qwen_windows, num_kv_heads=32, head_dim=128, reads_attention_bias=True)
-LLAMA_LAYER = Family(windows=no_windows, max_positions=2048, reads_attention_bias=True)
-LAYERS = {"qwen3": QWEN3_LAYER, "llama": LLAMA_LAYER}
+LAYERS = {"qwen3": QWEN3, "llama": dataclasses.replace(LLAMA, qk_norm=True, reads_mlp_bias=False)}
 
 # Fields of related methods whose arithmetic is not DFlash's.
 OTHER_METHODS = {
@@ -147,7 +136,7 @@ def read_mask_token(*configs: JsonReader) -> int:
 
 def read_tensors(directory: Path, config: JsonReader, decoder: DecoderSpec) -> Mapping[str, TensorHeader]:
     """The headers of a drafter's tensors, checked against the stack that its config describes."""
-    tensors = read_headers(weight_files(directory))
+    tensors = read_headers(directory)
     check_stack(config, decoder, "layers.", tensors)
     return tensors
 

@@ -1,14 +1,19 @@
-"""Which files of a model directory are read, and that they may be.
+"""Which files of a model directory are read, that they may be, and which tensors they hold.
 
 A checkpoint comes from elsewhere: its links must not lead us to files that are not part of it, and nothing in it is
-executed. Every reader of a model directory calls `check_files` first.
+executed. Every reader of a model directory calls `check_files` first. The safetensors library checks a file's header
+against the file when it opens it; no tensor is read here, and torch is not imported.
 """
 
 from __future__ import annotations
 
+import math
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.json_reader import JsonReader, shown
@@ -21,6 +26,23 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+# Bytes of an element of the types that are loaded, by their names in safetensors.
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor: the file that it lies in, its dtype as safetensors names it, its shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data. Raises `KeyError` for a type that is not loaded."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def check_files(directory: Path) -> None:
@@ -95,6 +117,36 @@ def _indexed_files(directory: Path, index: JsonReader) -> list[Path]:
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory / name} is named by {INDEX} but does not exist")
     return [directory / name for name in names]
+
+
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
+    """The tensors of a checkpoint, name -> header. Raises `CheckpointError` where a file is broken or a name occurs
+    twice."""
+    tensors: dict[str, TensorHeader] = {}
+    for file in weight_files(directory):
+        for name, tensor in read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"{file}: tensor '{name}' is in {tensors[name].file.name} as well")
+            tensors[name] = tensor
+    return tensors
+
+
+def read_header(file: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file, name -> header. Raises `CheckpointError`."""
+    try:
+        with safe_open(file, framework="np") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  it is no mapping
+            return {name: TensorHeader(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise broken_file(file, error) from None
+
+
+def broken_file(file: Path, error: Exception) -> CheckpointError:
+    """The error for a file that the safetensors library does not read."""
+    reason = str(error).removeprefix("Error while deserializing header: ")
+    return CheckpointError(
+        f"{file} cannot be read as safetensors: {reason}; it is truncated or damaged, download or copy it again"
+    )
 
 
 def code_files(directory: Path) -> list[str]:

@@ -47,11 +47,27 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What distinguishes one decoder layer.
+
+    qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias, output_bias, mlp_bias: the
+    projections into attention, the one out of it and those of the MLP have biases. moe: experts in place of the MLP.
+    """
+
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    moe: MoeSpec | None
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """The shape of a decoder stack, target or drafter. Sizes are numbers of elements.
 
-    `sliding_windows` has one entry for each layer: the number of positions that a query sees, its own included, or
-    None for all. `max_len` is the number of positions that the model can address, rotary scaling included.
+    qk_norm and the biases are as in `LayerConfig`. sliding_windows has one entry for each layer: the number of
+    positions that a query sees, its own included, or None for all. max_len is the number of positions that the model
+    can address, rotary scaling included.
     """
 
     num_layers: int
@@ -62,11 +78,18 @@ class DecoderSpec:
     head_dim: int
     rms_norm_eps: float
     rope: RopeSpec
-    attention_bias: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
     sliding_windows: tuple[int | None, ...]
     max_len: int
     moe: MoeSpec | None = None
+
+    def layer(self, index: int) -> LayerConfig:
+        """The layer with this index."""
+        moe = self.moe if self.moe is not None and self.moe.sparse_layers[index] else None
+        return LayerConfig(self.qk_norm, self.qkv_bias, self.output_bias, self.mlp_bias, moe)
 
     @property
     def query_size(self) -> int:

@@ -1,81 +1,150 @@
-"""Tensors of a checkpoint, from safetensors only, checked against the shapes that the model expects.
+"""Tensors of a checkpoint, from safetensors only, checked against what a model reads before the first one is read.
 
-Called by `models` while it loads. Nothing here unpickles or runs anything from a checkpoint.
+A model reads its tensors from a `WeightSource` by name, each into its place in a parameter, so that projections are
+fused without a second copy. Nothing here unpickles or runs anything from a checkpoint.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.errors import CheckpointError
-from dflash_backend.checkpoints.files import weight_files
-from dflash_backend.checkpoints.headers import TensorHeader, read_headers
+from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_headers
 
 Progress = Callable[[str, float], None]
+Model = TypeVar("Model")
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 INTEGER_DTYPES = ("I64", "I32")
 
 
+class WeightSource(ABC):
+    """Where a model takes its tensors from. `dtype` and `device` are those of its parameters."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Copy the tensor `name`, of the shape of `out`, to `out`, in its dtype. A source may give each tensor once."""
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Memory for a parameter."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name`, of this shape."""
+        self.read(name, out := self.empty(*shape))
+        return out
+
+    def integers(self, name: str, *shape: int) -> torch.Tensor:
+        """The integer tensor `name`, of this shape, as int64."""
+        self.read(name, out := torch.empty(shape, dtype=torch.int64, device=self.device))
+        return out
+
+
+class _Listing(WeightSource):
+    """Notes what a model reads; its parameters have no memory."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, torch.device("meta"))
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        self.tensors[name] = out
+
+
+class _CheckpointFiles(WeightSource):
+    """The tensors of safetensors files, one file open at a time: memory stays below the model's own size and one
+    file."""
+
+    def __init__(
+        self,
+        headers: Mapping[str, TensorHeader],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        super().__init__(dtype, device)
+        self._headers = headers
+        self._progress = progress
+        self._unread = Counter(header.file for header in headers.values())
+        self._total = sum(header.num_bytes for header in headers.values()) or 1
+        self._read = 0
+        self._file: Path | None = None
+        self._reader: Any = None
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        header = self._headers[name]
+        try:
+            if header.file != self._file:
+                self._file, self._reader = header.file, safe_open(header.file, framework="pt", device="cpu")
+            # The slice looks into the file's mapping, which ends with the last look into it.
+            out.copy_(self._reader.get_slice(name)[...])
+        except (SafetensorError, OSError) as error:
+            raise broken_file(header.file, error) from None
+        self._read += header.num_bytes
+        self._unread[header.file] -= 1
+        if not self._unread[header.file]:
+            self._file, self._reader = None, None
+            if self._progress is not None:
+                self._progress(header.file.name, self._read / self._total)
+
+
 def load_weights(
     directory: Path,
-    expected: Mapping[str, tuple[int, ...]],
+    read: Callable[[WeightSource], Model],
     dtype: torch.dtype,
     device: torch.device,
     *,
-    integers: frozenset[str] = frozenset(),
     ignored: Callable[[str], bool] = lambda name: False,
     progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
-    """Read the tensors named by `expected` (name -> shape) from the safetensors files of a directory.
+) -> Model:
+    """What `read` makes of the checkpoint in a directory, its parameters in `dtype` on `device`.
 
-    Floating-point tensors are cast to `dtype`; those in `integers` must be integers and become int64. Names for which
-    `ignored` is true are skipped unless they are expected. All headers are checked before the first tensor is read.
-    A tensor is copied out of its file's mapping, which ends with the file: memory stays below the model's own size and
-    one file. `progress` hears `(file, fraction of the bytes)`.
+    `read` runs twice: first on parameters without memory, for the names, shapes and kinds of the tensors, so that all
+    files are checked before the first tensor is read. `ignored` as for `check_weights`. `progress` is called with each
+    file's name once it has been read and the share of all bytes so far.
 
-    Raises `CheckpointError` on a file that cannot be read, a tensor that is missing, is in two files, has another shape
-    or type, or that the model does not know (a misread checkpoint must not run).
+    Raises `CheckpointError` on a file that cannot be read, and as `check_weights` does.
     """
-    headers = check_weights(directory, expected, integers=integers, ignored=ignored)
-    total = sum(header.num_bytes for header in headers.values()) or 1
-    tensors: dict[str, torch.Tensor] = {}
-    done = 0
-    for file, names in _by_file(headers).items():
-        tensors |= _read_file(file, names, lambda name: torch.int64 if name in integers else dtype, device)
-        done += sum(headers[name].num_bytes for name in names)
-        if progress is not None:
-            progress(file.name, done / total)
-    return tensors
+    headers = check_weights(directory, read, ignored=ignored)
+    return read(_CheckpointFiles(headers, dtype, device, progress))
 
 
 def check_weights(
     directory: Path,
-    expected: Mapping[str, tuple[int, ...]],
+    read: Callable[[WeightSource], object],
     *,
-    integers: frozenset[str] = frozenset(),
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, TensorHeader]:
-    """Compare what the safetensors files of a directory hold with what the model needs, by their headers alone; the
-    parameters are those of `load_weights`. Returns the tensors that the model takes. Raises `CheckpointError`."""
+    """Compare what the safetensors files of a directory hold with what `read` reads, by their headers alone.
+
+    Returns the tensors that the model takes. Tensors that it does not read and that `ignored` names are left aside.
+    Raises `CheckpointError` on a tensor that is missing, is in two files, has another shape or type, or that the model
+    does not know (a misread checkpoint must not run).
+    """
+    expected = expected_tensors(read)
     headers = {
-        name: header
-        for name, header in read_headers(weight_files(directory)).items()
-        if name in expected or not ignored(name)
+        name: header for name, header in read_headers(directory).items() if name in expected or not ignored(name)
     }
     for name, header in headers.items():
         shape = list(header.shape)
         if name not in expected:
             raise CheckpointError(f"{header.file}: tensor '{name}' of shape {shape} is not part of this model")
-        if header.shape != expected[name]:
+        if shape != list(expected[name].shape):
             raise CheckpointError(
-                f"{header.file}: tensor '{name}' has shape {shape}; config.json asks for {list(expected[name])}"
+                f"{header.file}: tensor '{name}' has shape {shape}; config.json asks for {list(expected[name].shape)}"
             )
-        allowed = INTEGER_DTYPES if name in integers else FLOAT_DTYPES
+        allowed = FLOAT_DTYPES if expected[name].is_floating_point() else INTEGER_DTYPES
         if header.dtype not in allowed:
             raise CheckpointError(
                 f"{header.file}: tensor '{name}' is {header.dtype}; expected one of {', '.join(allowed)}"
@@ -87,22 +156,8 @@ def check_weights(
     return headers
 
 
-def _by_file(headers: Mapping[str, TensorHeader]) -> dict[Path, list[str]]:
-    files: dict[Path, list[str]] = {}
-    for name, header in headers.items():
-        files.setdefault(header.file, []).append(name)
-    return files
-
-
-def _read_file(
-    file: Path, names: list[str], dtype_of: Callable[[str], torch.dtype], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Some tensors of one file, each in memory of its own: a view would keep the whole file mapped."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as reader:
-            return {
-                name: torch.empty_like(view, dtype=dtype_of(name), device=device).copy_(view)
-                for name, view in ((name, reader.get_tensor(name)) for name in names)
-            }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}; download or copy it again") from None
+def expected_tensors(read: Callable[[WeightSource], object]) -> dict[str, torch.Tensor]:
+    """The tensors that `read` reads: name -> a tensor of its shape on the device `meta`, int64 where it is integers."""
+    listing = _Listing()
+    read(listing)
+    return listing.tensors

@@ -11,7 +11,6 @@ from dflash_backend.checkpoints.drafter_fields import (
     EMBEDDING,
     LM_HEAD,
     MAX_BLOCK_SIZE,
-    QWEN3_LAYER,
     check_own_head,
     has_mask_embedding,
     read_drafter_decoder,
@@ -22,6 +21,7 @@ from dflash_backend.checkpoints.drafter_fields import (
     sliding_layers,
     window_notes,
 )
+from dflash_backend.checkpoints.families import QWEN3
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.known_fields import unknown_fields
 from dflash_backend.checkpoints.layer_ids import LAYER, ZLAB_FIELDS, default_layer_ids, named_layers
@@ -39,7 +39,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     `hidden_states[id + 1]` of `transformers`, the last of which has been through it.
     """
     dflash, eagle = config.object("dflash_config"), config.object("eagle_config")
-    decoder = read_drafter_decoder(config, dflash, QWEN3_LAYER)
+    decoder = read_drafter_decoder(config, dflash, QWEN3)
     num_target_layers = config.integer("num_target_layers", high=MAX_LAYERS)
     layer_ids, layer_notes = _layer_ids(config, num_target_layers, decoder.num_layers)
     block_size, block_notes = _block_size(config, dflash)

@@ -1,85 +1,74 @@
-"""The target decoder over paged attention, with capture of hidden states for the drafter.
-
-One class runs every family: `registry.py` gives it the family's layer configs. The worker knows it as `TargetModel`.
-"""
+"""The target decoder over paged attention, with capture of hidden states for the drafter: one class for every family of
+`checkpoints.families`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
-from dflash_backend.checkpoints.weights import Progress, load_weights
-from dflash_backend.models.interface import PagedContext, TargetOutput
-from dflash_backend.models.layers import DecoderLayer, LayerConfig, LayerWeights
-from dflash_backend.models.mlp import Shapes, Tensors
+from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
+from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
+from dflash_backend.models.layers import DecoderLayer, LayerWeights
+from dflash_backend.models.linear import Linear
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 
-Family = Callable[[DecoderSpec, int], LayerConfig]
-"""The config of the layer with this index in a decoder of this shape."""
 
+@dataclass(frozen=True)
+class TargetWeights:
+    """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
+    tied."""
 
-class DecoderTarget:
-    """See `TargetModel` for the interface."""
-
-    def __init__(
-        self,
-        spec: TargetSpec,
-        family: Family,
-        tensors: Tensors,
-        max_positions: int,
-        dtype: torch.dtype,
-        ops: LayerOps | None = None,
-    ) -> None:
-        """Empties `tensors`: layer by layer, what is fused is freed. `ops`: None takes what suits their device."""
-        self.spec = spec
-        self.eps = spec.decoder.rms_norm_eps
-        self.embedding = tensors.pop("model.embed_tokens.weight")
-        self.lm_head = self.embedding if spec.tie_word_embeddings else tensors.pop("lm_head.weight")
-        self.final_norm = tensors.pop("model.norm.weight")
-        self.ops = ops or select_ops(self.embedding.device)
-        self.rotary = Rotary(spec.decoder, max_positions, self.embedding.device, dtype)
-        self.patterns = target_patterns(spec)
-        self.layers = []
-        for index, pattern in enumerate(self.patterns):
-            config = family(spec.decoder, index)
-            weights = LayerWeights.take(tensors, spec.decoder, config, layer_prefix(index))
-            self.layers.append(DecoderLayer(spec.decoder, weights, pattern, self.ops))
+    embedding: torch.Tensor
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    lm_head: Linear
 
     @classmethod
-    def load(
-        cls,
-        spec: TargetSpec,
-        family: Family,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-        ops: LayerOps | None = None,
-    ) -> DecoderTarget:
-        """Load the weights of `spec.path`. Raises `CheckpointError`."""
-        tensors = load_weights(
-            spec.path,
-            tensor_shapes(spec, family),
-            dtype,
-            device,
-            ignored=lambda name: is_unused(spec, name),
-            progress=progress,
+    def read(cls, source: WeightSource, spec: TargetSpec) -> TargetWeights:
+        """Read every tensor of a target."""
+        decoder = spec.decoder
+        hidden, vocab = decoder.hidden_size, spec.vocab_size
+        embedding = source.tensor("model.embed_tokens.weight", vocab, hidden)
+        return cls(
+            embedding,
+            [LayerWeights.read(source, f"model.layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
+            source.tensor("model.norm.weight", hidden),
+            Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
         )
-        return cls(spec, family, tensors, max_positions, dtype, ops)
+
+
+class DecoderTarget(TargetModel):
+    """A target of any family."""
+
+    def __init__(
+        self, spec: TargetSpec, weights: TargetWeights, max_positions: int, ops: LayerOps | None = None
+    ) -> None:
+        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
+        self.spec = spec
+        self.eps = spec.decoder.rms_norm_eps
+        self.embedding = weights.embedding
+        self.lm_head = weights.lm_head
+        self.final_norm = weights.final_norm
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        self.ops = ops or select_ops(device)
+        self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
+        self.patterns = target_patterns(spec)
+        self.layers = [
+            DecoderLayer(spec.decoder, layer, pattern, self.ops)
+            for layer, pattern in zip(weights.layers, self.patterns, strict=True)
+        ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See `TargetModel.embed`."""
         return F.embedding(token_ids, self.embedding)
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
-        """See `TargetModel.forward`."""
         hidden = self.embed(token_ids)
         rotation = self.ops.rotation(self.rotary, context.positions)
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
@@ -99,36 +88,33 @@ class DecoderTarget:
         return TargetOutput(hidden, features)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `TargetModel.logits`."""
-        return self.head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
-
-    def head(self, normed: torch.Tensor) -> torch.Tensor:
-        """See `TargetModel.head`."""
-        return F.linear(normed, self.lm_head)
+        return self.lm_head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
 
-def layer_prefix(index: int) -> str:
-    """What the names of a layer's tensors begin with."""
-    return f"model.layers.{index}."
+def load_target(
+    spec: TargetSpec,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    ops: LayerOps | None = None,
+) -> TargetModel:
+    """Load the target in `spec.path`, able to run positions below `max_positions`. `ops`: by default those for the
+    device. Raises `CheckpointError`."""
+    weights = load_weights(
+        spec.path,
+        lambda source: TargetWeights.read(source, spec),
+        dtype,
+        device,
+        ignored=lambda name: is_unused(spec, name),
+        progress=progress,
+    )
+    return DecoderTarget(spec, weights, max_positions, ops)
 
 
 def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
     """What the queries of each layer see."""
     return tuple(AttentionPattern(True, window) for window in spec.decoder.sliding_windows)
-
-
-def tensor_shapes(spec: TargetSpec, family: Family) -> Shapes:
-    """The tensors of a checkpoint and their shapes."""
-    hidden = spec.decoder.hidden_size
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    for index in range(spec.decoder.num_layers):
-        shapes |= LayerWeights.shapes(spec.decoder, family(spec.decoder, index), layer_prefix(index))
-    return shapes
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:

@@ -7,69 +7,92 @@ run by `speculative.DFlashDrafter`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.errors import CheckpointError
-from dflash_backend.checkpoints.files import MASK_EMBEDDING, weight_files
-from dflash_backend.checkpoints.headers import read_headers
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, read_headers
 from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
 from dflash_backend.checkpoints.spec import DraftSpec
-from dflash_backend.checkpoints.weights import Progress, load_weights
+from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
+from dflash_backend.models.linear import Linear
 from dflash_backend.models.ops import LayerOps, select_ops
-from dflash_backend.models.qwen3 import layer_config
 from dflash_backend.models.rope import Rotary
 
 
-class DFlashModel:
-    """The drafter's weights and arithmetic.
+@dataclass(frozen=True)
+class DFlashWeights:
+    """The parameters of a drafter. The target's stand in for what its checkpoint does not ship, which is None here.
 
-    What the checkpoint does not ship is None, and the target's serves: embedding `[vocab_size, hidden]`, lm_head
-    `[draft_vocab_size, hidden]`. mask_embedding: `[hidden]`, where it was trained apart. id_map: int64
+    fc: the captured features -> hidden. embedding: `[vocab_size, hidden]`. lm_head: hidden -> draft_vocab_size.
+    d2t: int64 `[draft_vocab_size]`, what to add to a draft id; None where draft ids are the target's.
+    """
+
+    fc: Linear
+    hidden_norm: torch.Tensor
+    layers: list[LayerWeights]
+    final_norm: torch.Tensor
+    embedding: torch.Tensor | None
+    lm_head: Linear | None
+    d2t: torch.Tensor | None
+
+    @classmethod
+    def read(cls, source: WeightSource, spec: DraftSpec) -> DFlashWeights:
+        """Read every tensor of a drafter."""
+        decoder = spec.decoder
+        hidden, draft_vocab = decoder.hidden_size, spec.draft_vocab_size
+        return cls(
+            Linear.read(source, "", {"fc": hidden}, len(spec.target_layer_ids) * spec.target_hidden_size),
+            source.tensor("hidden_norm.weight", hidden),
+            [LayerWeights.read(source, f"layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
+            source.tensor("norm.weight", hidden),
+            source.tensor("embed_tokens.weight", spec.vocab_size, hidden) if spec.has_embedding else None,
+            Linear.read(source, "", {"lm_head": draft_vocab}, hidden) if spec.has_lm_head else None,
+            source.integers("d2t", draft_vocab) if spec.maps_vocabulary else None,
+        )
+
+
+class DFlashModel:
+    """The drafter's parameters and arithmetic.
+
+    embedding, lm_head: as in `DFlashWeights`. mask_embedding: `[hidden]`, where it was trained apart. id_map: int64
     `[draft_vocab_size]`, the target's id of each draft id; None where they are the same.
     """
 
     def __init__(
-        self,
-        spec: DraftSpec,
-        tensors: dict[str, torch.Tensor],
-        max_positions: int,
-        dtype: torch.dtype,
-        ops: LayerOps | None = None,
+        self, spec: DraftSpec, weights: DFlashWeights, max_positions: int, ops: LayerOps | None = None
     ) -> None:
-        """Empties `tensors`. `ops`: None takes what suits their device."""
+        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
         self.spec = spec
         self.eps = spec.decoder.rms_norm_eps
-        self.fc = tensors.pop("fc.weight")
-        self.hidden_norm = tensors.pop("hidden_norm.weight")
-        self.final_norm = tensors.pop("norm.weight")
-        self.embedding = tensors.pop("embed_tokens.weight", None)
-        self.lm_head = tensors.pop("lm_head.weight", None)
+        self.fc = weights.fc
+        self.hidden_norm = weights.hidden_norm
+        self.final_norm = weights.final_norm
+        self.embedding = weights.embedding
+        self.lm_head = weights.lm_head
+        device, dtype = weights.final_norm.device, weights.final_norm.dtype
         self.mask_embedding: torch.Tensor | None = None
         if spec.has_mask_embedding:
             vector = load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
-            self.mask_embedding = vector.to(self.fc.device, dtype)
-        self.id_map = vocabulary_map(spec, tensors.pop("d2t")) if spec.maps_vocabulary else None
-        self.ops = ops or select_ops(self.fc.device)
-        self.rotary = Rotary(spec.decoder, max_positions, self.fc.device, dtype)
+            self.mask_embedding = vector.to(device, dtype)
+        self.id_map = None if weights.d2t is None else vocabulary_map(spec, weights.d2t)
+        self.ops = ops or select_ops(device)
+        self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
         self.patterns = draft_patterns(spec)
-        self.layers = []
-        for i, pattern in enumerate(self.patterns):
-            weights = LayerWeights.take(tensors, spec.decoder, layer_config(spec.decoder, i), f"layers.{i}.")
-            self.layers.append(DecoderLayer(spec.decoder, weights, pattern, self.ops))
+        self.layers = [
+            DecoderLayer(spec.decoder, layer, pattern, self.ops)
+            for layer, pattern in zip(weights.layers, self.patterns, strict=True)
+        ]
+        # The K/V rows of every layer's projection as one product: context K/V of all layers.
         query = spec.decoder.query_size
-        # The K/V rows of every layer's fused projection as one matrix: context K/V of all layers is one product.
-        self.context_weight = torch.cat([layer.weights.qkv[query:] for layer in self.layers])
-        biases = [layer.weights.qkv_bias for layer in self.layers]
-        self.context_bias = torch.cat([b[query:] for b in biases if b is not None]) if biases[0] is not None else None
-        heads = spec.decoder.num_heads
-        norms = [layer.weights.qk_norm for layer in self.layers]
-        self.context_k_norm = torch.stack([norm[heads:] for norm in norms if norm is not None])
+        self.context_kv = Linear.stacked([layer.qkv.rows(slice(query, None)) for layer in weights.layers])
+        norms = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
+        self.context_k_norm = torch.stack([norm[spec.decoder.num_heads :] for norm in norms])
 
     @classmethod
     def load(
@@ -81,17 +104,16 @@ class DFlashModel:
         progress: Progress | None = None,
         ops: LayerOps | None = None,
     ) -> DFlashModel:
-        """Load the weights of `spec.path`. Raises `CheckpointError`."""
-        tensors = load_weights(
+        """Load the drafter in `spec.path`. Raises `CheckpointError`."""
+        weights = load_weights(
             spec.path,
-            tensor_shapes(spec),
+            lambda source: DFlashWeights.read(source, spec),
             dtype,
             device,
-            integers=frozenset({"d2t"}),
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
         )
-        return cls(spec, tensors, max_positions, dtype, ops)
+        return cls(spec, weights, max_positions, ops)
 
     def inject(
         self,
@@ -107,8 +129,8 @@ class DFlashModel:
         some of them below 0, for tokens that write nothing. No input norm here: `fc`, `hidden_norm`, then each layer's
         k and v projection, k norm and rotation.
         """
-        context = self.ops.rms_norm(F.linear(features, self.fc), self.hidden_norm, self.eps)
-        projected = F.linear(context, self.context_weight, self.context_bias)
+        context = self.ops.rms_norm(self.fc(features), self.hidden_norm, self.eps)
+        projected = self.context_kv(context)
         rotation = self.ops.rotation(self.rotary, positions)
         self.ops.context_write(projected, self.context_k_norm, self.eps, rotation, slots, caches, padded)
 
@@ -131,25 +153,6 @@ def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:
     """What the queries of each drafter layer see."""
     layers = zip(spec.causal, spec.decoder.sliding_windows, strict=True)
     return tuple(AttentionPattern(causal, window) for causal, window in layers)
-
-
-def tensor_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors of a DFlash checkpoint and their shapes."""
-    hidden = spec.decoder.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(spec.target_layer_ids) * spec.target_hidden_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    if spec.has_embedding:
-        shapes["embed_tokens.weight"] = (spec.vocab_size, hidden)
-    if spec.has_lm_head:
-        shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
-    if spec.maps_vocabulary:
-        shapes["d2t"] = (spec.draft_vocab_size,)
-    for i in range(spec.decoder.num_layers):
-        shapes |= LayerWeights.shapes(spec.decoder, layer_config(spec.decoder, i), f"layers.{i}.")
-    return shapes
 
 
 def is_unused(spec: DraftSpec, name: str) -> bool:
@@ -186,4 +189,4 @@ def vocabulary_map(spec: DraftSpec, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def _file_of_map(spec: DraftSpec) -> Path:
-    return read_headers(weight_files(spec.path))["d2t"].file
+    return read_headers(spec.path)["d2t"].file

@@ -10,6 +10,7 @@ import torch
 
 from dflash_backend.attention import AttentionBackend, AttentionMetadata, AttentionPattern, KVLayer, RowLayout
 from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.models.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class TargetModel(Protocol):
     patterns: tuple[AttentionPattern, ...]
     """What each layer's queries see."""
 
-    lm_head: torch.Tensor
-    """`[vocab_size, hidden_size]`, the embedding itself where the two are tied."""
+    lm_head: Linear
+    """hidden_size -> vocab_size, over the embedding itself where the two are tied; its input is normed."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings: int64 `[n]` -> `[n, hidden_size]`."""
@@ -77,8 +78,4 @@ class TargetModel(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: `[n, hidden_size]` -> `[n, vocab_size]`."""
-        ...
-
-    def head(self, normed: torch.Tensor) -> torch.Tensor:
-        """The LM head alone: normed `[n, hidden_size]` -> `[n, vocab_size]`."""
         ...

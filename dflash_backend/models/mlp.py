@@ -1,60 +1,71 @@
-"""The SiLU-gated MLP of a decoder layer (Shazeer, arXiv 2002.05202), gate and up as one product.
-
-`moe.py` has the form with experts; `layers.py` puts either into a layer.
-"""
+"""The MLPs of a decoder layer: SiLU-gated (Shazeer, arXiv 2002.05202), and a mixture of such experts, as Qwen3-MoE has
+it (arXiv 2505.09388)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.spec import MoeSpec
+from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.linear import Linear
 from dflash_backend.models.ops import LayerOps
-
-Tensors = dict[str, torch.Tensor]
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """gate_up: `[2 * intermediate, hidden]`; down: `[hidden, intermediate]`. Biases are None where there are none."""
+    """gate_up: hidden -> 2 * intermediate, gate before up; down: intermediate -> hidden."""
 
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-
-    @staticmethod
-    def shapes(spec: DecoderSpec, bias: bool) -> Shapes:
-        """The checkpoint tensors of one MLP, by their names within it."""
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        shapes: Shapes = {
-            "gate_proj.weight": (inner, hidden),
-            "up_proj.weight": (inner, hidden),
-            "down_proj.weight": (hidden, inner),
-        }
-        if bias:
-            shapes |= {"gate_proj.bias": (inner,), "up_proj.bias": (inner,), "down_proj.bias": (hidden,)}
-        return shapes
+    gate_up: Linear
+    down: Linear
 
     @classmethod
-    def take(cls, tensors: Tensors, prefix: str, bias: bool) -> DenseMlp:
-        """Fuse the tensors whose names begin with `prefix`, removing them from `tensors`."""
+    def read(cls, source: WeightSource, prefix: str, hidden: int, inner: int, bias: bool) -> DenseMlp:
+        """The MLP whose tensors' names begin with `prefix`. hidden, inner: size of a token, outside and inside."""
         return cls(
-            gate_up=take_fused(tensors, prefix, "gate_proj.weight", "up_proj.weight"),
-            gate_up_bias=take_fused(tensors, prefix, "gate_proj.bias", "up_proj.bias") if bias else None,
-            down=tensors.pop(prefix + "down_proj.weight"),
-            down_bias=tensors.pop(prefix + "down_proj.bias") if bias else None,
+            gate_up=Linear.read(source, prefix, {"gate_proj": inner, "up_proj": inner}, hidden, bias),
+            down=Linear.read(source, prefix, {"down_proj": hidden}, inner, bias),
         )
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
-        gated = ops.silu_mul(F.linear(x, self.gate_up, self.gate_up_bias))
-        return F.linear(gated, self.down, self.down_bias)
+        return self.down(ops.silu_mul(self.gate_up(x)))
 
 
-def take_fused(tensors: Tensors, prefix: str, *names: str) -> torch.Tensor:
-    """The named tensors one below the other, removed from `tensors` so that no second copy stays in memory."""
-    return torch.cat([tensors.pop(prefix + name) for name in names])
+@dataclass(frozen=True)
+class SparseMlp:
+    """The router sends each token to its most likely experts, each of which runs over all of its tokens.
+
+    router: hidden -> num_experts. gate_up: `[num_experts, 2 * intermediate, hidden]`; down:
+    `[num_experts, hidden, intermediate]`. The kernels read nothing back to the host, so that a captured graph holds for
+    every routing; torch waits for the device.
+    """
+
+    moe: MoeSpec
+    router: Linear
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    @classmethod
+    def read(cls, source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> SparseMlp:
+        """The MLP whose tensors' names begin with `prefix`, its experts in one tensor. hidden: size of a token."""
+        inner = moe.intermediate_size
+        router = Linear.read(source, prefix, {"gate": moe.num_experts}, hidden)
+        gate_up = source.empty(moe.num_experts, 2 * inner, hidden)
+        down = source.empty(moe.num_experts, hidden, inner)
+        for expert in range(moe.num_experts):
+            for name, out in zip(("gate", "up", "down"), (*gate_up[expert].split(inner), down[expert]), strict=True):
+                source.read(f"{prefix}experts.{expert}.{name}_proj.weight", out)
+        return cls(moe, router, gate_up, down)
+
+    def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,
+        whatever other tokens are there."""
+        weights, experts = self.route(x, ops)
+        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts)
+
+    def route(self, x: torch.Tensor, ops: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most
+        likely first."""
+        return ops.route(self.router(x), self.moe.experts_per_token, self.moe.norm_topk_prob)

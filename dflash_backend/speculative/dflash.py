@@ -35,10 +35,9 @@ class DFlashDrafter:
         self.capture = captured_layers(model.spec, target.spec.decoder.num_layers)
         self.mask_token_id = model.spec.mask_token_id
         self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
-        self.lm_head = model.lm_head  # [draft_vocab, hidden]
-        if self.lm_head is None and model.id_map is not None:
-            self.lm_head = target.lm_head[model.id_map]
-        self.mask_embedding = self._embed(torch.tensor([model.spec.mask_token_id], device=model.fc.device))
+        own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
+        self.lm_head = model.lm_head or own_head
+        self.mask_embedding = self._embed(torch.tensor([model.spec.mask_token_id], device=model.fc.weight.device))
 
     def inject(
         self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
@@ -103,7 +102,7 @@ class DFlashDrafter:
 
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
-        logits = self.target.head(normed) if self.lm_head is None else F.linear(normed, self.lm_head)
+        logits = self.lm_head(normed)
         form = self.model.spec.logits
         if form.multiplier != 1:
             logits = logits * form.multiplier

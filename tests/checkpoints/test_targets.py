@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, TargetSpec, read_target
-from dflash_backend.models.registry import TARGETS
 
 MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
@@ -42,8 +41,8 @@ def read(directory: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any)
     return read_target(directory)
 
 
-def test_every_architecture_that_is_read_can_be_run() -> None:
-    assert set(TARGET_ARCHITECTURES) == set(TARGETS) == set(MODEL_TYPES)
+def test_the_cases_are_of_every_architecture() -> None:
+    assert set(TARGET_ARCHITECTURES) == set(MODEL_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_missing_fields_take_the_defaults_of_transformers(tmp_path: Path, archit
     assert ours.max_len == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
+    assert ours.output_bias == getattr(theirs, "attention_bias", False)
     window = theirs.sliding_window if architecture == "MistralForCausalLM" else None
     assert ours.sliding_windows == (window,) * 4
 
@@ -102,9 +101,9 @@ def test_mistral_and_qwen_moe_have_one_window_for_all_layers(tmp_path: Path) -> 
 
 def test_llama_biases_are_what_the_config_says(tmp_path: Path) -> None:
     decoder = read(tmp_path, "LlamaForCausalLM", attention_bias=True, mlp_bias=True).decoder
-    assert (decoder.attention_bias, decoder.mlp_bias) == (True, True)
+    assert (decoder.output_bias, decoder.mlp_bias) == (True, True)
     decoder = read(tmp_path, "MistralForCausalLM", attention_bias=True, mlp_bias=True).decoder
-    assert (decoder.attention_bias, decoder.mlp_bias) == (False, False), "Mistral reads neither field"
+    assert (decoder.output_bias, decoder.mlp_bias) == (False, False), "Mistral reads neither field"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.checkpoints.weights import load_weights
+from dflash_backend.checkpoints.weights import WeightSource, load_weights
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -32,8 +33,10 @@ directory, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 torch.ones(8).to(torch.bfloat16)
 Path("/proc/self/clear_refs").write_text("5")
 before, heard = peak(), []
-expected = {f"t{i}.{j}": (4, 1024, 1024) for i in range(4) for j in range(3)}
-tensors = load_weights(directory, expected, dtype, torch.device("cpu"), progress=lambda f, d: heard.append(round(d, 2)))
+def read(source):
+    return [source.tensor(f"t{i}.{j}", 4, 1024, 1024) for i in range(4) for j in range(3)]
+
+tensors = load_weights(directory, read, dtype, torch.device("cpu"), progress=lambda f, d: heard.append(round(d, 2)))
 mapped = ".safetensors" in Path("/proc/self/maps").read_text()
 print(peak() - before, mapped, heard)
 """
@@ -56,14 +59,21 @@ def test_loading_takes_at_most_one_shard_above_the_models_own_size(tmp_path: Pat
     assert heard.strip() == "[0.25, 0.5, 0.75, 1.0]"
 
 
-def load(directory: Path, expected: dict[str, tuple[int, ...]], **options: object) -> dict[str, torch.Tensor]:
-    return load_weights(directory, expected, torch.float32, CPU, **options)  # type: ignore[arg-type]
+def load(
+    directory: Path, *names: str, size: tuple[int, ...] = (2,), ignored: Callable[[str], bool] = lambda name: False
+) -> dict[str, torch.Tensor]:
+    """The tensors of these names and this size, of which only `d2t` is of integers."""
+
+    def read(source: WeightSource) -> dict[str, torch.Tensor]:
+        return {n: source.integers(n, *size) if n == "d2t" else source.tensor(n, *size) for n in names}
+
+    return load_weights(directory, read, torch.float32, CPU, ignored=ignored)
 
 
 def test_values_survive_and_are_cast(tmp_path: Path) -> None:
     tensor = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     save_file({"a": tensor.to(torch.bfloat16), "b": tensor.half(), "c": tensor}, tmp_path / "model.safetensors")
-    found = load(tmp_path, dict.fromkeys("abc", (3, 4)))
+    found = load(tmp_path, *"abc", size=(3, 4))
     assert torch.equal(found["a"], tensor.to(torch.bfloat16).float())
     assert torch.equal(found["b"], tensor.half().float())
     assert torch.equal(found["c"], tensor)
@@ -74,19 +84,19 @@ def test_values_survive_and_are_cast(tmp_path: Path) -> None:
 def test_integers_stay_integers(tmp_path: Path, stored: torch.dtype) -> None:
     values = torch.tensor([-5, 2**30 + 1])  # not a float32
     save_file({"d2t": values.to(stored), "w": torch.ones(2)}, tmp_path / "model.safetensors")
-    found = load(tmp_path, {"d2t": (2,), "w": (2,)}, integers=frozenset({"d2t"}))
+    found = load(tmp_path, "d2t", "w")
     assert found["d2t"].dtype == torch.int64
     assert torch.equal(found["d2t"], values)
 
 
 def test_ignored_names_are_skipped_whatever_they_hold(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2), "t2d": torch.ones(3, dtype=torch.bool)}, tmp_path / "model.safetensors")
-    assert set(load(tmp_path, {"w": (2,)}, ignored=lambda name: name == "t2d")) == {"w"}
+    assert set(load(tmp_path, "w", ignored=lambda name: name == "t2d")) == {"w"}
 
 
 def test_an_expected_name_is_never_ignored(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert set(load(tmp_path, {"w": (2,)}, ignored=lambda name: True)) == {"w"}
+    assert set(load(tmp_path, "w", ignored=lambda name: True)) == {"w"}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +114,7 @@ def test_an_expected_name_is_never_ignored(tmp_path: Path) -> None:
 def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor], expected: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=expected) as caught:
-        load(tmp_path, {"w": (2,), "d2t": (2,)}, integers=frozenset({"d2t"}))
+        load(tmp_path, "w", "d2t")
     assert str(tmp_path) in str(caught.value)
 
 
@@ -112,4 +122,4 @@ def test_the_largest_of_several_files_without_an_index_is_not_guessed(tmp_path: 
     """`model.safetensors` is the checkpoint; a second copy in another layout beside it is not read."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     save_file({"layers.0.w": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    assert set(load(tmp_path, {"w": (2,)})) == {"w"}
+    assert set(load(tmp_path, "w")) == {"w"}

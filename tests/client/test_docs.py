@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.evaluation.datasets import EMBEDDED_SETS
 from dflash_backend.evaluation.hub_sets import HUB_SETS
-from dflash_backend.models.registry import TARGETS
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_client.cli import main, parser
 
@@ -34,7 +34,7 @@ def test_the_evaluation_page_names_every_option_figure_and_set() -> None:
 
 def test_the_checkpoints_page_names_every_architecture() -> None:
     page = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
-    assert all(f"`{architecture}`" in page for architecture in TARGETS)
+    assert all(f"`{architecture}`" in page for architecture in TARGET_ARCHITECTURES)
 
 
 def test_the_checkpoints_page_quotes_inspect(

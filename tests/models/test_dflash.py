@@ -140,7 +140,7 @@ def dense_drafter(
     mask = embedding[spec.mask_token_id]
     if spec.has_mask_embedding:
         mask = torch.load(directory / "mask_embedding.pt", weights_only=True)[0]
-    head = tensors["lm_head.weight"] if "lm_head.weight" in tensors else target.lm_head[ids]
+    head = tensors["lm_head.weight"] if "lm_head.weight" in tensors else target.lm_head.weight[ids]
     return DenseDrafter(spec, tensors, embedding, head, mask, ids)
 
 

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_backend.build import BuiltEngine, build_engine
+from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.config import EngineConfig
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from dflash_backend.models import TARGETS
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 
 MAX_TOKENS = 24
-CASES: list[tuple[str, dict[str, Any]]] = [(architecture, {}) for architecture in TARGETS] + [
+CASES: list[tuple[str, dict[str, Any]]] = [(architecture, {}) for architecture in TARGET_ARCHITECTURES] + [
     ("MistralForCausalLM", {"sliding_window": 9}),
     ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
 ]

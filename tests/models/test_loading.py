@@ -1,46 +1,37 @@
-"""How a target takes its tensors: what is fused is freed at once, and what has no part in the model is left aside."""
+"""How a target reads its tensors: each once, into its place, and what has no part in the model is left aside."""
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.models import TARGETS, load_target
-from dflash_backend.models.decoder import DecoderTarget, tensor_shapes
-from dflash_backend.models.layers import LayerWeights
+from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, read_target
+from dflash_backend.checkpoints.weights import expected_tensors
+from dflash_backend.models import load_target
+from dflash_backend.models.decoder import TargetWeights
+from tests.models.sources import TensorSource
 from tests.tiny_models import make_target
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
-def test_a_layer_frees_what_it_fuses_before_the_next_is_taken(tmp_path: Path, architecture: str) -> None:
-    make_target(tmp_path, architecture=architecture)
-    spec, family = read_target(tmp_path), TARGETS[architecture]
-    tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes(spec, family).items()}
-    first = LayerWeights.shapes(spec.decoder, family(spec.decoder, 0), "model.layers.0.")
-    fused = {name: weakref.ref(tensors[name]) for name in first if ".q_proj." in name or ".up_proj." in name}
-    assert fused
-    LayerWeights.take(tensors, spec.decoder, family(spec.decoder, 0), "model.layers.0.")
-    assert not any(name.startswith("model.layers.0.") for name in tensors)
-    assert any(name.startswith("model.layers.1.") for name in tensors)
-    assert all(reference() is None for reference in fused.values())
-
-
-@pytest.mark.parametrize("architecture", TARGETS)
-def test_a_target_takes_every_tensor_of_its_checkpoint(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("architecture", TARGET_ARCHITECTURES)
+def test_a_target_reads_every_tensor_of_its_checkpoint_once_and_without_a_second_copy(
+    tmp_path: Path, architecture: str
+) -> None:
     make_target(tmp_path, architecture=architecture, tie_word_embeddings=False)
-    spec, family = read_target(tmp_path), TARGETS[architecture]
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert set(tensors) == set(tensor_shapes(spec, family))
-    DecoderTarget(spec, family, tensors, 16, torch.float32)
-    assert not tensors
+    spec, tensors = read_target(tmp_path), load_file(tmp_path / "model.safetensors")
+    expected = expected_tensors(lambda source: TargetWeights.read(source, spec))
+    assert {name: tensor.shape for name, tensor in expected.items()} == {n: t.shape for n, t in tensors.items()}
+    source = TensorSource(tensors)
+    TargetWeights.read(source, spec)
+    assert not source.unread
+    parameters = {out.untyped_storage().data_ptr(): out.untyped_storage().nbytes() for out in source.outs.values()}
+    assert sum(parameters.values()) == sum(tensor.nbytes for tensor in tensors.values())
+    assert len(parameters) < len(tensors), "projections of one input are one parameter"
 
 
 def change(directory: Path, added: dict[str, torch.Tensor]) -> None:
@@ -53,7 +44,7 @@ def test_stored_frequencies_and_the_copy_of_a_tied_head_are_left_aside(tmp_path:
     frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(5)}
     change(tmp_path, frequencies | {"lm_head.weight": torch.ones(97, 32)})
     target = load_target(read_target(tmp_path), 16, torch.float32, CPU)
-    assert target.lm_head is target.embedding  # type: ignore[attr-defined]
+    assert target.lm_head.weight is target.embedding  # type: ignore[attr-defined]
 
 
 def test_a_tensor_that_the_family_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
@@ -66,5 +57,5 @@ def test_a_tensor_that_the_family_has_no_place_for_is_refused_by_name(tmp_path: 
 def test_a_checkpoint_runs_in_another_dtype_than_its_own(tmp_path: Path) -> None:
     make_target(tmp_path, dtype=torch.bfloat16)
     target = load_target(read_target(tmp_path), 16, torch.float32, CPU)
-    assert target.lm_head.dtype == torch.float32
+    assert target.lm_head.weight.dtype == torch.float32
     assert target.logits(torch.ones(1, 32)).dtype == torch.float32

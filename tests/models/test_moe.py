@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.models import load_target
-from dflash_backend.models.moe import SparseMlp
+from dflash_backend.models.linear import Linear
+from dflash_backend.models.mlp import SparseMlp
 from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops
+from tests.models.sources import TensorSource
 from tests.paged import block_tables, caches, context
 from tests.tiny_models import make_target
 
@@ -30,8 +32,9 @@ def make(experts_per_token: int = 2, norm_topk_prob: bool = True) -> SparseMlp:
     for expert in range(EXPERTS):
         for name, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
             tensors[f"mlp.experts.{expert}.{name}_proj.weight"] = torch.randn(shape, generator=generator)
-    mlp = SparseMlp.take(tensors, "mlp.", moe)
-    assert not tensors
+    source = TensorSource(tensors)
+    mlp = SparseMlp.read(source, "mlp.", HIDDEN, moe)
+    assert not source.unread
     return mlp
 
 
@@ -41,7 +44,7 @@ def tokens(count: int) -> torch.Tensor:
 
 def one_by_one(mlp: SparseMlp, x: torch.Tensor) -> torch.Tensor:
     """Every expert for every token, weighted by what the router gives it."""
-    probabilities = (x @ mlp.router.T).softmax(-1)
+    probabilities = (x @ mlp.router.weight.T).softmax(-1)
     kept = probabilities.sort(descending=True).values[:, mlp.moe.experts_per_token - 1]
     weights = torch.where(probabilities >= kept[:, None], probabilities, 0.0)
     if mlp.moe.norm_topk_prob:
@@ -115,10 +118,10 @@ def test_a_qwen3_moe_target_computes_the_same_with_the_kernels(count: int, tmp_p
 
 def test_the_router_weighs_in_float32_whatever_the_dtype() -> None:
     mlp = make()
-    half = dataclasses.replace(mlp, router=mlp.router.bfloat16())
+    half = dataclasses.replace(mlp, router=Linear(mlp.router.weight.bfloat16()))
     x = tokens(8).bfloat16()
     weights, _ = half.route(x, LayerOps())
-    logits = F.linear(x, half.router)
+    logits = half.router(x)
     exact = logits.float().softmax(-1).topk(2).values
     expected = exact / exact.sum(-1, keepdim=True)
     assert weights.dtype == torch.bfloat16

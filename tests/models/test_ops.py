@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dflash_backend.attention import KVLayer
-from dflash_backend.checkpoints.resolve import read_draft
+from dflash_backend.checkpoints import TARGET_ARCHITECTURES, read_draft
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.models import TARGETS, DFlashModel, TargetModel, load_target
+from dflash_backend.models import DFlashModel, TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -59,7 +59,7 @@ def two_passes(target: TargetModel) -> Outcome:
     return Outcome(returned, kv)
 
 
-@pytest.mark.parametrize("architecture", TARGETS)
+@pytest.mark.parametrize("architecture", TARGET_ARCHITECTURES)
 @torch.inference_mode()
 def test_a_target_computes_the_same_with_either(architecture: str, tmp_path: Path) -> None:
     make_target(tmp_path, architecture=architecture)
@@ -93,9 +93,9 @@ def inject_and_forward(model: DFlashModel) -> Outcome:
     positions = torch.arange(7, device=DEVICE)
     slots = context(tables, [0], [7], model.patterns, device=DEVICE.type).slots
     slots[5:] = -1
-    model.inject(random(7, model.fc.shape[1]), positions, slots, kv, padded=True)
+    model.inject(random(7, model.fc.in_features), positions, slots, kv, padded=True)
     paged = context(tables, [5], [4], model.patterns, device=DEVICE.type)
-    return Outcome([model.forward(random(4, model.fc.shape[0], seed=1), paged, kv)], kv)
+    return Outcome([model.forward(random(4, model.fc.out_features, seed=1), paged, kv)], kv)
 
 
 @torch.inference_mode()
@@ -143,9 +143,9 @@ def test_padding_tokens_of_a_drafter_write_nothing(ops: LayerOps, tmp_path: Path
         kv = caches(model.spec.decoder, device=DEVICE.type)
         before = snapshot(kv)
         if run == "inject":
-            model.inject(random(6, model.fc.shape[1]), paged.positions, paged.slots, kv, padded=True)
+            model.inject(random(6, model.fc.in_features), paged.positions, paged.slots, kv, padded=True)
         else:
-            model.forward(random(6, model.fc.shape[0]), paged, kv)
+            model.forward(random(6, model.fc.out_features), paged, kv)
         assert written_slots(before, kv) == [slots] * len(model.layers)
 
 

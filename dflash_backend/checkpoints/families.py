@@ -1,0 +1,113 @@
+"""The target architectures that this server runs: one entry each in `FAMILIES`, and nothing else to add.
+
+All of them have the decoder layer of `models/layers.py`, under the tensor names that Hugging Face checkpoints share; an
+entry says in what the layer differs from Llama's, and how the family's config class reads `config.json`. A field that
+is missing there takes the value that `transformers` 5 gives it, so that a checkpoint means the same here and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflash_backend.checkpoints.json_reader import JsonReader
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias: biases on the query, key and value
+    projections in any case. has_experts: a mixture of experts in place of the MLP, in the layers that the config says.
+    windows: reads the sliding window of each layer. num_kv_heads, head_dim, max_positions: what missing fields mean;
+    None where it follows from the hidden size and the query heads. reads_attention_bias, reads_mlp_bias: whether the
+    fields `attention_bias` (all four projections of attention) and `mlp_bias` count.
+    """
+
+    windows: Callable[[JsonReader, int], tuple[int | None, ...]]
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    has_experts: bool = False
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int = 32768
+    reads_attention_bias: bool = False
+    reads_mlp_bias: bool = False
+
+
+def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | None:
+    """`layer_types`, one for each layer, full or sliding attention; None when the field is missing."""
+    if not config.given("layer_types"):
+        return None
+    types = config.strings("layer_types")
+    if len(types) != num_layers or any(name not in (SLIDING, FULL) for name in types):
+        raise config.fail("layer_types", f"'{FULL}' or '{SLIDING}' for each of the {num_layers} layers")
+    return types
+
+
+def no_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Llama: every layer sees everything."""
+    return _agreeing(config, (None,) * num_layers)
+
+
+def mistral_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral: `sliding_window` in all layers unless it is null; 4096 where the field is missing."""
+    missing = 4096 if "sliding_window" not in config else None
+    window = config.integer("sliding_window") if config.given("sliding_window") else missing
+    return _agreeing(config, (window,) * num_layers)
+
+
+def qwen_moe_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`."""
+    return _agreeing(config, (_qwen_window(config),) * num_layers)
+
+
+def qwen_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen2 and Qwen3: `sliding_window` in the layers that `layer_types` calls sliding, without it in those from
+    `max_window_layers` on; none of it without `use_sliding_window`."""
+    window = _qwen_window(config)
+    types = read_layer_types(config, num_layers)
+    if types is None:
+        first = config.integer("max_window_layers", default=28, low=0)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if SLIDING in types and window is None:
+        raise config.fail("layer_types", f"no '{SLIDING}' where use_sliding_window and sliding_window give no window")
+    return tuple(window if name == SLIDING else None for name in types)
+
+
+def _qwen_window(config: JsonReader) -> int | None:
+    if not config.boolean("use_sliding_window", default=False):
+        return None
+    if config.given("sliding_window"):
+        return config.integer("sliding_window")
+    return None if "sliding_window" in config else 4096
+
+
+def _agreeing(config: JsonReader, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """`windows` of a family that does not read `layer_types`, refused where the field says otherwise."""
+    types = read_layer_types(config, len(windows))
+    if types is not None and any((name == SLIDING) != (w is not None) for name, w in zip(types, windows, strict=True)):
+        raise config.fail("layer_types", "the windows that sliding_window gives: this family does not mix layers")
+    return windows
+
+
+# Llama 2 and 3.x (arXiv 2307.09288 and 2407.21783).
+LLAMA = Family(windows=no_windows, max_positions=2048, reads_attention_bias=True, reads_mlp_bias=True)
+# Qwen3 (Qwen3 Technical Report, arXiv 2505.09388). The DFlash drafter has these layers too.
+QWEN3 = Family(windows=qwen_windows, qk_norm=True, num_kv_heads=32, head_dim=128, reads_attention_bias=True)
+
+FAMILIES = {
+    "Qwen3ForCausalLM": QWEN3,
+    # Qwen2 and Qwen2.5 (arXiv 2407.10671 and 2412.15115).
+    "Qwen2ForCausalLM": Family(windows=qwen_windows, qkv_bias=True, num_kv_heads=32),
+    "LlamaForCausalLM": LLAMA,
+    # Mistral (arXiv 2310.06825).
+    "MistralForCausalLM": Family(windows=mistral_windows, num_kv_heads=8, max_positions=131072),
+    # Qwen3-MoE (arXiv 2505.09388).
+    "Qwen3MoeForCausalLM": Family(
+        windows=qwen_moe_windows, qk_norm=True, has_experts=True, num_kv_heads=4, reads_attention_bias=True
+    ),
+}
+TARGET_ARCHITECTURES = tuple(FAMILIES)

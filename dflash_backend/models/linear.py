@@ -1,0 +1,58 @@
+"""The matrix product of a decoder, with the weights that it multiplies by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.checkpoints.weights import WeightSource
+
+
+class Linear:
+    """`x @ weight.T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`, or None."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @classmethod
+    def read(
+        cls, source: WeightSource, prefix: str, out_features: Mapping[str, int], in_features: int, bias: bool = False
+    ) -> Linear:
+        """The projections of one input as one product: their rows lie below one another, in the order of
+        `out_features`, which has the size of each by its name. `prefix` comes before the names."""
+        total, sizes = sum(out_features.values()), list(out_features.values())
+        linear = cls(source.empty(total, in_features), source.empty(total) if bias else None)
+        for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+            if parameter is not None:
+                for name, part in zip(out_features, parameter.split(sizes), strict=True):
+                    source.read(f"{prefix}{name}.{kind}", part)
+        return linear
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Linear]) -> Linear:
+        """The outputs of all parts side by side, in memory of its own. Either all parts have a bias or none has."""
+        biases = [part.bias for part in parts if part.bias is not None]
+        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` -> `[..., out_features]`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, index: torch.Tensor | slice) -> Linear:
+        """The product that gives the outputs `index` alone: a view for a slice, a copy for int64 indices."""
+        return Linear(self.weight[index], None if self.bias is None else self.bias[index])
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output."""
+        return self.weight.shape[0]
