@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
-GPU_RUN = PYTHONPATH=.:kernels:client$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
+GPU_RUN = PYTHONPATH=.:kernels:client:cli$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
 .PHONY: help setup serve test test-fast nightly lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
 .DEFAULT_GOAL := help
@@ -67,7 +67,7 @@ test-fast: setup ## The quick tests, for each change: less of what is random, an
 	TEST_SCALE=0.1 $(PYTEST) -m "smoke or not (slow or server)"
 
 nightly: setup lint ## Every promise at its full count, an hour or two; results go to benchmarks/results/nightly
-	$(BIN)/python -m benchmarks.nightly
+	$(BIN)/python -m checks.nightly
 
 lint: setup ## Lint, formatting and types
 	$(BIN)/ruff check .

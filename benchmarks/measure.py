@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.progress import progress
 from dflash_backend import LLM
-from dflash_backend.frontend.detokenizer import Detokenizer
 from dflash_backend.messages import ENCODER, GenerationRequest, QueueState, SamplingParams, StepOutputs, TokenDelta
+from dflash_backend.text.detokenizer import Detokenizer
 
 
 @dataclass

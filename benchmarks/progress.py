@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dflash_client.commands.progress import Progress
+from dflash_cli.commands.progress import Progress
 
 
 def progress(unit: str) -> Progress:

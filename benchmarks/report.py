@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import HostShare, Measurement
-from benchmarks.prefix import PrefixMeasurement
+from checks.prefix import PrefixMeasurement
 
 BASELINE = "transformers"
 NO_DRAFT = "engine, k = 0"

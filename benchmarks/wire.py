@@ -1,6 +1,6 @@
 """What the checks over the wire share: raw gRPC and HTTP requests, the metrics page, and the memory of the processes.
 
-Used by `benchmarks.malformed` and `benchmarks.mixed`, which write their requests without the project's own client: that
+Used by `checks.malformed` and `checks.mixed`, which write their requests without the project's own client: that
 one would refuse to send some of them.
 """
 
@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from dflash_client.processes import family
+from dflash_cli.launcher.processes import family
 
 MODEL = "dflash"
 TIMEOUT_S = 120.0

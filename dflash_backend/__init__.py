@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dflash_backend.llm import LLM
+    from dflash_backend.engine.llm import LLM
     from dflash_backend.messages import SamplingParams
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from dflash_backend.llm import LLM
+        from dflash_backend.engine.llm import LLM
 
         return LLM
     if name == "SamplingParams":

@@ -24,12 +24,12 @@ TENANTS_IN_QUEUE = 4
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled; names and meanings as in vLLM's `SamplingParams`.
 
-    Bounds are checked where the values come in (`frontend.request`, `LLM.generate`), by
-    `dflash_backend.sampling_params.parse_sampling_params`.
+    Bounds are checked where the values come in (`text.request`, `LLM.generate`), by
+    `dflash_backend.text.sampling_params.parse_sampling_params`.
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
     those of the new tokens, of m also those of the m most likely ones. The engine runs one completion a request: for
-    `n` of them, whoever takes the request in sends it n times (`dflash_backend.sampling_params.child`).
+    `n` of them, whoever takes the request in sends it n times (`dflash_backend.text.sampling_params.child`).
 
     `tenant` is whose share of the server the request takes, by default that of all who name none. `priority` orders the
     requests of one tenant, the lowest first; 0 is `DEFAULT_PRIORITY`. `timeout` in microseconds ends the request with

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, check_setting
-from dflash_client.triton_install import LauncherError
+from dflash_cli.launcher.triton_install import LauncherError
 from load_tests.reference import ExpectedAnswersError
 from load_tests.scenarios import SCENARIOS
 from load_tests.verdict import Bound

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import httpx
 
-from dflash_client.processes import family
+from dflash_cli.launcher.processes import family
 from load_tests.recording import Recorder
 
 _LINE = re.compile(r"^(?P<name>[^{\s]+)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)$")
 INTERVAL_S = 1.0
 TICK_S = 0.02
-ROLES = {b"dflash_backend.engine_process": "engine", b"triton_python_backend_stub": "stub", b"tritonserver": "server"}
+ROLES = {b"dflash_backend.engine.process": "engine", b"triton_python_backend_stub": "stub", b"tritonserver": "server"}
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 

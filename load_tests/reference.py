@@ -21,7 +21,7 @@ from typing import Any
 from dflash_backend.checkpoints import resolve_pair
 from dflash_backend.checkpoints.files import weight_files
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_client.commands.progress import Progress
+from dflash_cli.commands.progress import Progress
 from load_tests.corpus import TURN_END
 from load_tests.workload import Question
 
@@ -128,7 +128,7 @@ def compute(
 ) -> dict[str, Expected]:
     """Answer every question offline, and call `on_answer` for each. Questions with a parent come after it; an answer to
     a parent is needed first, so this goes generation by generation."""
-    from dflash_backend.llm import LLM, RequestError
+    from dflash_backend.engine.llm import LLM, RequestError
 
     common: dict[str, Any] = {**settings, "enable_prefix_caching": "false", "max_num_seqs": BATCH}
     greedy = LLM(**{**common, "num_speculative_tokens": 0})

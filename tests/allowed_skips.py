@@ -33,7 +33,7 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
         "backend directory of its own",
         "a Triton that is shared is not written into",
     ),
-    ("tests/client/test_server_options.py::", "no address but loopback", "a machine without a network"),
+    ("tests/cli/test_server_options.py::", "no address but loopback", "a machine without a network"),
     ("tests/docker/test_docker.py::", "needs Prometheus's promtool", "a program that no Python package brings"),
 )
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.frontend.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import Tokenizer
 
 # What surrounds the decoder in a z-lab config; the rest is the Qwen3 part.
 ZLAB_FIELDS = ("architectures", "block_size", "num_target_layers", "dflash_config")

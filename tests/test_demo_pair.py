@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, misses_shifted, shifted_drafter
-from benchmarks.prefix import measure_prefix
 from benchmarks.workload import load_prompts
+from checks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, misses_shifted, shifted_drafter
+from checks.prefix import measure_prefix
 from dflash_backend import LLM
 from dflash_backend.evaluation import Evaluation, Question
 

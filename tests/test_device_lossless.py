@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.build import BuiltEngine
+from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
 from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.row_parallel import one_thread

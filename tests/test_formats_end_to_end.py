@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import load_file
 from scipy import stats
 
-from benchmarks.acceptance import shifted_drafter
-from benchmarks.sampling import PROMPT, exact_distribution
 from benchmarks.workload import held_out_dir, load_prompts
+from checks.acceptance import shifted_drafter
+from checks.sampling import PROMPT, exact_distribution
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints import layer_ids as conversion
 from dflash_backend.config import asset_path
+from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.evaluation.figures import parse_spec_stats
-from dflash_backend.llm import RequestOutput
 from dflash_backend.messages import SamplingParams
+from dflash_backend.sampling.vocabulary import VocabularyMap
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.speculative.vocabulary import VocabularyMap
 from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite
 

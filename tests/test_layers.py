@@ -1,4 +1,4 @@
-"""Imports run one way, as the README's rooms do: frontend, core, worker, speculative, models, attention, kernels."""
+"""Imports run one way: each room imports only what lies below it, in `dflash_backend` and around it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,44 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAVES = {"config", "checkpoints", "messages"}
-# What each part of `dflash_backend` may import of the others; `kernels` stands for `dflash_kernels`.
+LEAVES = {"spec_stats", "config", "checkpoints", "messages", "process_watch", "heap", "tenant_names"}
+# What each room may import of the others. A room of `dflash_backend` goes by its name in there.
 ALLOWED = {
     "tenant_names": set(),
-    "client_json": set(),
-    "vllm_parameters": set(),
     "process_watch": set(),
+    "heap": set(),
     "config": {"tenant_names"},
-    "messages": set(),
+    "spec_stats": set(),
+    "messages": {"spec_stats"},
     "checkpoints": {"config"},
-    "sampling_params": {"messages", "client_json", "tenant_names", "vllm_parameters"},
-    "frontend": LEAVES | {"sampling_params", "client_json", "process_watch"},
+    "text": LEAVES,
+    # Runs the engine's process and talks to it; it imports nothing of the engine.
+    "engine_client": LEAVES | {"triton.log"},
+    # What Triton's Python process runs: no torch, so nothing of the engine.
+    "triton": LEAVES | {"text", "engine_client"},
     "core": LEAVES,
+    "kernels": set(),
     "attention": LEAVES | {"kernels"},
     "models": LEAVES | {"attention", "kernels"},
-    "speculative": LEAVES | {"models", "attention", "kernels"},
-    "inspection": LEAVES | {"attention", "models"},
-    # Whoever measures is a user of the offline API; the figures themselves need nothing of the engine.
-    "evaluation": {"config", "frontend", "llm"},
+    "sampling": {"kernels"},
+    "drafters": LEAVES | {"sampling", "models", "attention", "kernels"},
     # Of the core the worker knows the plan alone.
-    "worker": LEAVES | {"core.plan", "speculative", "models", "attention", "kernels"},
+    "worker": LEAVES | {"core.plan", "core.scheduler_config", "sampling", "drafters", "models", "attention", "kernels"},
+    "engine": LEAVES
+    | {"text", "core", "core.plan", "core.scheduler_config", "worker", "drafters", "models", "attention"},
+    # Whoever measures is a user of the offline API.
+    "evaluation": {"config", "spec_stats", "text", "engine"},
+    "dflash_client": set(),
+    # The commands; those that need the engine import it when they run.
+    "dflash_cli": {"dflash_client", "config", "checkpoints", "text", "engine", "evaluation"},
 }
+# Modules that count as rooms of their own: what others may know of theirs.
+APART = ("core.plan", "core.scheduler_config", "triton.log")
+FOLDERS = {"kernels": "kernels/dflash_kernels", "dflash_client": "client/dflash_client", "dflash_cli": "cli/dflash_cli"}
 
 
 def imported(path: Path) -> set[str]:
-    """The parts of the project that a file imports, `core.plan` apart from the rest of the core."""
+    """The rooms that a file imports; `APART` by themselves."""
     parts = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -41,23 +53,35 @@ def imported(path: Path) -> set[str]:
         for name in names:
             if name.startswith("dflash_backend."):
                 rest = name.removeprefix("dflash_backend.")
-                parts.add("core.plan" if rest == "core.plan" else rest.partition(".")[0])
+                parts.add(rest if rest in APART else rest.partition(".")[0])
             elif name.startswith("dflash_kernels"):
                 parts.add("kernels")
+            elif name.partition(".")[0] in ("dflash_client", "dflash_cli"):
+                parts.add(name.partition(".")[0])
     return parts
 
 
-@pytest.mark.parametrize("part", ALLOWED)
-def test_a_part_imports_only_what_lies_below_it(part: str) -> None:
-    folder = ROOT / "dflash_backend" / part
-    files = list(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+def files_of(room: str) -> list[Path]:
+    folder = ROOT / FOLDERS.get(room, f"dflash_backend/{room}")
+    return list(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
+    files = files_of(room)
     assert files
     for file in files:
-        own = {part, f"{part}.plan"}
-        strange = imported(file) - own - ALLOWED[part]
-        assert not strange, f"{file.relative_to(ROOT)} imports {sorted(strange)}"
+        wrong = imported(file) - {room} - {part for part in APART if part.startswith(f"{room}.")} - ALLOWED[room]
+        assert not wrong, f"{file.relative_to(ROOT)} imports {sorted(wrong)}"
 
 
-def test_kernels_know_neither_models_nor_requests() -> None:
-    for file in (ROOT / "kernels").rglob("*.py"):
-        assert imported(file) <= {"kernels"}
+def test_every_room_is_in_the_table() -> None:
+    rooms = {path.stem for path in (ROOT / "dflash_backend").iterdir() if not path.name.startswith("_")}
+    assert rooms <= set(ALLOWED)
+
+
+def test_the_table_has_no_cycle() -> None:
+    below: dict[str, set[str]] = {room: {part for part in parts if "." not in part} for room, parts in ALLOWED.items()}
+    while ready := {room for room, parts in below.items() if not parts}:
+        below = {room: parts - ready for room, parts in below.items() if room not in ready}
+    assert not below, f"rooms that import each other: {sorted(below)}"

@@ -17,10 +17,10 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from benchmarks.sampling import METHODS, PROMPT
+from checks.sampling import METHODS, PROMPT
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
-from dflash_backend.llm import Completion, RequestOutput
+from dflash_backend.engine.llm import Completion, RequestOutput
 from dflash_backend.messages import TokenLogprobs
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"

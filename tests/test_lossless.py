@@ -1,6 +1,6 @@
 """LOSSLESS on the demo pair: every way to run gives the tokens of `transformers`, and sampling its distribution.
 
-The measurements are those of `benchmarks.lossless` and `benchmarks.sampling`, so that what is run by hand and what
+The measurements are those of `checks.lossless` and `checks.sampling`, so that what is run by hand and what
 is tested are the same.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.lossless import Case, cases, reference, run_case
 from benchmarks.measure import Measurement
-from benchmarks.sampling import METHODS, fit
 from benchmarks.workload import load_prompts
+from checks.lossless import Case, cases, reference, run_case
+from checks.sampling import METHODS, fit
 from dflash_backend import LLM
-from dflash_backend.speculative import verify
+from dflash_backend.sampling import verify
 
 pytestmark = pytest.mark.slow
 NUM_PROMPTS = 200

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.build import BuiltEngine, build_engine
 from dflash_backend.config import SETTINGS, EngineConfig
+from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.device_runner import DeviceRunner
 from tests.tiny_models import make_pair, make_target
 
@@ -47,8 +47,8 @@ ELSEWHERE = {
     "target_revision": "tests/checkpoints/test_hub.py",
     "draft_revision": "tests/checkpoints/test_hub.py",
     "device": "tests/gpu/test_engine.py",
-    "gpu_memory_utilization": "tests/test_build.py",
-    "engine_hang_timeout_s": "tests/frontend/test_supervisor.py",
+    "gpu_memory_utilization": "tests/engine/test_build.py",
+    "engine_hang_timeout_s": "tests/engine_client/test_supervisor.py",
     **dict.fromkeys(
         (
             "generation_config",
@@ -58,7 +58,7 @@ ELSEWHERE = {
             "request_timeout_s",
             "require_cache_salt",
         ),
-        "tests/frontend/test_settings.py",
+        "tests/triton/test_settings.py",
     ),
     "max_server_memory_gb": "tests/server/test_supervision.py",
     "log_level": "tests/server/test_supervision.py",

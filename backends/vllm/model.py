@@ -3,6 +3,6 @@
 Put this folder into Triton's backend directory, beside `python`; docs/openai-frontend.md says how.
 """
 
-from dflash_backend.triton_model import TritonPythonModel
+from dflash_backend.triton.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -14,10 +14,10 @@ from benchmarks.gpu.synthetic import SyntheticAcceptance
 from dflash_backend.attention import AttentionBackend, Requirements, select_backend
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
-from dflash_backend.models import DFlashModel, draft_patterns, target_patterns
+from dflash_backend.drafters import DFlashDrafter
+from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, draft_patterns
+from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
-from dflash_backend.models.dflash import DFlashWeights
-from dflash_backend.speculative import DFlashDrafter
 from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
 from dflash_backend.worker.device_state import Prepared, StepRows
 from dflash_backend.worker.kv_cache import PagedKVCache

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu.results import SamplingRun
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import graph_of, median_seconds
-from dflash_backend.speculative.sampling import SamplingRows
+from dflash_backend.sampling.filtering import SamplingRows
 from dflash_backend.worker.step_ops import TorchStepOps, select_step_ops
 
 BATCHES = (1, 8, 32)

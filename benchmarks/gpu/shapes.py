@@ -17,8 +17,8 @@ import torch
 
 from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
+from dflash_backend.drafters.dflash.model import DFlashWeights
 from dflash_backend.models.decoder import TargetWeights
-from dflash_backend.models.dflash import DFlashWeights
 
 WEIGHT_STD = 0.02
 NO_FILES = Path("random weights")

@@ -1,7 +1,7 @@
 """Client of a DFlash model behind Triton, for programs and for the command line.
 
 `DFlashClient` and `AsyncDFlashClient` talk to a running server over gRPC or HTTP and need neither torch nor the engine.
-`dflash_client.launcher.TritonServer` starts a server on this machine; it is not imported here because it reads the
+`dflash_cli.launcher.server.TritonServer` starts a server on this machine; it is not imported here because it reads the
 engine's settings.
 """
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dflash_backend.engine.llm import LLM, RequestOutput
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.run import Answer, ModelRequest, OnAnswer
-from dflash_backend.frontend.tokenizer import PromptError, Tokenizer
-from dflash_backend.llm import LLM, RequestOutput
 from dflash_backend.spec_stats import SpecDecodingStats
+from dflash_backend.text.tokenizer import PromptError, Tokenizer
 
 
 class EngineAnswerer:

@@ -9,8 +9,8 @@ import torch
 
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
-from dflash_backend.speculative.sampling import probabilities
-from dflash_backend.speculative.verify import VerifyLayout, verify_greedy, verify_sampled
+from dflash_backend.sampling.filtering import probabilities
+from dflash_backend.sampling.verify import VerifyLayout, verify_greedy, verify_sampled
 from dflash_backend.worker.batch import StepBatch, spans
 from dflash_backend.worker.logits import JudgedRows, adjust, token_logprobs
 from dflash_backend.worker.request_table import RequestTable

@@ -16,9 +16,9 @@ import torch
 
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.drafters.base import Drafter
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
-from dflash_backend.speculative.drafter import Drafter
 from dflash_backend.worker.device_guard import DeviceGuard
 from dflash_backend.worker.device_layout import HostRows, LayoutBuffer, RowTraits
 from dflash_backend.worker.device_requests import DeviceRequests

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_backend.core.scheduler_config import max_positions
-from dflash_backend.speculative.sampling import SamplingRows
+from dflash_backend.sampling.filtering import SamplingRows
 
 
 @dataclass

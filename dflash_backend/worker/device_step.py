@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend, DeviceRows, RowLayout
+from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler, Drafter
 from dflash_backend.models.interface import PagedContext, TargetModel
-from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler, Drafter
 from dflash_backend.worker.device_clock import DeviceClock
 from dflash_backend.worker.device_layout import StepInputs
 from dflash_backend.worker.device_state import Accepted, DeviceState, Prepared, StepRows

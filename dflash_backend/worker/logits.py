@@ -3,9 +3,9 @@
 
 The order is vLLM v1's. Log-probabilities are those of the logits as the model gave them. Then come logit bias, stop
 tokens hidden before `min_tokens`, and penalties, which is `adjust`; temperature and the cuts of the tail follow in
-`speculative.sampling`.
+`sampling.filtering`.
 
-Rows are ragged, as in `speculative.verify`: a row with j drafts has j + 1 distributions behind one another, and the one
+Rows are ragged, as in `sampling.verify`: a row with j drafts has j + 1 distributions behind one another, and the one
 after d1 .. di counts d1 .. di as output. So a draft is judged by the distribution that the target alone would have had
 at its place (LOSSLESS). Nothing is kept from step to step: everything follows from the tokens in the request table, so
 preemption and prefix hits have nothing to restore.

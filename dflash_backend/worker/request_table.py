@@ -10,7 +10,7 @@ import torch
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
-from dflash_backend.speculative.sampling import SamplingRows
+from dflash_backend.sampling.filtering import SamplingRows
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 
 from dflash_backend.attention import AttentionBackend, RowLayout
 from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepPlan, StepResult
+from dflash_backend.drafters.base import DraftBlock, Drafter, DraftSampler
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
-from dflash_backend.speculative.drafter import DraftBlock, Drafter, DraftSampler
 from dflash_backend.worker.acceptance import accept_rows
 from dflash_backend.worker.batch import StepBatch, spans
 from dflash_backend.worker.kv_cache import PagedKVCache

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from dflash_backend.speculative.random import Stream
-from dflash_backend.speculative.sampling import SamplingRows, probabilities
+from dflash_backend.sampling.filtering import SamplingRows, probabilities
+from dflash_backend.sampling.random import Stream
 from dflash_backend.worker.device_state import Accepted, DeviceState, DraftQueries, Prepared, StepRows
 from dflash_kernels import accept, argmax, cut_softmax, prepare_draft, prepare_step
 from dflash_kernels import draw as race
@@ -32,11 +32,11 @@ class StepOps(Protocol):
         ...
 
     def probabilities(self, logits: torch.Tensor, parameters: SamplingRows) -> torch.Tensor:
-        """What each row samples from: `[n, vocab]` logits -> float32, as `speculative.sampling.probabilities`."""
+        """What each row samples from: `[n, vocab]` logits -> float32, as `sampling.filtering.probabilities`."""
         ...
 
     def draw(self, weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """One token for each row of `weights`, as `speculative.sampling.draw`."""
+        """One token for each row of `weights`, as `sampling.filtering.draw`."""
         ...
 
     def accept(

@@ -1,6 +1,6 @@
 """Writes dashboards/dflash.json, the Grafana dashboard, from the panels listed here. Run by `make docs`.
 
-Every expression is over the metrics of `dflash_backend.frontend.metrics`, summed over the engines of a model.
+Every expression is over the metrics of `dflash_backend.triton.metrics`, summed over the engines of a model.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The distribution that a row samples from: its logits at a temperature, cut by min-p, top-k and top-p. Called by
-`worker.step_ops` and, in the torch form, by `dflash_backend.speculative.sampling`.
+`worker.step_ops` and, in the torch form, by `dflash_backend.sampling.filtering`.
 
 Each cut keeps the tokens from some logit on, so all that has to be found is that logit. The reference sorts; the kernel
 searches, since sorting a large vocabulary costs more than reading it a dozen times, and since a search needs no memory

@@ -1,5 +1,5 @@
 """Draw one token from each row of weights. Called by `worker.step_ops` and, in the torch form, by
-`dflash_backend.speculative.sampling`."""
+`dflash_backend.sampling.filtering`."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from dflash_backend.attention import AttentionPattern, BackendError, Capabilitie
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.attention.triton_backend import INTERPRETED
-from dflash_backend.build import build_engine
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.build import build_engine
 from tests.tiny_models import make_draft, make_target
 
 NEEDS = Requirements(

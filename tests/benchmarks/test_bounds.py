@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, cancel_cost, malformed, mixed, nightly, report, scheduler
+from benchmarks import report, scheduler
 from benchmarks.measure import Measurement
-from benchmarks.prefix import PrefixMeasurement
+from checks import acceptance, cancel_cost, malformed, mixed, nightly
+from checks.prefix import PrefixMeasurement
 
 GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True)
 

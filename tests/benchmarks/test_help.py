@@ -1,4 +1,4 @@
-"""Asking a benchmark for help does not start it."""
+"""Asking a benchmark or a check for help does not start it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()
+    f"{folder}.{path.stem}"
+    for folder in ("benchmarks", "checks")
+    for path in (ROOT / folder).glob("*.py")
+    if 'if __name__ == "__main__":' in path.read_text()
 )
 
 
@@ -20,10 +23,10 @@ def test_help_says_what_it_does_and_ends(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=False)
+        runpy.run_module(name, run_name="__main__", alter_sys=False)
     assert ended.value.code in (0, None)
     assert capsys.readouterr().out.startswith("usage:")
 
 
 def test_the_long_ones_are_here() -> None:
-    assert {"prefix", "cancel_cost", "lossless", "run"} <= set(PROGRAMS)
+    assert {"checks.prefix", "checks.cancel_cost", "checks.lossless", "benchmarks.run"} <= set(PROGRAMS)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.build import build_engine
 from dflash_backend.checkpoints import draft_facts, read_draft, read_target, target_facts
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.build import build_engine
 from tests.checkpoints.drafts import edit, make_speculators, put
 from tests.tiny_models import make_draft, make_target
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dflash_backend.build import LOAD_ERRORS, build_engine
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.checkpoints.drafts import make_speculators
 from tests.scale import scaled
 from tests.tiny_models import make_draft, make_target

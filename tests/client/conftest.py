@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dflash_client.launcher import TritonServer
+from dflash_cli.launcher.server import TritonServer
 
 TOY_REPOSITORY = Path(__file__).parent / "toy_repository"
 

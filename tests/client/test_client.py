@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.launcher.server import TritonServer
 from dflash_client import (
     Cancelled,
     ClientError,
@@ -20,7 +21,6 @@ from dflash_client import (
     RequestTimeout,
     Unavailable,
 )
-from dflash_client.launcher import TritonServer
 from tests.client.conftest import one_more_cancellation
 
 pytestmark = pytest.mark.server

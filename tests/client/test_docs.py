@@ -12,7 +12,7 @@ from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.evaluation.datasets import EMBEDDED_SETS
 from dflash_backend.evaluation.hub_sets import HUB_SETS
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_client.cli import main, parser
+from dflash_cli.main import main, parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from dflash_cli.main import main
 from dflash_client import (
     AsyncDFlashClient,
     Cancelled,
@@ -22,7 +23,6 @@ from dflash_client import (
     Unauthenticated,
 )
 from dflash_client.address import parse_url
-from dflash_client.cli import main
 from dflash_client.grpc_messages import translate
 from tests.client.tls_servers import Certificates, grpc_server, http_server
 

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
-from dflash_backend.frontend.metrics import METRICS
-from dflash_client.cli import parser
-from dflash_client.commands.serve import SAFE_TRITON
-from dflash_client.commands.serve_options import HOST_ENV
-from dflash_client.launcher import EXIT_MARGIN_S
+from dflash_backend.triton.metrics import METRICS
+from dflash_cli.commands.serve import SAFE_TRITON
+from dflash_cli.commands.serve_options import HOST_ENV
+from dflash_cli.launcher.server import EXIT_MARGIN_S
+from dflash_cli.main import parser
 from tests.client.conftest import toy_server
 
 ROOT = Path(__file__).resolve().parents[2]

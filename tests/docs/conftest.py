@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dflash_client.launcher import TritonServer
+from dflash_cli.launcher.server import TritonServer
 from tests.server.conftest import new_server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from dflash_backend.config import asset_path
-from dflash_backend.frontend.chat import OPTION_NAMES
-from dflash_backend.sampling_params import PARAMETERS
+from dflash_backend.text.chat import OPTION_NAMES
+from dflash_backend.text.sampling_params import PARAMETERS
 from dflash_client.sampling import Sampling
 from tests.docs.conftest import first_column, page
 

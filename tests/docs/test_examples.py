@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_client.launcher import TritonServer
+from dflash_cli.launcher.server import TritonServer
 from tests.docs.conftest import ROOT, Block, addressed, blocks
 
 PAGES = (

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dflash_backend.config import SETTINGS
-from dflash_backend.frontend.metrics import METRICS
+from dflash_backend.triton.metrics import METRICS
 from tests.docs.conftest import DOCS, first_column, page
 
 PAGE = "operators.md"
@@ -28,7 +28,7 @@ def test_labels_of_metrics_are_those_of_the_server() -> None:
 @pytest.mark.parametrize("words", [name for name in first_column(page(PAGE), "Log") if " " in name])
 def test_log_lines_are_the_servers(words: str) -> None:
     stem = words.split(" 70%")[0].rstrip(": ")
-    assert any(stem in path.read_text(encoding="utf-8") for path in (SOURCES / "frontend").glob("*.py"))
+    assert any(stem in path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
 
 
 def test_settings_that_the_page_assigns_exist() -> None:

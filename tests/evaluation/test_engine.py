@@ -14,7 +14,7 @@ from dflash_backend.config import asset_path
 from dflash_backend.evaluation import EvaluationError, ModelRequest, Question, Sampling, evaluate
 from dflash_backend.evaluation.datasets import Source, load_questions
 from dflash_backend.evaluation.engine import EngineAnswerer, encode
-from dflash_backend.frontend.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("tritonclient.grpc", reason="the client needs the package tritonclient")
 pytest.importorskip("zmq", reason="the engine process needs the package pyzmq")
 
+from dflash_cli.launcher.server import LauncherError, TritonServer
+from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
-from dflash_client.launcher import LauncherError, TritonServer
-from dflash_client.triton_install import find_triton
 
 PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 SETTINGS = {"device": "cuda", "max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.5"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dflash_backend.speculative.random import Stream
+from dflash_backend.sampling.random import Stream
 from dflash_backend.worker.device_state import DeviceState, StepRows
 from dflash_backend.worker.step_ops import TritonStepOps
 

@@ -1,6 +1,6 @@
 """The decision about a row's drafts, in both forms, on rows for which the right distribution is known beforehand.
 
-That the two forms agree with `speculative.verify` on arbitrary rows is in `tests/worker/test_step_ops.py`.
+That the two forms agree with `sampling.verify` on arbitrary rows is in `tests/worker/test_step_ops.py`.
 """
 
 from __future__ import annotations

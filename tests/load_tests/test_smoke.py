@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_client.launcher import LauncherError
-from dflash_client.triton_install import find_triton
+from dflash_cli.launcher.server import LauncherError
+from dflash_cli.launcher.triton_install import find_triton
 from load_tests.reference import Expected, compute, expected_answers
 from load_tests.run import Finished, run_scenario
 from load_tests.scenarios import SCENARIOS, chat, shared_prefix

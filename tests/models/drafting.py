@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_backend.speculative.drafter import DraftSampler
-from dflash_backend.speculative.vocabulary import VocabularyMap
+from dflash_backend.drafters.base import DraftSampler
+from dflash_backend.sampling.vocabulary import VocabularyMap
 from tests.paged import BLOCK_SIZE
 
 

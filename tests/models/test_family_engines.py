@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dflash_backend.build import BuiltEngine, build_engine
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.mutations.mutant import Mutant
 
 CHECKPOINTS = "dflash_backend/checkpoints"
-DRAFTER = "dflash_backend/speculative/dflash.py"
+DRAFTER = "dflash_backend/drafters/dflash/drafter.py"
 LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_authors_code",)
 FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
 READ = "tests/checkpoints/test_drafters.py::"

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant
 
-BUILD = "dflash_backend/build.py"
-FRONTEND = "dflash_backend/frontend"
+BUILD = "dflash_backend/engine/build.py"
+TEXT = "dflash_backend/text"
+TRITON = "dflash_backend/triton"
 WORKER = "dflash_backend/worker"
-VERIFY = "dflash_backend/speculative/verify.py"
+VERIFY = "dflash_backend/sampling/verify.py"
 ACCEPT = "kernels/dflash_kernels/accept.py"
 
 SETTINGS = ("tests/test_settings.py",)
-FRONTEND_SETTINGS = ("tests/frontend/test_settings.py",)
-LATENCIES = ("tests/frontend/test_latencies.py",)
-METRICS = ("tests/frontend/test_metrics.py",)
+FRONTEND_SETTINGS = ("tests/triton/test_settings.py",)
+LATENCIES = ("tests/triton/test_latencies.py",)
+METRICS = ("tests/triton/test_metrics.py",)
 GUARD = ("tests/worker/test_write_guard.py",)
 STEP_OPS = ("tests/worker/test_step_ops.py",)
-REJECTION = ("tests/speculative/test_verify.py",)
-DETOKENIZER = ("tests/frontend/test_detokenizer.py",)
+REJECTION = ("tests/sampling/test_verify.py",)
+DETOKENIZER = ("tests/text/test_detokenizer.py",)
 BOTH_RUNNERS = ("tests/test_device_lossless.py::test_the_device_runner_yields_the_tokens_of_the_cpu_runner",)
 
 _UNSEEN = (
@@ -74,20 +75,20 @@ _UNSEEN = (
     ),
     Mutant(
         "the cuts are lost where parameters are repeated for each distribution",
-        "dflash_backend/speculative/sampling.py",
+        "dflash_backend/sampling/filtering.py",
         "            self.any_top_k_or_p,\n            self.any_min_p,",
         "            False,\n            False,",
-        ("tests/test_cut_distribution.py",),
+        ("tests/sampling/test_filtered_softmax.py",),
     ),
     Mutant(
         "mask queries past the eighth are rotated as the eighth",
-        "dflash_backend/speculative/dflash.py",
+        "dflash_backend/drafters/dflash/drafter.py",
         "positions = block.positions[rows] + offsets",
         "positions = block.positions[rows] + np.minimum(offsets, 8)",
-        ("tests/models/test_dflash.py",),
+        ("tests/drafters/test_dflash.py",),
         (
             (
-                "dflash_backend/speculative/dflash.py",
+                "dflash_backend/drafters/dflash/drafter.py",
                 "            blocks.positions.flatten(),",
                 "            torch.minimum(blocks.positions, blocks.positions[:, :1] + 8).flatten(),",
             ),
@@ -133,7 +134,7 @@ _UNSEEN = (
     ),
     Mutant(
         "request_timeout_s is not sent to the engine",
-        f"{FRONTEND}/service.py",
+        f"{TRITON}/service.py",
         "self._config.request_timeout_s,",
         "0.0,",
         FRONTEND_SETTINGS,
@@ -156,13 +157,13 @@ _UNSEEN = (
     ),
     Mutant(
         "queries and hits of the prefix cache change places",
-        f"{FRONTEND}/metrics.py",
+        f"{TRITON}/metrics.py",
         '"prefix_cache_queries": "dflash:prefix_cache_queries_total",',
         '"prefix_cache_queries": "dflash:prefix_cache_hits_total",',
         METRICS,
         (
             (
-                f"{FRONTEND}/metrics.py",
+                f"{TRITON}/metrics.py",
                 '"prefix_cache_hits": "dflash:prefix_cache_hits_total",',
                 '"prefix_cache_hits": "dflash:prefix_cache_queries_total",',
             ),
@@ -170,35 +171,35 @@ _UNSEEN = (
     ),
     Mutant(
         "the time per output token counts the first token",
-        f"{FRONTEND}/request_metrics.py",
+        f"{TRITON}/request_metrics.py",
         "(now - flight.first_token_at) / (longest - 1)",
         "(now - flight.first_token_at) / longest",
         LATENCIES,
     ),
     Mutant(
         "time to first token is the whole latency",
-        f"{FRONTEND}/request_metrics.py",
+        f"{TRITON}/request_metrics.py",
         "flight.first_token_at - flight.submitted_at)",
         "now - flight.submitted_at)",
         LATENCIES,
     ),
     Mutant(
         "buckets of seconds are milliseconds",
-        f"{FRONTEND}/metrics.py",
+        f"{TRITON}/metrics.py",
         "_Histogram(self._specs[name].buckets)",
         "_Histogram(tuple(1000 * bound for bound in self._specs[name].buckets))",
         METRICS,
     ),
     Mutant(
         "the queue time of several completions is the longest",
-        f"{FRONTEND}/flight.py",
+        f"{TRITON}/flight.py",
         "return min(completion.stats.queue_time_s",
         "return max(completion.stats.queue_time_s",
         LATENCIES,
     ),
     Mutant(
         "a stop string counts that ends in the last of min_tokens",
-        f"{FRONTEND}/detokenizer.py",
+        f"{TEXT}/detokenizer.py",
         "search=self._num_unsearched < 0)",
         "search=self._num_unsearched <= 0)",
         DETOKENIZER,
@@ -263,7 +264,7 @@ _SEEN = (
     ),
     Mutant(
         "one character less is held back for a stop string",
-        f"{FRONTEND}/stop_strings.py",
+        f"{TEXT}/stop_strings.py",
         "held = 0 if finished else machine.depth[state]",
         "held = 0 if finished else max(0, machine.depth[state] - 1)",
         DETOKENIZER,
@@ -312,14 +313,14 @@ _SEEN = (
     ),
     Mutant(
         "draft ids of a cut vocabulary are taken for the target's",
-        "dflash_backend/speculative/vocabulary.py",
+        "dflash_backend/sampling/vocabulary.py",
         "return self.ids[draft_tokens]",
         "return draft_tokens",
-        ("tests/speculative/test_draft_sampler.py",),
+        ("tests/drafters/test_draft_sampler.py",),
     ),
     Mutant(
         "a torn character at the end is lost",
-        f"{FRONTEND}/detokenizer.py",
+        f"{TEXT}/detokenizer.py",
         "complete = text if finished else _complete(text)",
         "complete = _complete(text)",
         DETOKENIZER,
@@ -335,17 +336,17 @@ _SEEN = (
     ),
     Mutant(
         "only the first end-of-sequence id ends an answer",
-        f"{FRONTEND}/tokenizer.py",
+        f"{TEXT}/tokenizer.py",
         "tuple(dict.fromkeys((*read_eos(directory), *own)))",
         "tuple(dict.fromkeys((*read_eos(directory), *own)))[:1]",
-        ("tests/frontend/test_tokenizer.py",),
+        ("tests/text/test_tokenizer.py",),
     ),
     Mutant(
         "drafts are drawn with the target's random numbers",
-        "dflash_backend/speculative/drafter.py",
+        "dflash_backend/drafters/base.py",
         "parameters.seeds, where, Stream.DRAFT)",
         "parameters.seeds, where, Stream.TARGET)",
-        ("tests/speculative/test_draft_sampler.py",),
+        ("tests/drafters/test_draft_sampler.py",),
     ),
     Mutant(
         "the kernel takes the residual although every draft was accepted",
@@ -363,10 +364,10 @@ _SEEN = (
     ),
     Mutant(
         "log-probabilities go on past a stop string",
-        f"{FRONTEND}/flight.py",
+        f"{TRITON}/flight.py",
         "            if self.stopped:\n                return index + 1\n",
         "",
-        ("tests/frontend/test_service.py",),
+        ("tests/triton/test_service.py",),
     ),
     Mutant(
         "penalties come before the bias",
@@ -395,10 +396,10 @@ _SEEN = (
     ),
     Mutant(
         "the engine is not told of a cancelled request",
-        f"{FRONTEND}/service.py",
+        f"{TRITON}/service.py",
         "self._engine.send(AbortRequests(flight.engine_ids))",
         "pass",
-        ("tests/frontend/test_service.py",),
+        ("tests/triton/test_service.py",),
     ),
     Mutant(
         "drafts are judged by the distributions of the step before",

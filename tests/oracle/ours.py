@@ -15,12 +15,13 @@ from dflash_backend.attention import RowLayout
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import read_draft, read_target
 from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.models import DFlashModel, load_target
+from dflash_backend.drafters import DFlashDrafter, DraftBlock
+from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler
+from dflash_backend.drafters.dflash.drafter import captured_layers
+from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.models import load_target
+from dflash_backend.sampling.vocabulary import VocabularyMap
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.speculative import DFlashDrafter, DraftBlock
-from dflash_backend.speculative.dflash import captured_layers
-from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
-from dflash_backend.speculative.vocabulary import VocabularyMap
 from dflash_backend.worker.step_ops import TorchStepOps
 from tests.models.drafting import KeepsLogits, slots, spans
 from tests.oracle import cases
@@ -94,7 +95,7 @@ def target_features(target: Path, draft: Path, token_ids: torch.Tensor) -> torch
 
 def demo_prompts() -> list[tuple[str, list[int]]]:
     """A question of each held-out set, and its token ids."""
-    from dflash_backend.frontend.tokenizer import Tokenizer
+    from dflash_backend.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(DEMO_TARGET)
     found = []

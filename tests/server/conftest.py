@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from dflash_cli.launcher.server import LauncherError, TritonServer
+from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
-from dflash_client.launcher import LauncherError, TritonServer
-from dflash_client.triton_install import find_triton
 
 SETTINGS = {"max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.1", "kv_write_guard": "true"}
 WAIT_S = 30.0

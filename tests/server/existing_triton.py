@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 
-from dflash_client.processes import family, send
-from dflash_client.triton_install import TritonInstall
+from dflash_cli.launcher.processes import family, send
+from dflash_cli.launcher.triton_install import TritonInstall
 
 READY_S = 120.0
 

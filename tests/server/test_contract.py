@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_backend.config import asset_path
-from dflash_backend.frontend.tokenizer import Tokenizer
+from dflash_backend.text.tokenizer import Tokenizer
 from tests.server.raw_grpc import infer, inputs_of, text_of
 
 PROMPT = "Write a short list of things to pack."

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dflash_backend.config import asset_path
-from dflash_client.cli import main
-from dflash_client.launcher import TritonServer
+from dflash_cli.launcher.server import TritonServer
+from dflash_cli.main import main
 
 
 def overall(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:

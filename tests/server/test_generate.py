@@ -42,7 +42,7 @@ def test_random_output_has_whole_characters_of_several_bytes(grpc_client):
 
 def test_the_text_is_what_the_tokenizer_decodes(grpc_client):
     from dflash_backend.config import asset_path
-    from dflash_backend.frontend.tokenizer import Tokenizer
+    from dflash_backend.text.tokenizer import Tokenizer
 
     result = grpc_client.generate(PROMPT, **RANDOM)
     assert result.text == Tokenizer.load(asset_path("demo", "pair", "target")).decode(result.token_ids)
@@ -61,7 +61,7 @@ def test_an_id_of_the_request_comes_back_and_is_no_parameter(post):
 
 def test_token_ids_and_text_of_a_prompt_give_the_same_answer(grpc_client):
     from dflash_backend.config import asset_path
-    from dflash_backend.frontend.tokenizer import Tokenizer
+    from dflash_backend.text.tokenizer import Tokenizer
 
     ids = Tokenizer.load(asset_path("demo", "pair", "target")).encode(PROMPT)
     by_ids, by_text = grpc_client.generate(ids, **GREEDY), grpc_client.generate(PROMPT, **GREEDY)

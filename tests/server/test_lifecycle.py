@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from dflash_backend.config import asset_path
+from dflash_cli.launcher.server import LauncherError
 from dflash_client import DFlashClient
-from dflash_client.launcher import LauncherError
 from tests.server.conftest import eventually, new_server
 
 

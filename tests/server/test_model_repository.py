@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.config import asset_path
+from dflash_cli.launcher.server import LauncherError
+from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
-from dflash_client.launcher import LauncherError
-from dflash_client.triton_install import find_triton
 from tests.server.existing_triton import ExistingTriton, existing_triton
 
 # As the samples of Triton's vLLM backend have it: no inputs, no outputs, no policy.

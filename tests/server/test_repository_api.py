@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.chaos import engine_pids
+from checks.chaos import engine_pids
+from dflash_cli.launcher.processes import family
+from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
-from dflash_client.launcher import TritonServer
-from dflash_client.processes import family
 from tests.server.conftest import eventually, new_server
 
 RELOADS = 10

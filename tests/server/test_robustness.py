@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks import malformed, mixed
+from checks import malformed, mixed
 
 
 def test_each_malformed_request_is_refused_and_the_valid_ones_between_them_are_not(server):

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from benchmarks.chaos import engine_pids
+from checks.chaos import engine_pids
+from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
-from dflash_client.processes import family, gone, send
-from tests.client.test_launcher import leftovers
-from tests.client.test_restarts import kept, until
+from tests.cli.test_launcher import leftovers
+from tests.cli.test_restarts import kept, until
 from tests.server.conftest import new_server
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from dflash_cli.launcher.ports import settle_ports
+from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import Internal
-from dflash_client.ports import settle_ports
-from dflash_client.processes import family, gone, send
 
 PRIVATE = ["unshare", "--mount", "--propagation", "private"]
 MOUNT = "mount -t tmpfs -o size=4m tmpfs /dev/shm"
@@ -35,7 +35,7 @@ def small(ports: dict[str, int]) -> Iterator[str]:
     if subprocess.run([*PRIVATE, "sh", "-c", MOUNT], capture_output=True).returncode:
         pytest.skip("this user may not mount a /dev/shm of its own")
     options = " ".join(f"{name} {number}" for name, number in ports.items())
-    serve = f"{sys.executable} -m dflash_client.cli serve --host 127.0.0.1 {options}"
+    serve = f"{sys.executable} -m dflash_cli.main serve --host 127.0.0.1 {options}"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
     process = subprocess.Popen([*PRIVATE, "sh", "-c", f"{MOUNT} && exec {serve}"], env=environ, start_new_session=True)
     try:

@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks import chaos
+from checks import chaos
 from dflash_backend.config import SETTINGS
+from dflash_cli.launcher.processes import Process, family, gone
+from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Unavailable
-from dflash_client.launcher import TritonServer
-from dflash_client.processes import Process, family, gone
 from tests.scale import scaled
 from tests.server.conftest import eventually, new_server
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from dflash_client.launcher import TritonServer
-from tests.client.test_restarts import kept, until
+from dflash_cli.launcher.server import TritonServer
+from tests.cli.test_restarts import kept, until
 
 
 def send_grpc(server: TritonServer, message: service_pb2.ModelInferRequest) -> None:

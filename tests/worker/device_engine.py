@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from dflash_backend.build import BuiltEngine, build_engine
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
+from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
 from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
 from dflash_backend.worker.runner import ModelRunner

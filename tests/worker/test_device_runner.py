@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.build import BuiltEngine
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.drafters import DFlashDrafter
+from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler
+from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams
-from dflash_backend.speculative import DFlashDrafter
-from dflash_backend.speculative.drafter import DeviceDraftBlocks, DeviceDraftSampler
 from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.device_special import SpecialRows
 from dflash_backend.worker.row_parallel import one_thread

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
+from dflash_backend.drafters import DFlashDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from dflash_backend.speculative import DFlashDrafter
 
 
 @pytest.fixture(scope="module")

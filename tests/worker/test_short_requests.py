@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_backend.build import BuiltEngine
+from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.row_parallel import one_thread
 from tests.tiny_models import make_pair
 from tests.worker.device_engine import Outputs, engine, on_device_runner

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.build import BuiltEngine
 from dflash_backend.core.plan import NewRequest, StepFailed
+from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.request_table import RequestArrays, RequestRecord
 from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.write_guard import KVWriteError

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash_backend.speculative.sampling import SamplingRows
-from dflash_backend.speculative.verify import VerifyLayout, verify_greedy, verify_sampled
+from dflash_backend.sampling.filtering import SamplingRows
+from dflash_backend.sampling.verify import VerifyLayout, verify_greedy, verify_sampled
 from dflash_backend.worker.batch import slots_of, spans
 from dflash_backend.worker.device_state import DeviceState, StepRows
 from dflash_backend.worker.step_ops import StepOps, TorchStepOps, TritonStepOps, select_step_ops
@@ -109,7 +109,7 @@ def test_accept_decides_as_the_verification_of_the_batch(
 
 
 def verified(step: RandomStep, best: torch.Tensor, probs: torch.Tensor) -> dict[int, tuple[int, list[int]]]:
-    """By `speculative.verify`: accepted drafts and new tokens of each row that samples."""
+    """By `sampling.verify`: accepted drafts and new tokens of each row that samples."""
     rows, state = step.rows, step.state
     which = np.flatnonzero(host(rows.dist_start) >= 0)
     if len(which) == 0:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_backend.build import BuiltEngine, build_engine
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from tests.tiny_models import make_pair

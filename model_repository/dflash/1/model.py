@@ -1,5 +1,5 @@
 """The Triton model `dflash`. All of it is in the package `dflash_backend`."""
 
-from dflash_backend.triton_model import TritonPythonModel
+from dflash_backend.triton.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

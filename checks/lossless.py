@@ -1,0 +1,117 @@
+"""Greedy output of every way to run the engine against `transformers`, token for token (invariant LOSSLESS).
+
+`python -m checks.lossless` prints, for each case, how many of the prompts agree, how often requests were preempted
+and the acceptance length. The write guard is on throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Measurement, run_engine, run_transformers
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.checkpoints import resolve_pair
+from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.worker.kv_cache import bytes_per_block
+from dflash_backend.worker.memory import GIB
+
+SMALL_POOL_BLOCKS = 48
+# With chunks of 64 tokens fewer requests run at a time, so the pool must be smaller for them to collide.
+TINY_POOL_BLOCKS = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run: settings, and how many requests are in flight."""
+
+    name: str
+    streams: int
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How a case came out."""
+
+    case: Case
+    num_equal: int
+    num_prompts: int
+    num_preemptions: int
+    num_cached_tokens: int
+    acceptance_length: float | None
+
+
+def pool_of(num_blocks: int) -> float:
+    """`kv_cache_gb` that holds this many blocks of the demo pair in float32."""
+    config = EngineConfig.from_values({})
+    pair = resolve_pair(config)
+    draft = pair.draft.decoder if pair.draft else None
+    return (num_blocks + 0.5) * bytes_per_block(pair.target.decoder, draft, config.kv_block_size, torch.float32) / GIB
+
+
+def cases() -> list[Case]:
+    """What must all give the same tokens."""
+    small = {"kv_cache_gb": pool_of(SMALL_POOL_BLOCKS)}
+    tiny = {"kv_cache_gb": pool_of(TINY_POOL_BLOCKS)}
+    return [
+        Case("k = 0", 8, {"num_speculative_tokens": 0}),
+        Case("DFlash, one stream", 1, {}),
+        Case("DFlash, 32 streams", 32, {}),
+        Case("DFlash, 32 streams, no prefix cache", 32, {"enable_prefix_caching": False}),
+        Case("DFlash, chunks of 64 tokens", 32, {"max_num_batched_tokens": 64}),
+        Case("DFlash, small KV pool", 32, small),
+        Case("DFlash, small KV pool, no prefix cache", 32, small | {"enable_prefix_caching": False}),
+        Case("DFlash, small KV pool, chunks of 64 tokens", 32, tiny | {"max_num_batched_tokens": 64}),
+        Case("DFlash, k = 4", 32, {"num_speculative_tokens": 4}),
+    ]
+
+
+def reference(prompts: list[list[int]], max_tokens: int, batch: int = 8) -> Measurement:
+    """`transformers` `generate` in float32, in small batches."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
+    eos = resolve_pair(EngineConfig.from_values({})).target.eos_token_ids[0]
+    return run_transformers(model, prompts, batch, max_tokens, eos)
+
+
+def run_case(case: Case, prompts: list[list[int]], expected: Measurement, max_tokens: int) -> CaseResult:
+    """Run a case over all prompts and compare."""
+    llm = LLM(kv_write_guard=True, **case.settings)
+    run = run_engine(case.name, llm, prompts, case.streams, max_tokens)
+    llm.engine.core.check_invariants()
+    stats = llm.stats()
+    equal = sum(run.outputs[index] == tokens for index, tokens in expected.outputs.items())
+    return CaseResult(case, equal, len(prompts), stats.num_preemptions, stats.prefix_cache_hits, run.acceptance_length)
+
+
+def main() -> None:
+    """Entry point; exits with 1 when any output differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    args = parser.parse_args()
+    tokenizer = LLM(draft="").tokenizer
+    prompts = [tokenizer.encode(row.prompt) for row in load_prompts(args.prompts)]
+    expected = reference(prompts, args.max_tokens)
+    print(f"{'case':45} {'equal':>12} {'preemptions':>12} {'cached tokens':>14} {'acceptance':>11}")
+    different = 0
+    for case in cases():
+        result = run_case(case, prompts, expected, args.max_tokens)
+        different += result.num_prompts - result.num_equal
+        accepted = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
+        print(
+            f"{case.name:45} {result.num_equal:>5} of {result.num_prompts:<3} {result.num_preemptions:>12} "
+            f"{result.num_cached_tokens:>14} {accepted:>11}",
+            flush=True,
+        )
+    raise SystemExit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()

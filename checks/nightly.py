@@ -1,0 +1,98 @@
+"""Runs every promise at its full count, and keeps what was printed: `make nightly`, an hour or two on two cores.
+
+Each command's output goes to `benchmarks/results/nightly/NAME.txt`, and `summary.md` has a line for each: commit them.
+Exit status 1 when any command's is not 0; the others run all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "nightly"
+# The module, its arguments, and what it shows.
+COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "lossless": (("checks.lossless",), "greedy output equals that of transformers, 200 prompts, 9 ways to run"),
+    "sampling": (
+        ("checks.sampling", "--prompts", "5", "--seeds", "3"),
+        "sampled output has the target's distribution: 5 prompts, 3 ranges of seeds, both draft methods",
+    ),
+    "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
+    "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),
+    "scheduler": (("benchmarks.scheduler",), "planning and lookup with up to a million cached blocks"),
+    "mixed": (("checks.mixed", "--requests", "500", "--dropped", "200"), "500 requests at once, 200 dropped"),
+    "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
+    "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),
+    "cancel_cost": (("checks.cancel_cost",), "asking whether 64 clients are still there"),
+    "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    name: str
+    status: int
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        """A row of the summary."""
+        arguments, shows = COMMANDS[self.name]
+        word = "kept" if self.status == 0 else f"MISSED (exit {self.status})"
+        return f"| {shows} | `python -m {' '.join(arguments)}` | {word} | {self.seconds:.0f} |"
+
+
+def run(name: str, directory: Path) -> Outcome:
+    """Run one command and keep what it prints."""
+    arguments, _ = COMMANDS[name]
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    (directory / f"{name}.txt").write_text(done.stdout, encoding="utf-8")
+    return Outcome(name, done.returncode, time.monotonic() - started)
+
+
+def summary(outcomes: list[Outcome], commit: str) -> str:
+    """All outcomes as Markdown."""
+    kept = sum(outcome.status == 0 for outcome in outcomes)
+    lines = [
+        "# The promises at their full counts",
+        "",
+        f"{kept} of {len(outcomes)} kept; commit {commit}, {platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}. Written by `make nightly`; what each command printed lies beside this page.",
+        "",
+        "| promise | command | outcome | seconds |",
+        "| --- | --- | --- | ---: |",
+        *(outcome.line for outcome in outcomes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", choices=COMMANDS, default=list(COMMANDS), help="some of them")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go (%(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for name in args.only:
+        print(f"{name} ...", flush=True)
+        outcomes.append(run(name, args.out))
+        print(outcomes[-1].line, flush=True)
+    shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    (args.out / "summary.md").write_text(summary(outcomes, shown.stdout.strip() or "unknown"), encoding="utf-8")
+    return int(any(outcome.status != 0 for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Options of the sub-commands that talk to a running server: which one, how to reach it, and sampling parameters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from dflash_cli.commands.arguments import (
+    header,
+    non_negative_float,
+    non_negative_int,
+    number,
+    parameter,
+    positive_float,
+    positive_int,
+    whole_number,
+)
+from dflash_client.client import DFlashClient
+
+INPUTS = ("prompt", "messages")
+# Parameters that are text: what is given is taken as it is, also where it reads as a number.
+TEXTS = ("stop", "cache_salt", "tenant")
+API_KEY_VARIABLE = "DFLASH_API_KEY"
+URL_VARIABLE = "DFLASH_URL"
+# Options of sampling parameters, in the order of --help; --max-tokens has a default of its own.
+SAMPLING_OPTIONS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "n",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "num_speculative_tokens",
+    "enable_thinking",
+)
+
+
+def add_connection_options(parser: argparse.ArgumentParser, url_needed: bool = True, timeout: float = 300) -> None:
+    """Add those that say which server, and how to reach it. Where no URL is needed, `url` may be None."""
+    group = parser.add_argument_group("the server")
+    add = group.add_argument
+    usual = f" (%(default)s, and the protocol's usual port; also from {URL_VARIABLE})" if url_needed else ""
+    add(
+        "--url",
+        default=os.environ.get(URL_VARIABLE) or "localhost" if url_needed else None,
+        metavar="URL",
+        help=f"HOST:PORT, or a URL: grpc://, http://, grpcs://, https://{usual}",
+    )
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="where the URL has none (%(default)s)")
+    add("--model-name", default="dflash", metavar="NAME", help="the model (%(default)s)")
+    add("--timeout", type=positive_float, default=timeout, metavar="S", help="seconds for an answer (%(default)g)")
+    add(
+        "--retries",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="how often to send a request again that the server did not begin (%(default)s)",
+    )
+    add("--api-key", metavar="KEY", help=f"sent as 'Authorization: Bearer KEY'; also from {API_KEY_VARIABLE}")
+    add(
+        "--header",
+        dest="headers",
+        metavar="'NAME: VALUE'",
+        type=header,
+        action="append",
+        default=[],
+        help="sent with every request, over gRPC as metadata; may be repeated",
+    )
+    add("--ca-cert", metavar="FILE", help="with TLS: PEM file of the authorities to trust")
+    add("--client-cert", metavar="FILE", help="with TLS: PEM file of our certificate")
+    add("--client-key", metavar="FILE", help="with TLS: PEM file of its key")
+
+
+def add_client_options(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+    """Add all of them. `max_tokens` is the default; None leaves it to the server."""
+    add_connection_options(parser)
+    group = parser.add_argument_group("sampling (docs/clients.md has all parameters)")
+    add = group.add_argument
+    add(
+        "--max-tokens",
+        type=positive_int,
+        default=max_tokens,
+        metavar="N",
+        help=f"most tokens to generate ({max_tokens or 'server: 16'})",
+    )
+    add("--temperature", type=non_negative_float, metavar="T", help="0 is greedy (server: 1.0)")
+    add("--top-p", type=number, metavar="P", help="keep the likeliest tokens that together have this probability")
+    add("--top-k", type=whole_number, metavar="N", help="keep this many of the likeliest tokens")
+    add("--min-p", type=number, metavar="P", help="keep tokens at least this likely, as a share of the likeliest")
+    add("--seed", type=whole_number, metavar="N", help="same seed, same request: same text")
+    add("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
+    add("--n", type=positive_int, metavar="N", help="completions (1)")
+    add("--min-tokens", type=non_negative_int, metavar="N", help="tokens before anything may end the answer")
+    add("--presence-penalty", type=number, metavar="X", help="-2 to 2")
+    add("--frequency-penalty", type=number, metavar="X", help="-2 to 2")
+    add("--repetition-penalty", type=number, metavar="X", help="above 0; 1 is none")
+    add("--logprobs", type=non_negative_int, metavar="N", help="log-probabilities, with this many of the likeliest")
+    add("--num-speculative-tokens", type=non_negative_int, metavar="N", help="draft tokens in a step; 0: none")
+    add(
+        "--thinking",
+        dest="enable_thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether a chat template that knows this lets the model think first (the template's default)",
+    )
+    add(
+        "--set-param",
+        dest="parameters",
+        metavar="NAME=VALUE",
+        type=parameter,
+        action="append",
+        default=[],
+        help="any sampling parameter, such as logit_bias='{\"17\": -100}'; may be repeated",
+    )
+
+
+def client_of(arguments: argparse.Namespace) -> DFlashClient:
+    """The client that the options describe. Raises `ValueError`."""
+    return DFlashClient(
+        arguments.url,
+        arguments.protocol,
+        arguments.model_name,
+        arguments.timeout,
+        arguments.retries,
+        headers=dict(arguments.headers),
+        api_key=arguments.api_key or os.environ.get(API_KEY_VARIABLE) or None,
+        ca_cert=arguments.ca_cert,
+        client_cert=arguments.client_cert,
+        client_key=arguments.client_key,
+    )
+
+
+def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters; a value of `--set-param` that reads as JSON is sent as such, any other as text. Raises
+    `ValueError`."""
+    sampling: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    for name, text in arguments.parameters:
+        if name in INPUTS:
+            raise ValueError(f"'{name}' is not a sampling parameter")
+        sampling[name] = _value(name, text)
+    return sampling
+
+
+def _value(name: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if name in TEXTS and not isinstance(value, str | list) else value

@@ -1,0 +1,155 @@
+"""`dflash-triton inspect`: what a checkpoint is, how it was read and what it needs; no server, no weights loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.commands.console import fail, show
+from dflash_cli.commands.packages import engine_missing
+
+if TYPE_CHECKING:
+    from dflash_backend.engine.inspection import CheckpointReport, Inspection
+
+NAME_WIDTH = 24
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command."""
+    parser = commands.add_parser(
+        "inspect",
+        help="say what a checkpoint is and what it needs",
+        description="Say what a checkpoint is (a target, or a DFlash drafter in the z-lab or speculators format), how "
+        "it was read and what it needs. Its config and the headers of its weights are read and checked; no weights are "
+        "loaded. With --draft it also says whether the two fit together (docs/checkpoints.md).",
+    )
+    parser.add_argument("checkpoint", metavar="DIR|ID", help="model directory or hub id")
+    parser.add_argument("--draft", metavar="DIR|ID", help="a drafter for it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sub-command and return the exit status."""
+    try:
+        from dflash_backend.checkpoints import CheckpointError
+        from dflash_backend.engine.inspection import inspect
+    except ImportError as error:
+        return fail(engine_missing(error))
+    try:
+        found = inspect(arguments.checkpoint, arguments.draft)
+    except CheckpointError as error:
+        return fail(str(error))
+    status = show(json.dumps(as_dict(found), ensure_ascii=False) if arguments.json else as_text(found))
+    if found.pair is not None and not found.pair.fits:
+        return fail(str(found.pair.reason))
+    return status
+
+
+def as_dict(found: Inspection) -> dict[str, Any]:
+    """The inspection as JSON data: `target` and `drafter`, those of them that were read, and `pair` for both."""
+    data: dict[str, Any] = {report.kind: _checkpoint_dict(report) for report in found.checkpoints}
+    if found.pair is not None:
+        pair = found.pair
+        data["pair"] = {
+            "fits": pair.fits,
+            "num_speculative_tokens": pair.num_speculative_tokens,
+            "reason": pair.reason,
+            "kv_bytes_per_token": sum(report.kv.bytes_per_token for report in found.checkpoints),
+            "kv_bytes_per_block": sum(report.kv.bytes_per_block for report in found.checkpoints),
+        }
+    return data
+
+
+def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
+    weights, kv, attention = report.weights, report.kv, report.attention
+    return {
+        "path": str(report.path),
+        "format": report.format,
+        "facts": dict(report.facts),
+        "weights": {
+            "num_files": weights.num_files,
+            "num_tensors": weights.num_tensors,
+            "num_parameters": weights.num_parameters,
+            "num_bytes": weights.num_bytes,
+            "dtypes": weights.dtypes,
+        },
+        "kv_cache": {
+            "dtype": kv.dtype,
+            "bytes_per_token": kv.bytes_per_token,
+            "block_size": kv.block_size,
+            "bytes_per_block": kv.bytes_per_block,
+        },
+        "attention": {
+            "causal": attention.causal,
+            "non_causal": attention.non_causal,
+            "sliding_windows": list(attention.sliding_windows),
+            "head_size": attention.head_size,
+            "device": attention.device,
+            "dtype": attention.dtype,
+            "backends": {name: {"would_do": not lacks, "lacks": list(lacks)} for name, lacks in _backends(report)},
+        },
+    }
+
+
+def as_text(found: Inspection) -> str:
+    """The inspection as lines of a name and a value."""
+    blocks = [_checkpoint_text(report) for report in found.checkpoints]
+    pair = found.pair
+    if pair is not None:
+        per_token = sum(report.kv.bytes_per_token for report in found.checkpoints)
+        per_block = sum(report.kv.bytes_per_block for report in found.checkpoints)
+        rows = [("fit together", "yes" if pair.fits else f"no: {pair.reason}")]
+        if pair.fits:
+            rows += [
+                ("speculative tokens (k)", str(pair.num_speculative_tokens)),
+                ("K/V of both", f"{_size(per_token)} a token, {_size(per_block)} a block"),
+            ]
+        blocks.append("\n".join(["pair", *_lines(rows)]))
+    return "\n\n".join(blocks)
+
+
+def _checkpoint_text(report: CheckpointReport) -> str:
+    weights, kv, attention = report.weights, report.kv, report.attention
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in weights.dtypes.items())
+    cache = f"{_size(kv.bytes_per_token)} a token, {_size(kv.bytes_per_block)}"
+    kinds = [
+        *(["causal"] if attention.causal else []),
+        *(["non-causal"] if attention.non_causal else []),
+        *(f"sliding window {window}" for window in attention.sliding_windows),
+        f"head size {attention.head_size}",
+    ]
+    rows = [
+        *report.facts[1:],  # the first is the path, in the heading
+        (
+            "tensors",
+            f"{weights.num_tensors} ({dtypes}) in {weights.num_files} file{'s' if weights.num_files > 1 else ''}, "
+            f"{weights.num_parameters:,} parameters, {_size(weights.num_bytes)}; names, shapes and types are as "
+            "config.json asks",
+        ),
+        ("K/V cache", f"{cache} a block of {kv.block_size}, in {kv.dtype}"),
+        ("attention needed", ", ".join(kinds)),
+    ]
+    for name, lacks in _backends(report):
+        verdict = f"lacks {', '.join(lacks)}" if lacks else "would do"
+        rows.append((f"backend {name}", f"{verdict} ({attention.device}, {attention.dtype})"))
+    return "\n".join([f"{report.kind} {report.path}", *_lines(rows)])
+
+
+def _backends(report: CheckpointReport) -> list[tuple[str, tuple[str, ...]]]:
+    return list(report.attention.backends.items())
+
+
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"  {name.ljust(NAME_WIDTH)}{value}" for name, value in rows]
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1."""
+    size, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

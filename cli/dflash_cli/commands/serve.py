@@ -1,0 +1,206 @@
+"""`dflash-triton serve`: run the server in the foreground until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.commands.console import fail
+from dflash_cli.commands.serve_log import Lines, ServeLog
+from dflash_cli.commands.serve_options import add_serve_parser
+
+if TYPE_CHECKING:
+    from dflash_cli.launcher.restarts import Keeper
+    from dflash_cli.launcher.server import TritonServer
+
+EXAMPLE_PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The lowest Triton whose known crashes by a single request are mended (docs/operators.md, Security).
+SAFE_TRITON = "26.05"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command."""
+    add_serve_parser(commands).set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the sub-command and return the exit status."""
+    # Here and not above: these read the engine's settings, which `generate` does not need.
+    from dflash_backend.config import ConfigError
+    from dflash_cli.launcher.restarts import Keeper, StopAsked
+    from dflash_cli.launcher.server import LauncherError
+
+    lines = Lines()
+    log = ServeLog(lines, arguments.verbose)
+    try:
+        server = _server(arguments, log)
+        for warning in warnings(arguments):
+            lines.say(warning)
+    except (ConfigError, LauncherError) as error:
+        lines.flush()
+        return fail(str(error), status=2)
+    keeper = Keeper(server, restart=not arguments.no_restart, hang_timeout_s=arguments.hang_timeout, say=lines.say)
+
+    def on_ready() -> None:
+        for warning in log.ready():
+            lines.say(f"warning: {warning}")
+        lines.flush()
+        _print(_endpoints(server))
+
+    with _signals_stop(keeper):
+        try:
+            keeper.run(on_ready)
+        except LauncherError as error:
+            lines.say(str(error))
+            return 1
+        except StopAsked:
+            lines.say("stopping; once more to stop at once")
+            return 0
+        finally:
+            keeper.stop()
+            lines.flush()
+
+
+def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
+    """The server that the options ask for. Raises `ConfigError` or `LauncherError`."""
+    from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
+
+    tls = None
+    if arguments.grpc_tls_cert is not None and arguments.grpc_tls_key is not None:
+        tls = GrpcTls(arguments.grpc_tls_cert, arguments.grpc_tls_key, arguments.grpc_tls_client_ca)
+    elif arguments.grpc_tls_cert or arguments.grpc_tls_key or arguments.grpc_tls_client_ca:
+        raise LauncherError("TLS for gRPC needs both --grpc-tls-cert and --grpc-tls-key")
+    return TritonServer(
+        _settings(arguments),
+        model_name=arguments.model_name,
+        host=arguments.host,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        explicit=arguments.explicit,
+        allow_apis=arguments.allow_api,
+        tls=tls,
+        extra_options=arguments.tritonserver_options,
+        ready_timeout_s=arguments.load_timeout,
+        exit_timeout_s=arguments.exit_timeout,
+        on_progress=log.progress,
+        on_log=log,
+    )
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, str]:
+    from dflash_cli.launcher.server import LauncherError
+
+    settings = dict(arguments.settings)
+    if arguments.model is not None and arguments.target is not None:
+        raise LauncherError(f"the model is given twice: {arguments.model} and --target {arguments.target}")
+    given = {
+        "target_model": arguments.model if arguments.model is not None else arguments.target,
+        "draft_model": arguments.draft,
+        "target_revision": arguments.revision,
+        "draft_revision": arguments.draft_revision,
+    }
+    return settings | {name: value for name, value in given.items() if value is not None}
+
+
+def warnings(arguments: argparse.Namespace) -> Iterator[str]:
+    """What the operator must know of before anybody sends a request. Raises `LauncherError` without a Triton."""
+    from dflash_cli.launcher.ports import is_loopback
+    from dflash_cli.launcher.triton_install import find_triton
+
+    public = not is_loopback(arguments.host)
+    if find_triton(os.environ).is_embedded:
+        yield (
+            "this Triton, 2.51 inside nvidia-pytriton, is for trying out on one machine: who reaches its ports can "
+            f"crash it with one request; in production use a tritonserver of {SAFE_TRITON} or newer, as "
+            "docker/Dockerfile does"
+        )
+        if public:
+            yield (
+                f"WARNING: --host {arguments.host} lets other machines reach this Triton, which has known holes that "
+                "let them crash it or run code (CVE-2025-23310, -23311, -23319, -23320, -23334)"
+            )
+    if public and arguments.explicit and "model-repository" in arguments.allow_api:
+        yield (
+            f"WARNING: with --explicit and --allow-api model-repository, whoever reaches {arguments.host} can run code "
+            "as the user of this server"
+        )
+    if public and arguments.grpc_tls_cert is not None:
+        yield "TLS is for gRPC alone; HTTP and metrics are not encrypted, so let a proxy do that or keep them private"
+
+
+@contextmanager
+def _signals_stop(keeper: Keeper) -> Iterator[None]:
+    """A signal ends the run; once the stop has begun, it makes the stop not wait."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        keeper.signalled()
+
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _print(text: str) -> None:
+    """To standard output. Whoever read that may be gone, or its disk full: the server goes on."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def _endpoints(server: TritonServer) -> str:
+    """What to know and one line to try, once the server is ready."""
+    body = json.dumps({"text_input": EXAMPLE_PROMPT, "max_tokens": 96, "temperature": 0})
+    name = "" if server.model_name == "dflash" else f" --model-name {server.model_name}"
+    grpc_url = f"grpcs://{server.grpc_url}" if server.grpc_tls else server.grpc_url
+    return "\n".join(
+        [
+            f"ready: model {server.model_name}",
+            f"  gRPC     {grpc_url}",
+            f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
+            f"  metrics  http://{server.metrics_url}/metrics",
+            *_key_line(server),
+            "try:",
+            f"  {_own_command()} generate {shlex.quote(EXAMPLE_PROMPT)} --url {grpc_url} --max-tokens 96"
+            f" --temperature 0 --stats{name}",
+            f"  curl -s http://{server.http_url}/v2/models/{server.model_name}/generate -d {shlex.quote(body)}",
+            "Ctrl-C stops the server.",
+        ]
+    )
+
+
+def _key_line(server: TritonServer) -> list[str]:
+    """Where the key is that the restricted APIs ask for."""
+    from dflash_cli.launcher.server_options import KEY_HEADER
+
+    if not server.restricted_apis:
+        return []
+    apis = ", ".join(server.restricted_apis)
+    return [f"  {apis}: need the header {KEY_HEADER} with the key in {server.folder / 'api-key'}"]
+
+
+def _own_command() -> str:
+    """How to call this very program from the shell that it runs in: its name where the PATH leads to it, else its
+    path."""
+    script = Path(sys.executable).with_name("dflash-triton")
+    on_path = shutil.which("dflash-triton")
+    if on_path and Path(on_path) == script:
+        return "dflash-triton"
+    if not script.is_file():
+        return f"{shlex.quote(sys.executable)} -m dflash_cli.main"
+    inside = script.is_relative_to(Path.cwd())
+    return shlex.quote(str(script.relative_to(Path.cwd()) if inside else script))

@@ -1,0 +1,141 @@
+"""The options of `dflash-triton serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from dflash_cli.commands.arguments import add_settings_option, non_negative_float, non_negative_int, port
+
+DESCRIPTION = """\
+Run a Triton server with a DFlash model in the foreground; Ctrl-C stops it. Without a model it serves the demo pair that
+comes with the project. It listens on this machine alone unless --host says otherwise, and a server that dies or hangs
+is started anew. Options after -- go to tritonserver as they are."""
+
+
+# For an image, whose users change the command line.
+HOST_ENV = "DFLASH_SERVE_HOST"
+LOOPBACK = "127.0.0.1"
+
+
+class _ServeParser(argparse.ArgumentParser):
+    """Takes what stands after `--` apart before anything else is read, since it is not ours, and does not take for the
+    model what is the value of an option that does not exist."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As the method of `ArgumentParser`; `tritonserver_options` becomes a list."""
+        given = list(args)
+        own, extra = given, []
+        if "--" in given:
+            at = given.index("--")
+            own, extra = given[:at], given[at + 1 :]
+        namespace, unknown = super().parse_known_args(own, namespace)
+        namespace.tritonserver_options = extra
+        if namespace.model in own:
+            before = own[own.index(namespace.model) - 1] if own.index(namespace.model) else ""
+            if before in unknown:
+                unknown.insert(unknown.index(before) + 1, namespace.model)
+                namespace.model = None
+        return namespace, unknown
+
+
+def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the sub-command with its options."""
+    usual, commands._parser_class = commands._parser_class, _ServeParser
+    try:
+        parser: argparse.ArgumentParser = commands.add_parser(
+            "serve",
+            help="run a Triton server with a DFlash model",
+            description=DESCRIPTION,
+            usage="dflash-triton serve [MODEL] [options] [-- options of tritonserver]",
+            allow_abbrev=False,
+        )
+    finally:
+        commands._parser_class = usual
+    _add_model(parser)
+    _add_network(parser)
+    _add_life_cycle(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the whole log of the server")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="target model, or a drafter that names its target: directory or hub id",
+    )
+    group.add_argument("--target", metavar="DIR|ID", help="the same, as an option")
+    group.add_argument("--draft", metavar="DIR|ID", help="DFlash drafter: directory or hub id; '' for no speculation")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target that comes from the hub")
+    group.add_argument("--draft-revision", metavar="REV", help="the same of the drafter")
+    add_settings_option(parser)
+    group.add_argument("--model-name", default="dflash", metavar="NAME", help="name that clients use (%(default)s)")
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--host",
+        default=os.environ.get(HOST_ENV) or LOOPBACK,
+        help=f"address to listen on; {HOST_ENV} in the environment, else {LOOPBACK}, which only this machine reaches; "
+        "0.0.0.0: every address it has",
+    )
+    group.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
+    group.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="%(default)s; 0: any free one")
+    group.add_argument("--metrics-port", type=port, default=8002, metavar="N", help="%(default)s; 0: any free one")
+    group.add_argument("--grpc-tls-cert", type=Path, metavar="FILE", help="encrypt gRPC: the server's certificate, PEM")
+    group.add_argument("--grpc-tls-key", type=Path, metavar="FILE", help="the certificate's private key, PEM")
+    group.add_argument(
+        "--grpc-tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="let in only gRPC clients with a certificate that this authority signed, PEM",
+    )
+    group.add_argument(
+        "--explicit",
+        action="store_true",
+        help="let clients unload and load models through Triton's repository API, which lets them run code as the user "
+        "of this server; on an address that others reach, only with --allow-api model-repository or the key",
+    )
+    group.add_argument(
+        "--allow-api",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an API that needs no key: shared-memory, trace, logging or model-repository; may be repeated",
+    )
+
+
+def _add_life_cycle(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("life cycle")
+    group.add_argument(
+        "--load-timeout",
+        type=non_negative_float,
+        default=1800.0,
+        metavar="S",
+        help="give up a load that has said nothing new for so many seconds (%(default)g; 0: never)",
+    )
+    group.add_argument(
+        "--exit-timeout",
+        type=non_negative_int,
+        default=30,
+        metavar="S",
+        help="seconds that requests in flight have to finish at a stop (%(default)s); a second Ctrl-C does not wait",
+    )
+    group.add_argument(
+        "--hang-timeout",
+        type=non_negative_float,
+        default=30.0,
+        metavar="S",
+        help="seconds without a sign of life after which the server hangs and is replaced (%(default)g; 0: never)",
+    )
+    group.add_argument(
+        "--no-restart",
+        action="store_true",
+        help="end with status 1 when the server dies or hangs, for an orchestrator that starts it anew",
+    )

@@ -1,0 +1,68 @@
+"""Ports of a server to be started: are they free, and which ones are. For the launcher and its tests."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+from dflash_cli.launcher.triton_install import LauncherError
+
+
+def settle_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
+    """Replace each port 0 by a free one and check that the others are free.
+
+    `ports` maps the option that sets a port (`--http-port`) to its number. Raises `LauncherError` with the port and
+    the option to change.
+    """
+    settled: dict[str, int] = {}
+    with contextlib.ExitStack() as held:
+        # Held together and the given ones first, so that no two options get the same port.
+        for option, port in sorted(ports.items(), key=lambda item: item[1] == 0):
+            if port and port in settled.values():
+                other = next(name for name, number in settled.items() if number == port)
+                raise LauncherError(f"{other} and {option} are both {port}; give each its own port")
+            settled[option] = held.enter_context(_bind(host, port, option)).getsockname()[1]
+    return settled
+
+
+def reachable_host(host: str) -> str:
+    """The address at which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`. False for a name that is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
+def _bind(host: str, port: int, option: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise LauncherError(f"the address {host!r} is not known ({error}); change it with --host") from error
+    probe = socket.socket(family, socket.SOCK_STREAM)
+    # As servers do: a port whose last connections are still closing is free, one with a listener is not.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise LauncherError(_why(host, port, option, error)) from error
+    return probe
+
+
+def _why(host: str, port: int, option: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken by another program; choose another one with {option}"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs more rights than you have; choose one of 1024 or more with {option}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"this machine has no address {host}; change it with --host"
+    return f"cannot listen on port {port} of {host} ({error.strerror}); change it with {option} or --host"

@@ -1,0 +1,119 @@
+"""Keeps a server running: starts it, watches it, and starts it anew when it is dead or hangs. For `serve`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from typing import NoReturn
+
+from dflash_cli.launcher.server import LauncherError, TritonServer
+from dflash_cli.launcher.watch import Watch
+
+LOOK_S = 0.5
+MAX_RESTARTS = 5
+WINDOW_S = 600.0
+FIRST_DELAY_S = 1.0
+
+
+class RestartBudget:
+    """How many new starts are allowed, and how long to wait before each."""
+
+    def __init__(self, limit: int = MAX_RESTARTS, window_s: float = WINDOW_S) -> None:
+        self.limit, self.window_s = limit, window_s
+        self._starts: deque[float] = deque()
+
+    def delay_s(self, now: float) -> float | None:
+        """The delay before the next start, which is counted: none before the first within the window, then 1 second and
+        twice as long each time. None when there were `limit` within the window."""
+        while self._starts and now - self._starts[0] >= self.window_s:
+            self._starts.popleft()
+        if len(self._starts) >= self.limit:
+            return None
+        delay = FIRST_DELAY_S * 2.0 ** (len(self._starts) - 1) if self._starts else 0.0
+        self._starts.append(now)
+        return delay
+
+
+class StopAsked(Exception):
+    """A signal asked for the end."""
+
+
+class Keeper:
+    """Runs one server for as long as it can be kept: `run`, then `stop`. `signalled` is for a signal's handler."""
+
+    def __init__(
+        self,
+        server: TritonServer,
+        *,
+        restart: bool,
+        hang_timeout_s: float,
+        say: Callable[[str], None],
+        budget: RestartBudget | None = None,
+    ) -> None:
+        """Without `restart` the first trouble ends it. `say` gets a line for the operator."""
+        self._server = server
+        self._restart = restart
+        self._hang_timeout_s = hang_timeout_s
+        self._say = say
+        self._budget = budget or RestartBudget()
+        self._asked = False
+
+    def signalled(self) -> None:
+        """End `run` with `StopAsked`; once the server is being stopped, let that not wait for requests. In the thread
+        that runs `run`."""
+        self._asked = True
+        if not self._server.stopping:
+            raise StopAsked
+        self._server.hurry()
+
+    def stop(self) -> None:
+        """Stop the server."""
+        self._server.stop()
+
+    def run(self, on_ready: Callable[[], None]) -> NoReturn:
+        """Start the server and keep it; there is no other end than an exception. `on_ready` is called after the first
+        start. Raises `LauncherError` when that fails, and when the server is in trouble and must not, or can no longer,
+        be started anew; `StopAsked` after a signal."""
+        self._server.start()
+        on_ready()
+        while True:
+            trouble: str | None = self._until_trouble()
+            while trouble is not None:
+                trouble = self._start_anew(trouble)
+
+    def _until_trouble(self) -> str:
+        with closing(Watch(self._server, self._hang_timeout_s)) as watch:
+            while (trouble := watch.trouble()) is None:
+                time.sleep(LOOK_S)
+        words = self._server.failure() if self._server.poll() is not None else ""
+        return f"{trouble}: {words}" if words else trouble
+
+    def _start_anew(self, trouble: str) -> str | None:
+        """Replace the server; what went wrong with the new one, if it could not be started."""
+        self._server.stop(wait_for_requests=False)
+        self._end_if_asked()
+        if not self._restart:
+            raise LauncherError(trouble)
+        delay_s = self._budget.delay_s(time.monotonic())
+        if delay_s is None:
+            raise LauncherError(
+                f"{trouble}; it was started anew {self._budget.limit} times within {self._budget.window_s / 60:.0f} "
+                "minutes, which is not tried any further"
+            )
+        self._say(f"{trouble}; the server is started anew {f'in {delay_s:g} s' if delay_s else 'at once'}")
+        time.sleep(delay_s)
+        began = time.monotonic()
+        try:
+            self._server.start()
+        except LauncherError as error:
+            self._end_if_asked()
+            return str(error)
+        self._say(f"the server is ready again after {time.monotonic() - began:.1f} s")
+        return None
+
+    def _end_if_asked(self) -> None:
+        """A signal that came while the server was being stopped."""
+        if self._asked:
+            raise StopAsked

@@ -1,0 +1,100 @@
+"""Options of `tritonserver` that the launcher gives: which APIs need a key, TLS, and what else may be passed on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_cli.launcher.triton_install import LauncherError
+
+# APIs with which who reaches the server can read other requests' memory, write files, silence the log, or load models
+# and with them code. Triton's own names.
+RESTRICTED_APIS = ("shared-memory", "trace", "logging", "model-repository")
+# The header that opens them. gRPC asks for it under a prefix of Triton's.
+KEY_HEADER = "dflash-api-key"
+GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+
+# Options that the launcher sets itself, and those that would undo them, with what to use instead.
+OWNED = {
+    "model-repository": "the model is given by --target and --model-name",
+    "model-store": "the model is given by --target and --model-name",
+    "model-control-mode": "use --explicit",
+    "load-model": "the model is given by --target and --model-name",
+    "backend-directory": "the launcher puts the Python backend together",
+    "backend-config": "the launcher names the shared memory",
+    "disable-auto-complete-config": "the launcher sets it",
+    "exit-timeout-secs": "use --exit-timeout",
+    "log-verbose": "use --set log_level=debug",
+    "log-file": "the launcher reads the log; redirect its own output",
+    "allow-http": "the launcher asks over HTTP whether the server lives",
+    "http-address": "use --host",
+    "http-port": "use --http-port",
+    "http-restricted-api": "use --allow-api",
+    "allow-grpc": "the launcher sets it",
+    "grpc-address": "use --host",
+    "grpc-port": "use --grpc-port",
+    "grpc-restricted-protocol": "use --allow-api",
+    "grpc-use-ssl": "use --grpc-tls-cert and --grpc-tls-key",
+    "grpc-use-ssl-mutual": "use --grpc-tls-client-ca",
+    "grpc-server-cert": "use --grpc-tls-cert",
+    "grpc-server-key": "use --grpc-tls-key",
+    "grpc-root-cert": "use --grpc-tls-client-ca",
+    "allow-metrics": "the launcher sets it",
+    "metrics-address": "use --host",
+    "metrics-port": "use --metrics-port",
+    "id": "the launcher sets it",
+    "help": "run `tritonserver --help`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcTls:
+    """Files in PEM format: the server's certificate and its key, and, where clients must show a certificate of their
+    own, the authority that signs those."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def options(self) -> list[str]:
+        """For `tritonserver`. Raises `LauncherError` with the file that cannot be read."""
+        files = [("certificate", self.certificate), ("key", self.key), ("clients' authority", self.client_ca)]
+        for what, path in files:
+            if path is not None and not (path.is_file() and os.access(path, os.R_OK)):
+                raise LauncherError(f"the {what} for TLS, {path}, is no file that can be read")
+        options = ["--grpc-use-ssl=true", f"--grpc-server-cert={self.certificate}", f"--grpc-server-key={self.key}"]
+        if self.client_ca is not None:
+            options += ["--grpc-use-ssl-mutual=true", f"--grpc-root-cert={self.client_ca}"]
+        return options
+
+
+def check_apis(names: Collection[str]) -> None:
+    """Raises `LauncherError` unless all are names of APIs that are restricted."""
+    for name in names:
+        if name not in RESTRICTED_APIS:
+            raise LauncherError(f"'{name}' is no API that is restricted; those are: {', '.join(RESTRICTED_APIS)}")
+
+
+def restrictions(allowed: Collection[str], key: str) -> list[str]:
+    """Options that make each API but the `allowed` ones ask for `key` in a header."""
+    names = ",".join(name for name in RESTRICTED_APIS if name not in allowed)
+    if not names:
+        return []
+    return [f"--{option}={names}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+
+
+def checked_extra(options: Sequence[str]) -> list[str]:
+    """Further options for `tritonserver`, as they are. Raises `LauncherError` for one that the launcher sets itself and
+    for what is no option."""
+    for position, option in enumerate(options):
+        if not option.startswith("--"):
+            # The value of the option before it, as in `--http-thread-count 4`.
+            if position and options[position - 1].startswith("--") and "=" not in options[position - 1]:
+                continue
+            raise LauncherError(f"{option!r} is no option of tritonserver; they begin with '--', as in --name=value")
+        name = option[2:].partition("=")[0]
+        if name in OWNED:
+            raise LauncherError(f"tritonserver's --{name} cannot be passed on: {OWNED[name]}")
+    return list(options)

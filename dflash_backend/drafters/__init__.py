@@ -1,0 +1,6 @@
+"""Drafters: what proposes the tokens that the target verifies."""
+
+from dflash_backend.drafters.base import DraftBlock, Drafter
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
+
+__all__ = ["DFlashDrafter", "DraftBlock", "Drafter"]

@@ -1,0 +1,118 @@
+"""The DFlash drafter: one forward over `[anchor, mask x k]` proposes k tokens for every row (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.attention import AttentionBackend, KVLayer, RowLayout
+from dflash_backend.checkpoints.spec import DraftSpec
+from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler, DraftBlock, DraftSampler
+from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.models.interface import PagedContext, TargetModel
+from dflash_backend.sampling.vocabulary import VocabularyMap
+
+
+class DFlashDrafter:
+    """See `Drafter` for the interface. `caches` are the drafter's layers of the paged K/V, under the target's block
+    ids (TOGETHER).
+
+    Embedding and LM head are the checkpoint's own where it ships them, else the target's; a smaller draft vocabulary
+    then takes its rows of the target's head.
+    """
+
+    lookahead_base = 1
+
+    def __init__(
+        self, model: DFlashModel, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend, max_len: int
+    ) -> None:
+        self.model = model
+        self.target = target
+        self.caches = caches
+        self.backend = backend
+        self.max_len = max_len
+        self.capture = captured_layers(model.spec, target.spec.decoder.num_layers)
+        self.mask_token_id = model.spec.mask_token_id
+        self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
+        own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
+        self.lm_head = model.lm_head or own_head
+        self.mask_embedding = self._embed(torch.tensor([model.spec.mask_token_id], device=model.fc.weight.device))
+
+    def inject(
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
+    ) -> None:
+        """See `Drafter.inject`."""
+        self.model.inject(features, positions, slots, self.caches, padded)
+
+    def propose(self, block: DraftBlock, sampler: DraftSampler) -> torch.Tensor:
+        """See `Drafter.propose`. The mask query i gives the logits of the token at its own position; the anchor's
+        output is not used."""
+        query_lens = block.num_draft + 1
+        rows = np.repeat(np.arange(len(query_lens)), query_lens)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
+        positions = block.positions[rows] + offsets
+        device = block.anchors.device
+
+        embeddings = self.mask_embedding.repeat(len(rows), 1)
+        anchor_index = torch.from_numpy((offsets == 0).nonzero()[0]).to(device)
+        embeddings[anchor_index] = self._embed(block.anchors)
+
+        layout = RowLayout(query_lens, block.positions + query_lens, block.block_tables)
+        context = PagedContext.prepare(
+            layout,
+            torch.from_numpy(positions).to(device),
+            block.slots,
+            self.backend,
+            self.model.patterns,
+            embeddings.dtype,
+        )
+        hidden = self.model.forward(embeddings, context, self.caches)
+
+        masks = (offsets > 0).nonzero()[0]
+        logits = self._head(hidden[torch.from_numpy(masks).to(device)])
+        return sampler.choose(logits, rows[masks], positions[masks], self.vocabulary)
+
+    def propose_on_device(self, blocks: DeviceDraftBlocks, sampler: DeviceDraftSampler) -> torch.Tensor:
+        """See `Drafter.propose_on_device`."""
+        embeddings = self._embed(blocks.token_ids.flatten())
+        context = PagedContext.prepare(
+            blocks.layout,
+            blocks.positions.flatten(),
+            blocks.slots.flatten(),
+            self.backend,
+            self.model.patterns,
+            embeddings.dtype,
+            padded=True,
+        )
+        hidden = self.model.forward(embeddings, context, self.caches)
+        masks = hidden.view(*blocks.token_ids.shape, -1)[:, 1:]
+        return sampler.choose(self._head(masks.flatten(0, 1)), blocks.positions[:, 1:], self.vocabulary)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
+        which is no other token's; the checkpoint's `input_embedding_scale` multiplies both."""
+        own = self.model.embedding
+        embeddings = self.target.embed(token_ids) if own is None else F.embedding(token_ids, own)
+        vector = self.model.mask_embedding
+        if vector is not None:
+            embeddings = torch.where((token_ids == self.model.spec.mask_token_id)[:, None], vector, embeddings)
+        scale = self.model.spec.input_embedding_scale
+        return embeddings if scale == 1 else embeddings * scale
+
+    def _head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
+        logits = self.lm_head(normed)
+        form = self.model.spec.logits
+        if form.multiplier != 1:
+            logits = logits * form.multiplier
+        if form.softcap is not None:
+            logits = torch.tanh(logits / form.softcap) * form.softcap
+        return logits if form.scale == 1 else logits * form.scale
+
+
+def captured_layers(spec: DraftSpec, num_target_layers: int) -> tuple[int, ...]:
+    """What a drafter wants captured, as `TargetModel.forward` counts: layer ids, and the number of layers for the last
+    layer's output after the final norm."""
+    last = num_target_layers - 1
+    return tuple(i + 1 if i == last and spec.normed_last_layer else i for i in spec.target_layer_ids)

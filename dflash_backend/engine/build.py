@@ -1,0 +1,298 @@
+"""Puts an engine together from settings: checkpoints, models, K/V, worker, core. Called by the engine process and by
+`LLM`; nothing else knows all the parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
+from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
+from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.core.engine import EngineCore
+from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
+from dflash_backend.core.trace import StepTrace
+from dflash_backend.drafters import DFlashDrafter
+from dflash_backend.drafters.dflash.model import DFlashModel, draft_patterns
+from dflash_backend.engine.device import choose_device
+from dflash_backend.engine.sizing import Sizes, allocate_kv, at_length, cpu_room, gpu_room, model_bytes, settle_sizes
+from dflash_backend.messages import EngineReady
+from dflash_backend.models import TargetModel, load_target, target_patterns
+from dflash_backend.models.ops import select_ops
+from dflash_backend.tenant_names import parse_tenant_weights
+from dflash_backend.worker import DeviceRunner, ModelRunner
+from dflash_backend.worker.device_runner import RunnerSizes
+from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
+from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.row_parallel import num_row_workers
+from dflash_backend.worker.step_ops import select_step_ops
+
+Progress = Callable[[str, float], None]
+
+# Prompt tokens that a step may take on such a device beside decode rows, however few these are (docs/scheduling.md).
+MIN_PREFILL_TOKENS = {"cpu": 64, "cuda": 256}
+
+# What can be wrong with a start, each with a sentence for the operator.
+LOAD_ERRORS = (ConfigError, CheckpointError, BackendError)
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine that is ready to step, and what the frontend must know of it."""
+
+    core: EngineCore
+    runner: ModelRunner | DeviceRunner
+    pair: ModelPair
+    ready: EngineReady
+    trace: StepTrace | None = None
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """The models on their device, and what runs their attention."""
+
+    pair: ModelPair
+    target: TargetModel
+    draft: DFlashModel | None
+    backend: AttentionBackend
+    device: torch.device
+    dtype: torch.dtype
+
+
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, probe: MemoryProbe | None = None
+) -> BuiltEngine:
+    """Load the models that `config` names and build the engine around them.
+
+    `progress` hears `(message, fraction)`: what was read of each checkpoint, line by line, then the files that are
+    loaded. `probe` measures the memory that the KV cache must fit beside the models; None: on a GPU that GPU's, on a
+    CPU, whose memory is not measured, none. Raises one of `LOAD_ERRORS`.
+    """
+    report = progress or (lambda message, fraction: None)
+    device = choose_device(config)
+    check_installed(config.attention_backend)
+    report("reading checkpoints", 0.0)
+    pair = resolve_pair(config)
+    _report_pair(pair, report)
+    dtype = _dtype(config, pair.target, device)
+    if probe is None and device.type == "cuda":
+        probe = CudaMemory(device)
+    # With a probe, the most that there can be; how much there is shows once the models are loaded.
+    room = gpu_room(config, expected_use(probe, model_bytes(pair, dtype))) if probe else cpu_room(config)
+    sizes = settle_sizes(config, pair, room, dtype)
+    try:
+        models = _load_models(config, pair, sizes.max_model_len, dtype, device, report)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the models do not fit the GPU's memory while they are loaded: free memory that other programs hold, or "
+            f"take smaller models ({str(error).partition(chr(10))[0]})"
+        ) from None
+    if probe is not None:
+        sizes = _measured_sizes(config, models, sizes, probe, report)
+    kv = allocate_kv(config, models.pair, sizes.num_blocks, dtype, device)
+    runner = _runner(config, models, sizes, kv)
+    if isinstance(runner, DeviceRunner):
+        # The guard looks at a step while it runs, which a graph does not let it.
+        use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
+        runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done))
+    ready = EngineReady(
+        max_model_len=sizes.max_model_len,
+        num_speculative_tokens=pair.num_speculative_tokens,
+        num_kv_blocks=sizes.num_blocks,
+        kv_block_size=config.kv_block_size,
+        vocab_size=pair.target.vocab_size,
+        description=_describe(models, sizes, config.kv_block_size),
+    )
+    trace = _trace(config)
+    core = _core(_scheduler_config(config, models, sizes), runner, trace, config.enable_overlap)
+    report("ready", 1.0)
+    return BuiltEngine(core, runner, models.pair, ready, trace)
+
+
+def _load_models(
+    config: EngineConfig,
+    pair: ModelPair,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Progress,
+) -> LoadedModels:
+    pair = at_length(pair, max_model_len)
+    needs = _requirements(pair.target, pair.draft, dtype, device)
+    backend = select_backend(config.attention_backend, needs, config.kv_block_size)
+    num_positions = max_positions(max_model_len, pair.num_speculative_tokens)
+    ops = select_ops(device, _wanted_ops(backend))
+    target = load_target(
+        pair.target, num_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done), ops
+    )
+    draft = None
+    if pair.draft is not None:
+        draft = DFlashModel.load(
+            pair.draft,
+            num_positions,
+            dtype,
+            device,
+            lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done),
+            ops,
+        )
+    return LoadedModels(pair, target, draft, backend, device, dtype)
+
+
+def _measured_sizes(
+    config: EngineConfig, models: LoadedModels, most: Sizes, probe: MemoryProbe, report: Progress
+) -> Sizes:
+    """The sizes that fit beside the models and the largest step. The models were loaded for the length of `most`, so
+    requests get no longer."""
+    report("measuring the memory of the largest steps", 0.9)
+
+    def make_runner() -> Callable[[StepPlan], object]:
+        runner = _runner(config, models, most, allocate_kv(config, models.pair, 1, models.dtype, models.device))
+
+        def run(plan: StepPlan) -> StepResult:
+            runner.submit(plan)
+            return runner.collect()
+
+        return run
+
+    captures = config.enable_cuda_graphs and models.device.type == "cuda"
+    use = measure_use(probe, make_runner, _scheduler_config(config, models, most), captures)
+    report(f"memory: {use.describe(config.gpu_memory_utilization)}", 0.95)
+    sizes = settle_sizes(config, models.pair, gpu_room(config, use), models.dtype)
+    if sizes.max_model_len <= most.max_model_len:
+        return sizes
+    return dataclasses.replace(most, num_blocks=sizes.num_blocks)
+
+
+def _wanted_ops(backend: AttentionBackend) -> str | None:
+    """Which operations go with the backend: under Triton's interpreter all of a GPU's path runs on a CPU."""
+    return "triton" if backend.name == "triton" else None
+
+
+def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedKVCache) -> ModelRunner | DeviceRunner:
+    """The worker for these models over this K/V: on a GPU, and where its kernels are interpreted, the one that keeps
+    everything on the device."""
+    pair, target, device = models.pair, models.target, models.device
+    drafter = None
+    if models.draft is not None:
+        drafter = DFlashDrafter(models.draft, target, kv.draft, models.backend, _drafter_len(pair, sizes))
+    k, vocab_size = pair.num_speculative_tokens, pair.target.vocab_size
+    greedy_drafts = config.draft_sample_method == "greedy"
+    wanted_ops = _wanted_ops(models.backend)
+    if device.type == "cuda" or wanted_ops == "triton":
+        room = RunnerSizes(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, k)
+        step_ops = select_step_ops(device, wanted_ops)
+        return DeviceRunner(target, drafter, kv, models.backend, step_ops, room, greedy_drafts, device, models.dtype)
+    requests = RequestTable(config.max_num_seqs, sizes.max_model_len, k, config.kv_block_size, vocab_size, device)
+    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
+    row_workers = num_row_workers(sum(weight_bytes(directory) for directory in directories))
+    return ModelRunner(target, drafter, kv, models.backend, requests, greedy_drafts, device, models.dtype, row_workers)
+
+
+def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
+    """How many positions the drafter can run."""
+    if pair.draft is None:
+        return 0
+    return min(pair.draft.decoder.max_len, max_positions(sizes.max_model_len, pair.num_speculative_tokens))
+
+
+def _report_pair(pair: ModelPair, report: Progress) -> None:
+    """Say what the checkpoints are and how they were read."""
+    if pair.warning:
+        report(f"warning: {pair.warning}", 0.0)
+    for label, text in target_facts(pair.target):
+        report(f"target: {label}: {text}", 0.05)
+    for label, text in draft_facts(pair.draft) if pair.draft else []:
+        report(f"drafter: {label}: {text}", 0.1)
+
+
+def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=sizes.num_blocks,
+        block_size=config.kv_block_size,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queue_size=config.max_queue_size,
+        max_queue_tokens=config.max_queue_tokens,
+        max_step_s=None if config.max_step_time_ms is None else config.max_step_time_ms / 1e3,
+        tenant_weights=parse_tenant_weights(config.tenant_weights),
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_speculative_tokens=models.pair.num_speculative_tokens,
+        lookahead_base=DFlashDrafter.lookahead_base if models.draft is not None else 0,
+        drafter_max_len=_drafter_len(models.pair, sizes),
+        max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+        min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
+        kv_write_guard=config.kv_write_guard,
+        seed=config.seed,
+    )
+
+
+def _trace(config: EngineConfig) -> StepTrace | None:
+    if not config.trace_dir:
+        return None
+    try:
+        return StepTrace(Path(config.trace_dir), config.trace_steps)
+    except OSError as error:
+        raise ConfigError(
+            f"setting 'trace_dir' is {config.trace_dir!r}, where no trace can be written ({error.strerror}); name a "
+            "folder that the server may write to, or leave it empty"
+        ) from None
+
+
+def _core(
+    config: SchedulerConfig, runner: ModelRunner | DeviceRunner, trace: StepTrace | None, overlap: bool
+) -> EngineCore:
+    try:
+        return EngineCore(config, runner, trace=trace, overlap=overlap)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> torch.dtype:
+    name = config.dtype or ("float32" if device.type == "cpu" else target.dtype)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[name]
+
+
+def _requirements(
+    target: TargetSpec, draft: DraftSpec | None, dtype: torch.dtype, device: torch.device
+) -> Requirements:
+    head_dims = {target.decoder.head_dim} | ({draft.decoder.head_dim} if draft else set())
+    patterns = set(target_patterns(target))
+    if draft is not None:
+        patterns |= set(draft_patterns(draft))
+    return Requirements(
+        patterns=frozenset(patterns),
+        head_dims=frozenset(head_dims),
+        dtype=dtype,
+        device=device.type,
+    )
+
+
+def _describe(models: LoadedModels, sizes: Sizes, block_size: int) -> str:
+    pair, device = models.pair, models.device
+    draft = pair.draft
+    drafting = "no speculation"
+    if draft is not None:
+        drafting = (
+            f"drafter {draft.path.name} ({draft.format}, {draft.decoder.num_layers} layers, k = "
+            f"{pair.num_speculative_tokens}, target layers {list(draft.target_layer_ids)})"
+        )
+    dtype = str(models.dtype).removeprefix("torch.")
+    threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
+    length = f"requests of up to {sizes.max_model_len} tokens"
+    if sizes.cut_from is not None:
+        length += f" (the target could do {sizes.cut_from}; the KV cache holds no more, {sizes.more})"
+    return (
+        f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
+        f"{drafting}; {device.type}, {dtype}, attention {models.backend.name}{threads}; "
+        f"KV cache of {sizes.num_blocks} blocks of {block_size} tokens; {length}"
+    )

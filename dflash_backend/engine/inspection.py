@@ -1,0 +1,196 @@
+"""What a checkpoint is, how it was read and what it needs, from its config and the headers of its weights.
+
+No weights are loaded and nothing is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dflash_backend.attention import AttentionPattern, Requirements
+from dflash_backend.attention.selection import BACKENDS, lacking
+from dflash_backend.checkpoints.describe import draft_facts, target_facts
+from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
+from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
+from dflash_backend.checkpoints.pairing import check_pair
+from dflash_backend.checkpoints.resolve import find_model, is_drafter, read_draft
+from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_backend.checkpoints.targets import read_target
+from dflash_backend.checkpoints.weights import check_weights
+from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.dflash import model as dflash
+from dflash_backend.models import decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK_SIZE = EngineConfig().kv_block_size
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """The tensors that the model takes. `num_bytes` is their size on disk, `dtypes` counts tensors by type, as
+    safetensors names it."""
+
+    num_files: int
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+    dtypes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class KVReport:
+    """K/V of this model alone, in its own dtype: bytes of one token over all layers, and of a block of `block_size`."""
+
+    dtype: str
+    bytes_per_token: int
+    block_size: int
+    bytes_per_block: int
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """What the model asks of an attention backend, and what each one of this installation lacks of it (nothing: it
+    would do) on `device` in `dtype`, which are what the server would choose on this machine."""
+
+    causal: bool
+    non_causal: bool
+    sliding_windows: tuple[int, ...]
+    head_size: int
+    device: str
+    dtype: str
+    backends: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """One checkpoint. `facts` are names and values, in the order to show them."""
+
+    kind: Literal["target", "drafter"]
+    path: Path
+    format: str
+    facts: tuple[tuple[str, str], ...]
+    weights: WeightsReport
+    kv: KVReport
+    attention: AttentionReport
+
+
+@dataclass(frozen=True)
+class PairReport:
+    """Whether a drafter fits a target. `num_speculative_tokens` is k that the server would take; `reason` says why the
+    two do not fit."""
+
+    fits: bool
+    num_speculative_tokens: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found: one checkpoint, or a target with a drafter."""
+
+    checkpoints: tuple[CheckpointReport, ...]
+    pair: PairReport | None = None
+
+
+def inspect(name: str, draft_name: str | None = None) -> Inspection:
+    """Read the checkpoint `name` (directory or hub id), and with `draft_name` a drafter for it. Raises
+    `CheckpointError`."""
+    directory = find_model(name, "the checkpoint")
+    first_is_drafter = is_drafter(directory)
+    if draft_name is None:
+        if first_is_drafter:
+            return Inspection((inspect_draft(read_draft(directory)),))
+        return Inspection((inspect_target(read_target(directory)),))
+    if first_is_drafter:
+        raise CheckpointError(f"{directory} is a drafter; give the target first and the drafter with --draft")
+    target = read_target(directory)
+    draft = read_draft(find_model(draft_name, "--draft"))
+    return Inspection((inspect_target(target), inspect_draft(draft)), inspect_pair(target, draft))
+
+
+def inspect_target(spec: TargetSpec) -> CheckpointReport:
+    """Raises `CheckpointError` when the weights are not those that the config asks for."""
+    headers = check_weights(
+        spec.path,
+        lambda source: decoder.TargetWeights.read(source, spec),
+        ignored=lambda name: decoder.is_unused(spec, name),
+    )
+    return CheckpointReport(
+        kind="target",
+        path=spec.path,
+        format=spec.architecture,
+        facts=tuple(target_facts(spec)),
+        weights=_weights(headers),
+        kv=_kv(spec.decoder, spec.dtype),
+        attention=_attention(spec.decoder, set(decoder.target_patterns(spec)), spec.dtype),
+    )
+
+
+def inspect_draft(spec: DraftSpec) -> CheckpointReport:
+    """Raises `CheckpointError` when the weights are not those that the config asks for."""
+    headers = check_weights(
+        spec.path,
+        lambda source: dflash.DFlashWeights.read(source, spec),
+        ignored=lambda name: dflash.is_unused(spec, name),
+    )
+    if spec.has_mask_embedding:
+        load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
+    return CheckpointReport(
+        kind="drafter",
+        path=spec.path,
+        format=spec.format,
+        facts=tuple(draft_facts(spec)),
+        weights=_weights(headers),
+        kv=_kv(spec.decoder, spec.dtype),
+        attention=_attention(spec.decoder, set(dflash.draft_patterns(spec)), spec.dtype),
+    )
+
+
+def inspect_pair(target: TargetSpec, draft: DraftSpec) -> PairReport:
+    """Whether the two belong together; never raises."""
+    try:
+        check_pair(target, draft)
+    except CheckpointError as error:
+        return PairReport(False, 0, str(error))
+    return PairReport(True, draft.num_speculative_tokens)
+
+
+def _weights(headers: dict[str, TensorHeader]) -> WeightsReport:
+    return WeightsReport(
+        num_files=len({header.file for header in headers.values()}),
+        num_tensors=len(headers),
+        num_parameters=sum(math.prod(header.shape) for header in headers.values()),
+        num_bytes=sum(header.num_bytes for header in headers.values()),
+        dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
+    )
+
+
+def _kv(spec: DecoderSpec, dtype: str) -> KVReport:
+    per_token = spec.num_layers * 2 * spec.kv_size * DTYPES[dtype].itemsize
+    return KVReport(dtype, per_token, BLOCK_SIZE, per_token * BLOCK_SIZE)
+
+
+def _attention(spec: DecoderSpec, patterns: set[AttentionPattern], dtype: str) -> AttentionReport:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # As the server chooses with both settings on auto.
+    chosen = "float32" if device == "cpu" else dtype
+    needs = Requirements(frozenset(patterns), frozenset({spec.head_dim}), DTYPES[chosen], device)
+    return AttentionReport(
+        causal=any(pattern.causal for pattern in patterns),
+        non_causal=not all(pattern.causal for pattern in patterns),
+        sliding_windows=tuple(sorted({p.sliding_window for p in patterns if p.sliding_window is not None})),
+        head_size=spec.head_dim,
+        device=device,
+        dtype=chosen,
+        backends={
+            name: tuple(lacking(capabilities, needs, EngineConfig.kv_block_size))
+            for name, (capabilities, _) in BACKENDS.items()
+        },
+    )

@@ -1,0 +1,321 @@
+"""The engine's own process: builds the engine, then steps it and talks to the frontend over ZeroMQ.
+
+`engine_client.client` starts it as `python -m dflash_backend.engine.process` and writes an `EngineSetup` to its
+standard input, which then stays open: its end says that the frontend is gone. The process ends on `Shutdown`, on
+SIGTERM, and with the frontend; it ignores SIGINT, since a Ctrl-C in a terminal reaches it as well and the frontend
+decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.core.admission import RequestError
+from dflash_backend.core.trace import StepTrace
+from dflash_backend.heap import freeze_heap
+from dflash_backend.messages import (
+    ENCODER,
+    ENGINE_INPUT,
+    AbortRequests,
+    EngineFailed,
+    EngineOutput,
+    EngineReady,
+    EngineSetup,
+    EngineStats,
+    GenerationRequest,
+    LoadProgress,
+    QueueState,
+    RequestRejected,
+    Shutdown,
+    StepOutputs,
+    StopRequests,
+    TokenDelta,
+)
+from dflash_backend.process_watch import WatchedProcess
+
+_log = logging.getLogger(__name__)
+
+STDIN = 0
+# How long an idle engine sleeps before it looks whether it was told to end; a request wakes it at once.
+IDLE_POLL_MS = 500
+# Gauges and counters are for a metrics page, which is read every few seconds.
+STATS_INTERVAL_S = 0.25
+# How often the engine speaks at least, between two steps and without any: the frontend takes its silence for a hang.
+BEAT_S = 1.0
+# A flood of requests must not keep those that run from being stepped.
+MESSAGES_A_STEP = 256
+# How long the last message may take to leave; its reader is in this machine.
+LINGER_MS = 2000
+# How long the frontend may take to end by itself after its server; Triton's stub notices within a second.
+FRONTEND_END_S = 3.0
+
+
+class Core(Protocol):
+    """What is needed of `EngineCore`."""
+
+    def add_request(self, request: GenerationRequest) -> None: ...
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]: ...
+    def step(self) -> list[TokenDelta]: ...
+    def has_unfinished(self) -> bool: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_free_rows(self) -> int: ...
+    def crowded_tenants(self) -> dict[str, int]: ...
+    def stats(self) -> EngineStats: ...
+    @property
+    def phase_seconds(self) -> dict[str, float]: ...
+    @property
+    def failed(self) -> list[RequestRejected]: ...
+
+
+class Built(Protocol):
+    """What is needed of `build.BuiltEngine`."""
+
+    @property
+    def core(self) -> Core: ...
+    @property
+    def ready(self) -> EngineReady: ...
+    @property
+    def trace(self) -> StepTrace | None: ...
+
+
+Builder = Callable[[EngineConfig, Callable[[str, float], None]], Built]
+
+
+class Channel:
+    """The two sockets: a PULL for what the frontend says and a PUSH for what the engine answers."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._context = zmq.Context()
+        self._inputs = self._context.socket(zmq.PULL)
+        self._outputs = self._context.socket(zmq.PUSH)
+        for socket in (self._inputs, self._outputs):
+            # No bound: the engine bounds its queue itself, and a step must never wait for the frontend.
+            socket.set_hwm(0)
+            socket.linger = LINGER_MS
+        self._inputs.connect(setup.inputs)
+        self._outputs.connect(setup.outputs)
+
+    def receive(self, timeout_ms: int) -> list[bytes]:
+        """Messages that have arrived, at most `MESSAGES_A_STEP`; waits at most `timeout_ms` for the first."""
+        messages: list[bytes] = []
+        while len(messages) < MESSAGES_A_STEP and self._inputs.poll(0 if messages else timeout_ms):
+            messages.append(self._inputs.recv(zmq.NOBLOCK))
+        return messages
+
+    def send(self, message: EngineOutput) -> None:
+        """Queue a message for the frontend."""
+        self._outputs.send(ENCODER.encode(message))
+
+    def close(self) -> None:
+        """Let what is queued leave, then close."""
+        self._context.destroy(linger=LINGER_MS)
+
+
+class EngineLoop:
+    """Takes what the frontend sent, steps the engine while it has work, and sends what came of it."""
+
+    def __init__(self, core: Core, channel: Channel, trace: StepTrace | None = None) -> None:
+        self._core = core
+        self._channel = channel
+        self._trace = trace
+        self._ending = False
+        self._num_received = 0
+        self._stats_sent_at = 0.0
+        self._spoke_at = 0.0
+
+    def end(self) -> None:
+        """Make `run` return before the next step. Safe in a signal handler."""
+        self._ending = True
+
+    def run(self) -> None:
+        """Serve until `Shutdown` or `end`."""
+        while True:
+            busy = self._core.has_unfinished()
+            self._take(self._channel.receive(0 if busy else IDLE_POLL_MS))
+            if self._ending:
+                return
+            if self._core.has_unfinished():
+                deltas = self._core.step()
+                started = time.monotonic()
+                idle = not self._core.has_unfinished()
+                self._send(deltas, self._core.failed, self._core.phase_seconds, idle)
+                if self._trace is not None:
+                    self._trace.messages("send", started, len(deltas))
+            elif busy:
+                self._send([], [], {}, idle=True)
+            if time.monotonic() - self._spoke_at >= BEAT_S:
+                self._say(StepOutputs(queue=self._queue()))
+
+    def _take(self, messages: list[bytes]) -> None:
+        """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
+        started = time.monotonic()
+        deltas: list[TokenDelta] = []
+        rejected: list[RequestRejected] = []
+        decoded = [ENGINE_INPUT.decode(raw) for raw in messages]
+        if num_requests := sum(isinstance(message, GenerationRequest) for message in decoded):
+            # Before anything is done with them: what dies with this process from here on was worked on.
+            self._num_received += num_requests
+            state = self._queue()
+            self._say(StepOutputs(queue=msgspec.structs.replace(state, num_waiting=state.num_waiting + num_requests)))
+        for message in decoded:
+            if isinstance(message, GenerationRequest):
+                if (refusal := self._add(message)) is not None:
+                    rejected.append(refusal)
+            elif isinstance(message, StopRequests):
+                deltas += self._core.stop(message.request_ids, message.num_tokens)
+            elif isinstance(message, AbortRequests):
+                self._core.abort(message.request_ids)
+            elif isinstance(message, Shutdown):
+                self._ending = True
+        if deltas or rejected:
+            self._say(StepOutputs(deltas, rejected, queue=self._queue()))
+        if messages and self._trace is not None:
+            self._trace.messages("receive", started, len(messages))
+
+    def _add(self, request: GenerationRequest) -> RequestRejected | None:
+        """Queue a request, or say why it cannot be. A defect that one request shows must not end the others."""
+        try:
+            self._core.add_request(request)
+        except RequestError as error:
+            return RequestRejected(request.request_id, error.status, error.message)
+        except Exception as error:  # noqa: BLE001
+            _log.exception("request %s could not be queued", request.request_id)
+            message = f"the request could not be queued ({type(error).__name__}: {error}); the server's log has more"
+            return RequestRejected(request.request_id, "INTERNAL", message)
+        return None
+
+    def _send(
+        self, deltas: list[TokenDelta], failed: list[RequestRejected], phase_seconds: dict[str, float], idle: bool
+    ) -> None:
+        """Send a step's outputs, with stats now and then and always before the engine goes quiet."""
+        now = time.monotonic()
+        stats = None
+        if idle or now - self._stats_sent_at >= STATS_INTERVAL_S:
+            stats, self._stats_sent_at = self._core.stats(), now
+        if deltas or failed or phase_seconds or stats:
+            self._say(StepOutputs(deltas, failed, stats, phase_seconds, self._queue()))
+
+    def _say(self, outputs: StepOutputs) -> None:
+        self._channel.send(outputs)
+        self._spoke_at = time.monotonic()
+
+    def _queue(self) -> QueueState:
+        core = self._core
+        return QueueState(self._num_received, core.num_waiting, core.num_free_rows, core.crowded_tenants())
+
+
+class _FailureReport:
+    """A `with` block that tells the frontend why it was left, when that was an error; the error goes on."""
+
+    def __init__(self, channel: Channel, doing: str) -> None:
+        self._channel = channel
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self._channel.send(EngineFailed(f"{self._doing}: {type(error).__name__}: {error}"))
+
+
+def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError,)) -> int:
+    """Run the engine that `build` makes, as told on standard input, and return the exit status.
+
+    `load_errors` are what `build` raises with a sentence for the operator; any other error is passed on with its type,
+    and its trace goes to standard error.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSetup)
+    # Children of this process must not hold the lifeline: its end is how the frontend sees this process die.
+    os.set_inheritable(setup.lifeline, False)
+    threading.Thread(target=_end_with_frontend, args=(setup.socket_dir,), name="frontend-watch", daemon=True).start()
+    if setup.server_pid:
+        watch = (WatchedProcess(setup.server_pid), WatchedProcess(os.getppid()), setup.socket_dir)
+        threading.Thread(target=_end_with_server, args=watch, name="server-watch", daemon=True).start()
+    channel = Channel(setup)
+    try:
+        with _FailureReport(channel, "the engine could not start"):
+            try:
+                config = EngineConfig.from_values(setup.settings)
+                # What libraries have to say goes to standard error, which is the server's.
+                logging.basicConfig(level=config.log_level.upper(), format="dflash: engine: %(name)s: %(message)s")
+                built = build(config, lambda message, fraction: channel.send(LoadProgress(message, fraction)))
+            except load_errors as error:
+                channel.send(EngineFailed(str(error), setup_error=True))
+                return 1
+        freeze_heap()
+        loop = EngineLoop(built.core, channel, built.trace)
+        signal.signal(signal.SIGTERM, _ender(loop))
+        channel.send(built.ready)
+        with _FailureReport(channel, "the engine stopped"):
+            loop.run()
+        if built.trace is not None:
+            built.trace.close()
+        return 0
+    finally:
+        channel.close()
+
+
+def _ender(loop: EngineLoop) -> Callable[[int, FrameType | None], Any]:
+    return lambda number, frame: loop.end()
+
+
+def _end_with_frontend(socket_dir: str) -> None:
+    """Wait for the end of standard input, then end this process at once, whatever it is doing.
+
+    The frontend closes it only after the engine has ended, so it closes early only when the frontend was killed; its
+    sockets are then left to clean up here.
+    """
+    # Not through sys.stdin: a thread that waits in there would stop the interpreter from ending normally.
+    while os.read(STDIN, 4096):
+        pass
+    shutil.rmtree(socket_dir, ignore_errors=True)
+    os._exit(1)
+
+
+def _end_with_server(server: WatchedProcess, frontend: WatchedProcess, socket_dir: str) -> None:
+    """Wait for the end of the server, then make the frontend end, and with it this process.
+
+    The frontend may not be able to: it may be in a call to the server that never returns, and hold its interpreter's
+    lock meanwhile, so that no thread of its own can notice.
+    """
+    server.wait()
+    time.sleep(FRONTEND_END_S)
+    frontend.kill()
+    # Once it has ended, `_end_with_frontend` ends this process; this is for a frontend whose pipe somebody else holds.
+    time.sleep(FRONTEND_END_S)
+    shutil.rmtree(socket_dir, ignore_errors=True)
+    os._exit(1)
+
+
+def main() -> int:
+    """The engine of `dflash_backend.engine.build`. Importing it loads torch, which is why that happens here."""
+    from dflash_backend.engine.build import LOAD_ERRORS, build_engine
+
+    return serve(build_engine, LOAD_ERRORS)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through sys.exit: everything is closed by now, and taking the interpreter down with torch in it lasts up to
+    # two seconds, for which a server that stops would wait.
+    os._exit(status)

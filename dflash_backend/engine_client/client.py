@@ -1,0 +1,331 @@
+"""Starts one engine process, talks to it, notices when it dies, and ends it. Used by `engine_client.supervisor`.
+
+A plain subprocess, not `multiprocessing`: inside Triton's stub the main program is not a Python script, so the spawn
+method has no main module to import and may have no `sys.executable`; and a subprocess hands over its standard input,
+whose end tells the engine that the stub is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.messages import (
+    ENCODER,
+    ENGINE_OUTPUT,
+    AbortRequests,
+    EngineFailed,
+    EngineInput,
+    EngineOutput,
+    EngineReady,
+    EngineSetup,
+    GenerationRequest,
+    LoadProgress,
+    QueueState,
+    Shutdown,
+    StepOutputs,
+)
+
+ENGINE_MODULE = "dflash_backend.engine.process"
+SHUTDOWN_S = 3.0
+TERMINATE_S = 2.0
+# A process that waits in the kernel, such as for a driver that has lost its device, ends when that lets it.
+KILL_S = 10.0
+# An engine that is faster than its reader must not keep it reading for ever.
+MESSAGES_A_TURN = 64
+# How long the second of the two connections may take after the first.
+CONNECT_MS = 5000
+# How long the last messages of a process that has died may take to arrive.
+LAST_WORDS_MS = 200
+# glibc would give a large buffer back to the system at the end of a step, to ask for it again, page by page, in the
+# next, and the process's size would follow its steps. What loading large weights leaves is larger than this, and is
+# given back. 32 MiB is the most that every glibc takes for the first.
+KEEP_STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+# How long a process whose lifeline has ended may take to become one that has an exit status.
+REAP_S = 1.0
+
+
+class EngineError(Exception):
+    """The engine process could not start, or has died. The message is for the operator."""
+
+
+def engine_command(module: str = ENGINE_MODULE) -> list[str]:
+    """The command that runs an engine module in the Python of this process."""
+    return [_interpreter(), "-m", module]
+
+
+def _interpreter() -> str:
+    """The Python that this process embeds or is: inside Triton's stub `sys.executable` may be the stub, or empty."""
+    candidates = [
+        sys.executable,
+        os.path.join(sys.prefix, "bin", "python3"),
+        os.path.join(sys.exec_prefix, "bin/python"),
+    ]
+    for candidate in candidates:
+        if candidate and Path(candidate).name.startswith("python") and os.access(candidate, os.X_OK):
+            return candidate
+    raise EngineError(f"no Python interpreter was found in {sys.prefix} to run the engine process with")
+
+
+class EngineClient:
+    """One engine process. `send` and `wake` may be called from any thread, everything else from one at a time."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None, server_pid: int = 0) -> None:
+        """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given. When the
+        process `server_pid` ends, the engine sees to it that this process ends too, whatever it is doing.
+
+        Raises `EngineError` when it cannot be started.
+        """
+        arguments = list(command or engine_command())
+        self._dir = tempfile.mkdtemp(prefix="dflash-")
+        self._context = zmq.Context()
+        self._inputs = self._bind(zmq.PUSH, "in")
+        self._outputs = self._bind(zmq.PULL, "out")
+        self._send_lock = threading.Lock()
+        self._num_requests_sent = 0
+        # Requests that the engine has not confirmed, each with how many were sent up to it; the oldest first.
+        self._on_the_way: dict[str, int] = {}
+        self._tenants_on_the_way: dict[str, str] = {}
+        self._on_the_way_lock = threading.Lock()
+        self._queue = QueueState(0, 0, config.max_num_seqs)
+        self._ready = False
+        self._lifeline, theirs = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        for source in (self._outputs, self._lifeline, self._wake_read):
+            self._poller.register(source, zmq.POLLIN)
+        setup = EngineSetup(
+            config.as_strings(), self._address("in"), self._address("out"), self._dir, theirs, server_pid
+        )
+        try:
+            self._process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE,
+                env=_environment(),
+                pass_fds=(theirs,),
+                # A session of its own: a signal to the server's process group is the stub's to answer.
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._release()
+            raise EngineError(f"the engine process could not be started: {error}") from error
+        finally:
+            os.close(theirs)
+        assert self._process.stdin is not None
+        # If it died before it could read, `receive` says so.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """The engine's process number."""
+        return self._process.pid
+
+    def wait_until_ready(self, on_progress: Callable[[str, float], None], timeout_s: float) -> EngineReady:
+        """Wait until the models are loaded; `on_progress` hears `(message, fraction)`.
+
+        Raises `EngineError` when the engine fails, dies, or takes longer than `timeout_s`; the process has ended then.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (remaining := deadline - time.monotonic()) > 0:
+                for message in self.receive(int(remaining * 1000) + 1):
+                    if isinstance(message, EngineReady):
+                        self.settle()
+                        return message
+                    if isinstance(message, EngineFailed):
+                        raise EngineError(message.message)
+                    if isinstance(message, LoadProgress):
+                        on_progress(message.message, message.fraction)
+            raise EngineError(f"the engine was not ready within {timeout_s:g} s")
+        except EngineError:
+            self.close()
+            raise
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait at the engine, as far as it has said, and those that are on their way to it.
+
+        Between two steps this is the number that the engine itself compares with `max_queue_size`, without the wait for
+        the step that runs. A request that was aborted before the engine received it does not wait.
+        """
+        return self._queue.num_waiting + len(self._on_the_way)
+
+    def num_waiting_of(self, tenant: str) -> int:
+        """The same of one tenant. Those that wait at the engine count when they are half of a queue or more."""
+        with self._on_the_way_lock:
+            on_the_way = sum(one == tenant for one in self._tenants_on_the_way.values())
+            return self._queue.crowded.get(tenant, 0) + on_the_way
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many requests the engine may run beside those that run, as far as it has said."""
+        return self._queue.num_free_rows
+
+    def is_on_the_way(self, request_id: str) -> bool:
+        """Whether this request was sent and the engine has not said that it received it."""
+        return request_id in self._on_the_way
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process lives; unlike `receive`, without a wait, and from any thread."""
+        with self._send_lock:
+            if self._context.closed:
+                return False
+            lifeline = select.poll()
+            lifeline.register(self._lifeline, select.POLLIN)
+            return not lifeline.poll(0)
+
+    def send(self, message: EngineInput) -> None:
+        """Queue a message for the engine. Never waits; to an engine that is dead it is lost, and `receive` tells."""
+        raw = ENCODER.encode(message)
+        with self._on_the_way_lock:
+            if isinstance(message, GenerationRequest):
+                self._num_requests_sent += 1
+                self._on_the_way[message.request_id] = self._num_requests_sent
+                self._tenants_on_the_way[message.request_id] = message.sampling.tenant
+            elif isinstance(message, AbortRequests):
+                for request_id in message.request_ids:
+                    self._on_the_way.pop(request_id, None)
+                    self._tenants_on_the_way.pop(request_id, None)
+        # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
+        with self._send_lock, contextlib.suppress(zmq.Again):
+            if not self._inputs.closed:
+                self._inputs.send(raw, zmq.NOBLOCK)
+
+    def receive(self, timeout_ms: int) -> list[EngineOutput]:
+        """The messages that have arrived, waiting at most `timeout_ms` for the first, or until `wake`.
+
+        Raises `EngineError` when the process has died and all that it said was received.
+        """
+        events = dict(self._poller.poll(timeout_ms))
+        if self._wake_read in events:
+            os.read(self._wake_read, 4096)
+        messages = self._drain()
+        if messages or self._lifeline not in events:
+            return messages
+        # The lifeline may end a moment before ZeroMQ has passed on the last message.
+        if self._outputs.poll(LAST_WORDS_MS):
+            return self._drain()
+        raise EngineError(f"the engine process died ({self._how_it_ended()}); the server's log has its last words")
+
+    def wake(self) -> None:
+        """Make a `receive` in another thread return."""
+        # A full pipe holds wake-ups enough. Under the lock: a closed descriptor's number may be somebody else's by now.
+        with self._send_lock, contextlib.suppress(BlockingIOError):
+            if not self._context.closed:
+                os.write(self._wake_write, b"w")
+
+    def close(self, hung: bool = False) -> bool:
+        """End the process: asked to, then told to, then killed; one that `hung` is not asked. Its sockets are removed.
+
+        False when it lives on: a process that waits in the kernel ends when that lets it.
+        """
+        if self._context.closed:
+            return True
+        # While it loads it reads no messages.
+        ask = self._ready and not hung
+        if ask:
+            self.send(Shutdown())
+        ended = ask and self._ended_within(SHUTDOWN_S)
+        if not ended:
+            self._process.terminate()
+            ended = self._ended_within(TERMINATE_S)
+        if not ended:
+            self._process.kill()
+            ended = self._ended_within(KILL_S)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._release()
+        return ended
+
+    def settle(self) -> None:
+        """Take the engine's `EngineReady`: wait until it hears too, then remove the sockets' folder. What is connected
+        stays so, and nothing is left behind however both processes end. Raises `EngineError` when it hears nothing."""
+        if not self._inputs.poll(CONNECT_MS, zmq.POLLOUT):
+            raise EngineError("the engine process answers but takes no messages; restart the server")
+        self._ready = True
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _release(self) -> None:
+        """Give back sockets, descriptors and the sockets' folder."""
+        with self._send_lock:
+            self._context.destroy(linger=0)
+            for descriptor in (self._lifeline, self._wake_read, self._wake_write):
+                os.close(descriptor)
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.bind(self._address(name))
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._dir}/{name}"
+
+    def _drain(self) -> list[EngineOutput]:
+        messages: list[EngineOutput] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < MESSAGES_A_TURN:
+                message = ENGINE_OUTPUT.decode(self._outputs.recv(zmq.NOBLOCK))
+                if isinstance(message, StepOutputs) and message.queue is not None:
+                    self._confirm(message.queue)
+                messages.append(message)
+        return messages
+
+    def _confirm(self, queue: QueueState) -> None:
+        """Take what the engine says of its queue. It receives requests in the order in which they were sent."""
+        with self._on_the_way_lock:
+            self._queue = queue
+            while self._on_the_way:
+                request_id, number = next(iter(self._on_the_way.items()))
+                if number > queue.num_received:
+                    break
+                del self._on_the_way[request_id]
+                del self._tenants_on_the_way[request_id]
+
+    def _ended_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _how_it_ended(self) -> str:
+        if not self._ended_within(REAP_S):
+            return "it closed its connection"
+        code = self._process.returncode
+        return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with its import path: Triton's stub has entries that no variable names.
+
+    OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
+    server, the stub and often the clients, and one that spins keeps the one it waits for from running. Its allocator is
+    its own: threads that compute would share the few arenas that suit Triton's many threads, which the launcher sets,
+    and a step's buffers are kept for the next one (`KEEP_STEP_BUFFERS`).
+    """
+    paths = [os.path.abspath(entry) for entry in sys.path if entry]
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", **KEEP_STEP_BUFFERS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ.pop("MALLOC_ARENA_MAX", None)
+    return environ

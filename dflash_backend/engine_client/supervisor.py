@@ -1,0 +1,265 @@
+"""Keeps an engine running: starts it, notices when it has died or hangs, and starts it again. For `triton.service`.
+
+No thread of its own. Whoever reads the engine's outputs calls `receive`, which does the next bit of whatever is due:
+read, wait out a delay, start a process, follow its loading. While there is no engine there is nothing else to read.
+
+An engine that lives but says nothing for `engine_hang_timeout_s` is killed and started again. It speaks after every
+step and once a second without one, so this bounds a step, which has no longest duration of its own (a long prompt on a
+CPU, the first use of a kernel that must be compiled, a device shared with others): hence a setting, and a generous one.
+A thread in the engine that vouched for the one that steps would prove no more than that the process lives. Only time in
+which this side listened counts, so that a machine that was suspended, or a stub that was, kills no healthy engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.client import EngineClient, EngineError
+from dflash_backend.messages import EngineFailed, EngineInput, EngineReady, LoadProgress, StepOutputs
+from dflash_backend.triton.log import Log
+
+LOAD_TIMEOUT_S = 3600.0
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 60.0
+# So much of the time between two looks at the engine counts as silence at most.
+LONGEST_LOOK_S = 1.0
+
+
+class EngineLost(Exception):
+    """The engine has died, or hangs, and with it is lost whatever it worked on. The message is for clients and the
+    operator; `engine` tells of a request whether it had reached it. `said_why`: the engine had an error of its own,
+    which any request that was sent to it may have caused."""
+
+    def __init__(self, message: str, engine: EngineClient, said_why: bool = False) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.said_why = said_why
+
+
+class Backoff:
+    """How long to wait before the next start, after a number of them that came to nothing."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    def delay_s(self, served: bool, setup_error: bool) -> float:
+        """The delay after a death. `served`: the engine had finished a request, so that nothing is wrong with how it
+        starts. `setup_error`: its settings or files are at fault, which no second try changes, but a person may."""
+        if served:
+            self._failures = 0
+            return 0.0
+        if setup_error:
+            return LONGEST_DELAY_S
+        delay = min(FIRST_DELAY_S * 2.0**self._failures, LONGEST_DELAY_S)
+        self._failures += 1
+        return delay
+
+
+class EngineSupervisor:
+    """`start` once, then `receive` over and over from one thread; `engine`, `ready`, `send` and `wake` from any."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log: Log,
+        command: Sequence[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        server_pid: int = 0,
+    ) -> None:
+        """`command` runs the engine, by default the project's own; `server_pid` as for `EngineClient`. Nothing is
+        started yet."""
+        self._config = config
+        self._log = log
+        self._command = command
+        self._clock = clock
+        self._server_pid = server_pid
+        self._backoff = Backoff()
+        self._woken = threading.Event()
+        # The process that exists, whatever state it is in, and the one that takes requests: the same or None.
+        self._process: EngineClient | None = None
+        self._serving: EngineClient | None = None
+        self._ready: EngineReady | None = None
+        self._served = False
+        self._dead = False
+        self._hung = False
+        # How long the engine that takes requests has said nothing, and when it was last listened to.
+        self._silence_s = 0.0
+        self._listened_at = 0.0
+        self._last_words: str | None = None
+        self._lost: EngineLost | None = None
+        self._started_at = 0.0
+        self._next_start_at = 0.0
+        self._num_restarts = 0
+
+    @property
+    def engine(self) -> EngineClient | None:
+        """The engine that takes requests now, or None. Another object after every restart."""
+        return self._serving
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """How the last engine that took requests was lost; known as soon as `engine` is None, None before any was."""
+        return self._lost
+
+    @property
+    def ready(self) -> EngineReady:
+        """What the engine said of itself when it last became ready."""
+        assert self._ready is not None, "the engine was never started"
+        return self._ready
+
+    @property
+    def num_restarts(self) -> int:
+        """How many processes were started after the first."""
+        return self._num_restarts
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine that takes requests last spoke; 0 without one."""
+        return self._silence_s if self._serving is not None else 0.0
+
+    def start(self) -> None:
+        """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""
+        self._started_at = self._clock()
+        self._process = EngineClient(self._config, self._command, self._server_pid)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the first process has loaded the models. Raises `EngineError`; nothing is running then."""
+        assert self._process is not None, "start comes first"
+        self._ready = self._process.wait_until_ready(self._log_progress, LOAD_TIMEOUT_S)
+        self._take_over(self._process)
+
+    def send(self, message: EngineInput) -> None:
+        """Queue a message for the engine; without one it is lost, as are the requests that it could be about."""
+        engine = self._serving
+        if engine is not None:
+            engine.send(message)
+
+    def receive(self, timeout_ms: int) -> list[StepOutputs]:
+        """What the engine has said, waiting at most `timeout_ms` for something to happen, or until `wake`.
+
+        Raises `EngineLost` once for each time that an engine which took requests has died or was found to hang.
+        """
+        if self._serving is not None:
+            return self._hear(self._serving, timeout_ms)
+        if self._dead:
+            self._bury()
+        elif self._process is not None:
+            self._follow_loading(self._process, timeout_ms)
+        else:
+            self._wait_or_restart(timeout_ms)
+        return []
+
+    def wake(self) -> None:
+        """Make a `receive` in another thread return."""
+        self._woken.set()
+        process = self._process
+        if process is not None:
+            process.wake()
+
+    def close(self) -> None:
+        """End the process, if there is one. `receive` is not called any more."""
+        self._serving = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _hear(self, engine: EngineClient, timeout_ms: int) -> list[StepOutputs]:
+        outputs: list[StepOutputs] = []
+        try:
+            if self._last_words is not None:
+                raise EngineError(self._last_words)
+            messages = engine.receive(timeout_ms)
+            self._listen(bool(messages))
+            for message in messages:
+                if isinstance(message, EngineFailed):
+                    # Next time: what it has said before is still good.
+                    self._last_words = message.message
+                elif isinstance(message, StepOutputs):
+                    outputs.append(message)
+        except EngineError as error:
+            # First nobody may send to it, then those who wait are told, and only then is it waited for.
+            self._lost = lost = EngineLost(str(error), engine, self._last_words is not None)
+            self._serving = self._last_words = None
+            self._dead = True
+            self._plan_restart(str(error), self._served, setup_error=False)
+            raise lost from error
+        self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
+        return outputs
+
+    def _listen(self, spoke: bool) -> None:
+        """Measure the engine's silence. Raises `EngineError` when it has lasted for too long."""
+        now = self._clock()
+        since, self._listened_at = now - self._listened_at, now
+        self._silence_s = 0.0 if spoke else self._silence_s + min(since, LONGEST_LOOK_S)
+        limit = self._config.engine_hang_timeout_s
+        if limit and self._silence_s > limit:
+            self._hung = True
+            raise EngineError(
+                f"the engine hangs: it has said nothing for {limit:g} s (engine_hang_timeout_s), and is killed"
+            )
+
+    def _take_over(self, process: EngineClient) -> None:
+        self._silence_s, self._listened_at = 0.0, self._clock()
+        self._serving = process
+
+    def _bury(self) -> None:
+        assert self._process is not None
+        self._dead = False
+        process, self._process = self._process, None
+        hung, self._hung = self._hung, False
+        if not process.close(hung):
+            self._log.error(
+                f"the engine process {process.pid} cannot be ended: it waits in the kernel, such as for the GPU's "
+                "driver; what it holds is free when it ends"
+            )
+
+    def _wait_or_restart(self, timeout_ms: int) -> None:
+        remaining = self._next_start_at - self._clock()
+        if remaining > 0:
+            self._woken.wait(min(remaining, timeout_ms / 1000))
+            self._woken.clear()
+            return
+        self._num_restarts += 1
+        self._served = False
+        self._started_at = self._clock()
+        try:
+            self._process = EngineClient(self._config, self._command, self._server_pid)
+        except EngineError as error:
+            self._plan_restart(str(error), served=False, setup_error=False)
+
+    def _follow_loading(self, process: EngineClient, timeout_ms: int) -> None:
+        setup_error = False
+        try:
+            if self._clock() - self._started_at > LOAD_TIMEOUT_S:
+                raise EngineError(f"the engine was not ready within {LOAD_TIMEOUT_S:g} s")
+            for message in process.receive(timeout_ms):
+                if isinstance(message, EngineReady):
+                    process.settle()
+                    self._take_ready(process, message)
+                elif isinstance(message, EngineFailed):
+                    setup_error = message.setup_error
+                    raise EngineError(message.message)
+                elif isinstance(message, LoadProgress):
+                    self._log_progress(message.message, message.fraction)
+        except EngineError as error:
+            self._dead = True
+            self._plan_restart(str(error), served=False, setup_error=setup_error)
+
+    def _take_ready(self, process: EngineClient, ready: EngineReady) -> None:
+        self._ready = ready
+        self._take_over(process)
+        took = self._clock() - self._started_at
+        self._log.info(f"the engine is ready again after {took:.1f} s (restart {self._num_restarts})")
+
+    def _plan_restart(self, reason: str, served: bool, setup_error: bool) -> None:
+        delay = self._backoff.delay_s(served, setup_error)
+        self._next_start_at = self._clock() + delay
+        when = f"in {delay:g} s" if delay else "at once"
+        advice = "; correct the settings or the files that it names, or unload the model" if setup_error else ""
+        self._log.error(f"{reason}; the engine is started again {when}{advice}")
+
+    def _log_progress(self, message: str, fraction: float) -> None:
+        self._log.info(f"loading {fraction:.0%}: {message}")

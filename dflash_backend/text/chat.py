@@ -1,0 +1,186 @@
+"""Chat messages on their way into a prompt: options of the chat template, and content that cannot pose as a turn.
+
+A chat template marks turns by special tokens, such as `<|im_start|>`. Content that spells such a token out must not
+begin a turn of its own: whoever wrote the content, perhaps a web page, would speak as the system. So these places in
+the content are marked before the template runs, and where a mark is in the rendered text, the text is cut before it is
+tokenised: `<` and `|im_start|>` make no special token. Content without special tokens is tokenised as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_backend.text.client_json import JsonError, quoted, read_json
+
+# Characters that Unicode keeps free for use inside programs; a text never has them for a meaning.
+MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+OPTION_NAMES = ("chat_template_kwargs", "enable_thinking")
+MAX_OPTIONS = 16
+MAX_OPTIONS_CHARS = 4096
+MAX_OPTIONS_BRACKETS = 100
+# A template may write a role into the text as it is.
+ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_BETWEEN = "\0"
+_OPTION = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+# Arguments of transformers' `apply_chat_template` that are no variables of the template.
+_RESERVED = frozenset(
+    [
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+        *("sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    ]
+)
+
+
+class PromptError(ValueError):
+    """A prompt cannot be turned into token ids. The message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """What a chat template made of messages. `pieces` are the text, cut where content spells a special token out; each
+    is tokenised by itself."""
+
+    pieces: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.pieces)
+
+
+def pop_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of the chat template out of a request's parameters: the variables of `chat_template_kwargs`, an
+    object or its JSON text, and `enable_thinking`, which stands for the variable of that name. Raises `PromptError`."""
+    given = values.pop("chat_template_kwargs", None)
+    thinking = values.pop("enable_thinking", None)
+    options = _options(given)
+    if thinking is not None:
+        if str(thinking)[:8].lower() not in ("true", "false", "1", "0"):
+            raise PromptError(f"parameter 'enable_thinking' has the value {quoted(thinking)}; allowed: true or false")
+        if "enable_thinking" in options:
+            raise PromptError("'enable_thinking' was sent as a parameter and in 'chat_template_kwargs'; send it once")
+        options["enable_thinking"] = str(thinking).lower() in ("true", "1")
+    return options
+
+
+def _options(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = read_json(given, max_chars=MAX_OPTIONS_CHARS, max_brackets=MAX_OPTIONS_BRACKETS)
+        except JsonError as error:
+            raise PromptError(f"parameter 'chat_template_kwargs' {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or len(given) > MAX_OPTIONS:
+        raise PromptError(
+            f"parameter 'chat_template_kwargs' has the value {quoted(given)}; allowed: an object of at most "
+            f'{MAX_OPTIONS} variables of the chat template, such as {{"enable_thinking": false}}'
+        )
+    for name in given:
+        if not isinstance(name, str) or not _OPTION.fullmatch(name) or name in _RESERVED:
+            raise PromptError(
+                f"parameter 'chat_template_kwargs' has the name {quoted(name)}; allowed: names of variables of the "
+                "chat template, of letters, digits and '_', that the server does not set itself"
+            )
+    return dict(given)
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, to be found in what people wrote."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        # A token of one character cannot be cut.
+        tokens = [token for token in tokens if len(token) > 1]
+        choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+        # Looking ahead also finds tokens that overlap.
+        self._begins = re.compile(f"(?=(?:{choices}))(.)", re.DOTALL) if tokens else None
+        self._beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
+        self._longest = max(map(len, tokens), default=0)
+        ends = "|".join(re.escape(beginning) for beginning in sorted(self._beginnings, key=len, reverse=True))
+        # Of several texts, joined: one that ends within a special token.
+        self._ends = re.compile(rf"(?:{ends})\s*{_BETWEEN}") if tokens else None
+
+    def marked(self, value: Any) -> tuple[Any, str | None]:
+        """`value`, which consists of lists, mappings and texts, with a mark inside each special token that its texts
+        spell out, and the character that is the mark; None where nothing had to be marked. Raises `PromptError`."""
+        joined = _BETWEEN.join([*_texts(value), ""])
+        if self._begins is None or self._ends is None or not (self._begins.search(joined) or self._ends.search(joined)):
+            return value, None
+        mark = next((mark for mark in MARKS if mark not in joined), None)
+        if mark is None:
+            raise PromptError(
+                "the messages have all of the characters U+FDD0 to U+FDEF, which are no characters of text"
+            )
+        return self._mark(value, mark), mark
+
+    def _needs_mark(self, text: str) -> bool:
+        if self._begins is None:
+            return False
+        return self._begins.search(text) is not None or self._begins_at_end(text)
+
+    def _begins_at_end(self, text: str) -> bool:
+        """Whether the text ends within a special token, which the text that a template puts after it could complete."""
+        end = text[-self._longest - 64 :].rstrip()
+        return any(end[-length:] in self._beginnings for length in range(1, min(self._longest, len(end) + 1)))
+
+    def _mark(self, value: Any, mark: str) -> Any:
+        if isinstance(value, str):
+            assert self._begins is not None
+            text = self._begins.sub(rf"\1{mark}", value)
+            if self._begins_at_end(value):
+                bare = text.rstrip()
+                text = bare + mark + text[len(bare) :]
+            return text
+        if isinstance(value, Mapping):
+            return {self._mark_key(key, mark): self._mark(item, mark) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._mark(item, mark) for item in value]
+        return value
+
+    def _mark_key(self, key: Any, mark: str) -> Any:
+        return self._mark(key, mark) if isinstance(key, str) and self._needs_mark(key) else key
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `PromptError` for a role that is not one word."""
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not ROLE.fullmatch(role):
+            raise PromptError(
+                f"message {index} has the role {quoted(role)}; allowed: a word such as system, user or assistant, of "
+                "letters, digits, '_' and '-'"
+            )
+
+
+def join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is text: parts of text are joined by line ends, as vLLM joins them for a template that
+    takes no parts. Raises `PromptError` for a part that is not text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise PromptError(
+                f"a message has the content part {quoted(part)}; allowed with this model's chat template: text, such "
+                'as {"type": "text", "text": "Hello"}'
+            )
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}

@@ -1,0 +1,162 @@
+"""Turns the tokens of one request into text as they come, and finds its stop strings. Used by the frontend and `LLM`.
+
+The deltas joined are `tokenizer.decode` of all the tokens (up to a stop). For tokenizers that fall back to single bytes
+by the run (SentencePiece), that holds where the bytes are valid UTF-8: an invalid byte there changes how characters
+before it decode, after they were sent.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from dflash_backend.messages import SamplingParams
+from dflash_backend.text.stop_strings import StopStrings
+
+REPLACEMENT = "\ufffd"
+# Of a longer run of U+FFFD at the end, which a client can ask for with `logit_bias`, only the last few may still become
+# a character: the others leave, so that the window does not grow with the run.
+MAX_REPLACEMENTS = 64
+MAX_INCOMPLETE = 4
+# Of a longer run of tokens that add no text, such as special ones that are skipped, only a few stay in the window. Not
+# none: at the beginning of a text a decoder may take one for the space before the first word.
+MAX_SILENT = 64
+KEPT_SILENT = 4
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    eos_token_ids: tuple[int, ...]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`."""
+        ...
+
+
+class TextDelta(NamedTuple):
+    """New text. `stopped` says that a stop string ended it: no more text will come. `num_tokens` of the tokens belong
+    to the answer: all of them, or those up to the one that completed the stop string."""
+
+    text: str
+    stopped: bool
+    num_tokens: int
+
+
+class Detokenizer:
+    """The text of one request. Call `append` with the tokens of each step, in order."""
+
+    def __init__(self, tokenizer: Decoder, sampling: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = sampling.skip_special_tokens
+        self._keep_stop_token = sampling.include_stop_str_in_output
+        eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
+        self._stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+        self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        # Text of the first `min_tokens` tokens is not searched for the end of a stop string, as in vLLM.
+        self._num_unsearched = sampling.min_tokens
+        # A window of tokens is decoded at a time. It begins with `_num_context` tokens whose text is out already: some
+        # decoders treat the first token of a text in another way, so no new token may be the first.
+        self._window: list[int] = []
+        self._num_chars_out = 0
+        self._num_context = 0
+        # The window's text, and how many tokens at its end added none of it.
+        self._text = ""
+        self._num_silent = 0
+        self._stopped = False
+
+    def append(self, token_ids: list[int], finished: bool) -> TextDelta:
+        """The text that `token_ids` add. `finished` says that they are the last: what was held back comes out.
+
+        A last token that is an end-of-sequence or stop token adds no text, unless `include_stop_str_in_output`.
+        """
+        if self._stopped:
+            return TextDelta("", True, 0)
+        if self._stops is None:
+            return TextDelta(self._decode(token_ids, finished), False, len(token_ids))
+        return self._append_each(self._stops, token_ids, finished)
+
+    def would_add(self, token_id: int, last: bool) -> str:
+        """The text that `token_id` would add if it came next; `last` as `finished` of `append`, stop strings aside.
+
+        A part of a character adds nothing, and the token that completes the character adds all of it; a special token
+        that is skipped adds nothing. So what the chosen tokens add, joined, is the text.
+        """
+        if last and not self._keep_stop_token and token_id in self._stop_token_ids:
+            text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        else:
+            text = self._tokenizer.decode([*self._window, token_id], self._skip_special_tokens)
+        return (text if last else _complete(text))[self._num_chars_out :]
+
+    def _append_each(self, stops: StopStrings, token_ids: list[int], finished: bool) -> TextDelta:
+        """`append` token by token, to know the one that completes a stop string: nothing past it may leave."""
+        texts: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            last = finished and index == len(token_ids) - 1
+            new = self._decode([token_id], last)
+            self._num_unsearched -= 1
+            text, self._stopped = stops.append(new, last, search=self._num_unsearched < 0)
+            texts.append(text)
+            if self._stopped:
+                return TextDelta("".join(texts), True, index + 1)
+        if finished and not token_ids:
+            text, self._stopped = stops.append(self._decode([], True), True)
+            texts.append(text)
+        return TextDelta("".join(texts), self._stopped, len(token_ids))
+
+    def _decode(self, token_ids: list[int], finished: bool) -> str:
+        """The new text, up to the last complete character: a cut-off one decodes to U+FFFD at the end."""
+        if finished and token_ids and not self._keep_stop_token and token_ids[-1] in self._stop_token_ids:
+            token_ids = token_ids[:-1]
+        if not token_ids and not finished:
+            return ""
+        self._window += token_ids
+        text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        self._note_silent(len(token_ids), text)
+        complete = text if finished else _complete(text)
+        delta = complete[self._num_chars_out :]
+        if len(complete) < len(text):
+            self._num_chars_out = max(self._num_chars_out, len(complete))
+            if len(self._window) > self._num_context + MAX_REPLACEMENTS and _num_replacements(text) > MAX_REPLACEMENTS:
+                self._shorten()
+            return delta
+        # Here the window ends with a character: what is new in it becomes the context of what follows.
+        if len(self._window) > self._num_context and delta:
+            del self._window[: self._num_context]
+            self._num_context, self._num_silent = len(self._window), 0
+            text = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        self._num_chars_out = len(text)
+        self._text = text
+        return delta
+
+    def _note_silent(self, num_tokens: int, text: str) -> None:
+        """Count the tokens at the end of the window that added no text, and keep only a few of many."""
+        self._num_silent = self._num_silent + num_tokens if text == self._text else 0
+        self._text = text
+        if self._num_silent > MAX_SILENT:
+            del self._window[KEPT_SILENT - self._num_silent :]
+            self._num_silent = KEPT_SILENT
+
+    def _shorten(self) -> None:
+        """Keep of a window that ends in a long run of U+FFFD its end only: enough tokens for what is held back of it,
+        among others that add no text."""
+        size = MAX_REPLACEMENTS
+        while size < len(self._window):
+            text = self._tokenizer.decode(self._window[-size:], self._skip_special_tokens)
+            if _num_replacements(text) > MAX_INCOMPLETE:
+                self._window = self._window[-size:]
+                self._num_context, self._num_silent = len(self._window), 0
+                self._text = text
+                self._num_chars_out = len(text) - MAX_INCOMPLETE
+                return
+            size *= 2
+
+
+def _complete(text: str) -> str:
+    """`text` without the character at its end that may be cut off."""
+    count = _num_replacements(text)
+    return text[: len(text) - (count if count <= MAX_REPLACEMENTS else MAX_INCOMPLETE)]
+
+
+def _num_replacements(text: str) -> int:
+    """How many U+FFFD `text` ends in."""
+    return len(text) - len(text.rstrip(REPLACEMENT))

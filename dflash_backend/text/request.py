@@ -1,0 +1,308 @@
+"""Turns what a Triton request carries into a validated `ParsedRequest`. Called by `triton.service`.
+
+Knows no Triton type: inputs come as numpy arrays by name and request parameters as the JSON that Triton gives, so that
+every refusal can be tested without a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dflash_backend.messages import EngineReady, SamplingParams
+from dflash_backend.text.chat import OPTION_NAMES, PromptError, pop_options
+from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
+from dflash_backend.text.sampling_params import INT64_MAX, parse_sampling_params
+from dflash_backend.text.tokenizer import Tokenizer
+
+Array = np.ndarray[Any, Any]
+
+PROMPT_INPUTS = ("text_input", "input_ids", "messages")
+# What Triton itself puts among the parameters of a request that came with these fields.
+TRITON_PARAMETERS = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
+RETURN_FLAGS = (
+    "return_finish_reason",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_logprobs",
+    "return_cumulative_logprob",
+    "return_token_ids",
+    "return_spec_stats",
+)
+# Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
+MAX_PARAMETERS_CHARS = 65_536
+MAX_PARAMETERS_BRACKETS = 5000
+# JSON may write a character in six, and a message has a role and the names of its fields besides.
+MAX_MESSAGES_CHARS = 65_536
+MESSAGES_CHARS_PER_TOKEN = 64
+MESSAGES_BRACKETS_PER_TOKEN = 4
+MAX_MESSAGES_QUOTES = 20_000
+MESSAGES_QUOTES_PER_TOKEN = 4
+# A role and content, and what tells one message from the next.
+MIN_TOKENS_OF_MESSAGE = 2
+# A character has at most four bytes in UTF-8.
+BYTES_PER_CHAR = 4
+# Inputs of Triton's vLLM backend that this model declares only to refuse them by name.
+REFUSED_INPUTS = {
+    "image": "is not supported: this server has no model that reads images; leave it out",
+    "embedding_request": "is not supported: this server generates text and has no embeddings; leave it out",
+}
+# As Triton's vLLM backend words them: its clients compare the whole text.
+STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+NO_LORA = "LoRA feature is not enabled."
+VERBATIM_ERRORS = frozenset((STREAM_WITH_PROMPT, NO_LORA))
+
+
+class InputError(ValueError):
+    """An input is malformed. The message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnFlags:
+    """Which outputs were asked for."""
+
+    finish_reason: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    logprobs: bool = False
+    cumulative_logprob: bool = False
+    token_ids: bool = False
+    spec_stats: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A request that can be queued. `prefix` goes before the text of each completion: the prompt, or nothing."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stream: bool
+    prefix: str
+    returns: ReturnFlags
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """What the server's settings ask of each request.
+
+    `max_n` bounds its completions. `sampling_defaults` hold for the sampling parameters that it leaves out. With
+    `require_cache_salt` it must bring one.
+    """
+
+    max_n: int
+    require_cache_salt: bool = False
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_request(
+    inputs: Mapping[str, Array],
+    parameters: str,
+    tokenizer: Tokenizer,
+    ready: EngineReady,
+    rules: RequestRules,
+    check_queue: Callable[[SamplingParams], None] = lambda sampling: None,
+) -> ParsedRequest:
+    """Check every input and parameter and tokenise the prompt.
+
+    `inputs` are the tensors that were sent: STRING as arrays of bytes objects, BOOL, INT32 or INT64. `parameters` is
+    the JSON object of the request's own parameters, or empty. `check_queue` is called before the prompt is looked at;
+    what it raises passes. Raises `InputError`, `PromptError` or `ParameterError`, each a ValueError with a sentence for
+    the client.
+    """
+    stream = _flag(inputs, "stream", False)
+    exclude_input = _flag(inputs, "exclude_input_in_output", stream)
+    if stream and not exclude_input:
+        raise InputError(STREAM_WITH_PROMPT)
+    for name in REFUSED_INPUTS:
+        if name in inputs:
+            raise InputError(f"input '{name}' {REFUSED_INPUTS[name]}")
+    returns = ReturnFlags(**{name.removeprefix("return_"): _flag(inputs, name, False) for name in RETURN_FLAGS})
+    values = _sampling_values(inputs, parameters, ready)
+    chat_options = pop_options(values)
+    sampling = parse_sampling_params(
+        {**rules.sampling_defaults, **{name: value for name, value in values.items() if _says_something(name, value)}},
+        max_speculative_tokens=ready.num_speculative_tokens,
+        vocab_size=ready.vocab_size,
+        max_n=rules.max_n,
+    )
+    if rules.require_cache_salt and not sampling.cache_salt:
+        raise InputError("the sampling parameter 'cache_salt' is missing; this server requires one of each request")
+    check_queue(sampling)
+    token_ids, text = _prompt(inputs, tokenizer, ready, chat_options)
+    if not token_ids:
+        raise InputError("the prompt is empty; it must have at least one token")
+    _check_num_tokens(len(token_ids), ready)
+    if sampling.max_tokens == INT64_MAX:
+        # null, which asks for as many as fit.
+        sampling = msgspec.structs.replace(sampling, max_tokens=ready.max_model_len - len(token_ids))
+    prefix = ""
+    if not exclude_input:
+        prefix = tokenizer.decode(token_ids, sampling.skip_special_tokens) if text is None else text
+    return ParsedRequest(token_ids, sampling, stream, prefix, returns)
+
+
+def _says_something(name: str, value: Any) -> bool:
+    """Whether a value is one: null leaves a parameter at its default, but of `max_tokens` it is "as many as fit"."""
+    return value is not None or name == "max_tokens"
+
+
+def _prompt(
+    inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady, chat_options: Mapping[str, Any]
+) -> tuple[list[int], str | None]:
+    """The prompt's token ids, and its text where it came as text."""
+    given = [name for name in PROMPT_INPUTS if name in inputs]
+    if len(given) != 1:
+        sent = f"{' and '.join(given)} were sent" if given else "none was sent"
+        raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
+    if given == ["messages"]:
+        chat = tokenizer.render_chat(_messages(inputs, ready), **chat_options)
+        _check_fits(chat.text, tokenizer, ready)
+        return tokenizer.encode_chat(chat), chat.text
+    if chat_options:
+        raise InputError(f"parameter '{next(iter(OPTION_NAMES))}' is for the chat template of the input 'messages'")
+    if given == ["text_input"]:
+        text = _prompt_text(inputs, tokenizer, ready)
+        _check_fits(text, tokenizer, ready)
+        return tokenizer.encode(text) if text else [], text
+    return _token_ids(inputs["input_ids"], ready), None
+
+
+def _prompt_text(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady) -> str:
+    value = _one(inputs["text_input"], "text_input")
+    if isinstance(value, bytes) and len(value) > BYTES_PER_CHAR * _most_chars(tokenizer, ready):
+        raise _too_long(f"{len(value)} bytes", tokenizer, ready)
+    return _string(inputs, "text_input", len(value) if isinstance(value, bytes) else 0)
+
+
+def _too_long(size: str, tokenizer: Tokenizer, ready: EngineReady) -> InputError:
+    return InputError(
+        f"the prompt has {size}, but max_model_len is {ready.max_model_len} tokens, which are at most "
+        f"{_most_chars(tokenizer, ready)} characters; shorten the prompt"
+    )
+
+
+def _most_chars(tokenizer: Tokenizer, ready: EngineReady) -> int:
+    return ready.max_model_len * tokenizer.max_token_chars
+
+
+def _check_fits(text: str, tokenizer: Tokenizer, ready: EngineReady) -> None:
+    """Refuse a text that is too long whatever its tokens are: tokenising it would keep other clients waiting."""
+    if len(text) > _most_chars(tokenizer, ready):
+        raise _too_long(f"{len(text)} characters", tokenizer, ready)
+    if tokenizer.has_more_tokens(text, ready.max_model_len):
+        raise InputError(
+            f"the prompt has {len(text)} characters, which are too many tokens: max_model_len is "
+            f"{ready.max_model_len}; shorten the prompt"
+        )
+
+
+def _token_ids(array: Array, ready: EngineReady) -> list[int]:
+    if array.dtype not in (np.int32, np.int64):
+        raise InputError(f"input 'input_ids' has the type {array.dtype}; allowed: INT32 or INT64")
+    _check_num_tokens(array.size, ready)
+    ids = array.reshape(-1)
+    strange = np.flatnonzero((ids < 0) | (ids >= ready.vocab_size))
+    if strange.size:
+        position = int(strange[0])
+        raise InputError(
+            f"input 'input_ids' has {ids[position]} at position {position}; allowed: the target's token ids, 0 to "
+            f"{ready.vocab_size - 1}"
+        )
+    token_ids: list[int] = ids.tolist()
+    return token_ids
+
+
+def _check_num_tokens(num_tokens: int, ready: EngineReady) -> None:
+    if num_tokens + 1 > ready.max_model_len:
+        raise InputError(
+            f"the prompt has {num_tokens} tokens and the answer needs at least 1, but max_model_len is "
+            f"{ready.max_model_len}; shorten the prompt"
+        )
+
+
+def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str, Any]]:
+    """The chat messages. Everything in them costs tokens, so `max_model_len` bounds how much there can be of it."""
+    max_chars = MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * ready.max_model_len
+    text = _string(inputs, "messages", BYTES_PER_CHAR * max_chars)
+    quotes, max_quotes = text.count('"'), MAX_MESSAGES_QUOTES + MESSAGES_QUOTES_PER_TOKEN * ready.max_model_len
+    if quotes > max_quotes:
+        raise InputError(f"input 'messages' has too many parts: {quotes} quotation marks; allowed: {max_quotes}")
+    max_brackets = MAX_PARAMETERS_BRACKETS + MESSAGES_BRACKETS_PER_TOKEN * ready.max_model_len
+    try:
+        messages = read_json(text, max_chars=max_chars, max_brackets=max_brackets)
+    except JsonError as error:
+        raise InputError(f"input 'messages' {error}") from None
+    if not isinstance(messages, list) or not messages:
+        raise InputError('input \'messages\' must be a JSON list such as [{"role": "user", "content": "Hello"}]')
+    if MIN_TOKENS_OF_MESSAGE * len(messages) > ready.max_model_len:
+        raise InputError(
+            f"input 'messages' has {len(messages)} messages, which are too many tokens: max_model_len is "
+            f"{ready.max_model_len}"
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise InputError(f"input 'messages': message {index} must be an object with a 'role' and a 'content'")
+    return messages
+
+
+def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: EngineReady) -> dict[str, Any]:
+    """The sampling parameters as they were sent: the input wins over the request's own parameters."""
+    if "sampling_parameters" in inputs:
+        what = "input 'sampling_parameters'"
+        max_chars = MAX_PARAMETERS_CHARS + BIAS_CHARS * ready.vocab_size
+        text = _string(inputs, "sampling_parameters", BYTES_PER_CHAR * max_chars)
+    else:
+        what, text = "the object of request parameters", parameters or "{}"
+    try:
+        values = read_parameters(
+            text,
+            max_chars=MAX_PARAMETERS_CHARS,
+            max_biases=ready.vocab_size,
+            max_brackets=MAX_PARAMETERS_BRACKETS,
+        )
+    except JsonError as error:
+        raise InputError(f"{what} {error}") from None
+    if not isinstance(values, dict):
+        raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
+    if "sampling_parameters" not in inputs:
+        values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
+    # Triton's vLLM backend takes it; a client must not think that its adapter was used.
+    if values.pop("lora_name", None) is not None:
+        raise InputError(NO_LORA)
+    return values
+
+
+def _string(inputs: Mapping[str, Array], name: str, max_bytes: int) -> str:
+    """The text of an input, which is measured before it is decoded."""
+    value = _one(inputs[name], name)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bytes):
+        raise InputError(f"input '{name}' has the type {inputs[name].dtype}; allowed: STRING")
+    if len(value) > max_bytes:
+        raise InputError(f"input '{name}' has {len(value)} bytes; allowed: at most {max_bytes}")
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"input '{name}' is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _flag(inputs: Mapping[str, Array], name: str, default: bool) -> bool:
+    if name not in inputs:
+        return default
+    if inputs[name].dtype != np.bool_:
+        raise InputError(f"input '{name}' has the type {inputs[name].dtype}; allowed: BOOL")
+    return bool(_one(inputs[name], name))
+
+
+def _one(array: Array, name: str) -> Any:
+    if array.size != 1:
+        raise InputError(f"input '{name}' has {array.size} elements; it must have 1")
+    return array.reshape(-1)[0]
+
+
+__all__ = ["InputError", "ParsedRequest", "PromptError", "RequestRules", "ReturnFlags", "parse_request"]

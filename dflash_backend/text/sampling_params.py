@@ -1,0 +1,389 @@
+"""Sampling parameters from outside, checked: one table of names, types and bounds.
+
+The Triton frontend calls `parse_sampling_params` with what a request carries, `LLM` with what a script passes. Values
+may be text, since Triton's request parameters often are. A client may send anything: the size of a value is checked
+before it is converted, and the first bad item ends the check.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dflash_backend.messages import DEFAULT_PRIORITY, SamplingParams
+from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
+from dflash_backend.text.client_json import JsonError, NotJsonError, TokenBiases, quoted, read_json
+from dflash_backend.text.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
+
+INT64_MAX = 2**63 - 1
+# vLLM's default of `max_logprobs`: each costs the server a message entry for every token.
+MAX_LOGPROBS = 20
+# A larger bias is cut to this, as vLLM and OpenAI do.
+MAX_LOGIT_BIAS = 100.0
+# Each new token is searched for each stop string, by the thread that sends every request's responses.
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS_TOGETHER = 4096
+MAX_STOP_TOKEN_IDS = 1024
+MAX_SALT_CHARS = 1024
+MAX_PRIORITY = 2**32 - 1
+# Beyond these the product with a logit of ordinary size leaves the range of float32 or loses all its digits.
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+# A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". It came inside a text that was measured.
+MAX_NESTED_CHARS = 64_000_000
+MAX_NESTED_BRACKETS = 5000
+# Below this, dividing logits by the temperature overflows float16 and gains nothing over greedy; vLLM's bound too.
+LOWEST_TEMPERATURE = 1e-2
+# Names up to this length are compared with the known ones.
+MAX_COMPARED_CHARS = 64
+TRITON_PREFIX = "triton_"
+# JSON's numbers, and those that people write: 1., .5 and +1. Python's own reading takes 1_0, " 1" and other alphabets.
+_INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+MAX_NUMBER_CHARS = 400
+
+
+class ParameterError(ValueError):
+    """A sampling parameter is unknown or has a value that is not allowed. The message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One sampling parameter. `read` turns a value into the parameter's type, or None where it is not allowed;
+    `allowed` says in words what is."""
+
+    name: str
+    read: Callable[[Any], Any]
+    allowed: str
+
+    def parse(self, value: Any) -> Any:
+        """The value in the parameter's type. Raises `ParameterError`."""
+        parsed = self.read(value)
+        if parsed is None:
+            raise _not_allowed(self.name, value, self.allowed)
+        return parsed
+
+
+def _read_int(value: Any) -> int | None:
+    if isinstance(value, str):
+        return int(value) if len(value) <= MAX_COMPARED_CHARS and _INTEGER.fullmatch(value) else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def _read_float(value: Any) -> float | None:
+    if isinstance(value, str):
+        if len(value) > MAX_NUMBER_CHARS or not _NUMBER.fullmatch(value):
+            return None
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _read_bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value[:8].strip().lower())
+    return {1: True, 0: False}.get(value) if isinstance(value, int) else None
+
+
+def _read_logprobs(value: Any) -> int | None:
+    """A number of log-probabilities; true is 1 and false 0, as in vLLM."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return int(value.lower() == "true")
+    number = _read_int(value)
+    return number if number is not None and 0 <= number <= MAX_LOGPROBS else None
+
+
+def _read_seed(value: Any) -> int | None:
+    """Any 64-bit integer, with or without a sign. The engine's seeds have 63 bits: others count modulo 2^63."""
+    number = _read_int(value)
+    if number is None or not -(2**63) <= number < 2**64:
+        return None
+    return -1 if number == -1 else number & INT64_MAX
+
+
+def _read_tenant(value: Any) -> str | None:
+    return value if isinstance(value, str) and TENANT_NAME.fullmatch(value) else None
+
+
+def _read_salt(value: Any) -> str | None:
+    return value if isinstance(value, str) and len(value) <= MAX_SALT_CHARS and _is_text(value) else None
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string has a UTF-8 form: half a surrogate pair has none."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_nested(text: str) -> Any:
+    """The value of a JSON text that is itself a value. Raises `JsonError`."""
+    return read_json(text, max_chars=MAX_NESTED_CHARS, max_brackets=MAX_NESTED_BRACKETS)
+
+
+def _read_list(value: Any) -> list[Any] | tuple[Any, ...]:
+    """A list as it is, a JSON list out of a string, and anything else as the only element."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, str) and value[:1] == "[":
+        try:
+            items = _read_nested(value)
+        except NotJsonError:
+            return [value]
+        except JsonError:
+            return [None]
+        if isinstance(items, list):
+            return items
+    return [value]
+
+
+def _read_stops(value: Any) -> tuple[str, ...] | None:
+    stops = _read_list(value)
+    if len(stops) > MAX_STOPS:
+        return None
+    left = MAX_STOP_CHARS_TOGETHER
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= min(left, MAX_STOP_CHARS) or not _is_text(stop):
+            return None
+        left -= len(stop)
+    return tuple(dict.fromkeys(stops))
+
+
+def _read_token_ids(value: Any) -> tuple[int, ...] | None:
+    items = _read_list(value)
+    if len(items) > MAX_STOP_TOKEN_IDS:
+        return None
+    ids: list[int] = []
+    for item in items:
+        token_id = _read_int(item)
+        if token_id is None or not 0 <= token_id <= INT64_MAX:
+            return None
+        ids.append(token_id)
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, float] | None:
+    """An object from token ids, which JSON has as strings, to biases, cut to `MAX_LOGIT_BIAS`; or its JSON text.
+
+    Raises `ParameterError` for more entries than the vocabulary has, and for the first token id past its end.
+    """
+    if isinstance(value, str):
+        try:
+            value = _read_nested(value)
+        except JsonError:
+            return None
+    if not isinstance(value, Mapping):
+        return None
+    if vocab_size is not None and len(value) > vocab_size:
+        raise _not_allowed("logit_bias", value, f"at most {vocab_size} entries, one for each token")
+    if isinstance(value, TokenBiases):
+        return _typed_biases(value, vocab_size)
+    biases: dict[int, float] = {}
+    for key, given in value.items():
+        token_id, bias = _read_int(key), _read_float(given)
+        if token_id is None or not 0 <= token_id <= INT64_MAX or bias is None or token_id in biases:
+            return None
+        if vocab_size is not None and token_id >= vocab_size:
+            raise _not_allowed("logit_bias", {key: given}, f"token ids from 0 to {vocab_size - 1}, so not {token_id}")
+        biases[token_id] = min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, bias))
+    return biases
+
+
+def _typed_biases(value: TokenBiases, vocab_size: int | None) -> dict[int, float] | None:
+    """As `_read_logit_bias`, for tens of thousands of entries at once."""
+    most = INT64_MAX if vocab_size is None else vocab_size - 1
+    if value and not 0 <= min(value) <= max(value) <= most:
+        strange = next(token_id for token_id in value if not 0 <= token_id <= most)
+        raise _not_allowed("logit_bias", {strange: value[strange]}, f"token ids from 0 to {most}, so not {strange}")
+    biases = np.fromiter(value.values(), np.float64, len(value))
+    return dict(zip(value, biases.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
+
+
+def _int_from(low: int, high: int = INT64_MAX) -> Callable[[Any], int | None]:
+    def read(value: Any) -> int | None:
+        number = _read_int(value)
+        return number if number is not None and low <= number <= high else None
+
+    return read
+
+
+def _float_within(low: float, high: float = math.inf) -> Callable[[Any], float | None]:
+    def read(value: Any) -> float | None:
+        number = _read_float(value)
+        return number if number is not None and low <= number <= high else None
+
+    return read
+
+
+def _read_top_p(value: Any) -> float | None:
+    number = _read_float(value)
+    return number if number is not None and 0 < number <= 1 else None
+
+
+_PENALTY = "a number from -2 to 2 (0 is none)"
+_BIAS = 'an object from token ids to finite numbers, such as {"17": -100}'
+
+PARAMETERS: tuple[Parameter, ...] = (
+    Parameter("n", _int_from(1), "an integer from 1 to what the server runs at a time"),
+    Parameter("max_tokens", _int_from(1), "an integer from 1 to 2^63 - 1, or null for as many as fit"),
+    Parameter("min_tokens", _int_from(0), "an integer from 0 to max_tokens"),
+    Parameter("temperature", _float_within(0), "a finite number of at least 0 (0 is greedy)"),
+    Parameter("top_p", _read_top_p, "a number above 0 and at most 1"),
+    Parameter("top_k", _int_from(-1), "an integer from 1 to 2^63 - 1, or 0 or -1 for all tokens"),
+    Parameter("min_p", _float_within(0, 1), "a number from 0 to 1"),
+    Parameter("presence_penalty", _float_within(-2, 2), _PENALTY),
+    Parameter("frequency_penalty", _float_within(-2, 2), _PENALTY),
+    Parameter(
+        "repetition_penalty",
+        _float_within(LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY),
+        f"a number from {LEAST_REPETITION_PENALTY:g} to {MOST_REPETITION_PENALTY:g} (1 is none)",
+    ),
+    Parameter("logit_bias", _read_logit_bias, _BIAS),
+    Parameter("logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the whole vocabulary"),
+    Parameter("seed", _read_seed, "a 64-bit integer, or -1 for the server's own"),
+    Parameter(
+        "stop",
+        _read_stops,
+        f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters and together at "
+        f"most {MAX_STOP_CHARS_TOGETHER}",
+    ),
+    Parameter("stop_token_ids", _read_token_ids, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids of at least 0"),
+    Parameter("ignore_eos", _read_bool, "true or false"),
+    Parameter("include_stop_str_in_output", _read_bool, "true or false"),
+    Parameter("skip_special_tokens", _read_bool, "true or false"),
+    Parameter("num_speculative_tokens", _int_from(0), "an integer from 0 to what the server drafts"),
+    Parameter("cache_salt", _read_salt, f"text of at most {MAX_SALT_CHARS} characters"),
+    Parameter("tenant", _read_tenant, TENANT_NAME_IN_WORDS),
+    Parameter(
+        "priority",
+        _int_from(0, MAX_PRIORITY),
+        f"an integer from 1, the most urgent, to {MAX_PRIORITY}, or 0 for {DEFAULT_PRIORITY}",
+    ),
+    Parameter("timeout", _int_from(0), "an integer of microseconds, or 0 for none"),
+)
+
+_BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}
+
+
+def parse_sampling_params(
+    values: Mapping[str, Any],
+    *,
+    max_speculative_tokens: int | None,
+    vocab_size: int | None = None,
+    max_n: int | None = None,
+) -> SamplingParams:
+    """Check `values` and give them their types.
+
+    A value of None leaves the default; `max_tokens` of None is as many as fit. `max_speculative_tokens` bounds
+    `num_speculative_tokens` (the server's k), `vocab_size` the token ids of `logit_bias` and `stop_token_ids`, and
+    `max_n` bounds `n`; None leaves each of them unbounded. Names that begin with `triton_` are skipped. Parameters of
+    vLLM that this server does not have are taken where they ask for nothing. Raises `ParameterError` for the first name
+    that is unknown and the first value that is not allowed.
+    """
+    parsed: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "logit_bias" and value is not None:
+            biases = _read_logit_bias(value, vocab_size)
+            if biases is None:
+                raise _not_allowed(name, value, _BY_NAME[name].allowed)
+            parsed[name] = biases
+        elif name in _BY_NAME:
+            if value is not None:
+                parsed[name] = _BY_NAME[name].parse(value)
+        elif name in VLLM_PARAMETERS:
+            if not VLLM_PARAMETERS[name].asks_for_nothing(value):
+                raise _not_supported(name, value)
+        elif name != "best_of" and not name.startswith(TRITON_PREFIX):
+            raise ParameterError(f"unknown sampling parameter {quoted(name)}{_nearest(name)}")
+    if "max_tokens" in values and values["max_tokens"] is None:
+        parsed["max_tokens"] = INT64_MAX
+    if parsed.get("top_k") == -1:
+        parsed["top_k"] = 0
+    if parsed.get("seed") == -1:
+        parsed["seed"] = None
+    if 0 < parsed.get("temperature", 0.0) < LOWEST_TEMPERATURE:
+        parsed["temperature"] = LOWEST_TEMPERATURE
+    params = SamplingParams(**parsed)
+    _check_together(params, max_speculative_tokens, vocab_size, max_n)
+    if (allowed := check_best_of(values.get("best_of"), params.n, _read_int)) is not None:
+        raise _not_allowed("best_of", values["best_of"], allowed)
+    return params
+
+
+def child(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of completion `index` (0-based) of the `n` that `params` ask for: one completion, and a seed of
+    its own where there is a seed, `seed + index` as in vLLM."""
+    seed = params.seed
+    return msgspec.structs.replace(params, n=1, seed=None if seed is None else (seed + index) & INT64_MAX)
+
+
+def _check_together(
+    params: SamplingParams, max_speculative_tokens: int | None, vocab_size: int | None, max_n: int | None
+) -> None:
+    """Bounds that depend on the server or on another parameter."""
+    if max_n is not None and params.n > max_n:
+        raise _not_allowed("n", params.n, f"an integer from 1 to {max_n}, what the server runs at a time")
+    if vocab_size is not None:
+        ids = params.stop_token_ids
+        strange = next((token_id for token_id in ids if token_id >= vocab_size), None)
+        if strange is not None:
+            allowed = f"token ids from 0 to {vocab_size - 1}, so not {strange}"
+            raise _not_allowed("stop_token_ids", ids, allowed)
+        # Until min_tokens are there, no stop token may come: with all of them hidden there is none to choose.
+        if params.min_tokens > 0 and 2 * len(ids) > vocab_size:
+            allowed = f"with min_tokens at most half of the vocabulary, {vocab_size // 2} tokens"
+            raise _not_allowed("stop_token_ids", ids, allowed)
+    if params.min_tokens > params.max_tokens:
+        raise _not_allowed("min_tokens", params.min_tokens, f"an integer from 0 to max_tokens ({params.max_tokens})")
+    k = params.num_speculative_tokens
+    if k is not None and max_speculative_tokens is not None and k > max_speculative_tokens:
+        allowed = f"an integer from 0 to {max_speculative_tokens}, what the server drafts"
+        raise _not_allowed("num_speculative_tokens", k, allowed)
+
+
+def _not_allowed(name: str, value: Any, allowed: str) -> ParameterError:
+    if name == "stop" and isinstance(value, int | float) and not isinstance(value, bool):
+        allowed += f'; write the number as text, in JSON "{value}" with its quotes'
+    return ParameterError(f"sampling parameter '{name}' has the value {quoted(value)}; allowed: {allowed}")
+
+
+def _not_supported(name: str, value: Any) -> ParameterError:
+    known = VLLM_PARAMETERS[name]
+    neutral = " or ".join(_json_word(word) for word in (None, *known.neutral))
+    return ParameterError(
+        f"sampling parameter '{name}' has the value {quoted(value)}; allowed: {neutral}; {known.instead}"
+    )
+
+
+def _json_word(value: Any) -> str:
+    """A value as JSON writes it."""
+    return msgspec.json.encode(value).decode()
+
+
+def _nearest(name: str) -> str:
+    if name in OTHER_NAMES:
+        return f"; use {OTHER_NAMES[name]}"
+    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.6) if len(name) <= MAX_COMPARED_CHARS else []
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return "; the sampling parameters are: " + ", ".join(_BY_NAME)

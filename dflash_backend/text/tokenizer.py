@@ -1,0 +1,164 @@
+"""The target's tokenizer: text and chat messages to token ids, and back. Used by the frontend and by `LLM`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer as FastTokenizer
+
+from dflash_backend.checkpoints.decoder_fields import read_eos
+from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.files import check_files
+from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_roles, join_parts
+
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NEEDED = "tokenizer.json and tokenizer_config.json, and code of a checkpoint is not run"
+
+
+# A template is a program that runs on what a client sends: besides its own errors it meets those of the values.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+MAX_REASON_CHARS = 200
+# Tokens that a text may lose when pieces of it are tokenised as one: those around each place where it was cut.
+TOKENS_LOST_AT_A_CUT = 256
+# A text that no template has of itself.
+PROBE = "f3a9c1"
+# Characters that a piece has for each token that is allowed. Most text has fewer than this for each of its tokens.
+PIECE_CHARS_PER_TOKEN = 4
+
+# One text is tokenised at a time; a pool of threads would only be in the way of the fork that starts the engine.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer with its chat template.
+
+    Text goes through the Rust tokenizer directly: its methods take no lock and keep no state, so any thread may call
+    them, and they cost a fraction of the Python layer's. Truncation and padding are switched off once at load.
+    """
+
+    def __init__(self, template: Any, eos_token_ids: tuple[int, ...], trust_messages: bool = False) -> None:
+        """`template` is a `PreTrainedTokenizerFast`; `Tokenizer.load` is the usual way. With `trust_messages`, special
+        tokens that a chat message spells out are special tokens; without, they are text."""
+        self._template = template
+        self._fast: FastTokenizer = template.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.eos_token_ids = eos_token_ids
+        # So much of a text at most is one token: a longer text has more tokens.
+        self.max_token_chars = max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
+        added = self._fast.get_added_tokens_decoder().values()
+        self._special = SpecialTokens(token.content for token in added if token.special and not trust_messages)
+
+    @classmethod
+    def load(cls, directory: Path, trust_messages: bool = False) -> Tokenizer:
+        """Read the tokenizer of a model directory; code that lies in it is not run. Raises `CheckpointError` when there
+        is none that can be used."""
+        from transformers import AutoTokenizer
+
+        check_files(directory)
+        if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+            # transformers would make an empty tokenizer of the config's model type.
+            raise CheckpointError(f"{directory}: there is no tokenizer in it; it needs {NEEDED}")
+        try:
+            template = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # what the Rust tokenizers raise is a plain Exception
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{directory}: no tokenizer can be read from it ({reason}); it needs {NEEDED}"
+            ) from error
+        if not getattr(template, "is_fast", False):
+            raise CheckpointError(f"{directory}: the tokenizer has no fast version; it needs a tokenizer.json")
+        own = () if template.eos_token_id is None else (template.eos_token_id,)
+        return cls(template, tuple(dict.fromkeys((*read_eos(directory), *own))), trust_messages)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
+        return self._encode([text], add_special_tokens=True)
+
+    def has_more_tokens(self, text: str, limit: int) -> bool:
+        """Whether a text surely has more than `limit` tokens; False means that it may fit.
+
+        Tokenises no more of it than it takes to know: the cost is about that of a prompt of `limit` tokens, however
+        long the text is.
+        """
+        size = PIECE_CHARS_PER_TOKEN * limit + TOKENS_LOST_AT_A_CUT
+        if len(text) <= size:
+            return False
+        num_tokens = 0
+        for start in range(0, len(text), size):
+            num_tokens += len(self._encode([text[start : start + size]], add_special_tokens=False))
+            num_tokens -= TOKENS_LOST_AT_A_CUT
+            if num_tokens > limit:
+                return True
+        return False
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[int]:
+        """Token ids of several texts, one after the other. The method for a batch lets other threads run meanwhile; the
+        one for a single text does not."""
+        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [token_id for encoding in encodings for token_id in encoding.ids]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatText:
+        """What the chat template makes of `messages`, up to where the assistant's answer begins.
+
+        `options` are variables of the template, such as `enable_thinking`; one that it does not use has no effect.
+        Raises `PromptError` when there is no template or it refuses the messages.
+        """
+        if not self._template.chat_template:
+            raise PromptError("the target's tokenizer has no chat template; send text_input instead of messages")
+        check_roles(messages)
+        if any(isinstance(message.get("content"), list) for message in messages) and not self._takes_parts:
+            messages = [join_parts(message) for message in messages]
+        (marked, variables), mark = self._special.marked(([dict(message) for message in messages], options))
+        try:
+            text = str(
+                self._template.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, **variables)
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from error
+        return ChatText((text,) if mark is None else tuple(text.split(mark)))
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the chat template reads content that is a list of parts, as of OpenAI's API; others print the list or
+        fail."""
+        parts = [{"type": "text", "text": PROBE}]
+        try:
+            text = self._template.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        except _TEMPLATE_ERRORS:
+            return False
+        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+    def encode_chat(self, chat: ChatText) -> list[int]:
+        """Token ids of what `render_chat` made, which has its special tokens already."""
+        return self._encode(chat.pieces, add_special_tokens=False)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of `messages` through the chat template, with `options` as in `render_chat`. Raises
+        `PromptError`."""
+        return self.encode_chat(self.render_chat(messages, **options))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing.
+
+        White space is kept as it is: the clean-up that some old tokenizers ask for would make the text of a part
+        depend on what follows it, and could not be streamed.
+        """
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__

@@ -1,0 +1,80 @@
+"""Finds the requests whose client is gone. Used by `triton.service`, whose output thread asks Triton for it.
+
+Triton tells nobody that a request was cancelled; each has to be asked about, which costs a round trip between the stub
+and the server. Measured with `checks/cancel_cost.py`; the numbers below follow from it: up to 64 requests each is
+asked about five times a second, and with more of them less often, but at least twice.
+
+Triton itself hears from gRPC at once when a client has left. Over HTTP it reads nothing while a request runs (server
+issue 7077) and hears of it when it writes: an HTTP request that does not stream, or that still waits for its first
+token, runs on to there without its client; `request_timeout_s` bounds that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from dflash_backend.triton.responder import Responder, SendFailed
+
+# Between two looks; what is due at one is asked about in one go, because waking up costs as well.
+TICK_S = 0.05
+NOTICE_S = 0.2
+MAX_NOTICE_S = 0.5
+CHECKS_PER_S = 320
+# Asking takes about 0.1 ms; between so many, outputs that have arrived come first.
+CHECKS_A_TURN = 16
+
+
+class CancellationWatch:
+    """Asks about requests in turn. `add` from any thread; `ask` from one."""
+
+    def __init__(self) -> None:
+        # The one that was not asked about for longest comes first. Those that have ended stay until it is their turn.
+        self._watched: deque[tuple[str, Responder]] = deque()
+        self._asked_at = 0.0
+        self._due = 0.0
+
+    def add(self, request_id: str, responder: Responder) -> None:
+        """Watch a request from now on."""
+        self._watched.append((request_id, responder))
+
+    def timeout_s(self) -> float:
+        """How long the thread that asks may sleep before it asks again."""
+        return 0.0 if self._due >= 1.0 else TICK_S
+
+    def ask(self, now: float, in_flight: Collection[str]) -> tuple[list[str], list[tuple[str, SendFailed]]]:
+        """Ask about those that are due at `now`, a few at a time.
+
+        Returns the ids of the ones whose client is gone, and of those that Triton could not be asked about with the
+        reason; neither are watched any longer. Of those that are not `in_flight` nobody is asked: their answer was
+        sent.
+        """
+        self._become_due(now, len(in_flight))
+        gone: list[str] = []
+        failed: list[tuple[str, SendFailed]] = []
+        asked = 0
+        while self._watched and self._due >= 1.0 and asked < CHECKS_A_TURN:
+            request_id, responder = self._watched.popleft()
+            if request_id not in in_flight:
+                continue
+            asked += 1
+            self._due -= 1.0
+            try:
+                cancelled = responder.is_cancelled()
+            except SendFailed as error:
+                failed.append((request_id, error))
+                continue
+            if cancelled:
+                gone.append(request_id)
+            else:
+                self._watched.append((request_id, responder))
+        return gone, failed
+
+    def _become_due(self, now: float, count: int) -> None:
+        elapsed = now - self._asked_at
+        if elapsed < TICK_S:
+            return
+        self._asked_at = now
+        interval = min(max(NOTICE_S, count / CHECKS_PER_S), MAX_NOTICE_S)
+        # Never more than one look at each.
+        self._due = min(self._due + count * elapsed / interval, float(count))

@@ -1,0 +1,37 @@
+"""Tells whoever supervises the server that the output thread goes on: the age of a file. For `triton.service`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# The environment variable that names the file. `dflash-triton serve` sets it.
+HEARTBEAT_FILE = "DFLASH_HEARTBEAT_FILE"
+INTERVAL_S = 1.0
+
+
+class Heartbeat:
+    """Touches a file about once a second. Owned by one thread."""
+
+    def __init__(self, path: str | None, log: Callable[[str], None]) -> None:
+        """Without a `path` nothing is done. `log` hears once of a file that cannot be touched."""
+        self._path = Path(path) if path else None
+        self._log = log
+        self._beat_at = float("-inf")
+        self._has_failed = False
+
+    def beat(self, now: float) -> None:
+        """Touch the file if that is due at `now`, in seconds of a clock that never goes back."""
+        if self._path is None or now - self._beat_at < INTERVAL_S:
+            return
+        self._beat_at = now
+        try:
+            try:
+                os.utime(self._path)
+            except FileNotFoundError:
+                self._path.touch()
+        except OSError as error:
+            if not self._has_failed:
+                self._log(f"the heartbeat file {self._path} of {HEARTBEAT_FILE} cannot be touched: {error.strerror}")
+            self._has_failed = True

@@ -1,0 +1,69 @@
+"""The Triton model: Triton's Python backend calls it, and it hands everything to the frontend service.
+
+Imported inside Triton's stub only, by `model_repository/dflash/1/model.py` and `backends/vllm/model.py`.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine_client.client import EngineError
+from dflash_backend.heap import freeze_heap
+from dflash_backend.triton.model_config import (
+    check_model_config,
+    complete_model_config,
+    read_model_json,
+    use_gpu_of_instance,
+)
+from dflash_backend.triton.service import FrontendService
+
+
+class TritonPythonModel:
+    """Decoupled: `execute` queues requests and returns at once, responses are sent as the engine yields tokens."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Add the inputs, outputs and transaction policy that a config.pbtxt leaves out."""
+        complete_model_config(config)
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the models that config.pbtxt, a model.json as of Triton's vLLM backend and the environment name."""
+        model_config = json.loads(args["model_config"])
+        values = {name: value["string_value"] for name, value in model_config.get("parameters", {}).items()}
+        version = Path(args["model_repository"]) / args["model_version"]
+        try:
+            check_model_config(model_config)
+            use_gpu_of_instance(args, os.environ)
+            config = EngineConfig.load(values, os.environ, model_json=read_model_json(version / "model.json"))
+            self._service = FrontendService(
+                config,
+                args["model_name"],
+                pb_utils,
+                instance=args["model_instance_name"],
+                version=args["model_version"],
+                server_pid=os.getppid(),
+            )
+        except (ConfigError, CheckpointError, EngineError) as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        freeze_heap()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue the requests."""
+        for request in requests:
+            self._service.submit(request)
+
+    def is_ready(self) -> bool:
+        """Whether the engine takes requests. Asked by Triton's readiness end points since its Python backend knows this
+        method (python_backend pull request 430, 2026); an older Triton reports ready for as long as the stub lives, and
+        `dflash:engine_ready` on its metrics page is what tells."""
+        return self._service.ready
+
+    def finalize(self) -> None:
+        """Finish what runs and end the engine process."""
+        self._service.close()

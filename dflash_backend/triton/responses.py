@@ -1,0 +1,107 @@
+"""Builds the responses of the serving contract out of Triton's tensors. Used by `triton.service`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dflash_backend.messages import RequestStats
+from dflash_backend.text.request import VERBATIM_ERRORS
+from dflash_backend.triton.flight import Flight
+from dflash_backend.triton.responder import Response
+
+# gRPC status names, as Triton's `TritonError` calls them.
+_ERROR_CODES = {
+    "INVALID_ARGUMENT": "INVALID_ARG",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "CANCELLED": "CANCELLED",
+    "INTERNAL": "INTERNAL",
+}
+
+
+Array = np.ndarray[Any, Any]
+# Triton stores a text with its length before it.
+LENGTH_BYTES = 4
+
+
+class ResponseBuilder:
+    """Makes `InferenceResponse` objects. `pb_utils` is Triton's module, which exists only inside its stub."""
+
+    def __init__(self, pb_utils: ModuleType, report_cached_tokens: bool = False) -> None:
+        """`report_cached_tokens` tells how much of a prompt was cached also to those that share the cache with all."""
+        self._pb = pb_utils
+        self._report_cached_tokens = report_cached_tokens
+        self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+    def output(self, flight: Flight) -> Response:
+        """A response with what is new of a request: text, and the outputs that were asked for.
+
+        Outputs have an element for each of the n completions, and counts and ids of tokens are those new in this one.
+        `token_ids` holds the ids of all completions, one after the other; `num_output_tokens` has their lengths.
+        `spec_stats` belong to the response that ends the request.
+        """
+        returns, completions = flight.parsed.returns, flight.completions
+        outputs: dict[str, Array] = {"text_output": _texts(["".join(one.text) for one in completions])}
+        if returns.finish_reason:
+            outputs["finish_reason"] = _texts([str(one.finish_reason) for one in completions])
+        if returns.cumulative_logprob:
+            outputs["cumulative_logprob"] = np.array([one.cumulative_logprob for one in completions], dtype=np.float32)
+        if returns.logprobs:
+            asked = flight.parsed.sampling.logprobs is not None
+            outputs["logprobs"] = _texts([f"[{', '.join(one.logprobs)}]" if asked else "null" for one in completions])
+        if returns.num_input_tokens:
+            outputs["num_input_tokens"] = np.array([len(flight.parsed.prompt_token_ids)], dtype=np.uint32)
+        if returns.num_output_tokens:
+            outputs["num_output_tokens"] = np.array([len(one.token_ids) for one in completions], dtype=np.uint32)
+        if returns.token_ids:
+            ids = [token_id for one in completions for token_id in one.token_ids]
+            outputs["token_ids"] = np.array(ids, dtype=np.int32)
+        if returns.spec_stats and flight.ended:
+            tell = self._report_cached_tokens or bool(flight.parsed.sampling.cache_salt)
+            stats = [spec_stats_json(one.stats, tell) for one in completions if one.stats is not None]
+            outputs["spec_stats"] = _texts(stats)
+        tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
+        return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
+
+    def error(self, status: str, message: str) -> Any:
+        """A response that is an error. `status` is a gRPC status name.
+
+        The text begins with it: HTTP answers every error of a model with 400, and a gRPC stream carries an error's
+        text alone, so the text is all that tells a client what kind it is. The texts that clients of Triton's vLLM
+        backend compare as a whole come as they are there.
+        """
+        code = getattr(self._pb.TritonError, _ERROR_CODES[status])
+        text = message if message in VERBATIM_ERRORS else f"{status}: {message}"
+        return self._pb.InferenceResponse(error=self._pb.TritonError(text, code))
+
+
+def _texts(texts: Sequence[str]) -> Array:
+    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
+
+
+def _num_bytes(values: Array) -> int:
+    """The bytes of an output as Triton stores it."""
+    if values.dtype == np.object_:
+        return sum(len(text) + LENGTH_BYTES for text in values)
+    return int(values.nbytes)
+
+
+def spec_stats_json(stats: RequestStats, tell_cached_tokens: bool) -> str:
+    """The `spec_stats` output: what speculation, the prefix cache and preemption did for a request.
+
+    Without `tell_cached_tokens` the number of cached prompt tokens is null: among requests that share the cache it says
+    what others have sent, token by token.
+    """
+    return json.dumps(
+        {
+            **msgspec.structs.asdict(stats.spec_decoding),
+            "acceptance_length": round(stats.spec_decoding.acceptance_length, 4),
+            "num_cached_tokens": stats.num_cached_tokens if tell_cached_tokens else None,
+            "num_preemptions": stats.num_preemptions,
+        }
+    )

@@ -1,0 +1,144 @@
+"""Whatever is killed, nothing of a server stays: no process, no folder, no shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.launcher.processes import Process, family, gone, marked, named, send
+from dflash_cli.launcher.server import SEGMENT_PREFIX
+from dflash_client import DFlashClient
+from tests.client.conftest import toy_server
+
+ROOT = Path(__file__).resolve().parents[2]
+# Exit timeout 1 s, its margin, the guardian's own patience, and a loaded machine.
+WITHIN_S = 30.0
+ABANDON = """
+import sys, time
+from tests.client.conftest import toy_server
+with toy_server({"TOY_CHILD": "1", "TOY_CANCEL_LOG": "/dev/null"}, exit_timeout_s=1) as server:
+    print(server.grpc_url, server.pid, server._guardian.pid, server.folder, flush=True)
+    while True:
+        time.sleep(0.2)
+        server.keep_safe()
+"""
+
+
+class Abandoned:
+    """A launcher in a process of its own, and what belongs to its server."""
+
+    def __init__(self, launcher: subprocess.Popen[str], line: str) -> None:
+        self.launcher = launcher
+        self.grpc_url, triton, guardian, folder = line.split()
+        self.guardian, self.folder = int(guardian), Path(folder)
+        self.members = family(int(triton))
+        self.triton = {p for p in self.members if p.pid == int(triton)}
+        self.stub = named(self.members, "triton_python_backend_stub")
+
+    def segments(self) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"{SEGMENT_PREFIX}{self.launcher.pid}_*"))
+
+    def nothing_is_left(self) -> bool:
+        """Waits for it."""
+        deadline = time.monotonic() + WITHIN_S
+        while time.monotonic() < deadline:
+            if gone(self.members, 0) and not self.segments() and not self.folder.exists():
+                return not marked(str(self.folder))
+            time.sleep(0.1)
+        return False
+
+
+@pytest.fixture
+def abandoned() -> Iterator[Abandoned]:
+    command = [sys.executable, "-c", ABANDON]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        one = Abandoned(launcher, launcher.stdout.readline())
+        assert len(one.members) >= 3
+        assert one.segments()
+        yield one
+        launcher.kill()
+        send(one.members, signal.SIGKILL)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("stopped", ["nothing", "stub", "tritonserver"])
+def test_nothing_stays_of_a_server_whose_launcher_is_killed_with_a_stream_in_flight(
+    abandoned: Abandoned, stopped: str
+) -> None:
+    with DFlashClient(abandoned.grpc_url, timeout_s=WITHIN_S) as client:
+        stream = client.stream("forever")
+        next(stream)
+        send({"nothing": set(), "stub": abandoned.stub, "tritonserver": abandoned.triton}[stopped], signal.SIGSTOP)
+        abandoned.launcher.kill()
+        abandoned.launcher.wait(10)
+        assert abandoned.nothing_is_left(), (abandoned.members, abandoned.segments(), abandoned.folder)
+        with contextlib.suppress(Exception):
+            stream.close()
+
+
+@pytest.mark.server
+def test_a_guardian_that_is_killed_is_replaced(abandoned: Abandoned) -> None:
+    os.kill(abandoned.guardian, signal.SIGKILL)
+    time.sleep(1)
+    abandoned.launcher.kill()
+    abandoned.launcher.wait(10)
+    assert abandoned.nothing_is_left()
+
+
+@pytest.mark.server
+def test_nothing_stays_of_a_server_that_is_killed() -> None:
+    with toy_server({"TOY_CHILD": "1"}) as server:
+        members, folder, env_folders = family(server.pid), server.folder, server._env_folders
+        assert env_folders, "Triton's Python backend makes one, which it removes only when it ends by itself"
+        os.kill(server.pid, signal.SIGKILL)
+    assert gone(members, 0)
+    assert not folder.exists()
+    assert not any(path.exists() for path in env_folders)
+    assert not marked(str(folder))
+
+
+@pytest.mark.server
+def test_a_stop_leaves_no_guardian() -> None:
+    with toy_server() as server:
+        assert server._guardian is not None
+        assert server._guardian.pid is not None
+        guardian: set[Process] = family(server._guardian.pid)
+        assert len(guardian) == 1
+    assert gone(guardian, 0)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
+def test_a_stop_while_the_model_loads_leaves_nothing(delay_s: float, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="load-") as directory:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
+        command = [sys.executable, "-m", "dflash_cli.main", "serve"]
+        ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+        with subprocess.Popen(
+            [*command, *ports],
+            env=environ | {"TMPDIR": directory},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "loading 0%" in line:
+                    break
+            members = family(process.pid)
+            time.sleep(delay_s)
+            process.send_signal(signal.SIGINT)
+            process.stderr.read()
+        assert process.returncode == 0
+        assert gone(members, 0)
+        assert os.listdir(directory) == []

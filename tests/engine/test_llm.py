@@ -1,0 +1,147 @@
+"""The offline API: prompts in, texts out, and errors that name what was wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from dflash_backend import LLM, SamplingParams
+from dflash_backend.core.admission import RequestError
+from dflash_backend.core.plan import StepOutOfMemory, StepPlan, StepResult, Worker
+from dflash_backend.text.chat import PromptError
+from dflash_backend.text.sampling_params import ParameterError
+
+QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_num_seqs=4, max_model_len=512)
+
+
+def test_chat_takes_options_of_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} off{% endif %}"
+    monkeypatch.setattr(llm.tokenizer._template, "chat_template", template)
+    messages = [{"role": "user", "content": "Hi"}]
+    for options in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        assert llm.chat(messages, max_tokens=1, **options).prompt_token_ids == llm.tokenizer.encode("Hi off")
+    assert llm.chat(messages, max_tokens=1).prompt_token_ids == llm.tokenizer.encode("Hi")
+    with pytest.raises(PromptError, match="has the name 'tokenize'"):
+        llm.chat(messages, chat_template_kwargs={"tokenize": True})
+
+
+def test_text_token_ids_and_chat_are_answered_in_order(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(QUESTION)
+    from_text, from_ids = llm.generate([QUESTION, ids], max_tokens=96, temperature=0)
+    assert from_text.token_ids == from_ids.token_ids
+    assert from_text.text.endswith("Answer: 17")
+    assert from_text.finish_reason == "stop"
+    assert from_text.stats is not None
+    assert from_text.stats.spec_decoding.acceptance_length > 1
+    assert llm.chat([{"role": "user", "content": QUESTION}], max_tokens=96, temperature=0).text.endswith("Answer: 17")
+
+
+def test_each_prompt_can_have_parameters_of_its_own(llm: LLM) -> None:
+    short, long = llm.generate([QUESTION] * 2, [{"max_tokens": 3}, SamplingParams(max_tokens=9, temperature=0.0)])
+    assert (len(short.token_ids), len(long.token_ids)) == (3, 9)
+
+
+def test_a_stop_string_ends_the_text_before_it_with_its_stats(llm: LLM) -> None:
+    output = llm.generate(QUESTION, max_tokens=96, temperature=0, stop="Step 2")[0]
+    assert output.text.endswith("4 * 6 = 24.\n")
+    assert output.finish_reason == "stop"
+    assert output.stats is not None
+
+
+def test_the_same_seed_gives_the_same_output_alone_and_among_others(llm: LLM) -> None:
+    params = {"max_tokens": 40, "temperature": 1.5, "seed": 7}
+    alone = llm.generate("Tell me", params)[0]
+    crowd = llm.generate(["Tell me"] + [QUESTION] * 7, [params] + [{"max_tokens": 60, "temperature": 1.2}] * 7)[0]
+    other = llm.generate("Tell me", params | {"seed": 8})[0]
+    assert alone.token_ids == crowd.token_ids
+    assert alone.token_ids != other.token_ids
+
+
+def test_sampled_output_survives_preemption_unchanged() -> None:
+    params = [{"max_tokens": 60, "temperature": 1.3, "seed": seed, "ignore_eos": True} for seed in range(8)]
+    calm = LLM(max_num_seqs=8, max_model_len=256).generate([QUESTION] * 8, params)
+    tight = LLM(max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
+    preempted = tight.generate([QUESTION] * 8, params)
+    assert tight.stats().num_preemptions > 0
+    assert [output.token_ids for output in preempted] == [output.token_ids for output in calm]
+
+
+def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm: LLM) -> None:
+    params = {"max_tokens": 20, "temperature": 1.5, "seed": 7, "logprobs": 0}
+    finished: list[int] = []
+    several, one = llm.generate(["Tell me"] * 2, [params | {"n": 6}, params], lambda index, _: finished.append(index))
+    assert len(several.outputs) == 6
+    assert sorted(finished) == [0, 1]
+    assert (several.text, several.token_ids) == (one.text, one.token_ids)
+    assert several.cumulative_logprob == pytest.approx(one.cumulative_logprob)
+    assert len({tuple(completion.token_ids) for completion in several.outputs}) == 6
+    third = llm.generate("Tell me", params | {"seed": 9})[0]
+    assert several.outputs[2].token_ids == third.token_ids
+    assert all(completion.finish_reason and completion.stats for completion in several.outputs)
+
+
+def test_logprobs_come_with_a_stop_string_too(llm: LLM) -> None:
+    output = llm.generate(QUESTION, max_tokens=96, temperature=0, stop="Step 2", logprobs=2)[0]
+    assert output.finish_reason == "stop"
+    assert output.logprobs is not None
+    assert [entry.token_ids[0] for entry in output.logprobs] == output.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "message"),
+    [
+        ([], {}, RequestError, "the prompt is empty"),
+        ([5] * 600, {}, RequestError, "600 tokens.*max_model_len .512."),
+        ([5, 1024], {}, ValueError, "token id 1024 is not in the vocabulary"),
+        ("x", {"temperatur": 1}, ParameterError, "temperature"),
+        ("x", {"params": SamplingParams(top_p=0.0)}, ParameterError, "top_p"),
+        ("x", {"num_speculative_tokens": 16}, ParameterError, "num_speculative_tokens"),
+        ("x", {"logit_bias": {1024: 5}}, ParameterError, "logit_bias.*token ids from 0 to 1023"),
+        ("x", {"logprobs": 21}, ParameterError, "logprobs"),
+        ("x", {"params": [{}, {}]}, ValueError, "2 sets of parameters for 1 prompts"),
+    ],
+)
+def test_bad_input_is_named_and_the_engine_goes_on(
+    llm: LLM, prompt: Any, sampling: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate([prompt], **sampling)
+    assert not llm.engine.core.has_unfinished()
+    assert len(llm.generate(QUESTION, max_tokens=2)[0].token_ids) == 2
+
+
+class FullMemory:
+    """A worker whose device has no memory for a step of more than eight tokens."""
+
+    overlaps = False
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.num_tokens <= 8:
+            return self._worker.submit(plan)
+        self._worker.submit(dataclasses.replace(plan, rows=[]))
+        self._worker.collect()
+        raise StepOutOfMemory("the memory is full")
+
+    def collect(self) -> StepResult:
+        return self._worker.collect()
+
+
+def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engine_goes_on() -> None:
+    llm = LLM(kv_cache_gb=0.05, max_model_len=128)
+    core = llm.engine.core
+    core._worker = FullMemory(core._worker)
+    with pytest.raises(RequestError, match="the memory is full") as caught:
+        llm.generate([[5] * 30], max_tokens=2)
+    assert caught.value.status == "INTERNAL"
+    assert not core.has_unfinished()
+    assert len(llm.generate([[5] * 3], max_tokens=2, num_speculative_tokens=0)[0].token_ids) == 2

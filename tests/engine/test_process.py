@@ -1,0 +1,277 @@
+"""The engine's process, with a toy engine in it: what it takes, what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.client import EngineClient, EngineError, engine_command
+from dflash_backend.messages import (
+    AbortRequests,
+    EngineFailed,
+    GenerationRequest,
+    RequestRejected,
+    SamplingParams,
+    StepOutputs,
+    StopRequests,
+    TokenDelta,
+)
+from tests.engine_client import toy_engine
+
+COMMAND = engine_command("tests.engine_client.toy_engine")
+WAIT_S = 20.0
+
+
+def start(**settings: object) -> EngineClient:
+    return EngineClient(EngineConfig.from_values(settings), COMMAND)
+
+
+@pytest.fixture
+def engine():
+    client = start()
+    try:
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+        yield client
+    finally:
+        client.close()
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 5) -> GenerationRequest:
+    return GenerationRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def hear(client: EngineClient, enough) -> list:
+    """What the engine says, up to the first thing that is `enough`."""
+    heard: list = []
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for message in client.receive(1000):
+            parts = [*message.deltas, *message.rejected] if isinstance(message, StepOutputs) else [message]
+            heard += parts
+            if any(enough(part) for part in parts):
+                return heard
+    raise AssertionError(f"not heard in {WAIT_S} s: {heard}")
+
+
+def finished(request_id: str):
+    return lambda part: isinstance(part, TokenDelta) and part.request_id == request_id and part.finish_reason
+
+
+def test_loading_is_reported_before_the_engine_is_ready():
+    client, progress = start(max_model_len=99), []
+    try:
+        ready = client.wait_until_ready(lambda message, fraction: progress.append((message, fraction)), WAIT_S)
+        assert (progress, ready.max_model_len) == ([("toy", 0.5)], 99)
+    finally:
+        client.close()
+
+
+def test_a_failed_load_says_why_and_leaves_nothing_running():
+    client = start(max_model_len=toy_engine.FAIL_AT)
+    with pytest.raises(EngineError, match="^the toy cannot load with 13$"):
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+    assert not running(client.pid)
+
+
+def test_a_death_while_loading_is_noticed_at_once():
+    client = start(max_model_len=toy_engine.DIE_AT)
+    with pytest.raises(EngineError, match=r"died \(exit status 7\)"):
+        client.wait_until_ready(lambda message, fraction: None, WAIT_S)
+
+
+def test_a_load_that_takes_too_long_is_given_up():
+    client = EngineClient(EngineConfig(), [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    with pytest.raises(EngineError, match=r"not ready within 0\.2 s"):
+        client.wait_until_ready(lambda message, fraction: None, 0.2)
+
+
+def test_each_step_yields_a_delta_and_the_last_one_has_stats(engine):
+    engine.send(request("a", [1, 2], max_tokens=5))
+    deltas = hear(engine, finished("a"))
+    assert [delta.token_ids for delta in deltas] == [[1, 2, 1], [2, 1]]
+    assert (deltas[-1].finish_reason, deltas[-1].stats.num_output_tokens) == ("length", 5)
+
+
+def test_a_request_that_is_refused_does_not_touch_the_others(engine):
+    # The one to be refused goes first, so that its answer cannot come after the other's last.
+    engine.send(request("bad", [toy_engine.REFUSE]))
+    engine.send(request("good", [1], max_tokens=30))
+    heard = hear(engine, finished("good"))
+    assert RequestRejected("bad", "UNAVAILABLE", "the toy refuses this prompt") in heard
+    assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
+
+
+def test_a_defect_that_a_request_shows_as_it_is_queued_ends_that_request_alone(engine):
+    engine.send(request("bad", [toy_engine.BREAK_IN_QUEUEING]))
+    engine.send(request("good", [1], max_tokens=30))
+    heard = hear(engine, finished("good"))
+    (rejected,) = [part for part in heard if isinstance(part, RequestRejected)]
+    assert (rejected.request_id, rejected.status) == ("bad", "INTERNAL")
+    assert "KeyError: 'the toy has no place for this prompt'" in rejected.message
+
+
+def test_a_request_that_is_given_up_is_told_and_does_not_touch_the_others(engine):
+    engine.send(request("bad", [toy_engine.GIVE_UP]))
+    engine.send(request("good", [1], max_tokens=30))
+    heard = hear(engine, finished("good"))
+    assert [part for part in heard if isinstance(part, RequestRejected)] == [
+        RequestRejected("bad", "INTERNAL", "the toy gave up")
+    ]
+    assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
+
+
+def test_an_aborted_request_is_not_heard_of_again(engine):
+    engine.send(request("gone", [1], max_tokens=10**9))
+    hear(engine, lambda part: True)
+    engine.send(AbortRequests(["gone", "never-there"]))
+    engine.send(request("next", [2]))
+    hear(engine, finished("next"))
+    assert engine.receive(100) == []
+
+
+def test_a_stopped_request_gets_a_last_delta_with_stats(engine):
+    engine.send(request("s", [1], max_tokens=10**9))
+    hear(engine, lambda part: True)
+    engine.send(StopRequests(["s", "never-there"], [3, 1]))
+    last = hear(engine, finished("s"))[-1]
+    assert (last.token_ids, last.finish_reason) == ([], "stop")
+    assert last.stats.num_prompt_tokens == 1
+
+
+def test_an_error_in_a_step_is_told_before_the_process_ends(engine):
+    engine.send(request("b", [toy_engine.BREAK]))
+    assert hear(engine, lambda part: True) == [EngineFailed("the engine stopped: RuntimeError: the toy broke")]
+    with pytest.raises(EngineError, match=r"died \(exit status 1\)"):
+        hear(engine, lambda part: True)
+
+
+def test_a_killed_engine_is_noticed_with_its_signal(engine):
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"died \(signal 9\)"):
+        hear(engine, lambda part: True)
+
+
+def test_sigint_is_left_to_the_frontend_and_sigterm_ends_it_cleanly(engine):
+    os.kill(engine.pid, signal.SIGINT)
+    engine.send(request("a", [1]))
+    hear(engine, finished("a"))
+    os.kill(engine.pid, signal.SIGTERM)
+    with pytest.raises(EngineError, match=r"died \(exit status 0\)"):
+        hear(engine, lambda part: True)
+
+
+def test_closing_ends_a_busy_engine(engine):
+    engine.send(request("a", [1], max_tokens=10**9))
+    hear(engine, lambda part: True)
+    engine.close()
+    assert not running(engine.pid)
+
+
+def test_the_sockets_leave_no_file_once_both_sides_are_connected(engine):
+    assert not Path(engine._dir).exists()
+    engine.send(request("a", [1]))
+    hear(engine, finished("a"))
+
+
+FRONTEND = """
+import sys, time
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.client import EngineClient, engine_command
+client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_engine"))
+if sys.argv[1] == "ready":
+    client.wait_until_ready(lambda message, fraction: None, 20)
+print(client.pid, client._dir, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("when", ["ready", "loading"])
+def test_an_engine_ends_with_its_frontend_however_that_went(when):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen(
+        [sys.executable, "-c", FRONTEND, when], stdout=subprocess.PIPE, text=True, env=environ
+    ) as frontend:
+        assert frontend.stdout is not None
+        pid, directory = frontend.stdout.readline().split()
+        frontend.kill()
+    deadline = time.monotonic() + WAIT_S
+    while running(int(pid)) or Path(directory).exists():
+        assert time.monotonic() < deadline, "the engine outlived its frontend"
+
+
+STUCK = """
+import ctypes, subprocess, sys
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.client import EngineClient, engine_command
+server = subprocess.Popen(["sleep", "600"])
+client = EngineClient(EngineConfig(), engine_command("tests.engine_client.toy_engine"), server.pid)
+client.wait_until_ready(lambda message, fraction: None, 20)
+print(server.pid, client.pid, flush=True)
+# PyDLL keeps the interpreter's lock.
+ctypes.PyDLL(None).sleep(600)
+"""
+
+
+def test_a_frontend_that_is_stuck_with_the_interpreters_lock_ends_with_its_server_and_so_does_the_engine():
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, env=environ) as frontend:
+        assert frontend.stdout is not None
+        server, engine = map(int, frontend.stdout.readline().split())
+        assert running(engine)
+        os.kill(server, signal.SIGKILL)
+        try:
+            assert frontend.wait(WAIT_S) == -signal.SIGKILL
+        finally:
+            frontend.kill()
+    deadline = time.monotonic() + WAIT_S
+    while running(engine):
+        assert time.monotonic() < deadline, "the engine outlived its server"
+
+
+def test_an_idle_engine_speaks_now_and_then(engine):
+    hear_one = [engine.receive(5000) for _ in range(3)]
+    assert all(isinstance(message, StepOutputs) for messages in hear_one for message in messages)
+    assert all(hear_one)
+
+
+def test_requests_are_confirmed_before_they_are_worked_on(engine):
+    engine.send(request("a", [toy_engine.BREAK]))
+    assert engine.is_on_the_way("a")
+    hear(engine, lambda part: isinstance(part, EngineFailed))
+    assert not engine.is_on_the_way("a")
+    assert engine.num_waiting <= 1
+
+
+def test_requests_that_were_aborted_before_a_stopped_engine_received_them_do_not_wait(engine):
+    os.kill(engine.pid, signal.SIGSTOP)
+    for name in "abc":
+        engine.send(request(name, [1]))
+    assert engine.num_waiting == 3
+    engine.send(AbortRequests(["a", "c"]))
+    assert engine.num_waiting == 1
+    os.kill(engine.pid, signal.SIGCONT)
+    hear(engine, finished("b"))
+    assert engine.num_waiting == 0
+
+
+def test_an_engine_that_hangs_is_ended_all_the_same(engine):
+    os.kill(engine.pid, signal.SIGSTOP)
+    assert engine.alive
+    assert engine.close(hung=True)
+    assert not running(engine.pid)
+    assert not engine.alive
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,172 @@
+"""An engine process without a model: it answers with the prompt's own tokens, over and over, three a step.
+
+Run as a module by the tests of the engine process and of the frontend. Prompts that begin with one of the ids below are
+special. A `max_model_len` of 13 fails the load, one of 14 dies in it. TOY_ENGINE_LIVES in the environment names a file
+with a line for each start: `fail` and `die` while loading, `end` with the first request, anything else lives.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.core.admission import RequestError
+from dflash_backend.engine.process import serve
+from dflash_backend.messages import (
+    EngineReady,
+    EngineStats,
+    GenerationRequest,
+    RequestRejected,
+    RequestStats,
+    TokenDelta,
+    TokenLogprobs,
+)
+from dflash_backend.spec_stats import SpecDecodingStats
+
+TOKENS_PER_STEP = 3
+BREAK = 1000  # the step raises
+REFUSE = 1001  # add_request refuses
+QUIET = 1002  # never yields a token
+VOCAB = 1024
+REFUSE_SECOND = 1004  # add_request refuses the second of the completions
+GIVE_UP = 1005  # the step ends the request with an error
+BREAK_IN_QUEUEING = 1006  # add_request raises what it should not
+DIE = 1003  # the process is gone in the middle of a step
+FAIL_AT, DIE_AT = 13, 14
+NUM_ROWS = 2  # that are free, whoever runs
+
+
+@dataclass
+class ToyRequest:
+    request: GenerationRequest
+    num_output: int = 0
+
+    def stats(self) -> RequestStats:
+        # A request waits half a second, and each further completion of it a quarter longer.
+        queue_time_s = 0.5 + 0.25 * int(self.request.request_id.partition("/")[2] or 0)
+        prompt = len(self.request.prompt_token_ids)
+        return RequestStats(prompt, self.num_output, 0, SpecDecodingStats(4, 20, 10, [4, 3, 2, 1, 0]), 0, queue_time_s)
+
+
+def token_logprobs(token: int, num_others: int) -> TokenLogprobs:
+    """The token as the likeliest one, then ids that follow it; each is half as likely as the one before."""
+    count = num_others + 1
+    return TokenLogprobs(
+        [(token + i) % 256 for i in range(count)], [-0.5 - i for i in range(count)], list(range(1, count + 1))
+    )
+
+
+class ToyCore:
+    """Keeps what the protocol of `EngineCore` asks for, and nothing else."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, ToyRequest] = {}
+        self._num_generated = 0
+        self.phase_seconds = {"verify": 0.25, "draft": 0.125}
+        self.failed: list[RequestRejected] = []
+
+    def add_request(self, request: GenerationRequest) -> None:
+        first = request.prompt_token_ids[0]
+        if first == BREAK_IN_QUEUEING:
+            raise KeyError("the toy has no place for this prompt")
+        if first == REFUSE or (first == REFUSE_SECOND and request.request_id.endswith("/1")):
+            raise RequestError("UNAVAILABLE", "the toy refuses this prompt")
+        self._requests[request.request_id] = ToyRequest(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]:
+        self.num_kept = list(num_tokens)
+        ended = [(i, self._requests.pop(i)) for i in request_ids if i in self._requests]
+        return [TokenDelta(request_id, [], "stop", state.stats()) for request_id, state in ended]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(state.request.prompt_token_ids[0] == QUIET for state in self._requests.values())
+
+    @property
+    def num_free_rows(self) -> int:
+        return NUM_ROWS
+
+    def crowded_tenants(self) -> dict[str, int]:
+        waiting = [state.request for state in self._requests.values() if state.request.prompt_token_ids[0] == QUIET]
+        return dict(Counter(request.sampling.tenant for request in waiting))
+
+    def step(self) -> list[TokenDelta]:
+        given_up = [i for i, state in self._requests.items() if state.request.prompt_token_ids[0] == GIVE_UP]
+        self.failed = [RequestRejected(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
+        self.abort(given_up)
+        deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
+        return [delta for delta in deltas if delta is not None]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_requests_running=len(self._requests), num_generation_tokens=self._num_generated)
+
+    def _advance(self, request_id: str, state: ToyRequest) -> TokenDelta | None:
+        prompt, limit = state.request.prompt_token_ids, state.request.sampling.max_tokens
+        if prompt[0] == BREAK:
+            raise RuntimeError("the toy broke")
+        if prompt[0] == DIE:
+            os._exit(9)
+        if prompt[0] == QUIET:
+            return None
+        count = min(TOKENS_PER_STEP, limit - state.num_output)
+        tokens = [prompt[i % len(prompt)] for i in range(state.num_output, state.num_output + count)]
+        state.num_output += count
+        self._num_generated += count
+        asked = state.request.sampling.logprobs
+        logprobs = None if asked is None else [token_logprobs(token, asked) for token in tokens]
+        if state.num_output < limit:
+            return TokenDelta(request_id, tokens, logprobs=logprobs)
+        del self._requests[request_id]
+        return TokenDelta(request_id, tokens, "length", state.stats(), logprobs)
+
+
+class EndingCore(ToyCore):
+    """Dies of its first request."""
+
+    def add_request(self, request: GenerationRequest) -> None:
+        os._exit(8)
+
+
+@dataclass
+class ToyBuilt:
+    core: ToyCore
+    ready: EngineReady
+    trace: None = None
+
+
+def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBuilt:
+    """The toy in place of `build.build_engine`."""
+    progress("toy", 0.5)
+    life = next_life()
+    if config.max_model_len == FAIL_AT or life == "fail":
+        raise ValueError(f"the toy cannot load with {config.max_model_len}")
+    if config.max_model_len == DIE_AT or life == "die":
+        os._exit(7)
+    length = config.max_model_len or 512
+    return ToyBuilt(EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, 16, VOCAB, "toy"))
+
+
+def next_life() -> str:
+    """Take the first line off the file that says how each start goes."""
+    path = os.environ.get("TOY_ENGINE_LIVES")
+    if path is None:
+        return ""
+    lives = Path(path).read_text(encoding="utf-8").splitlines()
+    Path(path).write_text("\n".join(lives[1:]), encoding="utf-8")
+    return lives[0] if lives else ""
+
+
+if __name__ == "__main__":
+    sys.exit(serve(build))

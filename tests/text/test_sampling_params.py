@@ -1,0 +1,417 @@
+"""Sampling parameters from outside: types, bounds, and what the messages say."""
+
+import itertools
+import json
+
+import pytest
+
+from dflash_backend.messages import ENCODER, ENGINE_INPUT, GenerationRequest, SamplingParams
+from dflash_backend.text.sampling_params import (
+    INT64_MAX,
+    LOWEST_TEMPERATURE,
+    MAX_LOGPROBS,
+    ParameterError,
+    child,
+    parse_sampling_params,
+)
+from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
+
+
+def parse(max_speculative_tokens: int | None = 7, **values):
+    return parse_sampling_params(values, max_speculative_tokens=max_speculative_tokens, vocab_size=100, max_n=8)
+
+
+def test_nothing_given_is_the_defaults():
+    assert parse() == SamplingParams()
+    assert parse(temperature=None, stop=None, seed=None) == SamplingParams()
+
+
+def test_numbers_and_booleans_may_be_text():
+    params = parse(max_tokens="64", temperature="0.5", top_k="20", ignore_eos="true", skip_special_tokens="False")
+    assert params == SamplingParams(
+        max_tokens=64, temperature=0.5, top_k=20, ignore_eos=True, skip_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "stops"),
+    [("END", ("END",)), (["a", "b"], ("a", "b")), ('["a", "b"]', ("a", "b")), ("[x", ("[x",)), ([], ())],
+)
+def test_stop_is_a_string_or_a_list_or_a_list_in_a_string(value, stops):
+    assert parse(stop=value).stop == stops
+
+
+@pytest.mark.parametrize("value", [[5, 6], "[5, 6]", ("5", 6)])
+def test_stop_token_ids_are_a_list_or_a_list_in_a_string(value):
+    assert parse(stop_token_ids=value).stop_token_ids == (5, 6)
+
+
+def test_minus_one_is_all_tokens_and_the_servers_seed():
+    params = parse(top_k=-1, seed=-1)
+    assert (params.top_k, params.seed) == (0, None)
+
+
+def test_a_tiny_temperature_is_raised_and_zero_stays_greedy():
+    assert parse(temperature=1e-9).temperature == LOWEST_TEMPERATURE
+    assert parse(temperature=0).greedy
+
+
+@pytest.mark.parametrize(
+    ("value", "seed"),
+    [
+        (-1, None),
+        (0, 0),
+        (2**63 - 1, 2**63 - 1),
+        (-2, 2**63 - 2),
+        (2**63, 0),
+        (2**64 - 1, 2**63 - 1),
+        ("-5", 2**63 - 5),
+    ],
+)
+def test_a_seed_is_any_64_bit_integer(value, seed):
+    assert parse(seed=value).seed == seed
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [(True, 1), (False, 0), ("true", 1), ("False", 0), (20, 20), ("7", 7), (None, None)]
+)
+def test_logprobs_may_be_true_which_is_one(value, number):
+    assert parse(logprobs=value).logprobs == number
+
+
+def test_null_for_max_tokens_is_as_many_as_fit_and_for_others_the_default():
+    assert parse(max_tokens=None, min_tokens=50).max_tokens == INT64_MAX
+    assert parse(n=None, temperature=None, logit_bias=None) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "value", ["1_0", "\uff11\uff10", " 10", "10 ", "010", "1e1", "0x10", "10.0", "\u0661\u0660", ""]
+)
+def test_an_integer_in_text_is_written_as_json_writes_it(value):
+    with pytest.raises(ParameterError, match="'max_tokens' has the value"):
+        parse(max_tokens=value)
+    with pytest.raises(ParameterError, match="'logit_bias' has the value"):
+        parse(logit_bias={value: 1})
+    with pytest.raises(ParameterError, match="'stop_token_ids' has the value"):
+        parse(stop_token_ids=[value])
+
+
+@pytest.mark.parametrize("value", ["1_0.5", " 1", "\uff11", "01", "infinity", "1e", "0x1", ".", "1" * 500, "1e999"])
+def test_a_number_in_text_is_written_as_json_writes_it(value):
+    with pytest.raises(ParameterError, match="'temperature' has the value"):
+        parse(temperature=value)
+
+
+@pytest.mark.parametrize(("value", "number"), [("1.", 1.0), (".5", 0.5), ("+2", 2.0), ("1e-1", 0.1), ("5E0", 5.0)])
+def test_a_number_in_text_may_be_written_as_people_write_it(value, number):
+    assert parse(temperature=value).temperature == number
+
+
+def test_one_token_has_one_bias():
+    with pytest.raises(ParameterError, match="'logit_bias' has the value"):
+        parse(logit_bias={7: 1, "7": 2})
+    with pytest.raises(ParameterError, match="'logit_bias' has the value"):
+        parse(logit_bias='{"7": 1, "7": 2}')
+
+
+def test_a_token_that_stops_twice_is_kept_once():
+    assert parse(stop_token_ids=[5, 6, 5], stop=["a", "b", "a"]).stop_token_ids == (5, 6)
+
+
+def test_stops_have_a_number_of_characters_together():
+    assert len(parse(stop=["a" * 1000 + str(i) for i in range(4)]).stop) == 4
+    with pytest.raises(ParameterError, match="together at most 4096"):
+        parse(stop=["a" * 1000 + str(i) for i in range(5)])
+
+
+def test_no_more_than_half_of_the_vocabulary_may_be_hidden_until_min_tokens():
+    """With every token hidden there would be none to choose, and another one would come."""
+    assert len(parse(stop_token_ids=list(range(100))).stop_token_ids) == 100
+    with pytest.raises(ParameterError, match="with min_tokens at most half of the vocabulary, 50 tokens"):
+        parse(stop_token_ids=list(range(51)), min_tokens=1)
+    assert parse(stop_token_ids=[5] * 100, min_tokens=1).stop_token_ids == (5,)
+
+
+def test_a_stop_that_is_a_number_says_how_to_write_it():
+    with pytest.raises(ParameterError, match='write the number as text, in JSON "5" with its quotes'):
+        parse(stop=5)
+
+
+class _Unreadable(list):
+    """A list whose items nobody may look at, besides the first few for a message."""
+
+    def __iter__(self):
+        raise AssertionError("the items were read before they were counted")
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_list_is_counted_before_its_items_are_read(name):
+    with pytest.raises(ParameterError, match=r"\(100000 items\); allowed"):
+        parse(**{name: _Unreadable([1] * 100_000)})
+
+
+def test_a_bias_is_counted_before_its_entries_are_read():
+    class Unreadable(dict):
+        def items(self):
+            yield from itertools.islice(super().items(), 30)
+            raise AssertionError("the entries were read before they were counted")
+
+    with pytest.raises(ParameterError, match=r"\(101 items\); allowed: at most 100 entries"):
+        parse(logit_bias=Unreadable({str(token_id): 1 for token_id in range(101)}))
+
+
+def test_a_check_ends_at_the_first_bad_item():
+    def items():
+        yield "5", "much"
+        raise AssertionError("the check went on")
+
+    class Bad(dict):
+        calls = 0
+
+        def items(self):
+            self.calls += 1
+            return items() if self.calls == 1 else iter([("5", "much")])
+
+    with pytest.raises(ParameterError, match="'logit_bias' has the value"):
+        parse(logit_bias=Bad({"5": "much"}))
+
+
+def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
+    monkeypatch.setattr("difflib.get_close_matches", lambda *args, **options: pytest.fail("it was compared"))
+    with pytest.raises(ParameterError, match=r"unknown sampling parameter 'x+\.\.\. \(3900000 characters\)"):
+        parse(**{"x" * 3_900_000: 1})
+
+
+# Parameters of vLLM
+
+
+NEUTRAL = {
+    "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "logprob_token_ids": None,
+    "flat_logprobs": False,
+    "detokenize": True,
+    "spaces_between_special_tokens": True,
+    "output_kind": 0,
+    "stream_interval": None,
+    "skip_clone": False,
+    "output_text_buffer_length": 0,
+    "structured_outputs": None,
+    "guided_decoding": None,
+    "allowed_token_ids": None,
+    "extra_args": None,
+    "bad_words": [],
+    "skip_reading_prefix_cache": None,
+    "thinking_token_budget": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": 0,
+    "trace_decode_token_ids": None,
+    "truncate_prompt_tokens": None,
+    "best_of": 1,
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "logits_processors": [],
+}
+
+
+def test_every_parameter_of_vllm_is_taken_at_its_default():
+    assert parse(**NEUTRAL) == SamplingParams()
+    assert parse(**dict.fromkeys(NEUTRAL)) == SamplingParams()
+    assert set(NEUTRAL) == {*VLLM_PARAMETERS, "best_of"}
+
+
+def test_every_parameter_of_vllm_is_taken_at_its_default_as_text():
+    texts = {name: json.dumps(value) for name, value in NEUTRAL.items()}
+    assert parse(**texts) == SamplingParams()
+    assert parse(detokenize="True", use_beam_search="False", bad_words="None", length_penalty="1") == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("prompt_logprobs", 0, "new tokens only"),
+        ("flat_logprobs", True, "allowed: null or false; "),
+        ("detokenize", False, "return_token_ids"),
+        ("detokenize", "false", "return_token_ids"),
+        ("output_kind", 2, "'stream'"),
+        ("structured_outputs", '{"choice": ["a"]}', "leave it out"),
+        ("structured_outputs", {}, "leave it out"),
+        ("allowed_token_ids", [], "'logit_bias'"),
+        ("bad_words", ["x"], r"allowed: null or \[\]; 'logit_bias'"),
+        ("extra_args", {"a": 1}, "plugins"),
+        ("skip_reading_prefix_cache", True, "'cache_salt'"),
+        ("thinking_token_budget", 5, "'chat_template_kwargs'"),
+        ("truncate_prompt_tokens", 5, "shorten the prompt"),
+        ("length_penalty", 1.2, "allowed: null or 1; there is no beam search"),
+        ("use_beam_search", "true", "there is no beam search"),
+        ("early_stopping", "never", "there is no beam search"),
+        ("best_of", 2, "allowed: 1, the value of 'n'"),
+        ("best_of", "x", "allowed: 1, the value of 'n'"),
+    ],
+)
+def test_any_other_value_of_a_parameter_of_vllm_is_refused_by_name(name, value, instead):
+    with pytest.raises(ParameterError, match=f"'{name}' has the value .*{instead}"):
+        parse(**{name: value})
+
+
+def test_best_of_may_be_as_many_as_n():
+    assert parse(n=3, best_of="3").n == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("max_completion_tokens", "'max_tokens'"), ("max_new_tokens", "'max_tokens'"), ("stop_sequences", "'stop'")],
+)
+def test_a_name_of_another_server_is_answered_with_ours(name, other):
+    with pytest.raises(ParameterError, match=f"unknown sampling parameter '{name}'; use {other}"):
+        parse(**{name: 5})
+
+
+def test_names_of_triton_are_skipped():
+    assert parse(triton_anything="x") == SamplingParams()
+
+
+def test_penalties_bias_logprobs_and_n_may_be_text():
+    params = parse(
+        n="3",
+        presence_penalty="-0.5",
+        frequency_penalty="2",
+        repetition_penalty="1.1",
+        logit_bias='{"17": -100, "5": "1.5"}',
+        logprobs="0",
+    )
+    assert params == SamplingParams(
+        n=3,
+        presence_penalty=-0.5,
+        frequency_penalty=2.0,
+        repetition_penalty=1.1,
+        logit_bias={17: -100.0, 5: 1.5},
+        logprobs=0,
+    )
+
+
+@pytest.mark.parametrize("value", [{17: 3}, {"17": 3}, '{"17": 3}'])
+def test_logit_bias_is_an_object_or_its_text(value):
+    assert parse(logit_bias=value).logit_bias == {17: 3.0}
+
+
+def test_a_bias_is_cut_to_100_either_way():
+    assert parse(logit_bias={"1": 1e9, "2": -101}).logit_bias == {1: 100.0, 2: -100.0}
+
+
+def test_a_bias_for_no_token_is_refused_where_the_vocabulary_is_known():
+    with pytest.raises(
+        ParameterError, match="'logit_bias' has the value .*; allowed: token ids from 0 to 99.* not 100"
+    ):
+        parse(logit_bias={"99": 1, "100": 1})
+    unknown = parse_sampling_params({"logit_bias": {"100": 1}}, max_speculative_tokens=None)
+    assert unknown.logit_bias == {100: 1.0}
+
+
+def test_a_long_value_is_quoted_in_part():
+    with pytest.raises(ParameterError) as caught:
+        parse(stop_token_ids=["x" * 10_000])
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("values", "penalised"),
+    [
+        ({}, False),
+        ({"logit_bias": {"5": 1}, "min_tokens": 3}, False),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"repetition_penalty": 0.9}, True),
+    ],
+)
+def test_only_the_three_penalties_make_a_request_penalised(values, penalised):
+    assert parse(**values).penalised is penalised
+
+
+def test_children_of_a_seeded_request_have_seeds_of_their_own():
+    params = SamplingParams(n=3, seed=INT64_MAX, top_p=0.5)
+    assert [child(params, index).seed for index in range(3)] == [INT64_MAX, 0, 1]
+    assert child(params, 2) == SamplingParams(n=1, seed=1, top_p=0.5)
+    assert child(SamplingParams(n=2), 1) == SamplingParams()
+
+
+def test_what_was_parsed_survives_the_way_to_the_engine():
+    params = parse(max_tokens=INT64_MAX, seed=INT64_MAX, logit_bias={"17": -5}, logprobs=3, stop="x")
+    request = GenerationRequest("a", [1], params)
+    assert ENGINE_INPUT.decode(ENCODER.encode(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", "many"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", "nan"),
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -2),
+        ("min_p", 1.1),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("seed", "x"),
+        ("stop", ""),
+        ("stop", ["a", 1]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["x"]),
+        ("ignore_eos", "maybe"),
+        ("num_speculative_tokens", 8),
+        ("cache_salt", 5),
+        ("n", 0),
+        ("n", 9),
+        ("n", "two"),
+        ("presence_penalty", 2.01),
+        ("presence_penalty", "nan"),
+        ("frequency_penalty", -2.01),
+        ("frequency_penalty", True),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "inf"),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 100.5),
+        ("stop", 5),
+        ("stop", "[null]"),
+        ("stop", '["\\ud800"]'),
+        ("logprobs", -1),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("logprobs", "all"),
+        ("logit_bias", "17"),
+        ("logit_bias", [17]),
+        ("logit_bias", '{"17": -100'),
+        ("logit_bias", "[" * 100_000),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.5": 1}),
+        ("logit_bias", {"5": "much"}),
+        ("logit_bias", {"5": float("nan")}),
+        ("logit_bias", {"5": None}),
+        ("max_tokens", INT64_MAX + 1),
+        ("top_k", INT64_MAX + 1),
+        ("stop_token_ids", [INT64_MAX + 1]),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_named_with_what_is(name, value):
+    with pytest.raises(ParameterError, match=f"'{name}' has the value .*; allowed: "):
+        parse(**{name: value})
+
+
+def test_speculation_is_unbounded_where_the_server_is_not_known():
+    assert parse(None, num_speculative_tokens=100).num_speculative_tokens == 100
+
+
+def test_an_unknown_name_gets_the_nearest_valid_one():
+    with pytest.raises(ParameterError, match="unknown sampling parameter 'max_token'; did you mean 'max_tokens'"):
+        parse(max_token=5)
+    with pytest.raises(ParameterError, match="the sampling parameters are: n, max_tokens, "):
+        parse(xyzzy=5)

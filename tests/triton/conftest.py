@@ -1,0 +1,1 @@
+from tests.byte_tokenizer import model_dir, tokenizer  # noqa: F401

@@ -1,0 +1,83 @@
+"""The line every ten seconds: what is in it, and when there is none."""
+
+from __future__ import annotations
+
+from dflash_backend.messages import EngineStats
+from dflash_backend.spec_stats import SpecDecodingStats
+from dflash_backend.triton.activity_log import INTERVAL_S, ActivityLog
+
+
+def begun(stats: EngineStats | None = None) -> ActivityLog:
+    """A log whose first interval begins at 0, with the engine's counters at `stats`."""
+    activity = ActivityLog()
+    if stats is not None:
+        activity.follow(stats)
+    assert activity.line(0.0) is None
+    return activity
+
+
+def test_rates_are_those_of_the_time_since_the_last_line():
+    activity = begun()
+    activity.follow(
+        EngineStats(
+            num_requests_running=3,
+            num_requests_waiting=2,
+            kv_cache_usage=0.25,
+            num_prompt_tokens=100,
+            num_generation_tokens=200,
+            spec_decoding=SpecDecodingStats(100, 400, 350),
+            prefix_cache_queries=600,
+            prefix_cache_hits=150,
+        )
+    )
+    assert activity.line(INTERVAL_S) == (
+        "activity: prompt 10.0 tokens/s, generated 20.0 tokens/s, acceptance length 4.50, prefix hits 25.0%, "
+        "running 3, waiting 2, KV blocks in use 25.0%"
+    )
+    activity.follow(
+        EngineStats(
+            num_prompt_tokens=100,
+            num_generation_tokens=220,
+            spec_decoding=SpecDecodingStats(100, 400, 350),
+            prefix_cache_queries=600,
+            prefix_cache_hits=150,
+        )
+    )
+    line = activity.line(3 * INTERVAL_S)
+    assert line is not None
+    assert line.startswith("activity: prompt 0.0 tokens/s, generated 1.0 tokens/s, no drafts, no prefix look-ups")
+
+
+def test_there_is_one_line_every_ten_seconds():
+    activity = begun()
+    activity.follow(EngineStats(num_requests_running=1))
+    assert INTERVAL_S == 10.0
+    assert activity.line(INTERVAL_S - 0.1) is None
+    assert activity.line(INTERVAL_S) is not None
+    assert activity.line(INTERVAL_S + 0.1) is None
+
+
+def test_a_server_with_nothing_to_do_is_silent():
+    activity = begun()
+    activity.follow(EngineStats(num_generation_tokens=10))
+    assert activity.line(INTERVAL_S) is not None
+    assert activity.line(2 * INTERVAL_S) is None
+
+
+def test_requests_that_make_no_progress_are_said():
+    activity = begun()
+    activity.follow(EngineStats(num_requests_running=1))
+    line = activity.line(INTERVAL_S)
+    assert line is not None
+    assert "generated 0.0 tokens/s" in line
+
+
+def test_after_a_restart_the_counters_begin_at_zero():
+    activity = begun()
+    activity.follow(EngineStats(num_generation_tokens=5000))
+    activity.line(INTERVAL_S)
+    activity.restart()
+    activity.follow(EngineStats(num_generation_tokens=10))
+    line = activity.line(2 * INTERVAL_S)
+    assert line is not None
+    assert "generated 1.0 tokens/s" in line

@@ -1,0 +1,161 @@
+"""What reaches Triton's metrics page."""
+
+import math
+
+from dflash_backend.messages import EngineStats
+from dflash_backend.spec_stats import SpecDecodingStats
+from dflash_backend.triton.metrics import METRICS, Metrics
+from tests.triton.fake_triton import FakeTriton
+
+
+def test_counters_follow_the_engine_by_what_was_added():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    for drafts in (3, 3, 10):
+        metrics.follow(EngineStats(spec_decoding=SpecDecodingStats(drafts, 0, 0, [drafts, 1]), kv_cache_usage=0.5))
+        metrics.flush()
+    assert triton.values["dflash:spec_decode_num_drafts_total",] == 10
+    assert triton.values["dflash:spec_decode_num_accepted_tokens_per_pos_total", "0"] == 10
+    assert triton.values["dflash:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 1
+    assert triton.values["dflash:kv_cache_usage_perc", "m_0_0"] == 0.5
+
+
+def test_every_metric_without_further_labels_is_there_from_the_start():
+    triton = FakeTriton()
+    Metrics(triton, "m", "m_0_0", triton.lines.append)
+    assert triton.values["dflash:num_preemptions_total",] == 0
+    assert ("dflash:e2e_request_latency_seconds_count",) in triton.values
+    assert set(triton.buckets("dflash:request_params_n")) == {"1", "2", "5", "10", "20", "50", "+Inf"}
+
+
+def test_a_histogram_is_counters_of_what_is_not_above_each_bound():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.observe("dflash:request_params_n", 2)
+    metrics.observe("dflash:request_params_n", 7, times=3)
+    metrics.flush()
+    metrics.observe("dflash:request_params_n", 64)
+    metrics.flush()
+    assert triton.observed("dflash:request_params_n") == (5, 2 + 3 * 7 + 64)
+    assert triton.buckets("dflash:request_params_n") == {
+        "1": 0, "2": 1, "5": 1, "10": 4, "20": 4, "50": 4, "+Inf": 5
+    }  # fmt: skip
+
+
+def test_every_bucket_of_a_histogram_by_label_is_there_with_its_first_observation():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.observe_step({"verify": 0.03})
+    metrics.flush()
+    buckets = {
+        key[2]: value for key, value in triton.values.items() if key[:2] == ("dflash:step_seconds_bucket", "verify")
+    }
+    assert (buckets["0.025"], buckets["0.05"], buckets["+Inf"]) == (0, 1, 1)
+    assert len(buckets) == 14
+
+
+def test_every_metric_has_the_models_name_and_version():
+    triton = FakeTriton()
+    Metrics(triton, "m", "m_0_0", triton.lines.append, version="3")
+    assert {(labels["model"], labels["version"]) for labels in triton.labels} == {("m", "3")}
+
+
+def test_metrics_that_are_switched_off_reach_no_page():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, enabled=False)
+    metrics.count("dflash:engine_restarts_total")
+    metrics.observe_step({"verify": 0.03})
+    metrics.set("dflash:engine_ready", 1.0)
+    metrics.flush()
+    assert not triton.values
+
+
+def test_an_engine_that_is_gone_leaves_the_frontends_gauges_alone():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.follow(EngineStats(num_requests_running=4))
+    metrics.set("dflash:frontend_heartbeat_timestamp_seconds", 1.7e9)
+    metrics.forget_engine()
+    metrics.flush()
+    assert triton.values["dflash:num_requests_running", "m_0_0"] == 0
+    assert triton.values["dflash:frontend_heartbeat_timestamp_seconds", "m_0_0"] == 1.7e9
+
+
+def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it():
+    """Each figure is another number, so that two that change places are noticed."""
+    stats = EngineStats(
+        num_requests_running=101,
+        num_requests_waiting=102,
+        kv_cache_usage=0.103,
+        num_preemptions=104,
+        prefix_cache_queries=105,
+        prefix_cache_hits=106,
+        spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
+    )
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.follow(stats)
+    metrics.flush()
+    found = {name: value for name, value in triton.values.items() if value}
+    assert found == {
+        ("dflash:num_requests_running", "m_0_0"): 101,
+        ("dflash:num_requests_waiting", "m_0_0"): 102,
+        ("dflash:kv_cache_usage_perc", "m_0_0"): 0.103,
+        ("dflash:num_preemptions_total",): 104,
+        ("dflash:prefix_cache_queries_total",): 105,
+        ("dflash:prefix_cache_hits_total",): 106,
+        ("dflash:spec_decode_num_drafts_total",): 107,
+        ("dflash:spec_decode_num_draft_tokens_total",): 108,
+        ("dflash:spec_decode_num_accepted_tokens_total",): 109,
+        ("dflash:spec_decode_num_accepted_tokens_per_pos_total", "0"): 110,
+        ("dflash:spec_decode_num_accepted_tokens_per_pos_total", "1"): 111,
+    }
+
+
+def test_histograms_have_the_buckets_of_the_table_in_their_own_unit():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+    metrics.observe_step({"verify": 0.1})
+    metrics.flush()
+    shown = {spec.name: triton.bounds(spec.name) for spec in METRICS if spec.kind == "histogram"}
+    assert shown == {spec.name: [*spec.buckets, math.inf] for spec in METRICS if spec.kind == "histogram"}
+    seconds = {name: bounds[:-1] for name, bounds in shown.items() if name.endswith("_seconds")}
+    assert len(seconds) >= 5
+    for name, bounds in seconds.items():
+        assert bounds == sorted(set(bounds)), name
+        assert bounds[0] <= 0.005, f"{name}: milliseconds tell a fast server from a slow one"
+        assert 1.0 <= bounds[-1] <= 600.0, name
+
+
+def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_parameter_asks_for_them():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
+    metrics.count("dflash:prompt_tokens_total", 18)
+    metrics.observe("dflash:inter_token_latency_seconds", 0.02, times=15)
+    metrics.observe("dflash:request_params_n", 2)
+    metrics.flush()
+    metrics.count("dflash:prompt_tokens_total", 3)
+    metrics.flush()
+    assert triton.values["vllm:prompt_tokens_total",] == triton.values["dflash:prompt_tokens_total",] == 21
+    assert triton.observed("vllm:time_per_output_token_seconds") == (15, 15 * 0.02)
+    assert triton.buckets("vllm:time_per_output_token_seconds")["0.025"] == 15
+    assert triton.observed("vllm:request_params_n") == (1, 2)
+    assert set(triton.buckets("vllm:request_params_n")) == set(triton.buckets("dflash:request_params_n"))
+
+
+def test_without_it_there_is_one_name_for_each_metric():
+    triton = FakeTriton()
+    Metrics(triton, "m", "m_0_0", triton.lines.append)
+    assert not [key for key in triton.values if key[0].startswith("vllm:")]
+
+
+def test_what_triton_did_not_take_under_one_name_is_not_counted_twice_under_the_other():
+    triton = FakeTriton()
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
+    metrics.count("dflash:generation_tokens_total", 5)
+    triton.metrics_fail = True
+    metrics.flush()
+    triton.metrics_fail = False
+    metrics.count("dflash:generation_tokens_total", 1)
+    metrics.flush()
+    assert triton.values["dflash:generation_tokens_total",] == triton.values["vllm:generation_tokens_total",] == 6

@@ -1,0 +1,157 @@
+"""What Triton is told of the model, and what a model directory of Triton's vLLM backend says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.config import ConfigError, EngineConfig, asset_path
+from dflash_backend.triton.model_config import (
+    INPUTS,
+    OUTPUTS,
+    check_model_config,
+    complete_model_config,
+    read_model_json,
+    use_gpu_of_instance,
+)
+
+
+def complete() -> dict[str, Any]:
+    """A model's config as Triton gives it to the model."""
+    return {
+        "name": "m",
+        "max_batch_size": 0,
+        "model_transaction_policy": {"decoupled": True},
+        "input": [{"name": name} for name in INPUTS],
+        "output": [{"name": name} for name in OUTPUTS],
+    }
+
+
+class ModelConfig:
+    """Stands in for the class of Triton's Python backend."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.config
+
+    def add_input(self, tensor: dict[str, Any]) -> None:
+        self.config["input"].append(tensor)
+
+    def add_output(self, tensor: dict[str, Any]) -> None:
+        self.config["output"].append(tensor)
+
+    def set_model_transaction_policy(self, policy: dict[str, bool]) -> None:
+        self.config["model_transaction_policy"] = policy
+
+    def set_max_batch_size(self, size: int) -> None:
+        self.config["max_batch_size"] = size
+
+
+def test_the_shipped_config_has_the_inputs_and_outputs_of_the_tables() -> None:
+    text = asset_path("model_repository", "dflash", "config.pbtxt").read_text(encoding="utf-8")
+    tensor = r'\{ name: "(\w+)" data_type: (\w+) dims: \[ (-?\d+) \]( optional: true)? \}'
+    found = {name: (kind, int(size), bool(optional)) for name, kind, size, optional in re.findall(tensor, text)}
+    expected = {name: (*form, True) for name, form in INPUTS.items()}
+    assert found == expected | {name: (*form, False) for name, form in OUTPUTS.items()}
+
+
+def test_a_config_without_inputs_and_outputs_is_completed() -> None:
+    config = ModelConfig({"name": "m", "max_batch_size": 0, "input": [{"name": "stream"}], "output": []})
+    complete_model_config(config)
+    check_model_config(config.config)
+    assert [tensor["name"] for tensor in config.config["input"]].count("stream") == 1
+    assert config.config["input"][1] == {
+        "name": "text_input",
+        "data_type": "TYPE_STRING",
+        "dims": [1],
+        "optional": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_transaction_policy": {"decoupled": False}}, "has no `model_transaction_policy"),
+        ({"model_transaction_policy": {}}, "has no `model_transaction_policy"),
+        ({"max_batch_size": 8}, "max_batch_size above 0"),
+        ({"input": [{"name": "text_input"}]}, "has no input embedding_request, exclude_input_in_output"),
+        ({"output": []}, "has no output cumulative_logprob"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_at_the_load(change: dict[str, Any], message: str) -> None:
+    check_model_config(complete())
+    with pytest.raises(ConfigError, match=message):
+        check_model_config(complete() | change)
+
+
+def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    assert read_model_json(path) == {}
+    path.write_text(
+        json.dumps(
+            {
+                "model": "Qwen/Qwen3-8B",
+                "gpu_memory_utilization": 0.5,
+                "enforce_eager": True,
+                "block_size": 32,
+                "tensor_parallel_size": 1,
+                "enable_lora": "false",
+                "disable_log_requests": "true",
+                "speculative_config": {
+                    "method": "dflash",
+                    "model": "z-lab/Qwen3-8B-DFlash-b16",
+                    "num_speculative_tokens": 15,
+                },
+            }
+        )
+    )
+    config = EngineConfig.load({}, {}, model_json=read_model_json(path))
+    assert (config.target_model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
+    assert (config.gpu_memory_utilization, config.enable_cuda_graphs, config.kv_block_size) == (0.5, False, 32)
+    assert config.num_speculative_tokens == 15
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "it is not JSON"),
+        ("[]", "it must be a JSON object"),
+        ('{"quantization": "awq"}', "'quantization' has no counterpart here; remove it"),
+        ('{"tensor_parallel_size": 2}', "'tensor_parallel_size' is 2; allowed: 1"),
+        ('{"enable_lora": "true"}', "'enable_lora' is \"true\"; allowed: false"),
+        ('{"speculative_config": {"method": "eagle3"}}', "has the method 'eagle3'; allowed: 'dflash'"),
+        ('{"speculative_config": {"draft_tensor_parallel_size": 2}}', "'draft_tensor_parallel_size', which has no"),
+    ],
+)
+def test_a_model_json_that_asks_for_something_else_is_refused_by_name(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_model_json(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_id", "before", "after"),
+    [
+        ("GPU", "0", None, "0"),
+        ("GPU", "2", None, "2"),
+        ("GPU", "1", "4,6", "6"),
+        ("GPU", "1", "GPU-aa, GPU-bb", "GPU-bb"),
+        ("CPU", "0", "4,6", "4,6"),
+        ("MODEL", "0", None, None),
+    ],
+)
+def test_an_instance_of_a_gpu_runs_on_that_gpu(
+    kind: str, device_id: str, before: str | None, after: str | None
+) -> None:
+    environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+    use_gpu_of_instance({"model_instance_kind": kind, "model_instance_device_id": device_id}, environ)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == after

@@ -1,0 +1,102 @@
+"""Every setting of the frontend changes what a client gets, or what the engine is asked: through the whole frontend, so
+that a setting that is parsed and goes nowhere fails. `tests/test_settings.py` does the same for those of the engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.client import EngineClient
+from dflash_backend.messages import GenerationRequest
+from dflash_backend.triton.service import FrontendService
+from tests.byte_tokenizer import EOS
+from tests.triton.fake_triton import FakeTriton, InferenceResponse, Request
+from tests.triton.test_service import COMMAND, submit
+
+
+@pytest.fixture
+def served(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A frontend with some settings answers one request: its last response, and what the engine was asked."""
+    shutil.copytree(model_dir, tmp_path / "model")
+    recommended = {"eos_token_id": [7, EOS], "temperature": 0.25}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
+    asked: list[GenerationRequest] = []
+    send = EngineClient.send
+
+    def recorded(client: EngineClient, message: Any) -> None:
+        if isinstance(message, GenerationRequest):
+            asked.append(message)
+        send(client, message)
+
+    monkeypatch.setattr(EngineClient, "send", recorded)
+
+    def served(settings: dict[str, Any], **request: Any) -> tuple[InferenceResponse, list[GenerationRequest]]:
+        asked.clear()
+        config = EngineConfig.from_values({"target_model": str(tmp_path / "model"), **settings})
+        service = FrontendService(config, "dflash", FakeTriton(), COMMAND)
+        try:
+            if "messages" not in request:
+                return submit(service, **request).all()[-1], list(asked)
+            sent = Request('{"max_tokens": 1}', **request)
+            service.submit(sent)
+            return sent.sender.all()[-1], list(asked)
+        finally:
+            service.close()
+
+    return served
+
+
+def test_request_timeout_s_goes_to_the_engine_with_every_completion(served: Any) -> None:
+    _, asked = served({"request_timeout_s": 2.5}, text="ab", max_tokens=3, sampling={"n": 2})
+    assert [message.deadline_s for message in asked] == [2.5, 2.5]
+    _, asked = served({}, text="ab", max_tokens=3)
+    assert [message.deadline_s for message in asked] == [0.0]
+
+
+def test_max_response_mb_ends_an_answer_that_grows_past_it(served: Any) -> None:
+    request = {"text": "ab", "max_tokens": 3000, "exclude_input_in_output": True}
+    response, _ = served({"max_response_mb": 0.001}, **request)
+    assert "past max_response_mb (0.001 MB)" in response.error.message
+    response, _ = served({"max_response_mb": 1}, **request)
+    assert response.error is None
+
+
+def test_report_cached_tokens_tells_those_without_a_salt(served: Any) -> None:
+    told = []
+    for value in (False, True):
+        response, _ = served({"report_cached_tokens": value}, text="ab", max_tokens=3, return_spec_stats=True)
+        told.append(json.loads(response.outputs["spec_stats"])["num_cached_tokens"])
+    assert told == [None, 0]
+
+
+def test_require_cache_salt_refuses_those_without_one(served: Any) -> None:
+    response, asked = served({"require_cache_salt": True}, text="ab", max_tokens=3)
+    assert response.error.code == "INVALID_ARG"
+    assert "cache_salt" in response.error.message
+    assert asked == []
+    for settings, salt in (({"require_cache_salt": True}, {"cache_salt": "x"}), ({}, {})):
+        response, _ = served(settings, text="ab", max_tokens=3, sampling=salt)
+        assert response.error is None
+
+
+def test_message_special_tokens_decides_what_a_special_token_in_a_message_is(served: Any) -> None:
+    prompts = []
+    for value in ("text", "control"):
+        messages = json.dumps([{"role": "user", "content": "a<s>b"}])
+        _, asked = served({"message_special_tokens": value}, messages=messages)
+        prompts.append(asked[0].prompt_token_ids)
+    assert len(prompts[0]) == len(prompts[1]) + len("<s>") - 1
+    assert bytes(token for token in prompts[0] if token < 256).count(b"<s>") == 1
+
+
+def test_generation_config_takes_the_defaults_that_the_checkpoint_recommends(served: Any) -> None:
+    temperatures = []
+    for settings in ({"generation_config": "none"}, {"generation_config": "auto"}):
+        _, asked = served(settings, text="ab", max_tokens=1)
+        temperatures.append(asked[0].sampling.temperature)
+    assert temperatures == [1.0, 0.25]
