@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention.interface import (
+    AttentionBackend,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
@@ -48,8 +49,8 @@ class FlashAttnMetadata(AttentionMetadata):
     window: tuple[int, int]
 
 
-class FlashAttnBackend:
-    """See the top of this file."""
+class FlashAttnBackend(AttentionBackend):
+    """Paged attention by the `flash_attn` package."""
 
     name = "flash_attn"
     capabilities = Capabilities(
@@ -66,7 +67,6 @@ class FlashAttnBackend:
         self.block_size = block_size
 
     def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> FlashAttnMetadata:
-        """See `AttentionBackend.prepare`."""
         rows = layout.device or exact_rows(layout)
         source, target = compact_tokens(rows, int(layout.query_lens.sum()))
         max_seq_len = min(int(layout.seq_lens.max()), layout.block_tables.shape[1] * self.block_size)
@@ -84,7 +84,6 @@ class FlashAttnBackend:
         )
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
         assert isinstance(metadata, FlashAttnMetadata)
         key, value = layer.data.unbind(2)
         attended = flash_attn_varlen_func(

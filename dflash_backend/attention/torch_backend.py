@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention.interface import (
+    AttentionBackend,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
@@ -70,8 +71,8 @@ class TorchMetadata(AttentionMetadata):
     groups: list[RowGroup]
 
 
-class TorchBackend:
-    """See the top of this file."""
+class TorchBackend(AttentionBackend):
+    """Paged attention in plain torch."""
 
     name = "torch"
     capabilities = Capabilities(
@@ -87,7 +88,6 @@ class TorchBackend:
         self.block_size = block_size
 
     def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
-        """See `AttentionBackend.prepare`."""
         first_blocks = first_visible_blocks(layout, pattern, self.block_size)
         group_of = self._group if layout.device is None else self._device_group
         visible = layout.seq_lens if first_blocks is None else layout.seq_lens - first_blocks * self.block_size
@@ -170,7 +170,6 @@ class TorchBackend:
         return gather_tables(tables, first, width), key
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
         assert isinstance(metadata, TorchMetadata)
         outputs = [self._attend_group(query, layer.data, group) for group in metadata.groups]
         targets = [group.tokens.target for group in metadata.groups if group.tokens is not None]

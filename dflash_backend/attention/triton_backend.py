@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention.interface import (
+    AttentionBackend,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
@@ -55,8 +56,8 @@ class TritonMetadata(AttentionMetadata):
         return self.launches[shape]
 
 
-class TritonBackend:
-    """See the top of this file."""
+class TritonBackend(AttentionBackend):
+    """Paged attention by our own Triton kernels."""
 
     name = "triton"
     capabilities = Capabilities(
@@ -74,13 +75,11 @@ class TritonBackend:
         self.block_size = block_size
 
     def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
-        """See `AttentionBackend.prepare`."""
         exact = layout.device or exact_rows(layout)
         rows = PagedRows(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
         return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
         assert isinstance(metadata, TritonMetadata)
         shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
         launches = metadata.launches_for(shape)

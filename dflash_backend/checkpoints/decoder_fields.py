@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.families import Family
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import addressable_positions, read_rope
-from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, MoeSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "swish")  # two names of one function

@@ -1,17 +1,18 @@
-"""What both drafter formats share: windows of the layers, scales, fields of methods that are not DFlash, tensors that a
-checkpoint may ship."""
+"""What both drafter formats share: windows and causality of the layers, scales, the fields of a config that are read,
+refused or passed over, tensors that a checkpoint may ship."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, refuse_unsupported
+from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack, read_decoder, refuse_unsupported
 from dflash_backend.checkpoints.families import LLAMA, QWEN3, SLIDING, Family, qwen_windows, read_layer_types
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader, read_headers
-from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.layer_ids import ZLAB_FIELDS
 from dflash_backend.checkpoints.spec import DecoderSpec, LogitsSpec
 
 EMBEDDING = "embed_tokens.weight"
@@ -36,6 +37,34 @@ OTHER_METHODS = {
     "norm_before_fc": "a norm before the fc projection, as EAGLE-3 has it,",
     "norm_output": "a norm of the output, as EAGLE-3 has it,",
 }
+
+
+# The log names the fields that are in none of the following: what they change would only show as lower acceptance.
+# Read as part of the decoder's shape, or refused.
+DECODER = """
+hidden_act hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers
+max_position_embeddings rms_norm_eps attention_bias mlp_bias rope_theta rope_scaling rope_parameters
+partial_rotary_factor layer_types sliding_window use_sliding_window max_window_layers vocab_size dtype torch_dtype
+is_neox_style original_max_position_embeddings
+"""
+# Read wherever a drafter's format has them.
+DRAFTER = """
+architectures model_type block_size num_target_layers dflash_config eagle_config mask_token_id mask_token
+draft_vocab_size target_hidden_size is_causal causal use_swa swa_window_size sample_from_anchor projector_type
+use_aux_hidden_state input_embedding_scale output_multiplier final_logit_softcapping logit_scale has_own_lm_head
+speculators_model_type speculators_config transformer_layer_config sliding_window_non_causal
+"""
+# What trains, names or saves a model, and what `transformers` gives to every config.
+HARMLESS = """
+auto_map transformers_version speculators_version _name_or_path name_or_path bos_token_id eos_token_id pad_token_id
+sep_token_id cls_token_id decoder_start_token_id initializer_range use_cache attention_dropout pretraining_tp
+output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder is_decoder id2label
+label2id problem_type torchscript tokenizer_class tie_word_embeddings _attn_implementation attn_implementation
+"""
+KNOWN = frozenset(
+    [*DECODER.split(), *DRAFTER.split(), *HARMLESS.split(), *UNSUPPORTED, *OTHER_METHODS]
+    + [field for _, field, _ in ZLAB_FIELDS]
+)
 
 
 def read_drafter_decoder(config: JsonReader, dflash: JsonReader, family: Family) -> DecoderSpec:
@@ -151,3 +180,42 @@ def check_own_head(config: JsonReader, has_lm_head: bool) -> None:
 def has_mask_embedding(directory: Path) -> bool:
     """Whether a mask embedding that was trained on its own lies beside the weights."""
     return (directory / MASK_EMBEDDING).is_file()
+
+
+def layer_causality(
+    setting: bool | None,
+    configs: Sequence[JsonReader],
+    dflash: JsonReader,
+    sliding: Sequence[bool],
+    sliding_causal: bool,
+) -> tuple[bool, ...]:
+    """Causality of each drafter layer. The first that is present decides:
+
+    1. `setting`, the server's `causal`, None for auto;
+    2. `is_causal` of the first of `configs` that has it;
+    3. `dflash_config.causal`, from `dflash`;
+    4. layers that `layer_types` calls sliding (`sliding`, one entry for each layer) are causal if `sliding_causal`;
+    5. else not causal.
+    """
+    if setting is not None:
+        return (setting,) * len(sliding)
+    for config in configs:
+        if config.given("is_causal"):
+            return (config.boolean("is_causal", default=False),) * len(sliding)
+    if dflash.given("causal"):
+        return (dflash.boolean("causal", default=False),) * len(sliding)
+    return tuple(is_sliding and sliding_causal for is_sliding in sliding)
+
+
+def unknown_fields(*configs: tuple[str, JsonReader]) -> tuple[str, ...]:
+    """A sentence for the log that names the fields which nothing here knows; none where all are known. `configs`: what
+    goes before a field's name (`dflash_config.`), and the object. Fields that are null or false say nothing."""
+    found = [
+        f"{prefix}{field} = {shown(value)}"
+        for prefix, config in configs
+        for field, value in config.data.items()
+        if field not in KNOWN and value is not None and value is not False
+    ]
+    if not found:
+        return ()
+    return (f"not known here and not read: {', '.join(found)}; drafts are worse if one changes the arithmetic",)

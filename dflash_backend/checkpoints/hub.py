@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.files import READ_PATTERNS
+from dflash_backend.checkpoints.spec import CheckpointError
 
 # How often a download is told of.
 REPORT_S = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.spec import CheckpointError
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_SHOWN = 120
@@ -17,8 +17,8 @@ MAX_SHOWN = 120
 class JsonReader:
     """The fields of one JSON object. `where` is shown in errors, for instance `.../config.json`.
 
-    A field that is missing and one that is null are treated alike (trap 6): the default, or an error without one. Where
-    the two differ in meaning, `in` tells them apart.
+    A missing field and a null one mean the same: the default, or an error without one. Where they differ in meaning,
+    `in` tells them apart.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:

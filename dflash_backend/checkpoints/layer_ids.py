@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import CheckpointError
 
 MAX_LAYER_IDS = 1024
 

@@ -1,6 +1,6 @@
 """`mask_embedding.pt`: the embedding of a drafter's mask token, where it was trained apart from the embedding table.
 
-The one pickle that is ever read, called by `models.dflash`. `weights_only` keeps the unpickler to tensors and plain
+The one pickle that is ever read. `weights_only` keeps the unpickler to tensors and plain
 containers, so nothing in the file is executed.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.spec import CheckpointError
 
 VECTOR_KEYS = ("embedding", "mask_embedding")
 # Beyond the vector itself, at most 8 bytes for each number: pickle, archive, notes of the training script. Small enough

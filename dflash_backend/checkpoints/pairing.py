@@ -1,10 +1,9 @@
-"""Whether a drafter was made for a target. Called by `resolve`, and by whoever has read both."""
+"""Whether a drafter was made for a target."""
 
 from __future__ import annotations
 
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.layer_ids import to_boundary_ids
-from dflash_backend.checkpoints.spec import DraftSpec, TargetSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DraftSpec, TargetSpec
 
 
 def check_pair(target: TargetSpec, draft: DraftSpec) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.hub import Report, from_hub
 from dflash_backend.checkpoints.json_reader import JsonReader, shown
 from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.checkpoints.spec import DraftSpec, TargetSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DraftSpec, TargetSpec
 from dflash_backend.checkpoints.speculators import MODEL_TYPE, is_speculators, read_speculators, verifier_name
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.zlab import ARCHITECTURE, read_zlab

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.spec import RopeSpec
+from dflash_backend.checkpoints.spec import CheckpointError, RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 DEFAULT_THETA = 10000.0
@@ -26,7 +25,7 @@ def read_rope(config: JsonReader, head_dim: int, max_positions: int, drafter: bo
 
     An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
     speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind
-    that is not known here rather than ignore it: a wrong rotation still runs, only quality falls.
+    that is not known here rather than ignore it: a wrong rotation still runs, with worse output.
     """
     _check_whole_head(config)
     scaling, parameters = (

@@ -1,9 +1,14 @@
-"""What the rest of the project knows of a checkpoint, whatever format it came in."""
+"""What the rest of the project knows of a checkpoint, whatever format it came in, and the error of one that cannot be
+used."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used. The message names the file, the field or tensor, and what is expected."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_backend.checkpoints.causality import layer_causality
 from dflash_backend.checkpoints.decoder_fields import read_dtype, refuse_unsupported
 from dflash_backend.checkpoints.drafter_fields import (
     DFLASH,
@@ -16,6 +15,7 @@ from dflash_backend.checkpoints.drafter_fields import (
     MAX_BLOCK_SIZE,
     check_own_head,
     has_mask_embedding,
+    layer_causality,
     read_drafter_decoder,
     read_logits,
     read_mask_token,
@@ -23,10 +23,10 @@ from dflash_backend.checkpoints.drafter_fields import (
     read_tensors,
     refuse_other_methods,
     sliding_layers,
+    unknown_fields,
     window_notes,
 )
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.known_fields import unknown_fields
 from dflash_backend.checkpoints.layer_ids import SPECULATORS_FIELDS, named_layers
 from dflash_backend.checkpoints.spec import DraftSpec
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, read_eos
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES
 from dflash_backend.checkpoints.files import check_files, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader, shown
-from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 
 
 def read_target(directory: Path) -> TargetSpec:

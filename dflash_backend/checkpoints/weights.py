@@ -15,11 +15,15 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_headers
+from dflash_backend.checkpoints.spec import CheckpointError
 
 Progress = Callable[[str, float], None]
 Model = TypeVar("Model")
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+"""By the names that settings and `config.json` have for them."""
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 INTEGER_DTYPES = ("I64", "I32")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_backend.checkpoints.causality import layer_causality
 from dflash_backend.checkpoints.decoder_fields import MAX_LAYERS, read_dtype
 from dflash_backend.checkpoints.drafter_fields import (
     EMBEDDING,
@@ -13,17 +12,18 @@ from dflash_backend.checkpoints.drafter_fields import (
     MAX_BLOCK_SIZE,
     check_own_head,
     has_mask_embedding,
+    layer_causality,
     read_drafter_decoder,
     read_logits,
     read_mask_token,
     read_scale,
     read_tensors,
     sliding_layers,
+    unknown_fields,
     window_notes,
 )
 from dflash_backend.checkpoints.families import QWEN3
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.known_fields import unknown_fields
 from dflash_backend.checkpoints.layer_ids import LAYER, ZLAB_FIELDS, default_layer_ids, named_layers
 from dflash_backend.checkpoints.spec import DraftSpec
 

@@ -14,6 +14,7 @@ import torch
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
 from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
+from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import StepPlan, StepResult
@@ -258,8 +259,7 @@ def _core(
 
 def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> torch.dtype:
     name = config.dtype or ("float32" if device.type == "cpu" else target.dtype)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return dtypes[name]
+    return TORCH_DTYPES[name]
 
 
 def _requirements(

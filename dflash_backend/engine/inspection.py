@@ -16,19 +16,17 @@ import torch
 from dflash_backend.attention import AttentionPattern, Requirements
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.checkpoints.describe import draft_facts, target_facts
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
 from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
 from dflash_backend.checkpoints.pairing import check_pair
 from dflash_backend.checkpoints.resolve import find_model, is_drafter, read_draft
-from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, DraftSpec, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.checkpoints.weights import check_weights
+from dflash_backend.checkpoints.weights import TORCH_DTYPES, check_weights
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.dflash import model as dflash
 from dflash_backend.models import decoder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_SIZE = EngineConfig().kv_block_size
 
 
@@ -173,7 +171,7 @@ def _weights(headers: dict[str, TensorHeader]) -> WeightsReport:
 
 
 def _kv(spec: DecoderSpec, dtype: str) -> KVReport:
-    per_token = spec.num_layers * 2 * spec.kv_size * DTYPES[dtype].itemsize
+    per_token = spec.num_layers * 2 * spec.kv_size * TORCH_DTYPES[dtype].itemsize
     return KVReport(dtype, per_token, BLOCK_SIZE, per_token * BLOCK_SIZE)
 
 
@@ -181,7 +179,7 @@ def _attention(spec: DecoderSpec, patterns: set[AttentionPattern], dtype: str) -
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # As the server chooses with both settings on auto.
     chosen = "float32" if device == "cpu" else dtype
-    needs = Requirements(frozenset(patterns), frozenset({spec.head_dim}), DTYPES[chosen], device)
+    needs = Requirements(frozenset(patterns), frozenset({spec.head_dim}), TORCH_DTYPES[chosen], device)
     return AttentionReport(
         causal=any(pattern.causal for pattern in patterns),
         non_causal=not all(pattern.causal for pattern in patterns),

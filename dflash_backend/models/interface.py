@@ -72,7 +72,7 @@ class TargetModel(Protocol):
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
         """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their K/V to `caches`, one for each
-        layer, and capturing the outputs of the layers `capture`: layer ids, where the number of layers stands for the
+        layer, and capturing the outputs of the layers `capture`: layer ids, of which the number of layers means the
         last layer's output after the final norm."""
         ...
 

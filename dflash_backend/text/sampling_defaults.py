@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.text.sampling_params import ParameterError, parse_sampling_params
 
 # By Hugging Face's names; those that vLLM takes too.

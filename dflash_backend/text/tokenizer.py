@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.decoder_fields import read_eos
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_roles, join_parts
 

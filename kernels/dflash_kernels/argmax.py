@@ -1,7 +1,7 @@
-"""The best token of each row over a large vocabulary: tiles first, then the best tile. Called by `worker.step_ops`, and
-its two steps by the draw and accept kernels.
+"""The index of the largest value of each row over a large vocabulary: of each tile first, then of the tiles.
 
-One program a row would leave most of a GPU idle at small batches, so each row is cut into tiles, a program each.
+One program for a row would leave most of a GPU idle at small batches, so each row is split into tiles, a program each.
+The sampling kernels use both steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ try:
 except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
-# Elements that one program reads, with so many warps.
+# Elements that one program reads, and its warps.
 TILE = 4096
 WARPS = 8
 

@@ -1,5 +1,5 @@
 """The drafter's context injection: of one product for all its layers, keys normalised and rotated, and K and V of every
-layer written to the slots of that layer's cache, in one launch. Called by `models.ops`.
+layer written to the slots of that layer's cache, in one launch.
 
 What `qk_norm_rope_write.py` says of rotation, tables and slots holds here.
 """

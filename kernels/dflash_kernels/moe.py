@@ -1,6 +1,6 @@
-"""The MLPs of the experts that a step's tokens go to (Qwen3-MoE, arXiv 2505.09388). Called by `models.moe`.
+"""The MLPs of the experts that a step's tokens go to (Qwen3-MoE, arXiv 2505.09388).
 
-With few tokens the time is that of reading the weights of the experts that anyone chose: tiles are low, and long in the
+With few tokens, reading the weights of the chosen experts takes the time: tiles are low, and long in the
 direction in which a weight's row lies in memory. With many tokens each expert has a matrix product of its own. Both are
 the same two kernels over blocks of entries (`moe_routing`), with tiles for the number of tokens an expert gets.
 """
@@ -27,8 +27,8 @@ def experts_mlp_reference(
     """The sum over each token's experts of `weight * down(silu(gate(x)) * up(x))`, in the order of its experts.
 
     x: `[n, hidden]`. gate_up: `[num_experts, 2 * inner, hidden]`, gate above up. down: `[num_experts, hidden, inner]`.
-    weights, in x's dtype, and experts, integer: `[n, per_token]`. Returns `[n, hidden]` in x's dtype. Each expert that
-    anyone chose runs once over all of its tokens; how many these are is read back to the host.
+    weights, in x's dtype, and experts, integer: `[n, per_token]`. Returns `[n, hidden]` in x's dtype. Each chosen
+    expert runs once over all of its tokens, whose number is read back to the host.
     """
     num_tokens, per_token = experts.shape
     chosen = experts.flatten()

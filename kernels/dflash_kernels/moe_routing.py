@@ -1,5 +1,4 @@
-"""Which experts each token goes to, and the tokens of each expert together. Called by the MLP of a layer with experts
-(`models.moe`) and by `dflash_kernels.moe`.
+"""Which experts each token goes to, and the tokens of each expert together.
 
 An entry is one token at one of its experts: entry `token * per_token + rank` is the token at its rank-th most likely
 expert. `group` lists the entries expert by expert, in blocks of one expert each, as the products of
@@ -156,7 +155,7 @@ if triton is not None:
             for start in range(first_block + own_blocks, num_blocks, CHUNK):
                 tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
 
-    # Entries that a program of `group` looks at together: up to so many in few entries, and in many.
+    # Entries that a program of `group` reads at a time: FEW_CHUNK of at most FEW_ENTRIES, else MANY_CHUNK.
     FEW_ENTRIES, FEW_CHUNK, MANY_CHUNK = 4096, 1024, 4096
 
     def group(experts: torch.Tensor, num_experts: int, block_size: int) -> ExpertBlocks:

@@ -1,4 +1,4 @@
-"""Attention of a few queries, or of a prefill chunk, over paged K/V. Called by the `triton` attention backend.
+"""Attention of a few queries, or of a prefill chunk, over paged K/V.
 
 One program attends a tile of one row's queries with all query heads of one K/V head (so that K/V are read once for
 the whole group) over one split of the context. With more than one split, each leaves a partial result and the log of

@@ -1,5 +1,4 @@
-"""Random numbers that depend on a seed, a position and a stream, and on nothing else. Called by the draw and accept
-kernels and, in the torch form, by `dflash_backend.sampling`.
+"""Random numbers that depend on a seed, a position and a stream, and on nothing else.
 
 There is no generator state: a number is a hash of the three, splitmix64 (Steele, Lea, Flood 2014). The torch and the
 Triton form give the same 64 bits.

@@ -1,7 +1,7 @@
-"""RMSNorm, alone and with the residual add before it (Zhang and Sennrich, arXiv 1910.07467). Called by `models.ops`.
+"""RMSNorm, alone and with the residual add before it (Zhang and Sennrich, arXiv 1910.07467).
 
-A decoder layer adds its output to the residual stream, and the next thing that happens to the sum is a norm: done as
-one, the sum is written once and never read back.
+A decoder layer adds its output to the residual stream, and a norm of the sum follows: fused, the sum is written once
+and not read again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gate of an MLP: SiLU of one half times the other (Shazeer, arXiv 2002.05202). Called by `models.ops`."""
+"""The gate of an MLP: SiLU of one half times the other (Shazeer, arXiv 2002.05202)."""
 
 from __future__ import annotations
 

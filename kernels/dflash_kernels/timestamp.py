@@ -1,4 +1,4 @@
-"""The device's clock, read between other kernels. Called by `worker.device_clock`.
+"""The device's clock, read between other kernels.
 
 There is no reference: on a CPU the host's own clock serves.
 """

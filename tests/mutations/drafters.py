@@ -61,7 +61,7 @@ DRAFTERS = (
     ),
     Mutant(
         "unknown fields are passed over without a word",
-        f"{CHECKPOINTS}/known_fields.py",
+        f"{CHECKPOINTS}/drafter_fields.py",
         "    if not found:\n",
         "    if True:\n",
         DESCRIBED,

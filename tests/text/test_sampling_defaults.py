@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 
 

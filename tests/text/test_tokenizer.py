@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_backend.checkpoints.errors import CheckpointError
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.text.tokenizer import PromptError, Tokenizer
 from tests.byte_tokenizer import EOS, START, write_byte_tokenizer
 

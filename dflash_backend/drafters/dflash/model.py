@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.errors import CheckpointError
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, read_headers
 from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
-from dflash_backend.checkpoints.spec import DraftSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DraftSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
