@@ -3,6 +3,7 @@ used."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,23 @@ class LayerConfig:
 
 
 @dataclass(frozen=True)
+class AttentionCache:
+    """What an attention layer keeps of each token of a request: K and V of `num_kv_heads` heads of `head_dim` numbers.
+
+    sliding_window: a query reads that many positions, its own included; None for all.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+
+    @property
+    def token_shape(self) -> tuple[int, int, int]:
+        """One token's K and V: `[2, num_kv_heads, head_dim]`."""
+        return 2, self.num_kv_heads, self.head_dim
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """The shape of a decoder stack, target or drafter. Sizes are numbers of elements.
 
@@ -95,6 +113,16 @@ class DecoderSpec:
         """The layer with this index."""
         moe = self.moe if self.moe is not None and self.moe.sparse_layers[index] else None
         return LayerConfig(self.qk_norm, self.qkv_bias, self.output_bias, self.mlp_bias, moe)
+
+    @property
+    def caches(self) -> tuple[AttentionCache, ...]:
+        """What each layer keeps of a request."""
+        return tuple(AttentionCache(self.num_kv_heads, self.head_dim, window) for window in self.sliding_windows)
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers that all layers together keep of one token."""
+        return sum(math.prod(cache.token_shape) for cache in self.caches)
 
     @property
     def query_size(self) -> int:

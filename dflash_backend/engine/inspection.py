@@ -171,7 +171,7 @@ def _weights(headers: dict[str, TensorHeader]) -> WeightsReport:
 
 
 def _kv(spec: DecoderSpec, dtype: str) -> KVReport:
-    per_token = spec.num_layers * 2 * spec.kv_size * TORCH_DTYPES[dtype].itemsize
+    per_token = spec.kv_elements_per_token * TORCH_DTYPES[dtype].itemsize
     return KVReport(dtype, per_token, BLOCK_SIZE, per_token * BLOCK_SIZE)
 
 

@@ -114,7 +114,7 @@ def load_target(
 
 def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
     """What the queries of each layer see."""
-    return tuple(AttentionPattern(True, window) for window in spec.decoder.sliding_windows)
+    return tuple(AttentionPattern(True, cache.sliding_window) for cache in spec.decoder.caches)
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:

@@ -28,11 +28,12 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedKVCache:
-        """Zeroed tensors: a position that nobody wrote must hold finite numbers, since padding is read and masked. A
-        model's layers are one tensor: the drafter's context goes to all of its layers in one launch."""
+        """Zeroed tensors: an unwritten position must hold finite numbers, since padding is read and masked. A model's
+        layers are one tensor: the drafter's context goes to all of its layers in one launch."""
 
         def layers(spec: DecoderSpec) -> list[KVLayer]:
-            shape = (spec.num_layers, num_blocks, block_size, 2, spec.num_kv_heads, spec.head_dim)
+            (token_shape,) = {cache.token_shape for cache in spec.caches}
+            shape = (len(spec.caches), num_blocks, block_size, *token_shape)
             return [KVLayer(layer) for layer in torch.zeros(shape, dtype=dtype, device=device)]
 
         return cls(layers(target), layers(draft) if draft is not None else [], block_size)
@@ -41,5 +42,5 @@ class PagedKVCache:
 def bytes_per_block(target: DecoderSpec, draft: DecoderSpec | None, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers of both models."""
     specs = [target] + ([draft] if draft is not None else [])
-    per_token = sum(spec.num_layers * 2 * spec.kv_size for spec in specs)
+    per_token = sum(spec.kv_elements_per_token for spec in specs)
     return per_token * block_size * dtype.itemsize
