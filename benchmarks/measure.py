@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from benchmarks.progress import progress
 from dflash_backend import LLM
-from dflash_backend.messages import ENCODER, GenerationRequest, QueueState, SamplingParams, StepOutputs, TokenDelta
+from dflash_backend.messages import ENCODER, GenerationRequest, QueueState, SamplingParams, StepOutputs
 from dflash_backend.text.detokenizer import Detokenizer
 
 
@@ -87,12 +88,11 @@ class HostClock:
         self._phase_s = 0.0
         self._message_s = 0.0
 
-    def __call__(self, deltas: list[TokenDelta]) -> None:
-        """A step yielded `deltas`."""
-        phases = self._core.phase_seconds
-        self._phase_s += sum(phases.values())
+    def __call__(self, outputs: StepOutputs) -> None:
+        """Take in what a step returned."""
+        self._phase_s += sum(outputs.phase_seconds.values())
         started = time.perf_counter()
-        ENCODER.encode(StepOutputs(deltas, [], None, phases, QueueState(0, self._core.num_waiting)))
+        ENCODER.encode(msgspec.structs.replace(outputs, queue=QueueState(0, self._core.num_waiting)))
         self._message_s += time.perf_counter() - started
 
     def share(self, streams: int) -> HostShare:
@@ -144,11 +144,11 @@ def run_engine(
     prompts: list[list[int]],
     streams: int,
     max_tokens: int,
-    on_step: Callable[[list[TokenDelta]], None] | None = None,
+    on_step: Callable[[StepOutputs], None] | None = None,
 ) -> Measurement:
     """Our engine in this process: `streams` requests are kept in flight, text is made as it would be streamed.
 
-    `on_step` hears what each step yielded, right after it.
+    `on_step` is given what each step returned, right after it.
     """
     result = Measurement(system, streams)
     core, eos = llm.engine.core, tuple(llm.tokenizer.eos_token_ids)
@@ -164,10 +164,10 @@ def run_engine(
             core.add_request(GenerationRequest(request_id, prompt, sampling, eos))
             in_flight[request_id] = (index, time.perf_counter(), Detokenizer(llm.tokenizer, sampling))
             result.outputs[index] = []
-        deltas = core.step()
+        outputs = core.step()
         if on_step is not None:
-            on_step(deltas)
-        for delta in deltas:
+            on_step(outputs)
+        for delta in outputs.deltas:
             index, arrived, detokenizer = in_flight[delta.request_id]
             if not result.outputs[index]:
                 result.first_token_s.append(time.perf_counter() - arrived)

@@ -1,8 +1,8 @@
 """What the frontend and the engine process say to each other, as msgspec structs.
 
 Frontend to engine: `EngineSetup` as the first line of its standard input, then over ZeroMQ `GenerationRequest`,
-`StopRequests`, `AbortRequests`, `Shutdown`. Engine to frontend: `LoadProgress` while
-it loads, then `EngineReady` or `EngineFailed`, then one `StepOutputs` a step. Everything is tagged by its type, so
+`AbortRequests`, `Shutdown`. Engine to frontend: `LoadProgress` while it
+loads, then `EngineReady` or `EngineFailed`, then one `StepOutputs` a step. Everything is tagged by its type, so
 `ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of them.
 """
 
@@ -104,20 +104,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
-    """Stop these requests and free their blocks; unknown ids are ignored. No further delta is sent for them."""
+    """End these requests and free their blocks; unknown ids are ignored. No further delta is sent for them.
 
-    request_ids: list[str]
-
-
-class StopRequests(msgspec.Struct, frozen=True, tag=True):
-    """These requests reached a stop string in their text: end them as `stop` and free their blocks. Each one that still
-    ran gets a last delta, without tokens and with its stats; for one that had ended it was sent already.
-
-    `num_tokens`: of each request, how many output tokens belong to its answer.
+    `num_output_tokens`, by id: of requests whose text reached a stop string, how many output tokens belong to the
+    answer. The engine does not count speculation past them.
     """
 
     request_ids: list[str]
-    num_tokens: list[int]
+    num_output_tokens: dict[str, int] = {}
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +158,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True):
     """New tokens of one request from one step. The last one of a request has a finish reason and stats.
 
+    Every delta of a request with stop strings has stats: the text may end the answer within it.
     `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none.
     """
 
@@ -172,6 +167,16 @@ class TokenDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     logprobs: list[TokenLogprobs] | None = None
+
+    @classmethod
+    def joined(cls, deltas: list[TokenDelta]) -> TokenDelta:
+        """One delta in place of several of one request, at least one, in order."""
+        last = deltas[-1]
+        logprobs = None
+        if any(delta.logprobs is not None for delta in deltas):
+            logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+        token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        return cls(last.request_id, token_ids, last.finish_reason, last.stats, logprobs)
 
 
 class RequestRejected(msgspec.Struct, frozen=True):
@@ -209,9 +214,12 @@ class QueueState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """Everything that one engine step, or the intake before it, has to say to the frontend.
+    """All that came of one engine step, or of the intake before it: what `EngineCore.step` returns.
 
-    `phase_seconds` has the step's time by phase: verify, accept, inject, draft; empty when there was no step.
+    rejected: requests that the engine did not take, or ended with an error; they have no delta.
+    stats: now and then, and always before the engine goes idle.
+    phase_seconds: the step's time by phase (verify, accept, inject, draft); empty when no step was applied.
+    queue: filled in by the engine process.
     """
 
     deltas: list[TokenDelta] = []
@@ -247,7 +255,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     setup_error: bool = False
 
 
-EngineInput = GenerationRequest | StopRequests | AbortRequests | Shutdown
+EngineInput = GenerationRequest | AbortRequests | Shutdown
 EngineOutput = StepOutputs | LoadProgress | EngineReady | EngineFailed
 
 ENCODER = msgspec.msgpack.Encoder()

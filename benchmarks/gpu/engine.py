@@ -89,7 +89,7 @@ def decoding(core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int
     for name in names:
         core.add_request(GenerationRequest(name, prompt, sampling, ()))
     try:
-        yield sum(len(delta.token_ids) for _ in range(WARM_UP) for delta in core.step())
+        yield sum(len(delta.token_ids) for _ in range(WARM_UP) for delta in core.step().deltas)
     finally:
         core.abort(names)
         while core.has_unfinished():  # a step of theirs is still in flight
@@ -110,10 +110,10 @@ def run_cell(
         started = time.perf_counter()
         while num_done < num_cycles and (num_done < FEWEST_CYCLES or time.perf_counter() - started < LONGEST_S):
             num_done += 1
-            deltas = core.step()
-            num_deltas += len(deltas)
-            num_tokens += sum(len(delta.token_ids) for delta in deltas)
-            for phase, seconds in core.phase_seconds.items():
+            outputs = core.step()
+            num_deltas += len(outputs.deltas)
+            num_tokens += sum(len(delta.token_ids) for delta in outputs.deltas)
+            for phase, seconds in outputs.phase_seconds.items():
                 phases[phase] += seconds
         seconds = time.perf_counter() - started
     if num_deltas != num_done * cell.batch:

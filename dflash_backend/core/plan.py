@@ -88,6 +88,16 @@ class RequestResult:
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
 
+    def fits(self, row: ScheduledRequest) -> bool:
+        """Whether this can be the answer to `row`. Going on with another one would corrupt the request."""
+        expected = self.num_accepted + 1 if row.sample else 0
+        return (
+            self.request_id == row.request_id
+            and 0 <= self.num_accepted <= row.num_draft
+            and len(self.token_ids) == expected
+            and (self.logprobs is None or len(self.logprobs) == expected)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -238,21 +238,19 @@ class LLM:
         try:
             self._feed(waiting, running)
             while core.has_unfinished():
-                for delta in core.step():
+                outputs = core.step()
+                for delta in outputs.deltas:
                     job, detokenizer = running[delta.request_id]
                     text = detokenizer.append(delta.token_ids, delta.finish_reason is not None)
                     num_kept[delta.request_id] += text.num_tokens
                     if text.stopped:
-                        stats = delta.stats
-                        if stats is None:
-                            stats = core.stop([delta.request_id], [num_kept[delta.request_id]])[0].stats
-                        else:
-                            stats = stats.with_last_step_cut(len(delta.token_ids), text.num_tokens)
-                        delta = _cut(delta, text.num_tokens, stats)
+                        if delta.finish_reason is None:
+                            core.abort([delta.request_id], num_kept)
+                        delta = _cut(delta, text.num_tokens)
                     if delta.finish_reason is not None:
                         del running[delta.request_id]
                     yield job, delta, text.text
-                for failure in core.failed:
+                for failure in outputs.rejected:
                     raise RequestError(failure.status, failure.message)
                 self._feed(waiting, running)
         finally:
@@ -260,7 +258,7 @@ class LLM:
 
     def _feed(self, waiting: Iterator[_Job], running: dict[str, tuple[_Job, Detokenizer]]) -> None:
         """Queue jobs until the engine's queue is full."""
-        while self.stats().num_requests_waiting < self.config.max_queue_size:
+        while self.engine.core.num_waiting < self.config.max_queue_size:
             job = next(waiting, None)
             if job is None:
                 return
@@ -272,14 +270,14 @@ class LLM:
             running[request_id] = (job, Detokenizer(self.tokenizer, job.sampling))
 
 
-def _cut(delta: TokenDelta, num_tokens: int, stats: RequestStats | None) -> TokenDelta:
+def _cut(delta: TokenDelta, num_tokens: int) -> TokenDelta:
     """The last delta of a completion that a stop string ended: tokens past it are not part of the answer."""
     return msgspec.structs.replace(
         delta,
         token_ids=delta.token_ids[:num_tokens],
         logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
         finish_reason="stop",
-        stats=stats,
+        stats=None if delta.stats is None else delta.stats.with_last_step_cut(len(delta.token_ids), num_tokens),
     )
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -41,8 +41,6 @@ from dflash_backend.messages import (
     RequestRejected,
     Shutdown,
     StepOutputs,
-    StopRequests,
-    TokenDelta,
 )
 from dflash_backend.process_watch import WatchedProcess
 
@@ -51,8 +49,6 @@ _log = logging.getLogger(__name__)
 STDIN = 0
 # How long an idle engine sleeps before it looks whether it was told to end; a request wakes it at once.
 IDLE_POLL_MS = 500
-# Gauges and counters are for a metrics page, which is read every few seconds.
-STATS_INTERVAL_S = 0.25
 # How often the engine speaks at least, between two steps and without any: the frontend takes its silence for a hang.
 BEAT_S = 1.0
 # A flood of requests must not keep those that run from being stepped.
@@ -67,9 +63,8 @@ class Core(Protocol):
     """What is needed of `EngineCore`."""
 
     def add_request(self, request: GenerationRequest) -> None: ...
-    def abort(self, request_ids: Iterable[str]) -> None: ...
-    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]: ...
-    def step(self) -> list[TokenDelta]: ...
+    def abort(self, request_ids: Iterable[str], num_output_tokens: Mapping[str, int] = ...) -> None: ...
+    def step(self) -> StepOutputs: ...
     def has_unfinished(self) -> bool: ...
     @property
     def num_waiting(self) -> int: ...
@@ -77,10 +72,6 @@ class Core(Protocol):
     def num_free_rows(self) -> int: ...
     def crowded_tenants(self) -> dict[str, int]: ...
     def stats(self) -> EngineStats: ...
-    @property
-    def phase_seconds(self) -> dict[str, float]: ...
-    @property
-    def failed(self) -> list[RequestRejected]: ...
 
 
 class Built(Protocol):
@@ -136,7 +127,6 @@ class EngineLoop:
         self._trace = trace
         self._ending = False
         self._num_received = 0
-        self._stats_sent_at = 0.0
         self._spoke_at = 0.0
 
     def end(self) -> None:
@@ -151,21 +141,20 @@ class EngineLoop:
             if self._ending:
                 return
             if self._core.has_unfinished():
-                deltas = self._core.step()
+                outputs = self._core.step()
                 started = time.monotonic()
-                idle = not self._core.has_unfinished()
-                self._send(deltas, self._core.failed, self._core.phase_seconds, idle)
+                if outputs.deltas or outputs.rejected or outputs.phase_seconds or outputs.stats:
+                    self._say(msgspec.structs.replace(outputs, queue=self._queue()))
                 if self._trace is not None:
-                    self._trace.messages("send", started, len(deltas))
+                    self._trace.messages("send", started, len(outputs.deltas))
             elif busy:
-                self._send([], [], {}, idle=True)
+                self._say(StepOutputs(stats=self._core.stats(), queue=self._queue()))
             if time.monotonic() - self._spoke_at >= BEAT_S:
                 self._say(StepOutputs(queue=self._queue()))
 
     def _take(self, messages: list[bytes]) -> None:
         """Do what the messages say. One that cannot be done is answered, and the others are not affected."""
         started = time.monotonic()
-        deltas: list[TokenDelta] = []
         rejected: list[RequestRejected] = []
         decoded = [ENGINE_INPUT.decode(raw) for raw in messages]
         if num_requests := sum(isinstance(message, GenerationRequest) for message in decoded):
@@ -177,14 +166,12 @@ class EngineLoop:
             if isinstance(message, GenerationRequest):
                 if (refusal := self._add(message)) is not None:
                     rejected.append(refusal)
-            elif isinstance(message, StopRequests):
-                deltas += self._core.stop(message.request_ids, message.num_tokens)
             elif isinstance(message, AbortRequests):
-                self._core.abort(message.request_ids)
+                self._core.abort(message.request_ids, message.num_output_tokens)
             elif isinstance(message, Shutdown):
                 self._ending = True
-        if deltas or rejected:
-            self._say(StepOutputs(deltas, rejected, queue=self._queue()))
+        if rejected:
+            self._say(StepOutputs(rejected=rejected, queue=self._queue()))
         if messages and self._trace is not None:
             self._trace.messages("receive", started, len(messages))
 
@@ -199,17 +186,6 @@ class EngineLoop:
             message = f"the request could not be queued ({type(error).__name__}: {error}); the server's log has more"
             return RequestRejected(request.request_id, "INTERNAL", message)
         return None
-
-    def _send(
-        self, deltas: list[TokenDelta], failed: list[RequestRejected], phase_seconds: dict[str, float], idle: bool
-    ) -> None:
-        """Send a step's outputs, with stats now and then and always before the engine goes quiet."""
-        now = time.monotonic()
-        stats = None
-        if idle or now - self._stats_sent_at >= STATS_INTERVAL_S:
-            stats, self._stats_sent_at = self._core.stats(), now
-        if deltas or failed or phase_seconds or stats:
-            self._say(StepOutputs(deltas, failed, stats, phase_seconds, self._queue()))
 
     def _say(self, outputs: StepOutputs) -> None:
         self._channel.send(outputs)

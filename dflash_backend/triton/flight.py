@@ -41,7 +41,7 @@ class Completion:
         # Of what was not sent yet; kept as it grows, since it is looked at after every step.
         self.num_bytes = len(parsed.prefix.encode())
         self.cumulative_logprob = 0.0
-        # A stop string was found: the engine was told, and only its last delta is still to come.
+        # A stop string was found.
         self.stopped = False
         self.finish_reason: FinishReason | None = None
         self.stats: RequestStats | None = None
@@ -49,31 +49,30 @@ class Completion:
         self.last_token_at: float | None = None
 
     def add(self, delta: TokenDelta) -> int:
-        """Take new tokens; how many of them count. Those past a stop string do not."""
+        """Take new tokens; how many of them count. Those past a stop string do not, and none after it."""
+        if self.finish_reason is not None:
+            return 0
         finished = delta.finish_reason is not None
-        stopped_before = self.stopped
-        count = 0
-        if not self.stopped:
-            if delta.logprobs is not None:
-                count = self._add_each(delta.token_ids, delta.logprobs, finished)
-            else:
-                count = self._append(delta.token_ids, finished)
-            self.token_ids += delta.token_ids[:count]
-            self.num_tokens += count
-            self.num_bytes += count * TOKEN_ID_BYTES
-        if finished:
+        if delta.logprobs is not None:
+            count = self._add_each(delta.token_ids, delta.logprobs, finished)
+        else:
+            count = self._append(delta.token_ids, finished)
+        self.token_ids += delta.token_ids[:count]
+        self.num_tokens += count
+        self.num_bytes += count * TOKEN_ID_BYTES
+        if finished or self.stopped:
             self.finish_reason = "stop" if self.stopped else delta.finish_reason
             self.stats = delta.stats
-            if delta.stats is not None and count < len(delta.token_ids) and not stopped_before:
+            if delta.stats is not None and count < len(delta.token_ids):
                 self.stats = delta.stats.with_last_step_cut(len(delta.token_ids), count)
         return count
 
     @property
     def due(self) -> bool:
-        """Whether something new should go out. What a stop string ended waits for its statistics, a step later."""
+        """Whether something new should go out."""
         if self.finish_reason is not None:
             return not self._end_sent
-        return not self.stopped and bool(self.text or (self._tell_tokens and self.token_ids))
+        return bool(self.text or (self._tell_tokens and self.token_ids))
 
     def clear(self) -> None:
         """Everything so far was sent."""
@@ -161,10 +160,9 @@ class Flight:
         for completion in self.completions:
             completion.clear()
 
-    def wants_stop(self, engine_id: str) -> bool:
-        """Whether the engine still works on a completion whose text has reached a stop string."""
-        completion = self.completions[_index(engine_id)]
-        return completion.stopped and completion.finish_reason is None
+    def has_ended(self, engine_id: str) -> bool:
+        """Whether a completion has ended."""
+        return self.completions[_index(engine_id)].finish_reason is not None
 
     def num_tokens(self, engine_id: str) -> int:
         """How many tokens of a completion belong to its answer, so far."""

@@ -32,7 +32,6 @@ from dflash_backend.messages import (
     RequestRejected,
     SamplingParams,
     StepOutputs,
-    StopRequests,
     TokenDelta,
 )
 from dflash_backend.process_watch import WatchedProcess
@@ -378,10 +377,10 @@ class FrontendService:
                     orphans.append(delta.request_id)
             elif self._add(flight, delta):
                 touched[flight.request_id] = flight
-                if flight.wants_stop(delta.request_id):
+                if delta.finish_reason is None and flight.has_ended(delta.request_id):
                     stopped[delta.request_id] = flight.num_tokens(delta.request_id)
         if stopped:
-            self._engine.send(StopRequests(list(stopped), list(stopped.values())))
+            self._engine.send(AbortRequests(list(stopped), stopped))
         if orphans:
             self._engine.send(AbortRequests(orphans))
         self._metrics.observe_step(outputs.phase_seconds)

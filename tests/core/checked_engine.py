@@ -14,7 +14,7 @@ from toy_reference import expected_output
 
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.messages import GenerationRequest
+from dflash_backend.messages import GenerationRequest, RequestRejected
 
 # Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the step in
 # flight, behind one of its own, and that is collected before anything is planned; then nothing is left to collect.
@@ -53,18 +53,19 @@ class CheckedEngine(Engine):
         self._check_between_steps()
 
     def stop(self, request_id: str) -> None:
-        deltas = self.core.stop([request_id], [len(self.outputs[request_id].token_ids)])
-        self._cut.update(delta.request_id for delta in deltas)
-        self.take(deltas)
+        if self.outputs[request_id].finish_reason is None:
+            self._cut.add(request_id)
+        self.core.abort([request_id], {request_id: len(self.outputs[request_id].token_ids)})
         self._check_between_steps()
 
     def step(self) -> None:
         scheduler = self.core.scheduler
         num_refused, num_failed = self.worker.num_refused, self.worker.num_failed
         self._seen = dict(scheduler.running)
-        self.take(self.core.step())
+        outputs = self.core.step()
+        self.take(outputs.deltas)
         self._seen.update(scheduler.running)
-        self._take_failed()
+        self._take_failed(outputs.rejected)
         self._check_between_steps()
         # The call after a failed step looks into it, and everybody computes anew from there.
         if self.worker.num_failed > num_failed or self._failed_before:
@@ -91,10 +92,10 @@ class CheckedEngine(Engine):
         for request_id in self.requests:
             self._check_output(request_id)
 
-    def _take_failed(self) -> None:
+    def _take_failed(self, failed: list[RequestRejected]) -> None:
         """Requests that were given up because a step with them alone does not fit the device's memory, or fails."""
-        self.failed += self.core.failed
-        for failure in self.core.failed:
+        self.failed += failed
+        for failure in failed:
             assert self.worker.max_tokens_in_memory is not None or self.worker.num_failed
             self._cut.add(failure.request_id)
 

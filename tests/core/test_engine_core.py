@@ -24,7 +24,7 @@ def test_greedy_output_is_the_targets_own(k: int, seed: int) -> None:
 
 def test_a_step_without_requests_does_nothing() -> None:
     engine = Engine(make_config())
-    assert engine.core.step() == []
+    assert engine.core.step().deltas == []
     assert engine.worker.plans == []
 
 
@@ -222,25 +222,26 @@ def test_an_abort_frees_blocks_at_once_and_sends_nothing() -> None:
     engine.core.abort(["runs", "waits", "never seen"])
     engine.core.check_invariants()
     assert engine.core.scheduler.kv.pool.usage == 0.0
-    assert engine.core.step() == []
+    assert engine.core.step().deltas == []
     assert engine.outputs["runs"].token_ids == sent
     engine.run(make_request("next", PROMPT))
     assert engine.worker.held_ids == {"next"}, "the worker was told to forget what it had held, and no more"
 
 
-def test_a_stop_from_outside_ends_a_request_with_its_stats() -> None:
+def test_every_delta_of_a_request_with_stop_strings_has_stats_and_an_abort_ends_it() -> None:
     engine = Engine(make_config(max_num_seqs=1))
-    engine.add(make_request("runs", PROMPT))
+    engine.add(make_request("runs", PROMPT, stop=("x",)))
     engine.add(make_request("waits", PROMPT))
-    engine.step()
-    (delta,) = engine.core.stop(["runs", "never seen", "runs"], [len(engine.outputs["runs"].token_ids)] * 3)
-    assert (delta.request_id, delta.token_ids, delta.finish_reason) == ("runs", [], "stop")
-    assert delta.stats is not None
-    assert delta.stats.num_output_tokens == len(engine.outputs["runs"].token_ids) > 0
-    assert engine.core.stop(["runs"], [1]) == [], "its last delta was sent already"
+    for _ in range(2):
+        engine.step()
+        output = engine.outputs["runs"]
+        assert output.stats is not None
+        assert output.stats.num_output_tokens == len(output.token_ids) > 0
+    engine.core.abort(["runs", "never seen", "runs"], {"runs": 1, "never seen": 2})
     engine.core.check_invariants()
     engine.step()
     assert engine.outputs["waits"].token_ids
+    assert engine.outputs["waits"].stats is None
 
 
 def test_a_deadline_ends_a_request_with_what_it_has() -> None:
@@ -323,7 +324,7 @@ def test_logprobs_are_cut_with_the_tokens_at_the_end_of_a_request() -> None:
     core.add_request(make_request("stopped", PROMPT, stop_token_ids=(continuation[5],), max_tokens=12))
     told: dict[str, list[int]] = {"long": [], "stopped": []}
     while core.has_unfinished():
-        for delta in core.step():
+        for delta in core.step().deltas:
             assert delta.logprobs is not None
             assert [entry.token_ids[0] for entry in delta.logprobs] == delta.token_ids
             told[delta.request_id] += delta.token_ids
@@ -380,9 +381,10 @@ def test_an_answer_that_does_not_fit_its_row_ends_that_request_alone(rows: list[
     core = EngineCore(make_config(), _WrongWorker([*rows, RequestResult("other", [1], 0)]))
     core.add_request(make_request("a", PROMPT))
     core.add_request(make_request("other", PROMPT))
-    (delta,) = core.step()
+    outputs = core.step()
+    (delta,) = outputs.deltas
     assert (delta.request_id, delta.token_ids) == ("other", [1])
-    (failed,) = core.failed
+    (failed,) = outputs.rejected
     assert (failed.request_id, failed.status) == ("a", "INTERNAL")
     assert "the worker answered" in failed.message
     core.check_invariants()

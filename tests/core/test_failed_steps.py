@@ -25,12 +25,10 @@ def _runs(request_id: str, plan: StepPlan) -> bool:
 
 def _failures(engine: Engine) -> dict[str, str]:
     """Run to the end; what ended with an error, and why."""
-    failed = {}
     while engine.core.has_unfinished():
         engine.step()
-        failed |= {rejected.request_id: rejected.message for rejected in engine.core.failed}
-        assert all(rejected.status == "INTERNAL" for rejected in engine.core.failed)
-    return failed
+    assert all(rejected.status == "INTERNAL" for rejected in engine.failed)
+    return {rejected.request_id: rejected.message for rejected in engine.failed}
 
 
 @MODES

@@ -455,8 +455,9 @@ class Engine:
         self.outputs[request.request_id] = Output()
 
     def step(self) -> None:
-        self.take(self.core.step())
-        self.failed += self.core.failed
+        outputs = self.core.step()
+        self.take(outputs.deltas)
+        self.failed += outputs.rejected
         self.core.check_invariants()
 
     def take(self, deltas: list[Any]) -> None:
@@ -467,7 +468,7 @@ class Engine:
             assert output.finish_reason is None, "a delta after the last one"
             output.token_ids += delta.token_ids
             output.finish_reason, output.stats = delta.finish_reason, delta.stats
-            assert (delta.stats is None) == (delta.finish_reason is None)
+            assert delta.finish_reason is None or delta.stats is not None
 
     def run(self, *requests: GenerationRequest, max_steps: int = 10_000) -> list[Output]:
         """Add the requests, run until nothing is left, and return their outputs."""

@@ -162,7 +162,7 @@ def test_on_a_gpu_auto_gives_way_to_what_was_measured_and_the_engine_runs(tmp_pa
     )
     assert built.core.config.drafter_max_len == 160 + 7 + 1
     built.core.add_request(GenerationRequest("r", [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0)))
-    tokens = [token for _ in range(10) for delta in built.core.step() for token in delta.token_ids]
+    tokens = [token for _ in range(10) for delta in built.core.step().deltas for token in delta.token_ids]
     assert len(tokens) == 5
 
 

@@ -20,7 +20,6 @@ from dflash_backend.messages import (
     RequestRejected,
     SamplingParams,
     StepOutputs,
-    StopRequests,
     TokenDelta,
 )
 from tests.engine_client import toy_engine
@@ -136,13 +135,16 @@ def test_an_aborted_request_is_not_heard_of_again(engine):
     assert engine.receive(100) == []
 
 
-def test_a_stopped_request_gets_a_last_delta_with_stats(engine):
+def test_the_engine_hears_how_much_of_a_stopped_request_counts(engine):
     engine.send(request("s", [1], max_tokens=10**9))
     hear(engine, lambda part: True)
-    engine.send(StopRequests(["s", "never-there"], [3, 1]))
-    last = hear(engine, finished("s"))[-1]
-    assert (last.token_ids, last.finish_reason) == ([], "stop")
-    assert last.stats.num_prompt_tokens == 1
+    engine.send(AbortRequests(["s", "never-there"], {"s": 2, "never-there": 1}))
+    engine.send(request("next", [1], max_tokens=1))
+    deadline = time.monotonic() + WAIT_S
+    counts: list[int] = []
+    while counts[-1:] != [3] and time.monotonic() < deadline:
+        counts += [message.stats.num_generation_tokens for message in engine.receive(1000) if message.stats]
+    assert counts[-1] == 2 + 1
 
 
 def test_an_error_in_a_step_is_told_before_the_process_ends(engine):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from dflash_backend.messages import (
     GenerationRequest,
     RequestRejected,
     RequestStats,
+    StepOutputs,
     TokenDelta,
     TokenLogprobs,
 )
@@ -67,8 +68,6 @@ class ToyCore:
     def __init__(self) -> None:
         self._requests: dict[str, ToyRequest] = {}
         self._num_generated = 0
-        self.phase_seconds = {"verify": 0.25, "draft": 0.125}
-        self.failed: list[RequestRejected] = []
 
     def add_request(self, request: GenerationRequest) -> None:
         first = request.prompt_token_ids[0]
@@ -78,14 +77,11 @@ class ToyCore:
             raise RequestError("UNAVAILABLE", "the toy refuses this prompt")
         self._requests[request.request_id] = ToyRequest(request)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Iterable[str], num_output_tokens: Mapping[str, int] | None = None) -> None:
         for request_id in request_ids:
-            self._requests.pop(request_id, None)
-
-    def stop(self, request_ids: Iterable[str], num_tokens: Iterable[int]) -> list[TokenDelta]:
-        self.num_kept = list(num_tokens)
-        ended = [(i, self._requests.pop(i)) for i in request_ids if i in self._requests]
-        return [TokenDelta(request_id, [], "stop", state.stats()) for request_id, state in ended]
+            state = self._requests.pop(request_id, None)
+            if state is not None and request_id in (num_output_tokens or {}):
+                self._num_generated += num_output_tokens[request_id] - state.num_output
 
     def has_unfinished(self) -> bool:
         return bool(self._requests)
@@ -102,12 +98,13 @@ class ToyCore:
         waiting = [state.request for state in self._requests.values() if state.request.prompt_token_ids[0] == QUIET]
         return dict(Counter(request.sampling.tenant for request in waiting))
 
-    def step(self) -> list[TokenDelta]:
+    def step(self) -> StepOutputs:
         given_up = [i for i, state in self._requests.items() if state.request.prompt_token_ids[0] == GIVE_UP]
-        self.failed = [RequestRejected(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
+        rejected = [RequestRejected(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
         self.abort(given_up)
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
-        return [delta for delta in deltas if delta is not None]
+        deltas = [delta for delta in deltas if delta is not None]
+        return StepOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125})
 
     def stats(self) -> EngineStats:
         return EngineStats(num_requests_running=len(self._requests), num_generation_tokens=self._num_generated)
@@ -127,7 +124,8 @@ class ToyCore:
         asked = state.request.sampling.logprobs
         logprobs = None if asked is None else [token_logprobs(token, asked) for token in tokens]
         if state.num_output < limit:
-            return TokenDelta(request_id, tokens, logprobs=logprobs)
+            stats = state.stats() if state.request.sampling.stop else None
+            return TokenDelta(request_id, tokens, None, stats, logprobs)
         del self._requests[request_id]
         return TokenDelta(request_id, tokens, "length", state.stats(), logprobs)
 

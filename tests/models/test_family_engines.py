@@ -43,7 +43,7 @@ def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
     outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
 
     def step() -> None:
-        for delta in built.core.step():
+        for delta in built.core.step().deltas:
             outputs[delta.request_id] += delta.token_ids
 
     for index, prompt in enumerate(prompts):

@@ -406,7 +406,7 @@ _SCHEDULER = (
     _core(
         "max_num_seqs is exceeded by one", "scheduler", "< config.max_num_seqs", "<= config.max_num_seqs", SCHEDULING
     ),
-    _core("deadlines are ignored", "engine", "self._deadlines[0][0] <= now", "self._deadlines[0][0] < 0", ENGINE),
+    _core("deadlines are ignored", "deadlines", "self._heap[0][0] <= now", "self._heap[0][0] < 0", ENGINE),
     _core(
         "the queue's bound is off by one",
         "admission",
@@ -436,18 +436,18 @@ _OVERLAP = (
     _core(
         "a result goes to whoever has the id now",
         "engine",
-        "            if not self._is_in_progress(request):\n                continue\n            if not _fits",
+        "            if not self._is_in_progress(request):\n                continue\n            if not row_res",
         "            request = self._requests.get(row.request_id)\n"
-        "            if request is None:\n                continue\n            if not _fits",
+        "            if request is None:\n                continue\n            if not row_res",
         OVERLAP,
     ),
     _core(
         "drafts of a dropped result are counted",
         "engine",
-        "            if not self._is_in_progress(request):\n                continue\n            if not _fits",
+        "            if not self._is_in_progress(request):\n                continue\n            if not row_res",
         "            if not self._is_in_progress(request):\n"
         "                self._spec_stats.observe_draft(row.num_draft, row_result.num_accepted + 1)\n"
-        "                continue\n            if not _fits",
+        "                continue\n            if not row_res",
         OVERLAP,
     ),
     _core(
@@ -474,8 +474,8 @@ _OVERLAP = (
     _core(
         "a step waits for the one ahead of it",
         "engine",
-        "stays_in_flight = 1 if self._overlap and plan is not None else 0",
-        "stays_in_flight = 0",
+        "self._collect_down_to(1 if self._overlap and submitted else 0, outputs)",
+        "self._collect_down_to(0, outputs)",
         OVERLAP,
     ),
     _core(
@@ -571,15 +571,15 @@ _OVERLAP = (
     _core(
         "what is in flight is lost when a step does not fit the memory",
         "engine",
-        "            deltas = self._collect()\n        elif",
-        "            deltas = self._collect()[:0]\n        elif",
+        "self._collect_down_to(0, outputs)  # nobody",
+        "self._collect_down_to(0, StepOutputs())  # nobody",
         OVERLAP,
     ),
     _core(
         "a request that alone does not fit the memory is tried for ever",
         "engine",
-        "        elif len(plan.rows) == 1:\n",
-        "        elif len(plan.rows) == 0:\n",
+        "if was_idle and len(plan.rows) == 1:",
+        "if was_idle and len(plan.rows) == 0:",
         OVERLAP,
     ),
 )
@@ -601,8 +601,8 @@ _FAILED_STEPS = (
     _core(
         "a request that fails alone is tried for ever",
         "engine",
-        "            self._fail(request, _failed(str(error)))\n        while",
-        "            del error\n        while",
+        "            self._fail(request, _failed(str(error)), alone)\n",
+        "            del error\n",
         FAILED_STEPS,
     ),
     _core(
@@ -646,8 +646,8 @@ _SPEC_COUNTS = (
     _core(
         "what lies past a stop string counts",
         "engine",
-        "request.spec_stats.take_back(num_draft, num_delivered, kept)",
-        "request.spec_stats.take_back(num_draft, num_delivered, num_delivered)",
+        "self._spec_stats.take_back(num_draft, num_delivered, kept)",
+        "self._spec_stats.take_back(num_draft, num_delivered, num_delivered)",
         SPEC_COUNTS,
     ),
     _core(

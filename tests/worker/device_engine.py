@@ -13,7 +13,7 @@ import torch
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.messages import FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
+from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
 from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step_ops import StepOps, TorchStepOps
@@ -66,6 +66,7 @@ class Outputs:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.failed: list[RequestRejected] = []
 
     def add(self, request_id: str, prompt: list[int], k: int | None = None, **sampling: Any) -> None:
         """Queue a request; `k` is its own number of speculative tokens."""
@@ -75,7 +76,9 @@ class Outputs:
 
     def step(self) -> None:
         """One step of the engine."""
-        for delta in self.core.step():
+        outputs = self.core.step()
+        self.failed += outputs.rejected
+        for delta in outputs.deltas:
             self.tokens[delta.request_id] += delta.token_ids
             if delta.logprobs is not None:
                 self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)

@@ -33,12 +33,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def _finish(outputs: Outputs) -> dict[str, str]:
     """Run to the end; what ended with an error, and why."""
-    failed = {}
     while outputs.core.has_unfinished():
         outputs.step()
         outputs.core.check_invariants()
-        failed |= {rejected.request_id: rejected.message for rejected in outputs.core.failed}
-    return failed
+    return {rejected.request_id: rejected.message for rejected in outputs.failed}
 
 
 def _add_others(outputs: Outputs) -> None:
