@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from statistics import mean
 
 import numpy as np
 
-from dflash_backend.spec_stats import acceptance_length
-from load_tests.observation import Observation
-from load_tests.recording import Sample
 from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, gaps, percentile, ttfts
+from load_tests.samples import Sample
 from load_tests.verdict import Bound
 
-# A pool that cannot hold what is used again is not a fault of the cache; up to this loss it counts as large enough.
+# Loss of hit rate in points up to which the pool counts as large enough for the workload.
 POOL_LOSS_POINTS = 0.1
-# Of the same questions, so that a few tell: what they accept does not depend on what else runs.
+# The same questions are compared, and what they accept does not depend on other requests, so a few answers tell.
 MIN_DRIFT_ANSWERS = 50
 # A median of fewer says little.
 MIN_TTFT_ANSWERS = 10
+CACHING_OFF = "prefix caching is off"
 
 
 def answers(result: RunResult, refusals_allowed: bool = False) -> list[Bound]:
@@ -63,13 +63,13 @@ def acceptance_drift(result: RunResult) -> Bound:
 
 
 def hit_rate(result: RunResult) -> Bound:
-    """Distance of the prefix cache's hit rate from what an unbounded cache would have had."""
+    """Distance of the prefix cache's hit rate from that of an unbounded cache."""
+    bound = partial(Bound, "prefix cache hit rate below the ideal", kind="at most", limit=2.0, unit="points")
     measured, ideal, bounded = result.hit_rate(), result.ideal, result.ideal_bounded
-    name = "prefix cache hit rate below the ideal"
-    if result.settings.get("enable_prefix_caching", "true").lower() in ("false", "0"):
-        return Bound(name, None, "at most", 2.0, "points", applies=False, note="prefix caching is off")
+    if not _caching(result):
+        return bound(None, applies=False, note=CACHING_OFF)
     if measured is None or ideal is None:
-        return Bound(name, None, "at most", 2.0, "points")
+        return bound(None)
     note = f"measured {measured * 100:.2f} %, unbounded cache {ideal.rate * 100:.2f} %"
     loss = 0.0 if bounded is None else (ideal.rate - bounded.rate) * 100
     if bounded is not None:
@@ -77,28 +77,26 @@ def hit_rate(result: RunResult) -> Bound:
     large_enough = loss <= POOL_LOSS_POINTS
     if not large_enough:
         note += "; the pool is too small for this workload"
-    below = max((ideal.rate - measured) * 100, 0.0)
-    return Bound(name, below, "at most", 2.0, "points", required=large_enough, note=note)
+    return bound(max((ideal.rate - measured) * 100, 0.0), required=large_enough, note=note)
 
 
 def hit_ttft(result: RunResult, limit: float = 0.25) -> Bound:
     """Median time to first token of requests that hit the cache, over that of those that missed it, in the last phase:
     both under the same load."""
+    bound = partial(Bound, "time to first token, hits over misses (medians)", kind="at most", limit=limit)
+    if not _caching(result):
+        return bound(None, applies=False, note=CACHING_OFF)
     last_phase = result.phases[-1].name if result.phases else ""
     samples = [sample for sample in result.measured(last_phase) if sample.outcome == "right"]
-    hits = ttfts(samples, lambda sample: sample.is_hit is True)
-    misses = ttfts(samples, lambda sample: sample.is_hit is False)
+    hits, misses = (ttfts(sample for sample in samples if sample.is_hit is hit) for hit in (True, False))
     hit, miss = percentile(hits, 0.5), percentile(misses, 0.5)
-    name = "time to first token, hits over misses (medians)"
-    if result.settings.get("enable_prefix_caching", "true").lower() in ("false", "0"):
-        return Bound(name, None, "at most", limit, applies=False, note="prefix caching is off")
     if hit is None or miss is None:
-        return Bound(name, None, "at most", limit, note=f"{len(hits)} hits, {len(misses)} misses")
+        return bound(None, note=f"{len(hits)} hits, {len(misses)} misses")
     note = f"{hit * 1e3:.1f} ms over {len(hits)} hits, {miss * 1e3:.1f} ms over {len(misses)} misses"
     enough = min(len(hits), len(misses)) >= MIN_TTFT_ANSWERS
     if not enough:
         note += f"; at least {MIN_TTFT_ANSWERS} of each are needed"
-    return Bound(name, hit / miss, "at most", limit, required=enough, note=note)
+    return bound(hit / miss, required=enough, note=note)
 
 
 def gap_p99(result: RunResult, traffic: str, before: str, after: str, limit: float) -> Bound:
@@ -114,18 +112,21 @@ def gap_p99(result: RunResult, traffic: str, before: str, after: str, limit: flo
 
 def flat_memory(result: RunResult, role: str, limit_percent: float = 2.0) -> Bound:
     """How far a process's resident memory moves in the last third of the run."""
-    seen = _last_third(result.observations)
-    sizes = [observation.rss_bytes[role] for observation in seen if observation.rss_bytes.get(role)]
     name = f"memory of the {role} in the last third, largest over smallest"
+    bound = partial(Bound, name, kind="at most", limit=limit_percent, unit="%")
+    seen = result.observations[2 * len(result.observations) // 3 :]
+    sizes = [observation.rss_bytes[role] for observation in seen if observation.rss_bytes.get(role)]
+    if result.observations and not result.observations[0].rss_bytes:
+        return bound(None, required=False, note="not our server: its memory is unseen")
     if len(sizes) < 3:
-        note = (
-            "" if result.observations and result.observations[0].rss_bytes else "not our server: its memory is unseen"
-        )
-        return Bound(name, None, "at most", limit_percent, "%", required=not note, note=note)
+        return bound(None)
     smooth = np.convolve(sizes, np.ones(3) / 3, mode="valid")
-    moved = float((smooth.max() / smooth.min() - 1) * 100)
     note = f"{smooth.min() / 2**20:.1f} to {smooth.max() / 2**20:.1f} MiB"
-    return Bound(name, moved, "at most", limit_percent, "%", note=note)
+    return bound(float((smooth.max() / smooth.min() - 1) * 100), note=note)
+
+
+def _caching(result: RunResult) -> bool:
+    return result.settings.get("enable_prefix_caching", "true").lower() not in ("false", "0")
 
 
 def _by_question(result: RunResult, start: float, end: float) -> dict[str, list[Sample]]:
@@ -143,12 +144,8 @@ def _acceptance_length(answers: dict[str, list[Sample]], weights: dict[str, int]
     def total(count: Callable[[Sample], int]) -> float:
         return sum(weight * mean(map(count, answers[name])) for name, weight in weights.items())
 
-    return acceptance_length(total(lambda sample: sample.num_drafts), total(lambda sample: sample.num_accepted))
-
-
-def _last_third(observations: Iterable[Observation]) -> list[Observation]:
-    seen = list(observations)
-    return seen[2 * len(seen) // 3 :]
+    drafts = total(lambda sample: sample.num_drafts)
+    return 1 + total(lambda sample: sample.num_accepted) / drafts if drafts else None
 
 
 def _errors(result: RunResult) -> str:

@@ -1,42 +1,44 @@
-"""One picture of a run over time. Called by `report`."""
+"""One picture of a run over time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
 from load_tests.result import RunResult
-from load_tests.timeline import ServerSecond, UserWindow, server_windows
+from load_tests.samples import Sample
+from load_tests.timeline import ServerSecond, in_windows, percentiles, server_windows
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-NAN = float("nan")
 
-
-def plot_run(
-    result: RunResult, seconds: Sequence[ServerSecond], windows: Sequence[UserWindow], title: str, path: Path
-) -> None:
-    """Throughput, queue, latencies, cache, acceptance, KV usage, memory and CPU, one below the other; `title` says what
-    was run and what came of it."""
+def plot_run(result: RunResult, seconds: Sequence[ServerSecond], title: str, path: Path) -> None:
+    """Throughput, queue, latencies, cache, acceptance, KV usage, memory and CPU, one below the other."""
     figure, axes = pyplot.subplots(4, 2, figsize=(14, 14), sharex=True, constrained_layout=True)
     figure.suptitle(title, fontsize=10)
-    shares = server_windows(result.observations)
-    panels: list[Callable[[Any], None]] = [
-        lambda axis: _throughput(axis, windows),
-        lambda axis: _queue(axis, seconds),
-        lambda axis: _percentiles(axis, windows, "time to first token [ms]", "ttft"),
-        lambda axis: _percentiles(axis, windows, "inter-token, between responses [ms]", "gap"),
-        lambda axis: _hit_rate(axis, shares, result),
-        lambda axis: _lines(axis, shares, "acceptance length", acceptance_length="server"),
-        lambda axis: _cpu(axis, seconds),
-        lambda axis: _memory(axis, seconds),
-    ]
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        panel(axis)
+    throughput, queue, ttft, gap, hit_rate, acceptance, cpu, memory = axes.flat
+    windows = server_windows(result.observations)
+    begun = [(sample.first_s, sample) for sample in result.samples if sample.first_s is not None]
+    first = [(first_s, first_s - sample.sent_s) for first_s, sample in begun]
+    gaps = [(at_s, gap) for first_s, one in begun for at_s, gap in zip(_ends(first_s, one), one.gaps, strict=True)]
+    _throughput(throughput, result)
+    _queue(queue, seconds)
+    _percentiles(ttft, first, result.duration_s, "time to first token [ms]")
+    _percentiles(gap, gaps, result.duration_s, "inter-token, between responses [ms]")
+    _lines(hit_rate, windows, "prefix cache hit rate [%]", 100.0, hit_rate="measured")
+    if result.ideal is not None:
+        hit_rate.axhline(result.ideal.rate * 100, color="black", linestyle="--", linewidth=1, label="ideal, whole run")
+    _lines(acceptance, windows, "acceptance length", acceptance_length="server")
+    _lines(cpu, seconds, "CPU [cores]", server_cores="server", load_generator_cores="load generator")
+    _lines(
+        memory, seconds, "resident memory [MiB]", stub_rss_mib="stub", engine_rss_mib="engine", server_rss_mib="server"
+    )
+    for axis in axes.flat:
         for span in result.phases[1:]:
             axis.axvline(span.start_s, color="grey", linestyle=":", linewidth=1)
         axis.grid(alpha=0.25)
@@ -49,22 +51,35 @@ def plot_run(
     pyplot.close(figure)
 
 
-def _lines(axis: Any, rows: Sequence[Any], title: str, scale: float = 1.0, **labels: str) -> None:
-    """A line for each field, by its label."""
+def _ends(first_s: float, sample: Sample) -> Iterator[float]:
+    """When the gaps of a sample ended."""
+    return itertools.islice(itertools.accumulate(sample.gaps, initial=first_s), 1, None)
+
+
+def _lines(axis: Any, rows: Sequence[ServerSecond], title: str, scale: float = 1.0, **labels: str) -> None:
+    """A line for each field, with its label."""
     axis.set_title(title, fontsize=10)
     for field, label in labels.items():
-        values = [NAN if (value := getattr(row, field)) is None else value * scale for row in rows]
+        values = [float("nan") if (value := getattr(row, field)) is None else value * scale for row in rows]
         axis.plot([row.at_s for row in rows], values, label=label, linewidth=1.2)
 
 
-def _throughput(axis: Any, windows: Sequence[UserWindow]) -> None:
-    _lines(axis, windows, "throughput, as users see it", tokens_per_s="tokens/s")
+def _throughput(axis: Any, result: RunResult) -> None:
+    axis.set_title("throughput, as users see it", fontsize=10)
+    tokens = [(float(second), float(count)) for second, count in result.recorder.tokens_by_second.items()]
+    times, values = in_windows(tokens, result.duration_s)
+    seconds = max(1, times[1] if len(times) > 1 else 1)
+    axis.plot(times, [sum(window) / seconds for window in values], label="tokens/s", linewidth=1.2)
     other = axis.twinx()
-    times = [window.at_s for window in windows]
-    other.plot(times, [window.finished_per_s for window in windows], color="tab:green", label="right answers/s")
-    other.plot(times, [window.refused / window.seconds for window in windows], color="tab:orange", label="refused/s")
-    bad = [(window.wrong + window.errors) / window.seconds for window in windows]
-    other.plot(times, bad, color="tab:red", label="wrong or failed/s")
+    for label, outcomes, color in (
+        ("right answers/s", ["right"], "tab:green"),
+        ("refused/s", ["refused"], "tab:orange"),
+        ("wrong or failed/s", ["wrong", "error"], "tab:red"),
+    ):
+        ended = [(sample.ended_s, 1.0) for sample in result.samples if sample.outcome in outcomes]
+        other.plot(
+            times, [len(window) / seconds for window in in_windows(ended, result.duration_s)[1]], color, label=label
+        )
     axis.set_ylabel("tokens/s")
     _right_axis(other, "answers/s")
 
@@ -80,26 +95,14 @@ def _queue(axis: Any, seconds: Sequence[ServerSecond]) -> None:
     _lines(axis, seconds, title, running="running", waiting="waiting", preemptions="preempted")
     axis.set_ylabel("requests")
     other = axis.twinx()
-    usage = [NAN if row.kv_usage is None else row.kv_usage * 100 for row in seconds]
+    usage = [row.kv_usage * 100 for row in seconds]
     other.plot([row.at_s for row in seconds], usage, color="tab:red", linewidth=1.2, label="KV usage")
     other.set_ylim(top=100)
     _right_axis(other, "% of the pool")
 
 
-def _percentiles(axis: Any, windows: Sequence[UserWindow], title: str, what: str) -> None:
-    _lines(axis, windows, title, 1000.0, **{f"{what}_p50_s": "median", f"{what}_p99_s": "p99"})
-
-
-def _hit_rate(axis: Any, shares: Sequence[ServerSecond], result: RunResult) -> None:
-    _lines(axis, shares, "prefix cache hit rate [%]", 100.0, hit_rate="measured")
-    if result.ideal is not None:
-        axis.axhline(result.ideal.rate * 100, color="black", linestyle="--", linewidth=1, label="ideal, whole run")
-
-
-def _cpu(axis: Any, seconds: Sequence[ServerSecond]) -> None:
-    _lines(axis, seconds, "CPU [cores]", server_cores="server", load_generator_cores="load generator")
-
-
-def _memory(axis: Any, seconds: Sequence[ServerSecond]) -> None:
-    title = "resident memory [MiB]"
-    _lines(axis, seconds, title, stub_rss_mib="stub", engine_rss_mib="engine", server_rss_mib="server")
+def _percentiles(axis: Any, points: Sequence[tuple[float, float]], duration_s: float, title: str) -> None:
+    axis.set_title(title, fontsize=10)
+    times, values = in_windows(points, duration_s)
+    for share, label in ((0.5, "median"), (0.99, "p99")):
+        axis.plot(times, [seconds * 1000 for seconds in percentiles(values, share)], label=label, linewidth=1.2)

@@ -1,4 +1,4 @@
-"""A finished run, and the questions that bounds, reports and plots ask of it."""
+"""The result of a run, with the figures that bounds, reports and plots need."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dflash_backend.spec_stats import acceptance_length
-from load_tests.ideal import IdealHits
+from load_tests.hit_rate import IdealHits
 from load_tests.observation import Observation
-from load_tests.recording import Recorder, Sample
-from load_tests.workload import Options, Scenario
+from load_tests.samples import Outcome, Recorder, Sample
 
 DRAFTS = "dflash:spec_decode_num_drafts_total"
 ACCEPTED = "dflash:spec_decode_num_accepted_tokens_total"
@@ -35,12 +33,9 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Everything that a run yielded. `ideal` and `ideal_bounded` are the prefix cache's hits without a bound and with
-    as many blocks as the server has; the second is None where that number is not known. `complete` is false when the
-    run was interrupted."""
+    """Everything that a run yielded. `ideal` and `ideal_bounded`: the hits of an unbounded prefix cache, and of one
+    with the server's number of blocks, None where that is not known. `complete`: the run was not interrupted."""
 
-    scenario: Scenario
-    options: Options
     recorder: Recorder
     observations: Sequence[Observation]
     phases: Sequence[PhaseSpan]
@@ -64,31 +59,27 @@ class RunResult:
             if sample.measured and phase in (None, sample.phase) and traffic in (None, sample.traffic)
         ]
 
-    def count(self, outcome: str) -> int:
-        """How many requests ended so."""
+    def count(self, outcome: Outcome) -> int:
+        """How many requests had this outcome."""
         return sum(sample.outcome == outcome for sample in self.samples)
 
     def span(self, phase: str) -> PhaseSpan | None:
         """When a phase was; None when the run did not come to it."""
         return next((span for span in self.phases if span.name == phase), None)
 
-    def rate(self, counter: str, over: str, start: float = 0.0, end: float = 1.0) -> float | None:
-        """The growth of one counter over that of another, between two shares of the run's time."""
-        first, last = self._at(start), self._at(end)
-        if first is None or last is None:
-            return None
-        base = last.metrics.get(over, 0.0) - first.metrics.get(over, 0.0)
-        return (last.metrics.get(counter, 0.0) - first.metrics.get(counter, 0.0)) / base if base else None
-
     def acceptance_length(self) -> float | None:
         """Mean tokens of a step with drafts, over the right answers."""
         chosen = [sample for sample in self.samples if sample.outcome == "right"]
-        drafts, accepted = (sum(sample.num_drafts for sample in chosen), sum(sample.num_accepted for sample in chosen))
-        return acceptance_length(drafts, accepted)
+        drafts = sum(sample.num_drafts for sample in chosen)
+        return 1 + sum(sample.num_accepted for sample in chosen) / drafts if drafts else None
 
     def hit_rate(self) -> float | None:
         """The share of prompt tokens that came from the prefix cache, from the metrics page, over the whole run."""
-        return self.rate(HITS, QUERIES)
+        if len(self.observations) < 2:
+            return None
+        first, last = (observation.metrics for observation in (self.observations[0], self.observations[-1]))
+        queries = last.get(QUERIES, 0.0) - first.get(QUERIES, 0.0)
+        return (last.get(HITS, 0.0) - first.get(HITS, 0.0)) / queries if queries else None
 
     def goodput(self, phase: str) -> float | None:
         """Right answers a second that came in a phase; None when the run did not come to it."""
@@ -109,23 +100,18 @@ class RunResult:
         return self.count("right") / self.duration_s if self.duration_s else 0.0
 
     @property
-    def own_cpu_share(self) -> float | None:
+    def own_cores(self) -> float | None:
         """Cores that the load generator used, on average."""
-        first, last = self._at(0.0), self._at(1.0)
-        if first is None or last is None or last.at_s <= first.at_s:
-            return None
-        return (last.own_cpu_s - first.own_cpu_s) / (last.at_s - first.at_s)
+        return self._per_second(lambda observation: observation.own_cpu_s)
 
     @property
-    def others_cpu_share(self) -> float | None:
-        """Cores that programs other than the server and the load generator used, on average; None where the server is
-        not ours or the system does not say."""
-        first, last = self._at(0.0), self._at(1.0)
-        if first is None or last is None or last.at_s <= first.at_s or not (first.cpu_s and last.machine_cpu_s):
+    def others_cores(self) -> float | None:
+        """Cores that programs other than the server and the load generator used, on average; None for a server that
+        this run did not start."""
+        if not self.observations or not (self.observations[-1].cpu_s and self.observations[-1].machine_cpu_s):
             return None
-        server = sum(last.cpu_s.values()) - sum(first.cpu_s.values())
-        ours = server + last.own_cpu_s - first.own_cpu_s
-        return max((last.machine_cpu_s - first.machine_cpu_s - ours) / (last.at_s - first.at_s), 0.0)
+        cores = self._per_second(lambda seen: seen.machine_cpu_s - seen.own_cpu_s - sum(seen.cpu_s.values()))
+        return None if cores is None else max(cores, 0.0)
 
     def lag(self, share: float) -> float | None:
         """A percentile (0 to 1), over the seconds of the run, of the most that the load generator was late."""
@@ -135,10 +121,11 @@ class RunResult:
         """The largest value of a gauge that was seen."""
         return max((o.metrics.get(gauge, 0.0) for o in self.observations), default=None)
 
-    def _at(self, share: float) -> Observation | None:
+    def _per_second(self, counter: Callable[[Observation], float]) -> float | None:
         if len(self.observations) < 2:
             return None
-        return self.observations[round(share * (len(self.observations) - 1))]
+        first, last = self.observations[0], self.observations[-1]
+        return (counter(last) - counter(first)) / (last.at_s - first.at_s) if last.at_s > first.at_s else None
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
@@ -147,12 +134,12 @@ def percentile(values: Iterable[float], share: float) -> float | None:
     return float(np.quantile(array, share)) if len(array) else None
 
 
-def ttfts(samples: Iterable[Sample], keep: Callable[[Sample], bool] = lambda sample: True) -> list[float]:
+def ttfts(samples: Iterable[Sample]) -> list[float]:
     """Times to first token in seconds."""
-    return [s.ttft_s for s in samples if s.ttft_s is not None and keep(s)]
+    return [sample.ttft_s for sample in samples if sample.ttft_s is not None]
 
 
 def gaps(samples: Iterable[Sample]) -> list[float]:
     """Times between the responses of a stream in seconds: how long a reader waits for the next words. A response holds
-    all tokens of a step, so this is the stall that is seen, and not its share for each token."""
+    all tokens of a step, so this is the stall that a reader sees, not the time per token."""
     return [gap for sample in samples for gap in sample.gaps]

@@ -1,40 +1,23 @@
-"""A run second by second, from the server's metrics page and from the users. Written as CSV and drawn by `plots`."""
+"""A run second by second, from the server's metrics page and processes."""
 
 from __future__ import annotations
 
-import csv
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
-from dflash_backend.spec_stats import acceptance_length
 from load_tests.observation import Observation
-from load_tests.recording import Sample
-from load_tests.result import (
-    ACCEPTED,
-    DRAFTS,
-    GENERATED,
-    HITS,
-    KV_USAGE,
-    PREEMPTIONS,
-    QUERIES,
-    RUNNING,
-    WAITING,
-    RunResult,
-)
+from load_tests.result import ACCEPTED, DRAFTS, GENERATED, HITS, KV_USAGE, PREEMPTIONS, QUERIES, RUNNING, WAITING
 
-# Percentiles need a few requests each; a run has about this many windows, and none is shorter than a second.
+# Shares and percentiles need some requests each: a run is shown in about this many windows of at least a second.
 WINDOWS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSecond:
-    """What the server's metrics page said of the time since the look before; rates are a second, None: nothing to
-    divide by."""
+    """The server between two observations. Rates are per second; None: nothing to divide by, or not observed."""
 
     at_s: float
     running: float
@@ -52,61 +35,29 @@ class ServerSecond:
     load_generator_cores: float
 
 
-@dataclass(frozen=True, slots=True)
-class UserWindow:
-    """What users saw in a window that begins at `at_s`: requests by when they ended, times by when they were."""
-
-    at_s: float
-    seconds: float
-    finished_per_s: float
-    wrong: int
-    errors: int
-    refused: int
-    tokens_per_s: float
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-    gap_p50_s: float | None
-    gap_p99_s: float | None
-    load_generator_lag_s: float
-
-
 def server_seconds(observations: Sequence[Observation]) -> list[ServerSecond]:
-    """A row for each look at the server but the first."""
+    """A row for each observation but the first."""
     return [_server_second(before, now) for before, now in pairwise(observations)]
 
 
 def server_windows(observations: Sequence[Observation]) -> list[ServerSecond]:
-    """The same over longer times: a second of few requests says little about a share."""
+    """The same over longer times: a second with few requests says little about a share."""
     return server_seconds(observations[:: max(1, round(len(observations) / WINDOWS))])
 
 
-def user_windows(result: RunResult) -> list[UserWindow]:
-    """The run cut into windows of equal length, whole seconds each."""
-    seconds = max(1, round(result.duration_s / WINDOWS))
-    ended: defaultdict[int, list[Sample]] = defaultdict(list)
-    first: defaultdict[int, list[float]] = defaultdict(list)
-    gaps: defaultdict[int, list[float]] = defaultdict(list)
-    for sample in result.samples:
-        ended[int(sample.ended_s) // seconds].append(sample)
-        if sample.first_s is not None and sample.ttft_s is not None:
-            first[int(sample.first_s) // seconds].append(sample.ttft_s)
-            at = sample.first_s
-            for gap in sample.gaps:
-                at += gap
-                gaps[int(at) // seconds].append(gap)
-    return [
-        _user_window(result, number * seconds, seconds, ended[number], first[number], gaps[number])
-        for number in range(int(result.duration_s) // seconds)
-    ]
+def in_windows(points: Sequence[tuple[float, float]], duration_s: float) -> tuple[list[int], list[list[float]]]:
+    """Group (time, value) points into windows of whole seconds; returns where the windows begin, and their values."""
+    seconds = max(1, round(duration_s / WINDOWS))
+    values: list[list[float]] = [[] for _ in range(int(duration_s) // seconds)]
+    for at_s, value in points:
+        if int(at_s) // seconds < len(values):
+            values[int(at_s) // seconds].append(value)
+    return [number * seconds for number in range(len(values))], values
 
 
-def write_csv(rows: Sequence[ServerSecond] | Sequence[UserWindow], path: Path) -> None:
-    """A line for each row, with the names of the fields above."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        if rows:
-            writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+def percentiles(values: Sequence[Sequence[float]], share: float) -> list[float]:
+    """A percentile (0 to 1) of each window; NaN where it is empty."""
+    return [float(np.quantile(window, share)) if len(window) else float("nan") for window in values]
 
 
 def _server_second(before: Observation, now: Observation) -> ServerSecond:
@@ -118,7 +69,11 @@ def _server_second(before: Observation, now: Observation) -> ServerSecond:
     def share(name: str, over: str) -> float | None:
         return grown(name) / grown(over) if grown(over) > 0 else None
 
-    cores = sum(now.cpu_s.values()) - sum(before.cpu_s.values())
+    def mib(role: str) -> float | None:
+        return now.rss_bytes[role] / 2**20 if now.rss_bytes.get(role) else None
+
+    accepted = share(ACCEPTED, DRAFTS)
+    cpu_s = sum(now.cpu_s.values()) - sum(before.cpu_s.values())
     return ServerSecond(
         at_s=now.at_s,
         running=now.metrics.get(RUNNING, 0.0),
@@ -127,45 +82,11 @@ def _server_second(before: Observation, now: Observation) -> ServerSecond:
         generated_tokens_per_s=grown(GENERATED) / seconds,
         prompt_tokens_per_s=grown(QUERIES) / seconds,
         hit_rate=share(HITS, QUERIES),
-        acceptance_length=acceptance_length(grown(DRAFTS), grown(ACCEPTED)),
+        acceptance_length=None if accepted is None else 1 + accepted,
         preemptions=grown(PREEMPTIONS),
-        stub_rss_mib=_mib(now, "stub"),
-        engine_rss_mib=_mib(now, "engine"),
-        server_rss_mib=_mib(now, "server"),
-        server_cores=cores / seconds if now.cpu_s else None,
+        stub_rss_mib=mib("stub"),
+        engine_rss_mib=mib("engine"),
+        server_rss_mib=mib("server"),
+        server_cores=cpu_s / seconds if now.cpu_s else None,
         load_generator_cores=(now.own_cpu_s - before.own_cpu_s) / seconds,
     )
-
-
-def _mib(observation: Observation, role: str) -> float | None:
-    size = observation.rss_bytes.get(role)
-    return None if not size else size / 2**20
-
-
-def _user_window(
-    result: RunResult, start: int, seconds: int, ended: list[Sample], ttfts: list[float], gaps: list[float]
-) -> UserWindow:
-    recorder = result.recorder
-    ttft_p50, ttft_p99 = _median_and_p99(ttfts)
-    gap_p50, gap_p99 = _median_and_p99(gaps)
-    return UserWindow(
-        at_s=start,
-        seconds=seconds,
-        finished_per_s=sum(sample.outcome == "right" for sample in ended) / seconds,
-        wrong=sum(sample.outcome == "wrong" for sample in ended),
-        errors=sum(sample.outcome == "error" for sample in ended),
-        refused=sum(sample.outcome == "refused" for sample in ended),
-        tokens_per_s=sum(recorder.tokens_by_second[start + offset] for offset in range(seconds)) / seconds,
-        ttft_p50_s=ttft_p50,
-        ttft_p99_s=ttft_p99,
-        gap_p50_s=gap_p50,
-        gap_p99_s=gap_p99,
-        load_generator_lag_s=max(recorder.lag_by_second.get(start + offset, 0.0) for offset in range(seconds)),
-    )
-
-
-def _median_and_p99(values: list[float]) -> tuple[float | None, float | None]:
-    if not values:
-        return None, None
-    median, p99 = np.quantile(values, [0.5, 0.99])
-    return float(median), float(p99)

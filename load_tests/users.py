@@ -1,102 +1,142 @@
-"""The locust users. Which traffic they make is decided by the stage, which `run` moves from phase to phase.
-
-Users of a closed loop and of an open loop are greenlets that wait for the stage, take shots from its traffic and report
-each request to locust, which counts it, charts it and puts it into its HTML and CSV.
-"""
+"""The locust users of closed and open loops, and the locust shape that moves them from phase to phase."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 
-import gevent
 from gevent.event import Event
 from gevent.pool import Group
+from locust import LoadTestShape, User, task
+from locust.exception import StopUser
 
-from load_tests.bridge import Bridge
-from load_tests.locust_setup import locust
-from load_tests.player import Player
-from load_tests.recording import Recorder, Sample
-from load_tests.workload import Closed, Open, Phase, Protocol, Shot
+from load_tests.request_runner import RequestRunner
+from load_tests.result import PhaseSpan
+from load_tests.samples import Recorder, Sample
+from load_tests.workload import Phase, Protocol, Request
 
 # A run never sends more than this, whatever its scenario says.
 MAX_REQUESTS = 1_000_000
+SPAWN_RATE = 100.0
+LOG_EVERY_S = 10.0
 
 
 class AnswerError(Exception):
     """What locust shows for a request that did not get its right answer."""
 
 
-class Stage:
-    """The phase that is on, and the means to send a request. One for a run; all users know it."""
+class LoadController(LoadTestShape):
+    """Says how many users there are, and which phase they are in. locust asks once a second."""
 
-    def __init__(self, bridge: Bridge, player: Player, recorder: Recorder, protocol: Protocol) -> None:
-        self._bridge, self._player, self.recorder = bridge, player, recorder
-        self.protocol = protocol
-        # A number for each closed-loop user, which says whose shots it takes.
-        self.user_numbers = itertools.count()
-        self._changed = Event()
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        request_runner: RequestRunner,
+        recorder: Recorder,
+        protocol: Protocol,
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self.recorder, self.protocol = recorder, protocol
         self.phase: Phase | None = None
-        self.ended = False
-        self._started_s = 0.0
+        self.spans: list[PhaseSpan] = []
+        self.complete = True
+        self.user_numbers = itertools.count()
+        self._request_runner, self._log = request_runner, log
+        self._remaining = deque(phases)
+        self._phase_changed = Event()
+        self._phase_began_s = self._logged_s = 0.0
 
-    def begin(self, phase: Phase | None) -> None:
-        """Let a phase begin; None: nobody sends any more."""
-        self.phase = phase
-        self.ended = phase is None
-        self._started_s = self.recorder.now()
-        # Wake everybody who waits for a change, and make the next change one to wait for.
-        changed, self._changed = self._changed, Event()
-        changed.set()
+    def tick(self) -> tuple[int, float] | None:
+        """The number of users, one of which sends the open loop's requests; None ends the load."""
+        now = self.recorder.now()
+        if len(self.recorder.samples) >= MAX_REQUESTS:
+            self.interrupt()
+        if self.phase is None or now >= self._phase_began_s + self.phase.seconds or not self.complete:
+            self._begin_next_phase(now)
+        elif now >= self._logged_s + LOG_EVERY_S:
+            self._log_progress(now)
+        if self.phase is None:
+            return None
+        return 1 + (self.phase.closed.users if self.phase.closed else 0), SPAWN_RATE
 
-    @property
-    def full(self) -> bool:
-        """Whether the run has sent as much as any may."""
-        return len(self.recorder.samples) >= MAX_REQUESTS
+    def interrupt(self) -> None:
+        """End the load with the next tick, before its time."""
+        self.complete = False
+        self._remaining.clear()
 
-    def wait_for_change(self) -> None:
-        """Wait until the next phase begins."""
-        self._changed.wait()
+    def wait_in_phase(self, phase: Phase, until_s: float | None = None) -> bool:
+        """Wait until `until_s` seconds after the phase began, or for its end; returns whether it still goes on."""
+        timeout = None if until_s is None else max(0.0, self._phase_began_s + until_s - self.recorder.now())
+        if self.phase is phase:
+            self._phase_changed.wait(timeout)
+        return self.phase is phase
 
-    def pause(self, until_s: float) -> None:
-        """Wait until `until_s` seconds after the phase began, or until it is over."""
-        left = self._started_s + until_s - self.recorder.now()
-        if left > 0:
-            self._changed.wait(left)
-
-    def shoot(self, phase: Phase, traffic: str, shot: Shot) -> Sample | None:
-        """Send a shot and wait for its end; None when its phase was over before it was sent. So nothing is sent once
-        the last phase has ended, when nobody would wait for it any more."""
-        if self.full:
-            self.begin(None)
+    def send(self, phase: Phase, traffic: str, request: Request) -> Sample | None:
+        """Send a request and wait for its end; None when its phase was over before. After the last phase nothing is
+        sent, because nothing would wait for the answer."""
         if self.phase is not phase:
             return None
-        sent_s = self.recorder.now() - self._started_s
-        sample = self.recorder.begin(phase.name, traffic, shot, measured=sent_s >= phase.warmup_s)
-        return self._bridge.run(self._player.play(shot, sample))
+        measured = self.recorder.now() - self._phase_began_s >= phase.warmup_s
+        sample = self.recorder.begin(phase.name, traffic, request.question, request.salt, measured)
+        self._request_runner.run(request, sample)
+        return sample
+
+    def _begin_next_phase(self, now: float) -> None:
+        if self.phase is not None:
+            self.spans.append(PhaseSpan(self.phase.name, self._phase_began_s, now))
+        self.phase = self._remaining.popleft() if self._remaining else None
+        self._phase_began_s = self._logged_s = now
+        if self.phase is None:
+            self._request_runner.end_load()
+        else:
+            self._log(f"phase '{self.phase.name}', {self.phase.seconds:.0f} s")
+        # Wake the users that wait for the change; the next wait is for the next one.
+        changed, self._phase_changed = self._phase_changed, Event()
+        changed.set()
+
+    def _log_progress(self, now: float) -> None:
+        self._logged_s = now
+        recorder = self.recorder
+        recent = sum(recorder.tokens_by_second[int(now) - back] for back in range(1, 6)) / 5
+        self._log(
+            f"  {now:.0f} s: {len(recorder.samples)} requests, {recorder.in_flight} in flight, {recent:.0f} tokens/s, "
+            f"{recorder.num_wrong} wrong"
+        )
 
 
-class LoadUser(locust.User):
-    """What both kinds of users share: the stage, and telling locust of a request."""
+class LoadUser(User):
+    """A user that sends requests through the controller and reports them to locust."""
 
     abstract = True
-    stage: Stage
 
-    def report(self, sample: Sample | None) -> None:
-        """Tell locust of a request, if one was sent: all of it, and under its own name the time to the first token."""
+    @property
+    def controller(self) -> LoadController:
+        """The run's controller, which is locust's shape."""
+        shape = self.environment.shape_class
+        assert isinstance(shape, LoadController)
+        return shape
+
+    def send(self, phase: Phase, traffic: str, request: Request) -> None:
+        """Send a request, wait for its end, and report its times to locust."""
+        sample = self.controller.send(phase, traffic, request)
         if sample is None:
             return
         error = None
         if sample.outcome not in ("right", "cancelled"):
             error = AnswerError(f"{sample.outcome} {sample.status.partition(':')[0]}".strip())
-        self._fire(sample.traffic, sample.ended_s - sample.sent_s, sample.num_tokens, error)
+        self._report(traffic, sample.latency_s, sample.num_tokens, error)
         if sample.ttft_s is not None:
-            self._fire(f"{sample.traffic}: first token", sample.ttft_s, 1, None)
+            self._report(f"{traffic}: first token", sample.ttft_s, 1, None)
+        if sample.gaps:
+            self._report(f"{traffic}: between responses, mean", fmean(sample.gaps), 1, None)
 
-    def _fire(self, name: str, seconds: float, length: int, error: Exception | None) -> None:
+    def _report(self, name: str, seconds: float, length: int, error: Exception | None) -> None:
         self.environment.events.request.fire(
-            request_type=self.stage.protocol,
+            request_type=self.controller.protocol,
             name=name,
             response_time=seconds * 1000,
             response_length=length,
@@ -107,31 +147,27 @@ class LoadUser(locust.User):
 
 
 class ClosedLoopUser(LoadUser):
-    """One of N users: shoots, waits for the answer, shoots again."""
+    """One of the N users of a closed loop."""
 
     def on_start(self) -> None:
         """Take a number."""
-        self.number = next(self.stage.user_numbers)
+        self._number = next(self.controller.user_numbers)
+        self._phase: Phase | None = None
+        self._requests: Iterator[Request] = iter(())
 
-    @locust.task
-    def take_part(self) -> None:
-        """Make the traffic of one phase."""
-        phase = self.stage.phase
-        share = None if phase is None else _share(phase, self.number)
-        if phase is None or share is None:
-            self.stage.wait_for_change()
-            return
-        traffic, shots = share
-        while self.stage.phase is phase:
-            shot = next(shots, None)
-            if shot is None:
-                self.stage.wait_for_change()
-                return
-            self.report(self.stage.shoot(phase, traffic.name, shot))
+    @task
+    def send_next(self) -> None:
+        """Send the next request of the phase."""
+        phase = self.controller.phase
+        if phase is None or phase.closed is None:
+            raise StopUser
+        if phase is not self._phase:
+            self._phase, self._requests = phase, phase.closed.requests(self._number)
+        self.send(phase, phase.closed.name, next(self._requests))
 
 
 class OpenLoopUser(LoadUser):
-    """Sends the shots of all open-loop traffic at their times and does not wait for answers."""
+    """Sends the requests of the open loop at their times, and does not wait for answers."""
 
     fixed_count = 1
 
@@ -139,41 +175,21 @@ class OpenLoopUser(LoadUser):
         """Nothing is in flight yet."""
         self._in_flight = Group()
 
+    @task
+    def send_phase(self) -> None:
+        """Send the requests of a phase. After the last phase wait for what is in flight."""
+        phase = self.controller.phase
+        if phase is None:
+            self._in_flight.join()
+            raise StopUser
+        if phase.open is not None:
+            arrivals = phase.open.arrivals(self.controller.recorder.samples)
+            for at_s, request in zip(arrivals, phase.open.requests, strict=False):
+                if not self.controller.wait_in_phase(phase, at_s):
+                    return
+                self._in_flight.spawn(self.send, phase, phase.open.name, request)
+        self.controller.wait_in_phase(phase)
+
     def on_stop(self) -> None:
-        """Give up what is still in flight; the run has waited for it long enough."""
+        """Cancel what has not been answered in time."""
         self._in_flight.kill()
-
-    @locust.task
-    def take_part(self) -> None:
-        """Make the traffic of one phase."""
-        phase = self.stage.phase
-        streams = [] if phase is None else [traffic for traffic in phase.traffic if isinstance(traffic, Open)]
-        if phase is not None:
-            gevent.joinall([gevent.spawn(self._send, phase, traffic) for traffic in streams])
-        if self.stage.phase is phase:
-            self.stage.wait_for_change()
-
-    def _send(self, phase: Phase, traffic: Open) -> None:
-        for at_s, shot in zip(traffic.arrivals(self.stage.recorder), traffic.shots, strict=False):
-            self.stage.pause(at_s)
-            if self.stage.phase is not phase:
-                return
-            self._in_flight.spawn(self._shoot, phase, traffic.name, shot)
-
-    def _shoot(self, phase: Phase, traffic: str, shot: Shot) -> None:
-        self.report(self.stage.shoot(phase, traffic, shot))
-
-
-def closed_users(phase: Phase) -> int:
-    """How many closed-loop users a phase needs."""
-    return sum(traffic.users for traffic in phase.traffic if isinstance(traffic, Closed))
-
-
-def _share(phase: Phase, number: int) -> tuple[Closed, Iterator[Shot]] | None:
-    """The traffic that user `number` makes in a phase; None: it has a rest."""
-    for traffic in phase.traffic:
-        if isinstance(traffic, Closed):
-            if number < traffic.users:
-                return traffic, traffic.shots(number)
-            number -= traffic.users
-    return None

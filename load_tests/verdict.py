@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+Verdict = Literal["PASS", "FAIL", "INCOMPLETE", "INTERRUPTED"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class Bound:
         return self.measured <= self.limit if self.kind == "at most" else self.measured >= self.limit
 
     @property
+    def missed(self) -> bool:
+        """Whether it fails the run."""
+        return self.applies and self.required and not self.met
+
+    @property
     def verdict(self) -> str:
         """In a word or two."""
         if not self.applies:
@@ -50,24 +57,14 @@ class Bound:
         return f"{self.verdict}: {self.name}: {measured}, {self.kind} {_number(self.limit, self.unit)}{note}"
 
 
-def passed(bounds: Iterable[Bound]) -> bool:
-    """Whether every bound that counts was met."""
-    return all(bound.met or not bound.required or not bound.applies for bound in bounds)
-
-
-def judged(bounds: Iterable[Bound]) -> bool:
-    """Whether every bound that was asked for could be judged."""
-    return all(bound.required or not bound.applies for bound in bounds)
-
-
-def word(complete: bool, bounds: Sequence[Bound]) -> str:
-    """PASS, FAIL, INCOMPLETE where nothing was missed but some bound could not be judged, or INTERRUPTED for a run that
-    did not come to its end."""
+def verdict(complete: bool, bounds: Sequence[Bound]) -> Verdict:
+    """PASS; FAIL; INCOMPLETE where no bound was missed but some could not be judged; INTERRUPTED for a run that did not
+    come to its end."""
     if not complete:
         return "INTERRUPTED"
-    if not passed(bounds):
+    if any(bound.missed for bound in bounds):
         return "FAIL"
-    return "PASS" if judged(bounds) else "INCOMPLETE"
+    return "PASS" if all(bound.required or not bound.applies for bound in bounds) else "INCOMPLETE"
 
 
 def _number(value: float, unit: str) -> str:

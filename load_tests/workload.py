@@ -1,9 +1,9 @@
-"""What a scenario is made of: questions, shots, traffic and phases. Read by everything else in this package.
+"""What a scenario is made of: questions, requests, closed and open loops, and phases.
 
-A *question* is a prompt with its sampling parameters, and has one right answer. A *shot* is one request that asks it;
-the same question may be asked many times, under different cache salts. *Traffic* says who shoots when: in a closed
-loop each of N users waits for its answer before the next shot; in an open loop shots leave at their times, whatever the
-server does. A *phase* is traffic for a number of seconds.
+A *question* is a prompt with its sampling parameters, and has one right answer. A *request* asks it; the same question
+may be asked many times, under different cache salts. In a *closed loop* each of N users waits for its answer before its
+next request; in an *open loop* requests leave at their times, whatever the server does. A *phase* runs loops for a
+number of seconds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from load_tests.recording import Recorder
-    from load_tests.result import RunResult
-    from load_tests.verdict import Bound
+from load_tests.samples import Sample
 
 Protocol = Literal["grpc", "http"]
 
@@ -36,7 +33,7 @@ class Question:
     seed: int | None = None
 
     def sampling(self) -> dict[str, int | float | bool]:
-        """The sampling parameters as they are sent, without the salt."""
+        """The sampling parameters as they are sent."""
         parameters: dict[str, int | float | bool] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         if self.ignore_eos:
             parameters["ignore_eos"] = True
@@ -46,102 +43,77 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
-    """One request to be sent. `cancel_after`: give up after so many responses; None: read to the end. `until_s`: give
-    up so many seconds after the run began. `tenant` is the request's."""
+class Request:
+    """One request to send. `cancel_after`: cancel after this many responses; None: read to the end.
+    `cancel_at_end`: cancel when the last phase ends."""
 
     question: str
     salt: str = ""
     cancel_after: int | None = None
-    until_s: float | None = None
+    cancel_at_end: bool = False
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """`users` users, each of which shoots again when its answer has come. `shots` makes the shots of a user."""
+class ClosedLoop:
+    """`users` users that send their next request when the answer to the last one is complete. `requests` yields the
+    requests of a user, given its number from 0."""
 
     name: str
     users: int
-    shots: Callable[[int], Iterator[Shot]]
+    requests: Callable[[int], Iterator[Request]]
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Shots that leave at given times, whatever the server does. `arrivals` gives the times in seconds since the phase
-    began, never falling; it is asked when the phase begins and may look at what was recorded before."""
+class OpenLoop:
+    """Requests that leave at given times. `arrivals` yields the times in seconds since the phase began, in order; it
+    is called when the phase begins, with the samples of the phases before."""
 
     name: str
-    arrivals: Callable[[Recorder], Iterator[float]]
-    shots: Iterator[Shot]
+    arrivals: Callable[[Sequence[Sample]], Iterator[float]]
+    requests: Iterator[Request]
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Traffic for `seconds`. What is sent in the first `warmup_s` is checked but left out of times and rates."""
+    """Loops that run for `seconds`. Requests sent in the first `warmup_s` are checked, but not measured."""
 
     name: str
     seconds: float
-    traffic: tuple[Closed | Open, ...]
+    closed: ClosedLoop | None = None
+    open: OpenLoop | None = None
     warmup_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose, or the scenario's own values."""
-
-    users: int
-    duration_s: float
-    rate: float
-    prompts: int
-    seed: int = 0
-    protocol: Protocol = "grpc"
-    settings: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """The values of `Options` where the user chose none. `rate` is in requests a second; 0 where nothing is open-loop
-    or the scenario settles it."""
+    """The options of a run. `rate`: open-loop requests a second; 0 where nothing is open-loop, or for the scenario's
+    own rate."""
 
     users: int
     duration_s: float
     prompts: int
     rate: float = 0.0
+    seed: int = 0
+    protocol: Protocol = "grpc"
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """A load test. `summary` says what it does in a line, `shows` what its verdict means.
-
-    `settings` are the server's. `compare_at_least` is the least ratio of throughputs with `--compare`, by the setting
-    that is changed, as `name=value`.
-    """
-
-    name: str
-    summary: str
-    shows: str
-    defaults: Defaults
-    settings: Mapping[str, str]
-    questions: Callable[[Options], Sequence[Question]]
-    phases: Callable[[Options, Sequence[Question]], Sequence[Phase]]
-    bounds: Callable[[RunResult], Sequence[Bound]]
-    compare_at_least: Mapping[str, float] = field(default_factory=dict)
+def closed_loop(name: str, options: Options, requests: Iterator[Request], warmup_s: float = 0.0) -> list[Phase]:
+    """One phase with one closed loop, whose users take their requests from one sequence."""
+    return [Phase("load", options.duration_s, ClosedLoop(name, options.users, shared(requests)), warmup_s=warmup_s)]
 
 
-def deck(items: Sequence[str], rng: Random) -> Iterator[str]:
-    """All items in a random order, again and again: any stretch of the sequence holds them evenly, which leaves no
-    drift between the beginning and the end of a run but the server's own."""
+def shuffled_cycle(items: Sequence[str], rng: Random) -> Iterator[str]:
+    """All items in a random order, again and again. Each stretch of the sequence holds them evenly, so the beginning
+    and the end of a run ask the same of the server."""
     while True:
         yield from rng.sample(items, len(items))
 
 
 def poisson(rate: float, rng: Random) -> Iterator[float]:
     """Arrival times in seconds of a Poisson process with `rate` arrivals a second."""
-    at = 0.0
-    while True:
-        at += rng.expovariate(rate)
-        yield at
+    return itertools.accumulate(rng.expovariate(rate) for _ in itertools.count())
 
 
 def every(seconds: float) -> Iterator[float]:
@@ -149,6 +121,6 @@ def every(seconds: float) -> Iterator[float]:
     return itertools.count(seconds, seconds)
 
 
-def shared(shots: Iterator[Shot]) -> Callable[[int], Iterator[Shot]]:
-    """Users that take their shots from one sequence, whoever is next."""
-    return lambda user: shots
+def shared(requests: Iterator[Request]) -> Callable[[int], Iterator[Request]]:
+    """Users that take their requests from one sequence, whoever is next."""
+    return lambda user: requests

@@ -1,5 +1,6 @@
 """The scenarios, a file each. A new one is a file with a `SCENARIO` and a line here."""
 
+from load_tests.scenario import Scenario
 from load_tests.scenarios import (
     burst,
     cancel_heavy,
@@ -12,7 +13,6 @@ from load_tests.scenarios import (
     soak,
     tenants,
 )
-from load_tests.workload import Scenario
 
 SCENARIOS: dict[str, Scenario] = {
     module.SCENARIO.name: module.SCENARIO

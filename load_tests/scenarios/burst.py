@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from load_tests import bounds, corpus
+from load_tests import bounds, prompts
 from load_tests.result import RunResult, percentile
+from load_tests.scenario import Scenario
 from load_tests.verdict import Bound
-from load_tests.workload import Defaults, Open, Options, Phase, Question, Scenario, Shot, deck, poisson
+from load_tests.workload import OpenLoop, Options, Phase, Question, Request, poisson, shuffled_cycle
 
 EVERY_S = 10.0
 MAX_TOKENS = 48
@@ -22,7 +23,7 @@ def questions(options: Options) -> list[Question]:
     rng = Random(f"burst {options.seed}")
     return [
         Question(f"burst-{index}", question.prompt, MAX_TOKENS)
-        for index, question in enumerate(corpus.held_out(options.prompts, rng))
+        for index, question in enumerate(prompts.held_out(options.prompts, rng))
     ]
 
 
@@ -34,14 +35,14 @@ def arrivals(options: Options) -> Iterator[float]:
 
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """One open loop."""
-    chosen = deck([one.id for one in asked], Random(f"burst shots {options.seed}"))
-    traffic = Open("burst", lambda recorder: arrivals(options), (Shot(question) for question in chosen))
-    return [Phase("load", options.duration_s, (traffic,))]
+    chosen = shuffled_cycle([one.id for one in asked], Random(f"burst requests {options.seed}"))
+    traffic = OpenLoop("burst", lambda samples: arrivals(options), map(Request, chosen))
+    return [Phase("load", options.duration_s, open=traffic)]
 
 
 def verdict(result: RunResult) -> list[Bound]:
     """Right answers, and every burst cleared well before the next."""
-    slowest = percentile([s.ended_s - s.sent_s for s in result.samples if s.outcome == "right"], 1.0)
+    slowest = percentile([s.latency_s for s in result.samples if s.outcome == "right"], 1.0)
     return [*bounds.answers(result), Bound("slowest answer", slowest, "at most", CLEARED_WITHIN_S, "s")]
 
 
@@ -49,7 +50,7 @@ SCENARIO = Scenario(
     name="burst",
     summary="a few requests a second, and USERS at once every 10 seconds, in an open loop",
     shows="a burst beyond max_num_seqs waits in the queue, is answered rightly, and is gone before the next one",
-    defaults=Defaults(users=64, duration_s=60, prompts=120, rate=2.0),
+    defaults=Options(users=64, duration_s=60, prompts=120, rate=2.0),
     settings={"kv_write_guard": "true", "max_num_seqs": "16", "max_model_len": "1024"},
     questions=questions,
     phases=phases,

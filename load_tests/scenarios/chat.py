@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
-from load_tests import bounds, corpus
+from load_tests import bounds, prompts
 from load_tests.result import RunResult
+from load_tests.scenario import Scenario
 from load_tests.verdict import Bound
-from load_tests.workload import Closed, Defaults, Options, Phase, Question, Scenario, Shot
+from load_tests.workload import ClosedLoop, Options, Phase, Question, Request
 
 TURNS = 6
 MAX_TOKENS = 64
@@ -22,31 +23,31 @@ def questions(options: Options) -> list[Question]:
     made = []
     for conversation in range(max(1, options.prompts // TURNS)):
         parent = None
-        for number, question in enumerate(corpus.held_out(TURNS, rng)):
-            opening = corpus.passage(FIRST_TURN_TOKENS, rng) if parent is None else ""
+        for number, question in enumerate(prompts.held_out(TURNS, rng)):
+            opening = prompts.passage(FIRST_TURN_TOKENS, rng) if parent is None else ""
             name = f"conversation-{conversation}/{number}"
             made.append(Question(name, opening + question.prompt, MAX_TOKENS, parent=parent))
             parent = name
     return made
 
 
-def conversations(options: Options, asked: Sequence[Question]) -> Callable[[int], Iterator[Shot]]:
+def conversations(options: Options, asked: Sequence[Question]) -> Callable[[int], Iterator[Request]]:
     """A user goes through one conversation after the other, each under a new salt: nobody has had it before."""
     by_conversation = [list(turns) for _, turns in itertools.groupby(asked, lambda one: one.id.partition("/")[0])]
 
-    def of_user(user: int) -> Iterator[Shot]:
+    def of_user(user: int) -> Iterator[Request]:
         rng = Random(f"chat user {options.seed} {user}")
         for number in itertools.count():
             for turn in rng.choice(by_conversation):
-                yield Shot(turn.id, salt=f"user-{user}/{number}")
+                yield Request(turn.id, salt=f"user-{user}/{number}")
 
     return of_user
 
 
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """One closed loop."""
-    traffic = Closed("chat", options.users, conversations(options, asked))
-    return [Phase("load", options.duration_s, (traffic,), warmup_s=2.0)]
+    traffic = ClosedLoop("chat", options.users, conversations(options, asked))
+    return [Phase("load", options.duration_s, traffic, warmup_s=2.0)]
 
 
 def verdict(result: RunResult) -> list[Bound]:
@@ -58,7 +59,7 @@ SCENARIO = Scenario(
     name="chat",
     summary="conversations of several turns; each turn repeats the history, in a closed loop",
     shows="answers are cached too, and a growing history costs only what is new of it",
-    defaults=Defaults(users=32, duration_s=120, prompts=192),
+    defaults=Options(users=32, duration_s=120, prompts=192),
     settings={"kv_write_guard": "true", "max_num_seqs": "32", "max_model_len": "2048"},
     questions=questions,
     phases=phases,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
 
-from load_tests import bounds, corpus
+from load_tests import bounds, prompts
 from load_tests.result import PREEMPTIONS, RunResult
+from load_tests.scenario import Scenario
 from load_tests.verdict import Bound
-from load_tests.workload import Closed, Defaults, Options, Phase, Question, Scenario, Shot, deck, shared
+from load_tests.workload import Options, Phase, Question, Request, closed_loop, shuffled_cycle
 
 PROMPT_TOKENS = 3000
 MAX_TOKENS = 400
@@ -18,21 +19,15 @@ def questions(options: Options) -> list[Question]:
     """Long passages of their own, each with a question."""
     rng = Random(f"long-context {options.seed}")
     return [
-        Question(f"long-{index}", corpus.passage(PROMPT_TOKENS, rng) + question.prompt, MAX_TOKENS, ignore_eos=True)
-        for index, question in enumerate(corpus.held_out(options.prompts, rng))
+        Question(f"long-{index}", prompts.passage(PROMPT_TOKENS, rng) + question.prompt, MAX_TOKENS, ignore_eos=True)
+        for index, question in enumerate(prompts.held_out(options.prompts, rng))
     ]
-
-
-def shots(options: Options, asked: Sequence[Question]) -> Iterator[Shot]:
-    """Decks of all questions."""
-    for question in deck([one.id for one in asked], Random(f"long-context shots {options.seed}")):
-        yield Shot(question)
 
 
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """One closed loop."""
-    traffic = Closed("long context", options.users, shared(shots(options, asked)))
-    return [Phase("load", options.duration_s, (traffic,), warmup_s=2.0)]
+    order = shuffled_cycle([one.id for one in asked], Random(f"long-context requests {options.seed}"))
+    return closed_loop("long context", options, map(Request, order), warmup_s=2.0)
 
 
 def verdict(result: RunResult) -> list[Bound]:
@@ -50,7 +45,7 @@ SCENARIO = Scenario(
     name="long-context",
     summary="prompts of 3,000 tokens in a pool that holds about five of them, in a closed loop",
     shows="eviction and preemption change no answer, and everybody finishes",
-    defaults=Defaults(users=8, duration_s=120, prompts=24),
+    defaults=Options(users=8, duration_s=120, prompts=24),
     settings={"kv_write_guard": "true", "max_num_seqs": "8", "max_model_len": "4096", "kv_cache_gb": "0.092"},
     questions=questions,
     phases=phases,

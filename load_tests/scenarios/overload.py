@@ -1,7 +1,7 @@
 """Three times more than the server can do, in an open loop: it must go on at full speed and refuse the rest at once.
 
-Requests are of a size at which the work is the model's: a prompt of some hundred tokens that nobody has sent before,
-and an answer of a paragraph. Load generator, server and engine share the machine, so with tiny requests the refusals of
+Requests are of a size at which the work is the model's: a prompt of some hundred tokens that is in no cache, and an
+answer of a paragraph. Load generator, server and engine share the machine, so with tiny requests the refusals of
 three times the capacity would be what takes its cores.
 """
 
@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from load_tests import bounds, corpus
-from load_tests.recording import Recorder, Sample
+from load_tests import bounds, prompts
 from load_tests.result import WAITING, RunResult, percentile, ttfts
+from load_tests.samples import Sample
+from load_tests.scenario import Scenario
 from load_tests.verdict import Bound
 from load_tests.workload import (
-    Closed,
-    Defaults,
-    Open,
+    ClosedLoop,
+    OpenLoop,
     Options,
     Phase,
     Question,
-    Scenario,
-    Shot,
-    deck,
+    Request,
     every,
     poisson,
     shared,
+    shuffled_cycle,
 )
 
 PROMPT_TOKENS = 200
@@ -37,7 +36,7 @@ QUEUE = 64
 PROBE_EVERY_S = 0.5
 CALM_SHARE, CAPACITY_SHARE, OVERLOAD_SHARE, RECOVERY_SHARE = 0.1, 0.25, 0.45, 0.2
 WARMUP_S = 2.0
-# A probe counts as served as before when it is answered within so many times the calm median, or so many seconds.
+# A probe is served as before when its first token comes within this many times the calm median, or this many seconds.
 RECOVERED_FACTOR = 3.0
 RECOVERED_S = 0.1
 
@@ -46,15 +45,9 @@ def questions(options: Options) -> list[Question]:
     """Questions behind a few earlier turns."""
     rng = Random(f"overload {options.seed}")
     return [
-        Question(f"overload-{index}", corpus.passage(PROMPT_TOKENS, rng) + question.prompt, MAX_TOKENS)
-        for index, question in enumerate(corpus.held_out(options.prompts, rng))
+        Question(f"overload-{index}", prompts.passage(PROMPT_TOKENS, rng) + question.prompt, MAX_TOKENS)
+        for index, question in enumerate(prompts.held_out(options.prompts, rng))
     ]
-
-
-def strangers(ids: Sequence[str], rng: Random) -> Iterator[Shot]:
-    """Decks of the questions, each shot under a salt that nobody else has, so that its prompt is in no cache."""
-    for number, question in enumerate(deck(ids, rng)):
-        yield Shot(question, salt=f"stranger-{number}")
 
 
 def capacity(samples: Sequence[Sample]) -> float:
@@ -65,25 +58,28 @@ def capacity(samples: Sequence[Sample]) -> float:
     return len(done) / (max(s.ended_s for s in done) - min(s.sent_s for s in done))
 
 
-def overload_arrivals(options: Options, recorder: Recorder) -> Iterator[float]:
+def overload_arrivals(options: Options, samples: Sequence[Sample]) -> Iterator[float]:
     """Poisson arrivals at `rate`, or at `FACTOR` times the capacity that was measured before."""
-    rate = options.rate or min(FACTOR * capacity(recorder.samples), MAX_RATE)
+    rate = options.rate or min(FACTOR * capacity(samples), MAX_RATE)
     return poisson(rate, Random(f"overload arrivals {options.seed}")) if rate else iter(())
 
 
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """Calm, capacity (closed loop), overload (open loop), recovery; probes in the first and the last."""
     ids = [one.id for one in asked]
-    shots = strangers(ids, Random(f"overload shots {options.seed}"))
-    probes: Iterator[Shot] = map(Shot, deck(ids, Random(f"overload probes {options.seed}")))
-    probe = Open("probe", lambda recorder: every(PROBE_EVERY_S), probes)
+    order = enumerate(shuffled_cycle(ids, Random(f"overload requests {options.seed}")))
+    # Each under a salt of its own, so that its prompt is in no cache.
+    requests = (Request(question, salt=f"uncached-{number}") for number, question in order)
+    probes = shuffled_cycle(ids, Random(f"overload probes {options.seed}"))
+    probe = OpenLoop("probe", lambda samples: every(PROBE_EVERY_S), map(Request, probes))
+    loop = ClosedLoop("capacity", options.users, shared(requests))
     total = options.duration_s
-    flood = Open("overload", lambda recorder: overload_arrivals(options, recorder), shots)
+    flood = OpenLoop("overload", lambda samples: overload_arrivals(options, samples), requests)
     return [
-        Phase("calm", total * CALM_SHARE, (probe,)),
-        Phase("capacity", total * CAPACITY_SHARE, (Closed("capacity", options.users, shared(shots)),), WARMUP_S),
-        Phase("overload", total * OVERLOAD_SHARE, (flood,), WARMUP_S),
-        Phase("recovery", total * RECOVERY_SHARE, (probe,)),
+        Phase("calm", total * CALM_SHARE, open=probe),
+        Phase("capacity", total * CAPACITY_SHARE, loop, warmup_s=WARMUP_S),
+        Phase("overload", total * OVERLOAD_SHARE, open=flood, warmup_s=WARMUP_S),
+        Phase("recovery", total * RECOVERY_SHARE, open=probe),
     ]
 
 
@@ -106,7 +102,7 @@ def verdict(result: RunResult) -> list[Bound]:
     """Goodput, the queue's bound, quick refusals, quick recovery."""
     peak, kept = capacity(result.samples), result.goodput("overload")
     sent = result.measured("overload")
-    refused = [s.ended_s - s.sent_s for s in result.samples if s.outcome == "refused"]
+    refused = [s.latency_s for s in result.samples if s.outcome == "refused"]
     span = result.span("overload")
     offered = len(sent) / (span.end_s - span.start_s - WARMUP_S) if span and span.end_s - span.start_s > WARMUP_S else 0
     queue = int(result.settings.get("max_queue_size", "1024"))
@@ -120,7 +116,7 @@ def verdict(result: RunResult) -> list[Bound]:
             0.9,
             note=f"{kept or 0:.1f} and {peak:.1f} right answers a second",
         ),
-        # Those that free rows wait for, or that were preempted, have no place in the queue.
+        # Requests that are about to run, or that were preempted, also wait, but do not count against the queue.
         Bound("longest queue", result.peak(WAITING), "at most", queue + int(result.settings.get("max_num_seqs", "64"))),
         Bound(
             "time to refusal, p99", _ms(percentile(refused, 0.99)), "at most", 50, "ms", note=f"{len(refused)} refused"
@@ -137,7 +133,7 @@ SCENARIO = Scenario(
     name="overload",
     summary="measures the capacity in a closed loop, then sends three times as much in an open one, then lets go",
     shows="goodput stays at its peak, the queue within its bound, refusals are quick and so is recovery",
-    defaults=Defaults(users=48, duration_s=80, prompts=120),
+    defaults=Options(users=48, duration_s=80, prompts=120),
     settings={"max_num_seqs": "32", "max_model_len": "1024", "max_queue_size": str(QUEUE)},
     questions=questions,
     phases=phases,

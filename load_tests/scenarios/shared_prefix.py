@@ -1,7 +1,7 @@
 """Tenants with long system prompts in common: what a prefix cache is for.
 
-Every tenant has the same system prompts under a salt of its own. After so many uses a tenant changes its salt, so the
-same prompt comes anew: the run has misses from its beginning to its end, whose right answers are known all the same.
+Every tenant has the same system prompts under a salt of its own. A tenant changes its salt after a number of uses,
+which makes the same prompt a miss: so the run has misses from its beginning to its end, with known right answers.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from load_tests import bounds, corpus
+from load_tests import bounds, prompts
 from load_tests.result import RunResult
+from load_tests.scenario import Scenario
 from load_tests.verdict import Bound
-from load_tests.workload import Closed, Defaults, Options, Phase, Question, Scenario, Shot, deck, shared
+from load_tests.workload import ClosedLoop, Options, Phase, Question, Request, shared, shuffled_cycle
 
 TENANTS = 4
 SYSTEM_PROMPTS = 4
 SYSTEM_PROMPT_TOKENS = 2000
 USES_OF_A_SALT = 200
 MAX_TOKENS = 64
-# One question in so many is sampled, with a seed.
+# One question in this many is sampled, with a seed.
 SAMPLED = 8
-# A few users first: a whole crowd would ask for every prefix several times before it is there for the first time, which
-# is how a server starts, and not what this measures.
+# A few users first: all at once would ask for every prefix several times before it is in the cache, which is how a
+# server starts, and not what this measures.
 RAMP_USERS, RAMP_SHARE, RAMP_S = 4, 0.25, 30.0
 WARMUP_S = 5.0
 
@@ -31,8 +32,8 @@ WARMUP_S = 5.0
 def questions(options: Options) -> list[Question]:
     """System prompts times questions, the same for every tenant."""
     rng = Random(f"shared-prefix {options.seed}")
-    asked = corpus.held_out(max(1, options.prompts // SYSTEM_PROMPTS), rng)
-    systems = [corpus.passage(SYSTEM_PROMPT_TOKENS, rng) for _ in range(SYSTEM_PROMPTS)]
+    asked = prompts.held_out(max(1, options.prompts // SYSTEM_PROMPTS), rng)
+    systems = [prompts.passage(SYSTEM_PROMPT_TOKENS, rng) for _ in range(SYSTEM_PROMPTS)]
     made = []
     for number, system in enumerate(systems):
         for index, question in enumerate(asked):
@@ -49,29 +50,29 @@ def questions(options: Options) -> list[Question]:
     return made
 
 
-def shots(options: Options, asked: Sequence[Question]) -> Iterator[Shot]:
-    """Tenants and questions in decks; a salt lasts for `USES_OF_A_SALT` uses of one tenant's system prompt."""
-    rng = Random(f"shared-prefix shots {options.seed}")
+def requests(options: Options, asked: Sequence[Question]) -> Iterator[Request]:
+    """Each tenant asks each question in turn; a salt lasts for `USES_OF_A_SALT` uses of one tenant's system prompt."""
+    rng = Random(f"shared-prefix requests {options.seed}")
     uses: Counter[tuple[str, str]] = Counter()
     pairs = [f"{tenant}|{question.id}" for tenant in range(TENANTS) for question in asked]
-    for pair in deck(pairs, rng):
+    for pair in shuffled_cycle(pairs, rng):
         tenant, _, question = pair.partition("|")
         system = question.partition("/")[0]
         # So that the salts of a tenant's system prompts do not all end at the same time.
         offset = (int(tenant) * SYSTEM_PROMPTS + int(system.removeprefix("system-"))) * USES_OF_A_SALT
         number = (uses[tenant, system] + offset // (TENANTS * SYSTEM_PROMPTS)) // USES_OF_A_SALT
         uses[tenant, system] += 1
-        yield Shot(question, salt=f"tenant-{tenant}/{system}/{number}")
+        yield Request(question, salt=f"tenant-{tenant}/{system}/{number}")
 
 
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """A closed loop, with a few users first."""
-    made = shared(shots(options, asked))
+    made = shared(requests(options, asked))
     ramp_s = min(options.duration_s * RAMP_SHARE, RAMP_S)
-    few = Closed("first use", min(RAMP_USERS, options.users), made)
-    everybody = Closed("shared prefix", options.users, made)
+    few = ClosedLoop("first use", min(RAMP_USERS, options.users), made)
+    everybody = ClosedLoop("shared prefix", options.users, made)
     load_s = options.duration_s - ramp_s
-    return [Phase("ramp", ramp_s, (few,)), Phase("load", load_s, (everybody,), min(WARMUP_S, load_s / 4))]
+    return [Phase("ramp", ramp_s, few), Phase("load", load_s, everybody, warmup_s=min(WARMUP_S, load_s / 4))]
 
 
 def verdict(result: RunResult) -> list[Bound]:
@@ -88,7 +89,7 @@ SCENARIO = Scenario(
     name="shared-prefix",
     summary="tenants that share long system prompts, in a closed loop; new salts bring misses all along",
     shows="prefix hits keep answers and acceptance as they are, come as often as they can, and save the prefill",
-    defaults=Defaults(users=64, duration_s=600, prompts=128),
+    defaults=Options(users=64, duration_s=600, prompts=128),
     settings={
         "kv_write_guard": "true",
         "max_num_seqs": "64",

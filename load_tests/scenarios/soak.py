@@ -8,31 +8,27 @@ from random import Random
 
 from load_tests import bounds
 from load_tests.result import RunResult
+from load_tests.scenario import Scenario
 from load_tests.scenarios import mixed_lengths
 from load_tests.verdict import Bound
-from load_tests.workload import Closed, Defaults, Options, Phase, Question, Scenario, Shot, deck, shared
+from load_tests.workload import Options, Phase, Question, Request, closed_loop, shuffled_cycle
 
 SHARE_ALONE = 0.3
 SHARE_CANCELLED = 0.05
 ROLES = ("stub", "engine", "server")
 
 
-def questions(options: Options) -> list[Question]:
-    """Those of mixed lengths."""
-    return mixed_lengths.questions(options)
-
-
-def shots(options: Options, asked: Sequence[Question]) -> Iterator[Shot]:
-    """Decks of all questions: most of them shared, some under a new salt, a few given up after three responses."""
+def requests(options: Options, asked: Sequence[Question]) -> Iterator[Request]:
+    """Most requests share their prompts, some have a new salt, and a few are cancelled after three responses."""
     rng = Random(f"soak {options.seed}")
-    for number, question in enumerate(deck([one.id for one in asked], rng)):
+    for number, question in enumerate(shuffled_cycle([one.id for one in asked], rng)):
         salt = f"alone-{number}" if rng.random() < SHARE_ALONE else ""
-        yield Shot(question, salt, cancel_after=3 if rng.random() < SHARE_CANCELLED else None)
+        yield Request(question, salt, cancel_after=3 if rng.random() < SHARE_CANCELLED else None)
 
 
 def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     """One closed loop."""
-    return [Phase("load", options.duration_s, (Closed("soak", options.users, shared(shots(options, asked))),), 2.0)]
+    return closed_loop("soak", options, requests(options, asked), warmup_s=2.0)
 
 
 def verdict(result: RunResult) -> list[Bound]:
@@ -48,9 +44,9 @@ SCENARIO = Scenario(
     name="soak",
     summary="mixed traffic in a closed loop for half an hour",
     shows="the memory of stub, engine and server stays flat, and so does acceptance",
-    defaults=Defaults(users=32, duration_s=1800, prompts=100),
+    defaults=Options(users=32, duration_s=1800, prompts=100),
     settings={"max_num_seqs": "32", "max_model_len": "2048"},
-    questions=questions,
+    questions=mixed_lengths.questions,
     phases=phases,
     bounds=verdict,
 )

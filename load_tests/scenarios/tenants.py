@@ -1,7 +1,7 @@
-"""A tenant with hundreds of long prompts at once beside one with short requests: is the other one still served?
+"""A tenant with hundreds of long prompts at once beside one with short requests, which must still be served.
 
-The flood's prompts are in no cache. Its users do not wait for each other: so many requests are always there, most of
-them in the server's queue, and they are given up when the run is over.
+The flood's prompts are in no cache. Its requests are always there, most of them in the server's queue, and are
+cancelled at the end of the run.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from load_tests import bounds, corpus
-from load_tests.recording import Sample
+from load_tests import bounds, prompts
 from load_tests.result import RunResult, percentile
+from load_tests.scenario import Scenario
 from load_tests.verdict import Bound
-from load_tests.workload import Closed, Defaults, Open, Options, Phase, Question, Scenario, Shot, deck, every, shared
+from load_tests.workload import ClosedLoop, OpenLoop, Options, Phase, Question, Request, every, shared, shuffled_cycle
 
 LONG_PROMPT_TOKENS = 2900
 LONG_PROMPTS = 4
@@ -33,10 +33,10 @@ def questions(options: Options) -> list[Question]:
     rng = Random(f"tenants {options.seed}")
     short = [
         Question(f"short-{index}", question.prompt, SHORT_TOKENS, ignore_eos=True)
-        for index, question in enumerate(corpus.held_out(options.prompts, rng))
+        for index, question in enumerate(prompts.held_out(options.prompts, rng))
     ]
     long_prompts = [
-        Question(f"long-{index}", corpus.passage(LONG_PROMPT_TOKENS, rng), FLOOD_TOKENS, ignore_eos=True)
+        Question(f"long-{index}", prompts.passage(LONG_PROMPT_TOKENS, rng), FLOOD_TOKENS, ignore_eos=True)
         for index in range(LONG_PROMPTS)
     ]
     return short + long_prompts
@@ -47,24 +47,24 @@ def phases(options: Options, asked: Sequence[Question]) -> list[Phase]:
     short = [one.id for one in asked if one.id.startswith("short-")]
     long_prompts = [one.id for one in asked if one.id.startswith("long-")]
     total = options.duration_s
-    floods: Iterator[Shot] = (
-        Shot(long_prompts[number % len(long_prompts)], f"flood-{number}", until_s=total, tenant="flood")
+    floods: Iterator[Request] = (
+        Request(long_prompts[number % len(long_prompts)], f"flood-{number}", cancel_at_end=True, tenant="flood")
         for number in itertools.count()
     )
-    polite = (Shot(name, tenant="polite") for name in deck(short, Random(f"tenants short {options.seed}")))
-    flood = Closed("flood", options.users, shared(floods))
-    probe = Open("polite", lambda recorder: every(1 / options.rate), polite)
+    polite = (Request(name, tenant="polite") for name in shuffled_cycle(short, Random(f"tenants short {options.seed}")))
+    flood = ClosedLoop("flood", options.users, shared(floods))
+    probe = OpenLoop("polite", lambda samples: every(1 / options.rate), polite)
     idle, alone = total * IDLE_SHARE, total * ALONE_SHARE
     return [
-        Phase("idle", idle, (probe,), WARMUP_S),
-        Phase("flood", alone, (flood,), FLOOD_WARMUP_S),
-        Phase("both", total - idle - alone, (flood, probe), WARMUP_S),
+        Phase("idle", idle, open=probe, warmup_s=WARMUP_S),
+        Phase("flood", alone, flood, warmup_s=FLOOD_WARMUP_S),
+        Phase("both", total - idle - alone, flood, probe, warmup_s=WARMUP_S),
     ]
 
 
 def verdict(result: RunResult) -> list[Bound]:
     """The other tenant's latency and that it is always answered, and the flood's goodput."""
-    idle, both = (percentile(map(_latency, _polite(result, phase)), 0.5) for phase in ("idle", "both"))
+    idle, both = (percentile(_polite_latencies(result, phase), 0.5) for phase in ("idle", "both"))
     beside = result.measured("both", "polite")
     right = sum(one.outcome == "right" for one in beside)
     alone_rate, both_rate = _flood_rate(result, "flood"), _flood_rate(result, "both")
@@ -90,12 +90,8 @@ def verdict(result: RunResult) -> list[Bound]:
     ]
 
 
-def _latency(sample: Sample) -> float:
-    return sample.ended_s - sample.sent_s
-
-
-def _polite(result: RunResult, phase: str) -> list[Sample]:
-    return [one for one in result.measured(phase, "polite") if one.outcome == "right"]
+def _polite_latencies(result: RunResult, phase: str) -> list[float]:
+    return [sample.latency_s for sample in result.measured(phase, "polite") if sample.outcome == "right"]
 
 
 def _flood_rate(result: RunResult, phase: str) -> float | None:
@@ -112,7 +108,7 @@ SCENARIO = Scenario(
     name="tenants",
     summary="short requests of one tenant, alone and beside 500 long prompts at once of another",
     shows="a tenant that floods the server keeps its throughput, and another one its latency",
-    defaults=Defaults(users=500, duration_s=120, prompts=40, rate=2.0),
+    defaults=Options(users=500, duration_s=120, prompts=40, rate=2.0),
     settings={"max_model_len": "4096"},
     questions=questions,
     phases=phases,

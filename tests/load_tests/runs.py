@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from load_tests.ideal import IdealHits
+from load_tests.hit_rate import IdealHits
 from load_tests.observation import Observation
-from load_tests.recording import Recorder, Sample
 from load_tests.result import ACCEPTED, DRAFTS, HITS, KV_USAGE, QUERIES, RUNNING, WAITING, PhaseSpan, RunResult
+from load_tests.samples import Recorder, Sample
+from load_tests.scenario import Run
 from load_tests.scenarios import SCENARIOS
 from load_tests.workload import Options
 
@@ -41,7 +43,7 @@ def observation(at_s: float, **changes: Any) -> Observation:
     return Observation(at_s=at_s, **values)
 
 
-def result(scenario: str = "shared-prefix", samples: list[Sample] | None = None, **changes: Any) -> RunResult:
+def finished(scenario: str = "shared-prefix", samples: list[Sample] | None = None, **changes: Any) -> Run:
     """A run of `DURATION_S` with a right answer every 40 ms, unless `samples` says otherwise."""
     recorder = Recorder()
     recorder.samples = [sample(index * 0.04) for index in range(1000)] if samples is None else samples
@@ -49,8 +51,6 @@ def result(scenario: str = "shared-prefix", samples: list[Sample] | None = None,
         recorder.tokens_by_second[int(one.sent_s)] += one.num_tokens
     recorder.lag_by_second = {0: 0.001}
     values: dict[str, Any] = {
-        "scenario": SCENARIOS[scenario],
-        "options": Options(users=4, duration_s=DURATION_S, rate=1.0, prompts=8),
         "recorder": recorder,
         "observations": [observation(float(second)) for second in range(int(DURATION_S) + 1)],
         "phases": [PhaseSpan("load", 0.0, DURATION_S)],
@@ -58,7 +58,8 @@ def result(scenario: str = "shared-prefix", samples: list[Sample] | None = None,
         "complete": True,
         "settings": dict(SCENARIOS[scenario].settings),
         "num_kv_blocks": 1000,
-        "ideal": IdealHits(1000, 905, 500),
-        "ideal_bounded": IdealHits(1000, 905, 500),
+        "ideal": IdealHits(1000, 905),
+        "ideal_bounded": IdealHits(1000, 905),
     }
-    return RunResult(**{**values, **changes})
+    options = Options(users=4, duration_s=DURATION_S, rate=1.0, prompts=8)
+    return Run(SCENARIOS[scenario], options, RunResult(**{**values, **changes}), Path())

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from load_tests.observation import Observation, parse_metrics
-from load_tests.recording import Wrong
+from load_tests.observation import Observation
 from load_tests.report import generator_note, lines, machine_note, summarise, write_report
-from load_tests.result import RUNNING, WAITING, gaps, percentile
-from load_tests.timeline import server_seconds, server_windows, user_windows
-from tests.load_tests.runs import observation, result, sample
-
-PAGE = f"""# HELP {RUNNING} Requests that run
-# TYPE {RUNNING} gauge
-{RUNNING}{{engine="dflash_0",model="dflash"}} 3
-{RUNNING}{{engine="dflash_1",model="dflash"}} 4
-{WAITING}{{model="other",engine="other_0"}} 9
-nv_inference_count{{model="dflash",version="1"}} 12
-nv_gpu_memory_total_bytes 1e9
-"""
-
-
-def test_metrics_are_summed_over_engines_and_other_models_are_left_out() -> None:
-    assert parse_metrics(PAGE, "dflash") == {RUNNING: 7.0, "nv_inference_count": 12.0}
+from load_tests.result import gaps, percentile
+from load_tests.samples import WrongAnswer
+from load_tests.timeline import in_windows, percentiles, server_seconds, server_windows
+from tests.load_tests.runs import finished, observation, sample
 
 
 def test_percentiles_are_those_of_the_measured_requests() -> None:
-    run = result(samples=[sample(1.0, first_s=9.0, measured=False), *(sample(10.0 + at) for at in range(20))])
-    latencies = summarise(run, [])["latencies_s"]
+    run = finished(samples=[sample(1.0, first_s=9.0, measured=False), *(sample(10.0 + at) for at in range(20))])
+    latencies = summarise(run)["latencies_s"]
     assert latencies["load / traffic: first token"]["max"] == pytest.approx(0.1)
     assert latencies["load / traffic: whole answer"]["p50"] == pytest.approx(0.25)
     assert latencies["load / traffic: between responses"]["p99"] == pytest.approx(0.05)
 
 
 def test_the_summary_says_what_was_measured() -> None:
-    summary = summarise(result(), [])
+    summary = summarise(finished())
     assert summary["requests"] == {"right": 1000, "wrong": 0, "cancelled": 0, "refused": 0, "error": 0}
     assert summary["tokens_per_s"] == pytest.approx(1000 * 20 / 40)
     assert summary["right_answers_per_s"] == pytest.approx(25)
@@ -70,26 +59,26 @@ def test_shares_of_a_long_run_are_taken_over_longer_times() -> None:
     assert len(server_windows([observation(float(at)) for at in range(40)])) == 39
 
 
-def test_windows_put_every_request_and_gap_where_it_was() -> None:
-    windows = user_windows(result(samples=[sample(2.0), sample(7.95), sample(9.0, outcome="refused", first_s=None)]))
-    assert [(window.at_s, window.finished_per_s) for window in windows if window.finished_per_s] == [(2, 1.0), (8, 1.0)]
-    assert [window.at_s for window in windows if window.refused] == [9]
-    assert [window.at_s for window in windows if window.gap_p50_s is not None] == [2, 8]
+def test_windows_hold_what_was_in_them() -> None:
+    times, windows = in_windows([(2.0, 0.1), (2.9, 0.3), (7.95, 0.2), (40.0, 9.9)], 40.0)
+    assert times == list(range(40))
+    assert {at: window for at, window in zip(times, windows, strict=True) if window} == {2: [0.1, 0.3], 7: [0.2]}
+    assert percentiles(windows, 0.5)[2] == pytest.approx(0.2)
+    assert math.isnan(percentiles(windows, 0.5)[3])
 
 
 def test_a_long_run_has_windows_of_several_seconds() -> None:
-    windows = user_windows(result(duration_s=1200.0))
-    assert {window.seconds for window in windows} == {10}
-    assert windows[0].tokens_per_s == pytest.approx(25 * 20)
+    times, windows = in_windows([(1195.0, 1.0)], 1200.0)
+    assert (times[:2], len(times), windows[-1]) == ([0, 10], 120, [1.0])
 
 
 def test_a_load_generator_that_is_busy_or_late_says_so() -> None:
-    assert "was not the bottleneck" in generator_note(result())
+    assert "was not the bottleneck" in generator_note(finished().result)
     busy = [observation(float(at), own_cpu_s=0.9 * at) for at in range(41)]
-    assert "trust no latency" in generator_note(result(observations=busy))
-    late = result()
-    late.recorder.lag_by_second = {0: 0.5}
-    assert "trust no latency" in generator_note(late)
+    assert "trust no latency" in generator_note(finished(observations=busy).result)
+    late = finished()
+    late.result.recorder.lag_by_second = {0: 0.5}
+    assert "trust no latency" in generator_note(late.result)
 
 
 def machine(others: float) -> list[Observation]:
@@ -99,10 +88,10 @@ def machine(others: float) -> list[Observation]:
 
 def test_a_machine_that_others_keep_busy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    assert machine_note(result(observations=machine(0.2))) == ""
-    assert "other programs used 2.5 of its 4 cores" in machine_note(result(observations=machine(2.5)))
-    assert machine_note(result()) == ""
-    assert any("starved" in line for line in lines(result(observations=machine(2.5)), []))
+    assert machine_note(finished(observations=machine(0.2)).result) == ""
+    assert "other programs used 2.5 of its 4 cores" in machine_note(finished(observations=machine(2.5)).result)
+    assert machine_note(finished().result) == ""
+    assert any("starved" in line for line in lines(finished(observations=machine(2.5))))
 
 
 def test_the_picture_says_what_was_run_and_what_came_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,25 +99,22 @@ def test_the_picture_says_what_was_run_and_what_came_of_it(tmp_path: Path, monke
 
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    run = result()
-    write_report(run, [], tmp_path)
+    write_report(dataclasses.replace(finished("chat"), directory=tmp_path))
     (figure,) = drawn
     title = figure.get_suptitle()
-    assert title.startswith("shared-prefix: PASS (4 users, 40 s, grpc, seed 0)")
-    assert "max_num_seqs=64" in title
+    assert title.startswith("chat: PASS (4 users, 40 s, grpc, seed 0)")
+    assert "max_num_seqs=32" in title
     right = {axis.get_ylabel() for axis in figure.axes}
     assert {"tokens/s", "answers/s", "requests", "% of the pool"} <= right
 
 
 def test_every_file_of_a_run_is_written(tmp_path: Path) -> None:
-    run = result()
-    wrong = Wrong(1.0, "load", "q", "salt", "prompt", [1, 2], [1, 3], "ab", "ac", "stop", "stop")
-    run.recorder.keep_wrong(wrong)
-    bounds = list(run.scenario.bounds(run))
-    write_report(run, bounds, tmp_path)
+    run = finished()
+    wrong = WrongAnswer(1.0, "load", "q", "salt", "prompt", [1, 2], [1, 3], "ab", "ac", "stop", "stop")
+    run.result.recorder.keep_wrong(wrong)
+    write_report(dataclasses.replace(run, directory=tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {
         "server.csv",
-        "users.csv",
         "requests.csv",
         "wrong.jsonl",
         "summary.json",
@@ -140,12 +126,12 @@ def test_every_file_of_a_run_is_written(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "wrong.jsonl").read_text())
     assert (kept["question"], kept["expected_token_ids"], kept["got_token_ids"]) == ("q", [1, 2], [1, 3])
     with (tmp_path / "requests.csv").open() as file:
-        assert sum(1 for _ in csv.DictReader(file)) == len(run.samples)
+        assert sum(1 for _ in csv.DictReader(file)) == len(run.result.samples)
 
 
 def test_the_last_line_is_the_verdict() -> None:
-    run = result()
-    assert lines(run, list(run.scenario.bounds(run)))[-1] == "verdict: FAIL"
+    run = finished()
+    assert lines(run)[-1] == "verdict: FAIL"
 
 
 def test_percentiles_of_nothing_are_nothing() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from load_tests import bounds
-from load_tests.ideal import IdealHits
-from load_tests.recording import Sample
-from load_tests.report import verdict_word
-from load_tests.result import HITS, KV_USAGE, QUERIES, RUNNING, WAITING, PhaseSpan, RunResult
+from load_tests.hit_rate import IdealHits
+from load_tests.result import HITS, KV_USAGE, QUERIES, RUNNING, WAITING, PhaseSpan
+from load_tests.samples import Sample
+from load_tests.scenario import Run
 from load_tests.scenarios import SCENARIOS, overload
-from load_tests.verdict import Bound, passed
-from tests.load_tests.runs import DURATION_S, observation, result, sample
+from load_tests.verdict import Bound, verdict
+from tests.load_tests.runs import DURATION_S, finished, observation, sample
 
 MISS = {"num_cached_tokens": 0}
 
@@ -27,12 +27,8 @@ def hits_and_misses(hit_s: float = 0.1, miss_s: float = 1.0) -> list[Sample]:
     ]
 
 
-def missed(found: list[Bound]) -> list[str]:
-    return [bound.name for bound in found if bound.required and bound.applies and not bound.met]
-
-
-def verdict(run: RunResult) -> list[str]:
-    return missed(list(run.scenario.bounds(run)))
+def missed(run: Run) -> list[str]:
+    return [bound.name for bound in run.bounds if bound.missed]
 
 
 def last_observation(**metrics: float) -> list[Any]:
@@ -41,21 +37,21 @@ def last_observation(**metrics: float) -> list[Any]:
 
 
 def test_a_good_run_passes() -> None:
-    run = result(samples=hits_and_misses())
-    assert verdict(run) == []
-    assert verdict_word(run, list(run.scenario.bounds(run))) == "PASS"
+    run = finished(samples=hits_and_misses())
+    assert missed(run) == []
+    assert run.verdict == "PASS"
 
 
 @pytest.mark.parametrize(("outcome", "name"), [("error", "errors"), ("refused", "refused requests")])
 def test_a_request_that_was_not_answered_fails_the_run(outcome: str, name: str) -> None:
-    run = result(samples=[*hits_and_misses(), sample(39.9, outcome=outcome)])
-    assert verdict(run) == [name]
+    run = finished(samples=[*hits_and_misses(), sample(39.9, outcome=outcome)])
+    assert missed(run) == [name]
 
 
 def test_a_wrong_answer_fails_the_run() -> None:
-    run = result(samples=hits_and_misses())
-    run.recorder.num_wrong = 1
-    assert verdict(run) == ["wrong answers"]
+    run = finished(samples=hits_and_misses())
+    run.result.recorder.num_wrong = 1
+    assert missed(run) == ["wrong answers"]
 
 
 @pytest.mark.parametrize(
@@ -67,22 +63,22 @@ def test_a_wrong_answer_fails_the_run() -> None:
     ],
 )
 def test_what_is_left_in_the_engine_fails_the_run(metric: str, name: str) -> None:
-    assert verdict(result(samples=hits_and_misses(), observations=last_observation(**{metric: 0.5}))) == [name]
+    assert missed(finished(samples=hits_and_misses(), observations=last_observation(**{metric: 0.5}))) == [name]
 
 
 def test_a_run_that_nobody_watched_fails() -> None:
-    assert "requests still running after the end" in verdict(result(samples=hits_and_misses(), observations=[]))
+    assert "requests still running after the end" in missed(finished(samples=hits_and_misses(), observations=[]))
 
 
 def test_a_run_without_answers_fails() -> None:
-    assert "right answers" in verdict(result(samples=[]))
+    assert "right answers" in missed(finished(samples=[]))
 
 
 def test_decaying_acceptance_fails_the_run() -> None:
     samples = hits_and_misses()
     for one in samples[750:]:
         one.num_accepted = 15
-    assert verdict(result(samples=samples)) == ["acceptance length of the last quarter, off the first's"]
+    assert missed(finished(samples=samples)) == ["acceptance length of the last quarter, off the first's"]
 
 
 def test_another_mixture_of_questions_is_no_drift() -> None:
@@ -91,18 +87,18 @@ def test_another_mixture_of_questions_is_no_drift() -> None:
     for index, one in enumerate(samples):
         if index % (3 if index < 750 else 2) == 0:
             one.question, one.num_accepted = "hard", 2
-    run = result(samples=samples)
-    assert bounds.acceptance_drift(run).measured == pytest.approx(0.0)
+    run = finished(samples=samples)
+    assert bounds.acceptance_drift(run.result).measured == pytest.approx(0.0)
     for one in samples[750:]:
         one.num_accepted -= one.question == "hard"
-    assert bounds.acceptance_drift(run).verdict == "FAIL"
+    assert bounds.acceptance_drift(run.result).verdict == "FAIL"
 
 
 def test_questions_of_one_quarter_alone_are_not_compared() -> None:
     samples = hits_and_misses()
     for one in samples[:240]:
         one.question = "early"
-    drift = bounds.acceptance_drift(result(samples=samples))
+    drift = bounds.acceptance_drift(finished(samples=samples).result)
     assert not drift.required
     assert "10 answers to the same questions" in drift.note
 
@@ -110,80 +106,83 @@ def test_questions_of_one_quarter_alone_are_not_compared() -> None:
 def test_acceptance_of_a_handful_of_answers_is_shown_and_not_judged() -> None:
     samples = hits_and_misses()[::100]
     samples[-1].num_accepted = 0
-    drift = bounds.acceptance_drift(result(samples=samples))
+    drift = bounds.acceptance_drift(finished(samples=samples).result)
     assert not drift.met
     assert not drift.required
     assert drift.line().startswith("not measured: acceptance length of the last quarter, off the first's: ")
 
 
 def test_a_run_with_a_bound_that_could_not_be_judged_is_incomplete() -> None:
-    run = result(samples=hits_and_misses()[::97])
-    found = list(run.scenario.bounds(run))
-    assert missed(found) == []
-    assert verdict_word(run, found) == "INCOMPLETE"
-    assert not [line for line in (bound.line() for bound in found if not bound.required) if line.startswith("pass")]
+    run = finished(samples=hits_and_misses()[::97])
+    assert missed(run) == []
+    assert run.verdict == "INCOMPLETE"
+    assert not [
+        line for line in (bound.line() for bound in run.bounds if not bound.required) if line.startswith("pass")
+    ]
 
 
 def test_a_handful_of_misses_is_not_judged() -> None:
     samples = [sample(index * 0.04, **(MISS if index < 2 else {})) for index in range(1000)]
-    bound = bounds.hit_ttft(result(samples=samples))
+    bound = bounds.hit_ttft(finished(samples=samples).result)
     assert bound.verdict == "not measured"
     assert "2 misses; at least 10 of each are needed" in bound.line()
 
 
 def test_what_a_setting_switches_off_is_not_asked_for() -> None:
     off = Bound("a", None, "at most", 1.0, applies=False, note="prefix caching is off")
-    assert (off.line(), verdict_word(result(), [off])) == ("not asked: a: prefix caching is off", "PASS")
+    assert (off.line(), verdict(True, [off])) == ("not asked: a: prefix caching is off", "PASS")
 
 
 def test_a_hit_rate_far_from_the_ideal_fails_the_run() -> None:
-    run = result(samples=hits_and_misses(), ideal=IdealHits(1000, 930, 9), ideal_bounded=IdealHits(1000, 930, 9))
-    assert verdict(run) == ["prefix cache hit rate below the ideal"]
+    run = finished(samples=hits_and_misses(), ideal=IdealHits(1000, 930), ideal_bounded=IdealHits(1000, 930))
+    assert missed(run) == ["prefix cache hit rate below the ideal"]
 
 
 def test_a_hit_rate_below_the_ideal_is_excused_by_a_pool_that_is_too_small() -> None:
-    run = result(samples=hits_and_misses(), ideal=IdealHits(1000, 950, 9), ideal_bounded=IdealHits(1000, 900, 9))
-    assert verdict(run) == []
-    assert "too small" in bounds.hit_rate(run).note
+    run = finished(samples=hits_and_misses(), ideal=IdealHits(1000, 950), ideal_bounded=IdealHits(1000, 900))
+    assert missed(run) == []
+    assert "too small" in bounds.hit_rate(run.result).note
 
 
 def test_a_cache_that_is_on_and_counts_nothing_fails_the_run() -> None:
     empty = [observation(float(at), metrics={QUERIES: 0.0, HITS: 0.0}) for at in range(41)]
-    assert bounds.hit_rate(result(observations=empty)).verdict == "FAIL (not measured)"
+    assert bounds.hit_rate(finished(observations=empty).result).verdict == "FAIL (not measured)"
 
 
 def test_nothing_is_asked_of_a_cache_that_is_off() -> None:
-    run = result(samples=hits_and_misses(), settings={"enable_prefix_caching": "false"}, ideal=None, ideal_bounded=None)
-    assert verdict(run) == []
+    run = finished(
+        samples=hits_and_misses(), settings={"enable_prefix_caching": "false"}, ideal=None, ideal_bounded=None
+    )
+    assert missed(run) == []
 
 
 def test_hits_that_are_as_slow_as_misses_fail_the_run() -> None:
-    run = result(samples=hits_and_misses(hit_s=0.3, miss_s=1.0))
-    assert verdict(run) == ["time to first token, hits over misses (medians)"]
+    run = finished(samples=hits_and_misses(hit_s=0.3, miss_s=1.0))
+    assert missed(run) == ["time to first token, hits over misses (medians)"]
 
 
 def test_hits_are_only_compared_when_there_are_misses() -> None:
-    assert bounds.hit_ttft(result()).verdict == "FAIL (not measured)"
+    assert bounds.hit_ttft(finished().result).verdict == "FAIL (not measured)"
 
 
-def interference(gap_s: float) -> RunResult:
+def interference(gap_s: float) -> Run:
     alone = [sample(at * 0.1, phase="alone", traffic="streams") for at in range(200)]
     beside = [sample(20 + at * 0.1, phase="with long prompts", traffic="streams") for at in range(200)]
     for one in beside[::20]:
         one.gaps = array("d", [0.05, gap_s, gap_s])
     arriving = [sample(30.0, phase="with long prompts", traffic="long prompts")]
-    return result("interference", [*alone, *beside, *arriving])
+    return finished("interference", [*alone, *beside, *arriving])
 
 
 def test_streams_that_keep_their_pace_beside_long_prompts_pass() -> None:
-    assert verdict(interference(gap_s=0.09)) == []
+    assert missed(interference(gap_s=0.09)) == []
 
 
 def test_streams_that_stutter_beside_long_prompts_fail() -> None:
-    assert verdict(interference(gap_s=0.2)) == ["inter-token p99 in 'with long prompts' over 'alone'"]
+    assert missed(interference(gap_s=0.2)) == ["inter-token p99 in 'with long prompts' over 'alone'"]
 
 
-def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "right") -> RunResult:
+def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "right") -> Run:
     idle = [sample(at * 0.5, phase="idle", traffic="polite", ended_s=at * 0.5 + 0.2) for at in range(10)]
     alone = [sample(5.0, phase="flood", traffic="flood", ended_s=15.0 + at) for at in range(5)]
     beside = [
@@ -192,11 +191,11 @@ def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "r
     beside[3].outcome = outcome
     both = [sample(20.0, phase="both", traffic="flood", ended_s=20 + at * flood_every_s) for at in range(40)]
     phases = [PhaseSpan("idle", 0.0, 5.0), PhaseSpan("flood", 5.0, 20.0), PhaseSpan("both", 20.0, 40.0)]
-    return result("tenants", [*idle, *alone, *beside, *both], phases=phases)
+    return finished("tenants", [*idle, *alone, *beside, *both], phases=phases)
 
 
 def test_a_tenant_that_is_served_beside_a_flood_passes() -> None:
-    assert verdict(tenants()) == []
+    assert missed(tenants()) == []
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_a_tenant_that_is_served_beside_a_flood_passes() -> None:
 def test_a_tenant_that_a_flood_holds_up_and_a_flood_that_is_slowed_down_fail(
     changes: dict[str, Any], name: str
 ) -> None:
-    assert verdict(tenants(**changes)) == [name]
+    assert missed(tenants(**changes)) == [name]
 
 
 def overloaded(
@@ -219,7 +218,7 @@ def overloaded(
     slow_until_s: float = 31.0,
     queue: float = 60.0,
     offered: float = 30.0,
-) -> RunResult:
+) -> Run:
     calm = [sample(at * 0.5, phase="calm", traffic="probe") for at in range(8)]
     peak = [sample(4 + at * 0.1, phase="capacity", ended_s=4 + at * 0.1 + 0.1) for at in range(100)]
     served = [sample(14 + at / goodput, phase="overload") for at in range(int(15.5 * goodput))]
@@ -239,7 +238,7 @@ def overloaded(
     spans = [("calm", 0, 4), ("capacity", 4, 14), ("overload", 14, 30), ("recovery", 30, 40)]
     seen = [observation(float(at)) for at in range(40)]
     seen.insert(20, observation(20.0, metrics={**seen[19].metrics, WAITING: queue}))
-    return result(
+    return finished(
         "overload",
         [*calm, *peak, *served, *refused, *recovery],
         phases=[PhaseSpan(name, float(start), float(end)) for name, start, end in spans],
@@ -248,8 +247,8 @@ def overloaded(
 
 
 def test_an_overload_that_is_carried_passes() -> None:
-    assert verdict(overloaded()) == []
-    assert overload.recovery_s(overloaded()) == pytest.approx(1.0)
+    assert missed(overloaded()) == []
+    assert overload.recovery_s(overloaded().result) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +262,10 @@ def test_an_overload_that_is_carried_passes() -> None:
     ],
 )
 def test_each_bound_of_an_overload_can_be_missed(changes: dict[str, float], name: str) -> None:
-    assert verdict(overloaded(**changes)) == [name]
+    assert missed(overloaded(**changes)) == [name]
 
 
-def growing(role: str, per_second: int) -> RunResult:
+def growing(role: str, per_second: int) -> Run:
     seen = [
         observation(
             float(at), rss_bytes={name: (100 << 20) + (at * per_second if name == role else 0) for name in roles}
@@ -274,49 +273,51 @@ def growing(role: str, per_second: int) -> RunResult:
         for roles in [("stub", "engine", "server")]
         for at in range(41)
     ]
-    return result("soak", observations=seen)
+    return finished("soak", observations=seen)
 
 
 @pytest.mark.parametrize("role", ["stub", "engine", "server"])
 def test_memory_that_grows_fails_a_soak(role: str) -> None:
-    assert verdict(growing(role, per_second=0)) == []
-    assert verdict(growing(role, per_second=400 << 10)) == [
+    assert missed(growing(role, per_second=0)) == []
+    assert missed(growing(role, per_second=400 << 10)) == [
         f"memory of the {role} in the last third, largest over smallest"
     ]
 
 
 def test_the_memory_of_a_server_that_is_not_ours_is_not_judged() -> None:
     unseen = [observation(float(at), rss_bytes={}) for at in range(41)]
-    assert verdict(result("soak", observations=unseen)) == []
+    assert missed(finished("soak", observations=unseen)) == []
 
 
 def test_a_slow_answer_fails_a_burst() -> None:
-    run = result("burst", [sample(1.0), sample(2.0, ended_s=9.0)])
-    assert verdict(run) == ["slowest answer"]
+    run = finished("burst", [sample(1.0), sample(2.0, ended_s=9.0)])
+    assert missed(run) == ["slowest answer"]
 
 
 def test_a_cancel_heavy_run_must_have_cancelled_something() -> None:
-    assert verdict(result("cancel-heavy")) == ["cancelled requests"]
+    assert missed(finished("cancel-heavy")) == ["cancelled requests"]
     cancelled = [sample(1.0), sample(2.0, outcome="cancelled")]
-    assert verdict(result("cancel-heavy", cancelled)) == []
+    assert missed(finished("cancel-heavy", cancelled)) == []
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_every_scenario_fails_on_a_wrong_answer(name: str) -> None:
-    run = result(name)
-    run.recorder.num_wrong = 1
-    assert "wrong answers" in verdict(run)
+    run = finished(name)
+    run.result.recorder.num_wrong = 1
+    assert "wrong answers" in missed(run)
 
 
 def test_an_interrupted_run_is_neither_passed_nor_failed() -> None:
-    assert verdict_word(result(samples=hits_and_misses(), complete=False), []) == "INTERRUPTED"
+    assert finished(samples=hits_and_misses(), complete=False).verdict == "INTERRUPTED"
 
 
 def test_what_was_not_measured_is_missed() -> None:
-    assert not passed([Bound("a", None, "at most", 1.0)])
-    assert passed([Bound("a", None, "at most", 1.0, required=False)])
+    assert verdict(True, [Bound("a", None, "at most", 1.0)]) == "FAIL"
+    assert verdict(True, [Bound("a", None, "at most", 1.0, required=False)]) == "INCOMPLETE"
 
 
 def test_quarters_are_of_the_time_that_the_run_took() -> None:
     samples = [sample(at, num_accepted=4 * int(at // (DURATION_S / 4))) for at in (0.0, 9.9, 10.0, 29.9, 30.0, 39.9)]
-    assert bounds.acceptance_drift(result(samples=samples)).note.startswith("1.000 in the first, 4.000 in the last")
+    assert bounds.acceptance_drift(finished(samples=samples).result).note.startswith(
+        "1.000 in the first, 4.000 in the last"
+    )

@@ -1,4 +1,4 @@
-"""The scenarios' questions, shots and arrivals: the same for the same seed, and shaped as they say."""
+"""The scenarios' questions, requests and arrivals: the same for the same seed, and shaped as they say."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
-from load_tests.recording import Recorder
 from load_tests.scenarios import SCENARIOS, burst, cancel_heavy, chat, overload, shared_prefix
-from load_tests.workload import Closed, Open, Options, Shot, deck, poisson
+from load_tests.workload import Options, Request, poisson, shuffled_cycle
 from tests.load_tests.runs import sample
 
 NAMES = sorted(SCENARIOS)
@@ -22,20 +21,19 @@ def options(scenario: str, **changes: float) -> Options:
     return Options(**values)  # type: ignore[arg-type]
 
 
-def sent(scenario: str, count: int, **changes: float) -> list[tuple[str, str, float, Shot]]:
-    """(phase, traffic, time or user, shot) for the first shots of everybody."""
+def sent(scenario: str, count: int, **changes: float) -> list[tuple[str, str, float, Request]]:
+    """(phase, traffic, time or user, request) for the first requests of everybody."""
     chosen = options(scenario, **changes)
     questions = SCENARIOS[scenario].questions(chosen)
-    found: list[tuple[str, str, float, Shot]] = []
+    found: list[tuple[str, str, float, Request]] = []
     for phase in SCENARIOS[scenario].phases(chosen, questions):
-        for traffic in phase.traffic:
-            if isinstance(traffic, Closed):
-                for user in range(traffic.users):
-                    shots = itertools.islice(traffic.shots(user), count)
-                    found += [(phase.name, traffic.name, float(user), shot) for shot in shots]
-            else:
-                timed = zip(traffic.arrivals(Recorder()), traffic.shots, strict=False)
-                found += [(phase.name, traffic.name, at, shot) for at, shot in itertools.islice(timed, count)]
+        if (closed := phase.closed) is not None:
+            for user in range(closed.users):
+                requests = itertools.islice(closed.requests(user), count)
+                found += [(phase.name, closed.name, float(user), request) for request in requests]
+        if (opened := phase.open) is not None:
+            timed = zip(opened.arrivals([]), opened.requests, strict=False)
+            found += [(phase.name, opened.name, at, request) for at, request in itertools.islice(timed, count)]
     return found
 
 
@@ -54,7 +52,7 @@ def test_another_seed_makes_other_questions(name: str) -> None:
 def test_shots_ask_questions_that_exist(name: str) -> None:
     ids = [question.id for question in SCENARIOS[name].questions(options(name))]
     assert len(ids) == len(set(ids))
-    assert {shot.question for *_, shot in sent(name, 10)} <= set(ids)
+    assert {request.question for *_, request in sent(name, 10)} <= set(ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,8 +62,8 @@ def test_phases_fill_the_time_that_was_asked_for(name: str) -> None:
     assert sum(phase.seconds for phase in phases) == pytest.approx(chosen.duration_s)
 
 
-def test_a_deck_holds_everything_evenly_in_any_stretch() -> None:
-    drawn = list(itertools.islice(deck(["a", "b", "c"], Random(0)), 30))
+def test_a_shuffled_cycle_holds_everything_evenly_in_any_stretch() -> None:
+    drawn = list(itertools.islice(shuffled_cycle(["a", "b", "c"], Random(0)), 30))
     assert all(sorted(drawn[start : start + 3]) == ["a", "b", "c"] for start in range(0, 30, 3))
 
 
@@ -78,20 +76,20 @@ def test_poisson_arrivals_come_at_their_rate() -> None:
 def test_shared_prefix_tenants_never_share_a_salt_and_renew_it_after_its_uses() -> None:
     chosen = options("shared-prefix")
     questions = shared_prefix.questions(chosen)
-    shots = list(itertools.islice(shared_prefix.shots(chosen, questions), 20_000))
-    uses = Counter(shot.salt for shot in shots)
+    requests = list(itertools.islice(shared_prefix.requests(chosen, questions), 20_000))
+    uses = Counter(request.salt for request in requests)
     assert max(uses.values()) == shared_prefix.USES_OF_A_SALT
     # In the end there are as many unfinished salts as tenants have system prompts, and as many first ones.
     partial = sum(count < shared_prefix.USES_OF_A_SALT for count in uses.values())
     assert partial <= 2 * shared_prefix.TENANTS * shared_prefix.SYSTEM_PROMPTS
-    systems = {(shot.salt, shot.question.partition("/")[0]) for shot in shots}
+    systems = {(request.salt, request.question.partition("/")[0]) for request in requests}
     assert len(systems) == len(uses), "one salt, one system prompt"
 
 
 def test_shared_prefix_questions_of_one_system_prompt_begin_alike() -> None:
     questions = shared_prefix.questions(options("shared-prefix"))
     texts = [question.text for question in questions if question.id.startswith("system-0/")]
-    common = len(shared_prefix.corpus.TURN_END) and min(len(text) for text in texts)
+    common = len(shared_prefix.prompts.TURN_END) and min(len(text) for text in texts)
     prefix = texts[0][: common - 250]
     assert len(prefix) > 4 * shared_prefix.SYSTEM_PROMPT_TOKENS * 0.9
     assert all(text.startswith(prefix) for text in texts)
@@ -100,11 +98,11 @@ def test_shared_prefix_questions_of_one_system_prompt_begin_alike() -> None:
 def test_chat_turns_follow_each_other_and_keep_their_salt() -> None:
     chosen = options("chat")
     questions = {question.id: question for question in chat.questions(chosen)}
-    shots = list(itertools.islice(chat.conversations(chosen, list(questions.values()))(0), chat.TURNS * 3))
-    for before, now in itertools.pairwise(shots):
+    requests = list(itertools.islice(chat.conversations(chosen, list(questions.values()))(0), chat.TURNS * 3))
+    for before, now in itertools.pairwise(requests):
         if questions[now.question].parent is not None:
             assert (questions[now.question].parent, now.salt) == (before.question, before.salt)
-    assert sum(questions[shot.question].parent is None for shot in shots) == 3
+    assert sum(questions[request.question].parent is None for request in requests) == 3
 
 
 def test_a_burst_brings_all_its_users_at_once() -> None:
@@ -116,27 +114,26 @@ def test_a_burst_brings_all_its_users_at_once() -> None:
 
 def test_half_of_the_cancel_heavy_shots_are_cancelled() -> None:
     chosen = options("cancel-heavy")
-    shots = itertools.islice(cancel_heavy.shots(chosen, cancel_heavy.questions(chosen)), 2000)
-    assert sum(shot.cancel_after is not None for shot in shots) == pytest.approx(1000, abs=80)
+    requests = itertools.islice(cancel_heavy.requests(chosen, cancel_heavy.questions(chosen)), 2000)
+    assert sum(request.cancel_after is not None for request in requests) == pytest.approx(1000, abs=80)
 
 
 def test_overload_arrives_at_three_times_the_capacity_that_was_measured() -> None:
-    recorder = Recorder()
-    recorder.samples = [
+    samples = [
         sample(index * 0.1, phase="capacity", first_s=index * 0.1, ended_s=index * 0.1 + 0.1) for index in range(100)
     ]
-    times = list(itertools.islice(overload.overload_arrivals(options("overload"), recorder), 5000))
+    times = list(itertools.islice(overload.overload_arrivals(options("overload"), samples), 5000))
     assert len(times) / times[-1] == pytest.approx(30.0, rel=0.05)
 
 
 def test_overload_sends_nothing_when_there_was_no_capacity() -> None:
-    assert list(overload.overload_arrivals(options("overload"), Recorder())) == []
+    assert list(overload.overload_arrivals(options("overload"), [])) == []
 
 
 def test_open_traffic_gives_its_arrivals_in_order() -> None:
     chosen = options("interference")
     phases = SCENARIOS["interference"].phases(chosen, SCENARIOS["interference"].questions(chosen))
-    (arriving,) = [traffic for phase in phases for traffic in phase.traffic if isinstance(traffic, Open)]
-    assert list(itertools.islice(arriving.arrivals(Recorder()), 3)) == [1.0, 2.0, 3.0]
-    salts = [shot.salt for shot in itertools.islice(arriving.shots, 50)]
+    (arriving,) = [phase.open for phase in phases if phase.open is not None]
+    assert list(itertools.islice(arriving.arrivals([]), 3)) == [1.0, 2.0, 3.0]
+    salts = [request.salt for request in itertools.islice(arriving.requests, 50)]
     assert len(set(salts)) == 50, "every long prompt must be a miss"

@@ -6,17 +6,17 @@ from random import Random
 
 import pytest
 
-from load_tests.ideal import ideal_hits
-from load_tests.reference import Expected
+from load_tests.expected_answers import ExpectedAnswer
+from load_tests.hit_rate import ideal_hits
 
 BLOCK = 4
 
 
-def answer(prompt: list[int], output: list[int]) -> Expected:
-    return Expected("", tuple(prompt), tuple(output), "", "length")
+def answer(prompt: list[int], output: list[int]) -> ExpectedAnswer:
+    return ExpectedAnswer("", tuple(prompt), tuple(output), "", "length")
 
 
-def brute_force(asked: list[tuple[str, str]], answers: dict[str, Expected]) -> tuple[int, int]:
+def brute_force(asked: list[tuple[str, str]], answers: dict[str, ExpectedAnswer]) -> tuple[int, int]:
     """(queries, hits), from the set of all prefixes that end with a block."""
     computed: set[tuple[str, tuple[int, ...]]] = set()
     queries = hits = 0
@@ -60,7 +60,7 @@ def test_answers_are_found_by_those_who_go_on_from_them() -> None:
     assert ideal_hits([("first", ""), ("next", "")], answers, BLOCK).hits == 8
 
 
-def test_a_small_pool_forgets_what_was_used_longest_ago() -> None:
+def test_a_small_pool_evicts_what_was_used_longest_ago() -> None:
     answers = {name: answer([number] * 9, [9]) for number, name in enumerate("abc")}
     asked = [(name, "") for name in "abcabc"]
     assert ideal_hits(asked, answers, BLOCK).hits == 24

@@ -1,4 +1,4 @@
-"""What the users saw: one sample for each request, and every wrong answer. Filled by `player`, read by `result`."""
+"""What the users saw: one sample for each request, and the wrong answers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from load_tests.workload import Shot
-
-# right: the whole answer came and is the expected one. wrong: it is another. cancelled: given up by the user as
+# right: the whole answer came and is the expected one. wrong: it is another. cancelled: cancelled by the user as
 # planned, and right as far as it came. refused: UNAVAILABLE. error: anything else.
 Outcome = Literal["right", "wrong", "cancelled", "refused", "error"]
-# So many wrong answers are kept word for word; all are counted.
+# Wrong answers to keep in full; all of them are counted.
 MAX_WRONG_KEPT = 100
 
 
 @dataclass(slots=True)
 class Sample:
-    """One request. Times are seconds since the run began; `gaps` are the seconds between its responses.
-
-    `measured` is false for what was sent while its phase warmed up. `status` is an error's.
-    """
+    """One request. Times are seconds since the run began: `first_s` and `last_s` of the responses with tokens, `gaps`
+    the seconds between those. `measured` is false for requests sent during a warm-up. `status` is an error's."""
 
     phase: str
     traffic: str
@@ -31,6 +27,7 @@ class Sample:
     measured: bool
     sent_s: float
     first_s: float | None = None
+    last_s: float | None = None
     ended_s: float = 0.0
     gaps: array[float] = field(default_factory=lambda: array("d"))
     num_tokens: int = 0
@@ -47,6 +44,11 @@ class Sample:
         return None if self.first_s is None else self.first_s - self.sent_s
 
     @property
+    def latency_s(self) -> float:
+        """Time from sending the request to its end."""
+        return self.ended_s - self.sent_s
+
+    @property
     def is_hit(self) -> bool | None:
         """Whether half of the prompt or more came from the prefix cache; None where the server did not say."""
         if self.num_cached_tokens is None or not self.num_prompt_tokens:
@@ -55,8 +57,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
-    """A wrong answer, word for word."""
+class WrongAnswer:
+    """A wrong answer beside the expected one."""
 
     at_s: float
     phase: str
@@ -76,11 +78,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.wrong: list[Wrong] = []
+        self.wrong: list[WrongAnswer] = []
         self.num_wrong = 0
-        self.tokens_by_second: Counter[int] = Counter()
         self.in_flight = 0
-        # Longest time by which the load generator was late, by second: its own share of every latency.
+        self.tokens_by_second: Counter[int] = Counter()
+        # The longest time by which the load generator was late in each second: its own share of every latency.
         self.lag_by_second: dict[int, float] = {}
         self._started = time.monotonic()
 
@@ -88,30 +90,36 @@ class Recorder:
         """Seconds since the run began."""
         return time.monotonic() - self._started
 
-    def begin(self, phase: str, traffic: str, shot: Shot, measured: bool) -> Sample:
-        """A request is sent now."""
-        sample = Sample(phase, traffic, shot.question, shot.salt, measured, self.now())
+    def begin(self, phase: str, traffic: str, question: str, salt: str, measured: bool) -> Sample:
+        """Record a request that is sent now."""
+        sample = Sample(phase, traffic, question, salt, measured, self.now())
         self.samples.append(sample)
         self.in_flight += 1
         return sample
 
-    def tokens(self, sample: Sample, at: float, count: int) -> None:
-        """New tokens have come."""
+    def add_tokens(self, sample: Sample, count: int) -> None:
+        """Record a response with `count` new tokens that comes now."""
+        now = self.now()
+        if sample.last_s is None:
+            sample.first_s = now
+        else:
+            sample.gaps.append(now - sample.last_s)
+        sample.last_s = now
         sample.num_tokens += count
-        self.tokens_by_second[int(at)] += count
+        self.tokens_by_second[int(now)] += count
 
     def end(self, sample: Sample, outcome: Outcome, status: str = "") -> None:
-        """The request is over."""
+        """Record the end of a request."""
         sample.ended_s, sample.outcome, sample.status = self.now(), outcome, status
         self.in_flight -= 1
 
-    def keep_wrong(self, wrong: Wrong) -> None:
-        """Note a wrong answer."""
+    def keep_wrong(self, wrong: WrongAnswer) -> None:
+        """Count a wrong answer and keep it if there are not too many."""
         self.num_wrong += 1
         if len(self.wrong) < MAX_WRONG_KEPT:
             self.wrong.append(wrong)
 
-    def lag(self, at: float, seconds: float) -> None:
-        """The load generator woke `seconds` late."""
-        second = int(at)
+    def add_lag(self, seconds: float) -> None:
+        """Record that the load generator woke `seconds` late."""
+        second = int(self.now())
         self.lag_by_second[second] = max(self.lag_by_second.get(second, 0.0), seconds)

@@ -1,0 +1,82 @@
+"""A server from outside: its metrics page and its processes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+T = TypeVar("T")
+MODEL = "dflash"
+ROLES = {"dflash_backend.engine_process": "engine", "triton_python_backend_stub": "stub", "tritonserver": "server"}
+
+
+class MetricsPage:
+    """The metrics of one model, from the text of a server's metrics page."""
+
+    def __init__(self, text: str, model: str = MODEL) -> None:
+        families = text_string_to_metric_families(text)
+        samples = (sample for family in families for sample in family.samples)
+        self._samples = [sample for sample in samples if sample.labels.get("model") == model]
+
+    @classmethod
+    def read(cls, address: str, model: str = MODEL) -> MetricsPage:
+        """The page as it is now. Raises `httpx.TransportError`."""
+        return cls(httpx.get(f"http://{address}/metrics", timeout=10, trust_env=False).text, model)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of a metric over the samples with these labels; 0 for a counter that was never counted."""
+        return sum(
+            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """A metric by the values of one of its labels."""
+        values: defaultdict[str, float] = defaultdict(float)
+        for sample in self._samples:
+            if sample.name == name and label in sample.labels:
+                values[sample.labels[label]] += sample.value
+        return dict(values)
+
+    def totals(self) -> dict[str, float]:
+        """All metrics by name, each summed over its labels."""
+        values: defaultdict[str, float] = defaultdict(float)
+        for sample in self._samples:
+            values[sample.name] += sample.value
+        return dict(values)
+
+
+def processes_by_role(server_pid: int) -> dict[str, list[psutil.Process]]:
+    """The processes of a `tritonserver`, itself included, as `server`, `stub` and `engine`."""
+    found: defaultdict[str, list[psutil.Process]] = defaultdict(list)
+    server = psutil.Process(server_pid)
+    for process in (server, *server.children(recursive=True)):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        role = next((role for word, role in ROLES.items() if word in command), None)
+        if role is not None:
+            found[role].append(process)
+    return dict(found)
+
+
+def resident_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Resident memory of those that still run."""
+    return sum(_of_each(processes, lambda process: process.memory_info().rss))
+
+
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """Processor time that those that still run have used, without that of their children."""
+    return sum(_of_each(processes, lambda process: sum(process.cpu_times()[:2])))
+
+
+def _of_each(processes: Iterable[psutil.Process], read: Callable[[psutil.Process], T]) -> Iterator[T]:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            yield read(process)
