@@ -27,6 +27,7 @@ from load_tests.scenarios import SCENARIOS
 from load_tests.workload import Options
 
 RESULTS = Path(__file__).resolve().parent / "results"
+EXPECTED = Path(__file__).resolve().parent / "expected"
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCOMPLETE": 3, "INTERRUPTED": 130}
 LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
@@ -82,6 +83,7 @@ def _add_options(parser: argparse.ArgumentParser, scenario: Scenario) -> None:
     add("--compare", metavar="NAME=VALUE", help="run again with this setting and compare the throughputs")
     add("--name", default="", help="of the folder with the results; default: the scenario and the time")
     add("--out", type=Path, default=RESULTS, help="folder that the results' folder goes to; default: %(default)s")
+    add("--expected", type=Path, default=EXPECTED, help="folder of the expected answers; default: %(default)s")
     add("--url", default="", metavar="HOST:PORT", help="use the server that runs there; loopback addresses only")
     add("--metrics-url", default="", metavar="HOST:PORT", help="its metrics, with --url")
     add("--model", default="dflash", help="its model, with --url; default %(default)s")
@@ -99,13 +101,13 @@ def _run(given: argparse.Namespace) -> int:
     from load_tests.run import Address, run_scenario
 
     address = Address(given.url, given.metrics_url, given.model) if given.url else None
-    first = run_scenario(scenario, options, given.out / name, address, _log)
+    first = run_scenario(scenario, options, given.out / name, given.expected, address, _log)
     _show(first)
     if not changed or not first.result.complete:
         return EXIT_CODES[first.verdict]
     options = dataclasses.replace(options, settings={**options.settings, **changed})
     suffix = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.compare)
-    second = run_scenario(scenario, options, given.out / f"{name}-{suffix}", None, _log)
+    second = run_scenario(scenario, options, given.out / f"{name}-{suffix}", given.expected, None, _log)
     _show(second)
     comparison = scenario.compare(first.result, second.result, given.compare)
     _log(comparison.line())

@@ -72,7 +72,7 @@ def expected_answers(
     fit, and `ExpectedAnswersError`.
     """
     model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
-    path = directory / f"{scenario}-seed{seed}-{_key(questions, model)[:16]}.json"
+    path = directory / f"{scenario}-seed{seed}-{key(questions, model)[:16]}.json"
     if path.is_file():
         log(f"expected answers: {len(questions)} from {path}")
         return _load(path)
@@ -181,7 +181,7 @@ def whole_prompt(question: Question, answers: Mapping[str, ExpectedAnswer]) -> s
     return f"{parent.prompt}{parent.text}{TURN_END}{question.text}"
 
 
-def _key(questions: Sequence[Question], settings: Mapping[str, str]) -> str:
+def key(questions: Sequence[Question], settings: Mapping[str, str]) -> str:
     """A hash of the questions, the settings that matter, and the size and time of the weights."""
     pair = resolve_pair(EngineConfig.from_values(settings))
     weights = [

@@ -114,8 +114,9 @@ class RunResult:
         return None if cores is None else max(cores, 0.0)
 
     def lag(self, share: float) -> float | None:
-        """A percentile (0 to 1), over the seconds of the run, of the most that the load generator was late."""
-        return percentile(self.recorder.lag_by_second.values(), share)
+        """A percentile (0 to 1), over the whole seconds of the run, of the most that the load generator was late."""
+        lags = self.recorder.lag_by_second.items()
+        return percentile((lag for second, lag in lags if second < int(self.duration_s)), share)
 
     def peak(self, gauge: str) -> float | None:
         """The largest value of a gauge that was seen."""

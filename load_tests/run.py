@@ -21,7 +21,6 @@ from load_tests.result import RunResult
 from load_tests.scenario import Run, Scenario
 from load_tests.workload import Options
 
-EXPECTED = Path(__file__).resolve().parent / "expected"
 _NUM_BLOCKS = re.compile(r"KV cache of (\d+) blocks")
 
 
@@ -38,11 +37,12 @@ def run_scenario(
     scenario: Scenario,
     options: Options,
     directory: Path,
+    expected_dir: Path,
     address: Address | None,
     log: Callable[[str], None],
-    expected_dir: Path = EXPECTED,
 ) -> Run:
     """Run a scenario against a server of its own, or the one at `address`, and write everything to `directory`.
+    Expected answers are kept in `expected_dir`.
 
     Raises `LauncherError`, `ConfigError` or `CheckpointError` with a sentence when there is no server to be had, and
     `OSError` when the results cannot be written.
