@@ -33,7 +33,7 @@ import httpx
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.progress import progress
-from benchmarks.wire import MODEL, TIMEOUT_S, MetricsPage, add, memory_mb, packed, request
+from checks.wire import MODEL, TIMEOUT_S, MetricsPage, add, memory_mb, packed, request
 from dflash_backend.text.request import VERBATIM_ERRORS
 from dflash_cli.launcher.server import TritonServer
 from dflash_client.grpc_messages import decode

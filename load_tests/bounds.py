@@ -9,6 +9,7 @@ from statistics import mean
 
 import numpy as np
 
+from dflash_backend.spec_stats import acceptance_length
 from load_tests.result import KV_USAGE, RUNNING, WAITING, RunResult, gaps, percentile, ttfts
 from load_tests.samples import Sample
 from load_tests.verdict import Bound
@@ -144,8 +145,7 @@ def _acceptance_length(answers: dict[str, list[Sample]], weights: dict[str, int]
     def total(count: Callable[[Sample], int]) -> float:
         return sum(weight * mean(map(count, answers[name])) for name, weight in weights.items())
 
-    drafts = total(lambda sample: sample.num_drafts)
-    return 1 + total(lambda sample: sample.num_accepted) / drafts if drafts else None
+    return acceptance_length(total(lambda sample: sample.num_drafts), total(lambda sample: sample.num_accepted))
 
 
 def _errors(result: RunResult) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, check_setting
-from dflash_client.triton_install import LauncherError
+from dflash_cli.launcher.triton_install import LauncherError
 from load_tests.expected_answers import ExpectedAnswersError
 from load_tests.scenario import Run, Scenario
 from load_tests.scenarios import SCENARIOS

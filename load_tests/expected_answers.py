@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from dflash_backend.checkpoints import resolve_pair
 from dflash_backend.checkpoints.files import weight_files
 from dflash_backend.config import ConfigError, EngineConfig
-from dflash_client.commands.progress import Progress
+from dflash_cli.commands.progress import Progress
 from load_tests.prompts import TURN_END
 from load_tests.workload import Question
 
 if TYPE_CHECKING:
-    from dflash_backend.llm import LLM
+    from dflash_backend.engine.llm import LLM
 
 # Settings of the server that change answers; the others change speed only.
 MODEL_SETTINGS = (
@@ -134,7 +134,7 @@ def compute(
 ) -> dict[str, ExpectedAnswer]:
     """Answer every question offline, and call `on_answer` for each. A question needs the answer to its parent, so this
     goes generation by generation."""
-    from dflash_backend.llm import LLM
+    from dflash_backend.engine.llm import LLM
 
     common: dict[str, Any] = {**settings, "enable_prefix_caching": "false", "max_num_seqs": BATCH}
     greedy = LLM(**{**common, "num_speculative_tokens": 0})
@@ -155,7 +155,7 @@ def _answer(
     llm: LLM, questions: Sequence[Question], answers: dict[str, ExpectedAnswer], on_answer: Callable[[], None]
 ) -> None:
     """Add the answers to questions whose parents are answered."""
-    from dflash_backend.llm import RequestError
+    from dflash_backend.engine.llm import RequestError
 
     prompts = [whole_prompt(question, answers) for question in questions]
     parameters = [question.sampling() for question in questions]

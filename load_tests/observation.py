@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from benchmarks.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
+from checks.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
 from load_tests.samples import Recorder
 
 INTERVAL_S = 1.0

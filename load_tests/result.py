@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dflash_backend.spec_stats import acceptance_length
 from load_tests.hit_rate import IdealHits
 from load_tests.observation import Observation
 from load_tests.samples import Outcome, Recorder, Sample
@@ -70,8 +71,7 @@ class RunResult:
     def acceptance_length(self) -> float | None:
         """Mean tokens of a step with drafts, over the right answers."""
         chosen = [sample for sample in self.samples if sample.outcome == "right"]
-        drafts = sum(sample.num_drafts for sample in chosen)
-        return 1 + sum(sample.num_accepted for sample in chosen) / drafts if drafts else None
+        return acceptance_length(sum(one.num_drafts for one in chosen), sum(one.num_accepted for one in chosen))
 
     def hit_rate(self) -> float | None:
         """The share of prompt tokens that came from the prefix cache, from the metrics page, over the whole run."""

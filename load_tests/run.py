@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_backend.config import EngineConfig
-from dflash_client.launcher import TritonServer
-from dflash_client.server_log import LogLine
+from dflash_cli.launcher.server import TritonServer
+from dflash_cli.launcher.server_log import LogLine
 from load_tests.expected_answers import ExpectedAnswer, expected_answers
 from load_tests.hit_rate import ideal_hits
 from load_tests.load import Load, Target, make_load

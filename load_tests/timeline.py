@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from dflash_backend.spec_stats import acceptance_length
 from load_tests.observation import Observation
 from load_tests.result import ACCEPTED, DRAFTS, GENERATED, HITS, KV_USAGE, PREEMPTIONS, QUERIES, RUNNING, WAITING
 
@@ -72,7 +73,6 @@ def _server_second(before: Observation, now: Observation) -> ServerSecond:
     def mib(role: str) -> float | None:
         return now.rss_bytes[role] / 2**20 if now.rss_bytes.get(role) else None
 
-    accepted = share(ACCEPTED, DRAFTS)
     cpu_s = sum(now.cpu_s.values()) - sum(before.cpu_s.values())
     return ServerSecond(
         at_s=now.at_s,
@@ -82,7 +82,7 @@ def _server_second(before: Observation, now: Observation) -> ServerSecond:
         generated_tokens_per_s=grown(GENERATED) / seconds,
         prompt_tokens_per_s=grown(QUERIES) / seconds,
         hit_rate=share(HITS, QUERIES),
-        acceptance_length=None if accepted is None else 1 + accepted,
+        acceptance_length=acceptance_length(grown(DRAFTS), grown(ACCEPTED)),
         preemptions=grown(PREEMPTIONS),
         stub_rss_mib=mib("stub"),
         engine_rss_mib=mib("engine"),

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from dflash_backend.config import ConfigError
-from dflash_client.launcher import LauncherError
-from dflash_client.triton_install import find_triton
+from dflash_cli.launcher.server import LauncherError
+from dflash_cli.launcher.triton_install import find_triton
 from load_tests.expected_answers import compute, expected_answers, key
 from load_tests.scenarios import SCENARIOS, chat
 from load_tests.workload import Options, Question

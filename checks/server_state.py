@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 T = TypeVar("T")
 MODEL = "dflash"
-ROLES = {"dflash_backend.engine_process": "engine", "triton_python_backend_stub": "stub", "tritonserver": "server"}
+ROLES = {"dflash_backend.engine.process": "engine", "triton_python_backend_stub": "stub", "tritonserver": "server"}
 
 
 class MetricsPage:
