@@ -57,7 +57,8 @@ def test_all_tokens_may_go_to_the_same_experts_and_the_others_get_none(experts: 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: str(tile.rows))
 def test_every_tile_equals_the_reference(tile: Tile) -> None:
-    case = Case(150, 2, hidden=72, inner=136)
+    # One expert has a full block of entries and a part of one, the others a part.
+    case = Case(tile.rows + 3, 2, hidden=72, inner=136)
     case.experts[:, 0] = 3
     torch.testing.assert_close(case.run(tile), case.expected(), **FLOAT32)
 
@@ -87,10 +88,10 @@ def test_a_tokens_result_is_the_same_to_the_bit_whatever_else_is_in_its_tile() -
     alone = torch.cat(
         [
             experts_mlp(case.x[i : i + 1], case.gate_up, case.down, case.weights[i : i + 1], case.experts[i : i + 1])
-            for i in range(20)
+            for i in range(0, 20, 4)
         ]
     )
-    assert torch.equal(together, alone)
+    assert torch.equal(together[::4], alone)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

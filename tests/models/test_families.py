@@ -1,6 +1,6 @@
 """Every target family computes what `transformers` computes, through paged K/V in any division of the work.
 
-Each case is a small random checkpoint that `transformers` saved; the tests below run all of them.
+Each case is a small random checkpoint that `transformers` saved.
 """
 
 from __future__ import annotations
@@ -118,7 +118,24 @@ class Pair:
 SHARED = 5 * BLOCK_SIZE
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+# The forms of attention, K/V and MLP, in every family: what the division of the work may meet.
+FORMS = (
+    "qwen3",
+    "qwen3 windows in the upper layers",
+    "qwen2",
+    "qwen2 windows in the upper layers",
+    "llama biases",
+    "llama one kv head",
+    "mistral",
+    "mistral windows",
+    "qwen3-moe experts in every second layer",
+    "qwen3-moe windows",
+)
+of_every_case = pytest.mark.parametrize("pair", CASES, indirect=True, scope="module")
+of_every_form = pytest.mark.parametrize("pair", FORMS, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     architecture, changes = CASES[request.param]
     directory = tmp_path_factory.mktemp("target")
@@ -138,12 +155,14 @@ def fresh_cache(request: pytest.FixtureRequest) -> None:
         pair.kv = caches(pair.target.spec.decoder)
 
 
+@of_every_case
 @torch.inference_mode()
 def test_a_whole_prompt_gives_the_logits_of_transformers(pair: Pair) -> None:
     (logits,), _ = pair.run(block_tables(1), [(0, pair.first.ids)])
     torch.testing.assert_close(logits, pair.first.logits, **TOLERANCE)
 
 
+@of_every_form
 @torch.inference_mode()
 def test_chunks_beside_another_row_give_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
@@ -157,6 +176,7 @@ def test_chunks_beside_another_row_give_the_same_logits(pair: Pair) -> None:
     torch.testing.assert_close(torch.cat(logits[1]), pair.second.logits, **TOLERANCE)
 
 
+@of_every_form
 @torch.inference_mode()
 def test_decode_one_token_at_a_time_gives_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
@@ -169,6 +189,7 @@ def test_decode_one_token_at_a_time_gives_the_same_logits(pair: Pair) -> None:
         torch.testing.assert_close(second[0], pair.second.logits[step + 13], **TOLERANCE)
 
 
+@of_every_form
 @torch.inference_mode()
 def test_verify_blocks_give_the_same_logits_whatever_was_rejected_before(pair: Pair) -> None:
     tables, rng = block_tables(1), np.random.default_rng(4)
@@ -183,6 +204,7 @@ def test_verify_blocks_give_the_same_logits_whatever_was_rejected_before(pair: P
         done += good
 
 
+@of_every_form
 @torch.inference_mode()
 def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
@@ -192,6 +214,7 @@ def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
     torch.testing.assert_close(logits, pair.second.logits[SHARED:], **TOLERANCE)
 
 
+@of_every_form
 @torch.inference_mode()
 def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> None:
     layer_ids = (3, 0, 4, 2, 1)
@@ -203,6 +226,7 @@ def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> No
     torch.testing.assert_close(torch.cat(features), expected, **TOLERANCE)
 
 
+@of_every_form
 @torch.inference_mode()
 def test_the_number_of_layers_captures_the_last_layer_after_the_final_norm(pair: Pair) -> None:
     """`hidden_states[id + 1]` of `transformers`, as the DFlash authors' code reads features."""
@@ -238,3 +262,4 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
 
 def test_the_cases_are_of_every_architecture() -> None:
     assert {architecture for architecture, _ in CASES.values()} == set(TARGET_ARCHITECTURES)
+    assert {CASES[form][0] for form in FORMS} == set(TARGET_ARCHITECTURES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from dflash_backend.checkpoints.spec import MoeSpec
-from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.models import load_target
 from dflash_backend.models.linear import Linear
 from dflash_backend.models.mlp import SparseMlp
-from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops
+from dflash_backend.models.ops import LayerOps, TritonLayerOps
 from tests.models.sources import TensorSource
-from tests.paged import block_tables, caches, context
-from tests.tiny_models import make_target
 
-CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 16, 12, 6
 
 
@@ -100,20 +94,6 @@ def test_each_expert_that_is_chosen_runs_once_over_its_tokens() -> None:
 def test_the_kernels_compute_what_torch_computes(norm_topk_prob: bool) -> None:
     mlp, x = make(3, norm_topk_prob), tokens(9)
     torch.testing.assert_close(mlp.forward(x, TritonLayerOps()), mlp.forward(x, LayerOps()), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 23])
-def test_a_qwen3_moe_target_computes_the_same_with_the_kernels(count: int, tmp_path: Path) -> None:
-    make_target(tmp_path, architecture="Qwen3MoeForCausalLM")
-    ids = torch.arange(count) % 50
-
-    def logits(form: str) -> torch.Tensor:
-        ops = select_ops(CPU, form)
-        target = load_target(read_target(tmp_path), 64, torch.float32, CPU, ops=ops)
-        rows = context(block_tables(1), [0], [count], target.patterns)
-        return target.logits(target.forward(ids, rows, caches(target.spec.decoder), ()).hidden)
-
-    torch.testing.assert_close(logits("triton"), logits("torch"), atol=1e-3, rtol=1e-4)
 
 
 def test_the_router_weighs_in_float32_whatever_the_dtype() -> None:
