@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,123 +20,185 @@ from tests.checkpoints.drafts import DRAFT_VOCAB_SIZE, edit, make_speculators, p
 from tests.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-FORMATS = ("z-lab", "speculators")
+FORMATS = {"z-lab": make_draft, "speculators": make_speculators}
+ZLAB, SPECULATORS, BOTH = ("z-lab",), ("speculators",), tuple(FORMATS)
+
+Fields = dict[str, Any]
 
 
-@pytest.fixture(params=FORMATS)
-def any_format(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A drafter of either format."""
-    make_draft(tmp_path) if request.param == "z-lab" else make_speculators(tmp_path)
-    return tmp_path
+def change(directory: Path, fields: Fields) -> None:
+    """Set fields of the config; `...` removes one. `layer.x` is of the decoder's own config, wherever the format has
+    it, `dflash.x` of `dflash_config`."""
+
+    def apply(data: Fields) -> None:
+        for name, value in fields.items():
+            place, _, field = name.rpartition(".")
+            if place == "dflash":
+                holder = data.setdefault("dflash_config", {})
+            else:
+                holder = data.get("transformer_layer_config", data) if place == "layer" else data
+            holder.pop(field) if value is ... else holder.update({field: value})
+
+    edit(directory / "config.json", apply)
 
 
-@pytest.fixture
-def zlab(tmp_path: Path) -> Path:
-    make_draft(tmp_path)
-    return tmp_path
+def of_formats(rows: list[tuple[tuple[str, ...], Any, Any]]) -> Any:
+    """One case for each format of each row."""
+    cases = [(written, *rest) for formats, *rest in rows for written in formats]
+    return pytest.mark.parametrize(("written", "fields", "expected"), cases)
 
 
-@pytest.fixture
-def speculators(tmp_path: Path) -> Path:
-    make_speculators(tmp_path)
-    return tmp_path
+ALIKE = {"layer.layer_types": [SLIDING, FULL], "layer.sliding_window": 8}
+NEITHER = {"decoder.sliding_windows": (None, None), "causal": (False, False)}
+NESTED_ROPE = {SLIDING: {"rope_theta": 7.0}, FULL: {"rope_theta": 9.0}}
+SCALES = {"input_embedding_scale": 2, "output_multiplier": 0.5, "final_logit_softcapping": 30.0, "logit_scale": 0.25}
+SCALED = {"input_embedding_scale": 2.0, "logits": LogitsSpec(0.5, 30.0, 0.25), "notes": ()}
+OTHER_CLASS = {"layer.head_dim": None, "layer.hidden_size": 64, "layer.max_position_embeddings": None}
+USED_WINDOW = (
+    "layer_types has 'sliding_attention' and use_sliding_window is missing: the sliding_window of 8 is used, which "
+    "Qwen3's config class in transformers would drop",
+)
 
 
-def set_dflash(directory: Path, **fields: Any) -> None:
-    """Set fields of `dflash_config`."""
-    edit(directory / "config.json", lambda data: data.setdefault("dflash_config", {}).update(fields))
+def block_k(asked: int) -> Fields:
+    return {"speculators_config": {"proposal_methods": [{"speculative_tokens": asked}]}}
 
 
-def set_layer(directory: Path, **fields: Any) -> None:
-    """Set fields of the decoder's own config, wherever the format has them."""
-    edit(directory / "config.json", lambda data: data.get("transformer_layer_config", data).update(fields))
+def slides(windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> Fields:
+    return {"decoder.sliding_windows": windows, "causal": causal}
 
 
-def test_a_zlab_drafter_is_read(zlab: Path) -> None:
-    draft = read_draft(zlab)
-    assert (draft.format, draft.block_size, draft.num_speculative_tokens) == ("z-lab", 8, 7)
-    assert (draft.mask_token_id, draft.vocab_size, draft.draft_vocab_size) == (MASK_TOKEN_ID, VOCAB_SIZE, VOCAB_SIZE)
-    assert (draft.num_target_layers, draft.target_hidden_size, draft.target_name) == (5, 32, None)
-    assert (draft.has_embedding, draft.has_lm_head, draft.has_mask_embedding) == (False, False, False)
-    assert not draft.maps_vocabulary
+READINGS: list[tuple[tuple[str, ...], Fields, Fields]] = [
+    (
+        ZLAB,
+        {},
+        {"format": "z-lab", "block_size": 8, "num_speculative_tokens": 7, "mask_token_id": MASK_TOKEN_ID}
+        | {"vocab_size": VOCAB_SIZE, "draft_vocab_size": VOCAB_SIZE, "maps_vocabulary": False}
+        | {"num_target_layers": 5, "target_hidden_size": 32, "target_name": None}
+        | {"has_embedding": False, "has_lm_head": False, "has_mask_embedding": False},
+    ),
+    (
+        SPECULATORS,
+        {"target_hidden_size": 48},
+        {"format": "speculators", "block_size": 8, "num_speculative_tokens": 5, "target_hidden_size": 48}
+        | {"vocab_size": VOCAB_SIZE, "draft_vocab_size": DRAFT_VOCAB_SIZE, "maps_vocabulary": True}
+        | {"has_lm_head": True, "has_embedding": False},
+    ),
+    # The layer's own config class gives its defaults.
+    (SPECULATORS, OTHER_CLASS, {"decoder.max_len": 32768}),
+    (SPECULATORS, OTHER_CLASS | {"layer.model_type": "llama"}, {"decoder.head_dim": 16, "decoder.max_len": 2048}),
+    # Layer ids that are missing or null are the method's default.
+    (ZLAB, {"dflash.target_layer_ids": ...}, {"target_layer_ids": (1, 2)}),
+    (ZLAB, {"dflash.target_layer_ids": None}, {"target_layer_ids": (1, 2)}),
+    (ZLAB, {"block_size": ..., "dflash.block_size": 4}, {"block_size": 4}),
+    (
+        ZLAB,
+        {"block_size": ...},
+        {"block_size": 16, "notes": ("no field gives block_size; 16 is the authors' default",)},
+    ),
+    (
+        SPECULATORS,
+        {"aux_hidden_state_layer_ids": ..., "eagle_aux_hidden_state_layer_ids": [2, 4]},
+        {"target_layer_ids": (1, 3)},
+    ),
+    (SPECULATORS, {"draft_vocab_size": None}, {"draft_vocab_size": VOCAB_SIZE}),
+    (SPECULATORS, {"speculators_config": None}, {"num_speculative_tokens": 7, "target_name": None}),
+    (BOTH, {"layer.rope_parameters": NESTED_ROPE}, {"decoder.rope": RopeSpec(theta=7.0)}),
+    # dflash_config decides over the top level, and is not needed.
+    (BOTH, {}, {"input_embedding_scale": 1.0, "logits": LogitsSpec(1.0, None, 1.0), "causal": (False, False)}),
+    (BOTH, SCALES, SCALED),
+    (BOTH, {f"dflash.{name}": value for name, value in SCALES.items()}, SCALED),
+    (
+        ZLAB,
+        {"input_embedding_scale": 3.0, "output_multiplier": 3.0, "final_logit_softcapping": 3.0, "mask_token_id": 5}
+        | {"dflash.input_embedding_scale": 1.0, "dflash.output_multiplier": 2.0, "dflash.final_logit_softcapping": 0},
+        {"input_embedding_scale": 1.0, "logits": LogitsSpec(2.0, None, 1.0), "mask_token_id": MASK_TOKEN_ID},
+    ),
+    (
+        ZLAB,
+        {"dflash_config": None, "mask_token_id": 7, "target_layer_ids": [0, 2]},
+        {"mask_token_id": 7, "target_layer_ids": (0, 2), "block_size": 8},
+    ),
+    # Windows, in every place where they are found.
+    (BOTH, {"layer.layer_types": [FULL, SLIDING], "layer.sliding_window": 8}, slides((None, 8), (False, True))),
+    (
+        BOTH,
+        {"layer.layer_types": [FULL, SLIDING], "layer.sliding_window": 8, "dflash.swa_window_size": 6},
+        slides((None, 6), (False, True)),
+    ),
+    (BOTH, {"layer.sliding_window": 8, "dflash.use_swa": True}, slides((8, 8), (False, False))),
+    (BOTH, {"dflash.use_swa": True, "dflash.swa_window_size": 6}, slides((6, 6), (False, False))),
+    (
+        BOTH,
+        {"layer.layer_types": [FULL, FULL], "dflash.use_swa": True, "dflash.swa_window_size": 6},
+        slides((6, 6), (False, False)),
+    ),
+    (
+        BOTH,
+        {"layer.layer_types": [FULL, SLIDING], "dflash.use_swa": True, "dflash.swa_window_size": 6},
+        slides((None, 6), (False, True)),
+    ),
+    (BOTH, {"layer.sliding_window": 8, "dflash.swa_window_size": 6}, NEITHER),
+    (BOTH, {"layer.sliding_window": 8, "layer.use_sliding_window": False}, NEITHER),
+    # Qwen3's config class makes layer types of these, so that all references see a sliding layer, causal.
+    (
+        BOTH,
+        {"layer.sliding_window": 8, "layer.use_sliding_window": True, "layer.max_window_layers": 1},
+        slides((None, 8), (False, True)),
+    ),
+    (
+        BOTH,
+        {"layer.use_sliding_window": True, "layer.max_window_layers": 1},
+        slides((None, 4096), (False, True)),
+    ),
+    (
+        BOTH,
+        {"layer.use_sliding_window": True, "layer.max_window_layers": 1, "dflash.swa_window_size": 6},
+        slides((None, 6), (False, True)),
+    ),
+    # As in vLLM's test of its config conversion: windows at the top level win over the nested ones.
+    (
+        SPECULATORS,
+        {"layer.layer_types": [FULL, FULL], "layer.sliding_window": 4}
+        | {"layer_types": [FULL, SLIDING], "sliding_window": 8, "use_sliding_window": True},
+        slides((None, 8), (False, True)),
+    ),
+    (SPECULATORS, ALIKE | {"sliding_window_non_causal": True}, slides((8, None), (False, False))),
+    # A window that the config class would drop is used, and said.
+    (BOTH, ALIKE, {"decoder.sliding_windows": (8, None), "notes": USED_WINDOW}),
+    (BOTH, ALIKE | {"layer.use_sliding_window": True}, {"notes": ()}),
+    # The library wrote the block size as k until April 2026, the published Qwen3-8B checkpoint among them.
+    (SPECULATORS, block_k(7), {"num_speculative_tokens": 7, "notes": ()}),
+    *(
+        (
+            SPECULATORS,
+            block_k(asked),
+            {"num_speculative_tokens": 7}
+            | {"notes": (f"speculative_tokens is {asked}; k is 7, as the anchor takes one place of a block of 8",)},
+        )
+        for asked in (8, 12)
+    ),
+    # Fields of other methods that say nothing.
+    (
+        BOTH,
+        {"dflash.attention_sink_bias": False, "dflash.enable_confidence_head": False}
+        | {"dflash.final_logit_softcapping": None, "dflash.use_aux_hidden_state": True}
+        | {"dflash.is_neox_style": True, "dflash.attention_value_scale": 1.0},
+        {"notes": ()},
+    ),
+]
 
 
-def test_a_speculators_drafter_is_read(speculators: Path) -> None:
-    put(speculators / "config.json", target_hidden_size=48)
-    draft = read_draft(speculators)
-    assert (draft.format, draft.block_size, draft.num_speculative_tokens) == ("speculators", 8, 5)
-    assert (draft.vocab_size, draft.draft_vocab_size) == (VOCAB_SIZE, DRAFT_VOCAB_SIZE)
-    assert draft.maps_vocabulary
-    assert draft.has_lm_head
-    assert not draft.has_embedding
-    assert draft.target_hidden_size == 48
-
-
-def test_the_layers_own_config_class_gives_its_defaults(speculators: Path) -> None:
-    set_layer(speculators, head_dim=None, hidden_size=64, max_position_embeddings=None)
-    assert read_draft(speculators).decoder.max_len == 32768
-    set_layer(speculators, model_type="llama")
-    decoder = read_draft(speculators).decoder
-    assert (decoder.head_dim, decoder.max_len) == (16, 2048)
-
-
-@pytest.mark.parametrize("absent", ["missing", "null"])
-def test_target_layer_ids_that_are_absent_take_the_default(zlab: Path, absent: str) -> None:
-    set_dflash(zlab, target_layer_ids=None)
-    if absent == "missing":
-        edit(zlab / "config.json", lambda data: data["dflash_config"].pop("target_layer_ids"))
-    assert read_draft(zlab).target_layer_ids == (1, 2)
-
-
-def test_the_block_size_may_lie_in_dflash_config(zlab: Path) -> None:
-    edit(zlab / "config.json", lambda data: data.pop("block_size"))
-    set_dflash(zlab, block_size=4)
-    assert read_draft(zlab).block_size == 4
-
-
-def test_a_block_size_that_no_field_gives_is_the_authors_default_and_said(zlab: Path) -> None:
-    edit(zlab / "config.json", lambda data: data.pop("block_size"))
-    draft = read_draft(zlab)
-    assert (draft.block_size, draft.notes) == (16, ("no field gives block_size; 16 is the authors' default",))
-
-
-def test_boundary_ids_may_have_the_older_name(speculators: Path) -> None:
-    edit(
-        speculators / "config.json",
-        lambda data: data.update(eagle_aux_hidden_state_layer_ids=data.pop("aux_hidden_state_layer_ids")),
-    )
-    assert read_draft(speculators).target_layer_ids == (1, 3)
-
-
-def test_a_draft_vocabulary_that_is_not_named_is_the_targets(speculators: Path) -> None:
-    put(speculators / "config.json", draft_vocab_size=None)
-    assert read_draft(speculators).draft_vocab_size == VOCAB_SIZE
-
-
-def test_a_speculators_drafter_without_speculators_config_drafts_the_whole_block(speculators: Path) -> None:
-    put(speculators / "config.json", speculators_config=None)
-    draft = read_draft(speculators)
-    assert (draft.num_speculative_tokens, draft.target_name) == (7, None)
-
-
-def test_a_mask_embedding_beside_the_weights_is_noticed(any_format: Path) -> None:
-    (any_format / "mask_embedding.pt").write_bytes(b"")
-    assert read_draft(any_format).has_mask_embedding
-
-
-def test_speculators_decides_over_the_architecture(tmp_path: Path) -> None:
-    make_speculators(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
-    assert read_draft(tmp_path).format == "speculators"
-
-
-def test_a_drafter_takes_the_sliding_entry_of_nested_rotary_parameters(any_format: Path) -> None:
-    nested = {SLIDING: {"rope_theta": 7.0}, FULL: {"rope_theta": 9.0}}
-    set_layer(any_format, rope_parameters=nested)
-    assert read_draft(any_format).decoder.rope == RopeSpec(theta=7.0)
+@of_formats(READINGS)
+def test_what_a_config_says_is_read(tmp_path: Path, written: str, fields: Fields, expected: Fields) -> None:
+    FORMATS[written](tmp_path)
+    change(tmp_path, fields)
+    draft = read_draft(tmp_path)
+    assert {name: attrgetter(name)(draft) for name in expected} == expected
 
 
 # Precedence: the server's setting, is_causal, dflash_config.causal, sliding layers, not causal.
+@pytest.mark.parametrize("written", BOTH)
 @pytest.mark.parametrize(
     ("setting", "is_causal", "causal", "expected"),
     [
@@ -150,212 +214,94 @@ def test_a_drafter_takes_the_sliding_entry_of_nested_rotary_parameters(any_forma
     ],
 )
 def test_the_first_rule_of_causality_that_is_present_decides(
-    any_format: Path, setting: bool | None, is_causal: bool | None, causal: bool | None, expected: tuple[bool, bool]
+    tmp_path: Path, written: str, setting: bool | None, is_causal: bool | None, causal: bool | None, expected: Any
 ) -> None:
-    set_layer(any_format, layer_types=[SLIDING, FULL], sliding_window=8)
-    put(any_format / "config.json", is_causal=is_causal)
-    set_dflash(any_format, causal=causal)
-    assert read_draft(any_format, setting).causal == expected
+    FORMATS[written](tmp_path)
+    change(tmp_path, ALIKE | {"is_causal": is_causal, "dflash.causal": causal})
+    assert read_draft(tmp_path, setting).causal == expected
 
 
-def test_full_layers_are_not_causal_by_themselves(any_format: Path) -> None:
-    assert read_draft(any_format).causal == (False, False)
+OTHER_ARITHMETIC = {
+    "attention_sink_bias": (True, "attention sinks are not supported"),
+    "logits_soft_cap": (30.0, "soft-capping of logits"),
+    "attention_value_scale": (0.707, "scale of the values"),
+    "use_aux_hidden_state": (False, "last hidden state alone is not supported"),
+    "is_neox_style": (False, "interleaved rotary embedding"),
+    "sample_from_anchor": (True, "does not sample from the anchor"),
+    "projector_type": ("domino", "other projectors are not supported"),
+    "selector_rank": (256, "candidate selector of DFlash2"),
+    "fc_norm": (True, "as EAGLE-3 has it"),
+    "markov_rank": (64, "Markov head of DSpark"),
+    "enable_confidence_head": (True, "confidence head of DSpark"),
+    "conv_kernel_size": (2, "convolutions of DFlash2"),
+}
+REFUSALS: list[tuple[tuple[str, ...], Fields, str]] = [
+    (SPECULATORS, {"aux_hidden_state_layer_ids": None}, "'aux_hidden_state_layer_ids' is missing"),
+    (SPECULATORS, {"aux_hidden_state_layer_ids": [0, 3]}, r"'aux_hidden_state_layer_ids' is \[0, 3\]; .* at least 1"),
+    (SPECULATORS, {"aux_hidden_state_layer_ids": []}, r"'aux_hidden_state_layer_ids' is \[\]"),
+    (SPECULATORS, {"mask_token_id": None}, "'mask_token_id' is missing"),
+    (SPECULATORS, {"sample_from_anchor": True}, "'sample_from_anchor' is True; expected false"),
+    (SPECULATORS, {"projector_type": "domino"}, "'projector_type' is 'domino'; expected 'dflash'"),
+    (SPECULATORS, {"shift_label": True}, "shifted by one position"),
+    (SPECULATORS, {"speculators_model_type": "eagle3"}, "'speculators_model_type' is 'eagle3'; expected 'dflash'"),
+    (SPECULATORS, {"speculators_model_type": "dspark"}, "'speculators_model_type' is 'dspark'"),
+    (SPECULATORS, {"speculators_model_type": "dflash2"}, "'speculators_model_type' is 'dflash2'"),
+    (SPECULATORS, {"transformer_layer_config": None}, "'transformer_layer_config' is missing"),
+    (SPECULATORS, {"block_size": 1}, "'block_size' is 1; expected an integer from 2"),
+    (
+        BOTH,
+        {"dflash.mask_token_id": None, "mask_token_id": None, "mask_token": "<|MASK|>"},
+        r"'mask_token' is '<\|MASK\|>'; expected an id in mask_token_id",
+    ),
+    (BOTH, ALIKE | {"layer.use_sliding_window": False}, "'use_sliding_window' is False; expected true"),
+    (BOTH, {"layer.num_hidden_layers": 1000}, "'num_hidden_layers' is 1000; the weights beside it hold 2 layers"),
+    *(
+        (ZLAB, {"architectures": [name], "auto_map": {"AutoModel": "x.Y"}}, f"{name}.*'DFlashDraftModel'.* is not run")
+        for name in ("Qwen3DSparkModel", "DFlash2DraftModel", "LlamaForCausalLMEagle3")
+    ),
+    *(
+        (BOTH, {f"dflash.{field}": value}, f"'{field}' is .*; expected a number above 0")
+        for field, value in itertools.product(SCALES, (-1.0, "2", True, float("inf")))
+    ),
+    *(
+        (BOTH, {f"{place}{field}": value}, f"'{field}' is .*{reason}")
+        for place, (field, (value, reason)) in itertools.product(("dflash.", "layer.", ""), OTHER_ARITHMETIC.items())
+    ),
+]
 
 
-def test_speculators_may_say_that_sliding_layers_are_not_causal(speculators: Path) -> None:
-    set_layer(speculators, layer_types=[SLIDING, FULL], sliding_window=8)
-    put(speculators / "config.json", sliding_window_non_causal=True)
-    draft = read_draft(speculators)
-    assert draft.causal == (False, False)
-    assert draft.decoder.sliding_windows == (8, None)
-
-
-@pytest.mark.parametrize(
-    ("layer", "dflash", "windows", "causal"),
-    [
-        ({"layer_types": [FULL, SLIDING], "sliding_window": 8}, {}, (None, 8), (False, True)),
-        ({"layer_types": [FULL, SLIDING], "sliding_window": 8}, {"swa_window_size": 6}, (None, 6), (False, True)),
-        ({"sliding_window": 8}, {"use_swa": True}, (8, 8), (False, False)),
-        ({}, {"use_swa": True, "swa_window_size": 6}, (6, 6), (False, False)),
-        ({"layer_types": [FULL, FULL]}, {"use_swa": True, "swa_window_size": 6}, (6, 6), (False, False)),
-        ({"layer_types": [FULL, SLIDING]}, {"use_swa": True, "swa_window_size": 6}, (None, 6), (False, True)),
-        ({"sliding_window": 8}, {"swa_window_size": 6}, (None, None), (False, False)),
-        ({"sliding_window": 8, "use_sliding_window": False}, {}, (None, None), (False, False)),
-        # Qwen3's config class makes layer types of these two, so that all references see a sliding layer, causal.
-        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, {}, (None, 8), (False, True)),
-        ({"use_sliding_window": True, "max_window_layers": 1}, {}, (None, 4096), (False, True)),
-        ({"use_sliding_window": True, "max_window_layers": 1}, {"swa_window_size": 6}, (None, 6), (False, True)),
-    ],
-)
-def test_windows_are_found_in_every_place(
-    any_format: Path, layer: dict[str, Any], dflash: dict[str, Any], windows: Any, causal: Any
-) -> None:
-    set_layer(any_format, **layer)
-    set_dflash(any_format, **dflash)
-    draft = read_draft(any_format)
-    assert draft.decoder.sliding_windows == windows
-    assert draft.causal == causal
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"aux_hidden_state_layer_ids": None}, "'aux_hidden_state_layer_ids' is missing"),
-        ({"aux_hidden_state_layer_ids": [0, 3]}, r"'aux_hidden_state_layer_ids' is \[0, 3\]; expected .* at least 1"),
-        ({"aux_hidden_state_layer_ids": []}, r"'aux_hidden_state_layer_ids' is \[\]"),
-        ({"mask_token_id": None}, "'mask_token_id' is missing"),
-        ({"sample_from_anchor": True}, "'sample_from_anchor' is True; expected false"),
-        ({"projector_type": "domino"}, "'projector_type' is 'domino'; expected 'dflash'"),
-        ({"shift_label": True}, "shifted by one position"),
-        ({"speculators_model_type": "eagle3"}, "'speculators_model_type' is 'eagle3'; expected 'dflash'"),
-        ({"speculators_model_type": "dspark"}, "'speculators_model_type' is 'dspark'"),
-        ({"speculators_model_type": "dflash2"}, "'speculators_model_type' is 'dflash2'"),
-        ({"transformer_layer_config": None}, "'transformer_layer_config' is missing"),
-        ({"block_size": 1}, "'block_size' is 1; expected an integer from 2"),
-    ],
-)
-def test_what_a_speculators_drafter_must_say_is_named(speculators: Path, fields: Any, expected: str) -> None:
-    put(speculators / "config.json", **fields)
+@of_formats(REFUSALS)
+def test_what_would_be_misread_is_refused_by_field(tmp_path: Path, written: str, fields: Fields, expected: str) -> None:
+    FORMATS[written](tmp_path)
+    change(tmp_path, fields)
     with pytest.raises(CheckpointError, match=expected) as caught:
-        read_draft(speculators)
-    assert str(speculators / "config.json") in str(caught.value)
+        read_draft(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("attention_sink_bias", True, "attention sinks are not supported"),
-        ("logits_soft_cap", 30.0, "soft-capping of logits"),
-        ("attention_value_scale", 0.707, "scale of the values"),
-        ("use_aux_hidden_state", False, "last hidden state alone is not supported"),
-        ("is_neox_style", False, "interleaved rotary embedding"),
-        ("sample_from_anchor", True, "does not sample from the anchor"),
-        ("projector_type", "domino", "other projectors are not supported"),
-        ("selector_rank", 256, "candidate selector of DFlash2"),
-        ("fc_norm", True, "as EAGLE-3 has it"),
-        ("markov_rank", 64, "Markov head of DSpark"),
-        ("enable_confidence_head", True, "confidence head of DSpark"),
-        ("conv_kernel_size", 2, "convolutions of DFlash2"),
-    ],
-)
-@pytest.mark.parametrize("place", [set_dflash, set_layer, lambda path, **f: put(path / "config.json", **f)])
-def test_fields_that_change_the_arithmetic_are_refused(
-    any_format: Path, place: Any, field: str, value: Any, expected: str
-) -> None:
-    place(any_format, **{field: value})
-    with pytest.raises(CheckpointError, match=f"'{field}' is .*{expected}"):
-        read_draft(any_format)
+@pytest.mark.parametrize("written", BOTH)
+def test_a_mask_embedding_beside_the_weights_is_noticed(tmp_path: Path, written: str) -> None:
+    FORMATS[written](tmp_path)
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    assert read_draft(tmp_path).has_mask_embedding
 
 
-def by_top_level(directory: Path, **fields: Any) -> None:
-    put(directory / "config.json", **fields)
-
-
-@pytest.mark.parametrize("place", [set_dflash, by_top_level])
-def test_scales_are_read_in_both_places(any_format: Path, place: Any) -> None:
-    plain = read_draft(any_format)
-    assert (plain.input_embedding_scale, plain.logits) == (1.0, LogitsSpec(1.0, None, 1.0))
-    place(any_format, input_embedding_scale=2, output_multiplier=0.5, final_logit_softcapping=30.0, logit_scale=0.25)
-    draft = read_draft(any_format)
-    assert (draft.input_embedding_scale, draft.logits) == (2.0, LogitsSpec(0.5, 30.0, 0.25))
-    assert draft.notes == ()
-
-
-def test_dflash_config_decides_over_the_top_level(zlab: Path) -> None:
-    fields = {"input_embedding_scale": 3.0, "output_multiplier": 3.0, "final_logit_softcapping": 3.0}
-    put(zlab / "config.json", **fields, mask_token_id=5)
-    set_dflash(zlab, input_embedding_scale=1.0, output_multiplier=2.0, final_logit_softcapping=0)
-    draft = read_draft(zlab)
-    assert (draft.input_embedding_scale, draft.logits) == (1.0, LogitsSpec(2.0, None, 1.0))
-    assert draft.mask_token_id == MASK_TOKEN_ID
-
-
-@pytest.mark.parametrize(
-    "field", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping", "logit_scale"]
-)
-@pytest.mark.parametrize("value", [-1.0, "2", True, float("inf")])
-def test_a_scale_must_be_a_number_above_zero(any_format: Path, field: str, value: Any) -> None:
-    set_dflash(any_format, **{field: value})
-    with pytest.raises(CheckpointError, match=f"'{field}' is .*; expected a number above 0"):
-        read_draft(any_format)
-
-
-def test_a_zlab_config_needs_no_dflash_config(zlab: Path) -> None:
-    put(zlab / "config.json", dflash_config=None, mask_token_id=7, target_layer_ids=[0, 2])
-    draft = read_draft(zlab)
-    assert (draft.mask_token_id, draft.target_layer_ids, draft.block_size) == (7, (0, 2), 8)
-
-
-def test_a_mask_token_that_is_text_is_refused_by_name(any_format: Path) -> None:
-    set_dflash(any_format, mask_token_id=None)
-    put(any_format / "config.json", mask_token_id=None, mask_token="<|MASK|>")
-    with pytest.raises(CheckpointError, match=r"'mask_token' is '<\|MASK\|>'; expected an id in mask_token_id"):
-        read_draft(any_format)
+def test_speculators_decides_over_the_architecture(tmp_path: Path) -> None:
+    make_speculators(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+    assert read_draft(tmp_path).format == "speculators"
 
 
 @pytest.mark.parametrize(("claimed", "shipped"), [(True, False), (False, True)])
-def test_a_head_of_its_own_must_be_there_where_the_config_says_so(zlab: Path, claimed: bool, shipped: bool) -> None:
-    put(zlab / "config.json", has_own_lm_head=claimed)
+def test_a_head_of_its_own_must_be_there_where_the_config_says_so(tmp_path: Path, claimed: bool, shipped: bool) -> None:
+    make_draft(tmp_path, has_own_lm_head=claimed)
     if shipped:
-        tensors = load_file(zlab / "model.safetensors")
-        save_file(tensors | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}, zlab / "model.safetensors")
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file(tensors | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"'has_own_lm_head' is {claimed}; expected {str(shipped).lower()}"):
-        read_draft(zlab)
-    put(zlab / "config.json", has_own_lm_head=shipped)
-    assert read_draft(zlab).has_lm_head is shipped
-
-
-def test_speculators_windows_may_stand_at_the_top_level(speculators: Path) -> None:
-    """As in vLLM's test of its config conversion; there they win over the nested ones."""
-    set_layer(speculators, layer_types=[FULL, FULL], sliding_window=4)
-    put(speculators / "config.json", layer_types=[FULL, SLIDING], sliding_window=8, use_sliding_window=True)
-    draft = read_draft(speculators)
-    assert draft.decoder.sliding_windows == (None, 8)
-    assert draft.causal == (False, True)
-
-
-def test_a_window_that_the_config_class_would_drop_is_used_and_said(any_format: Path) -> None:
-    set_layer(any_format, layer_types=[FULL, SLIDING], sliding_window=8)
-    draft = read_draft(any_format)
-    assert draft.decoder.sliding_windows == (None, 8)
-    assert "use_sliding_window is missing: the sliding_window of 8 is used" in draft.notes[0]
-    set_layer(any_format, use_sliding_window=True)
-    assert read_draft(any_format).notes == ()
-
-
-@pytest.mark.parametrize(("asked", "k"), [(7, 7), (8, 7), (12, 7)])
-def test_a_k_of_the_whole_block_leaves_the_anchor_its_place(speculators: Path, asked: int, k: int) -> None:
-    """The library wrote the block size as k until April 2026, the published Qwen3-8B checkpoint among them."""
-    put(speculators / "config.json", speculators_config={"proposal_methods": [{"speculative_tokens": asked}]})
-    draft = read_draft(speculators)
-    assert draft.num_speculative_tokens == k
-    said = (f"speculative_tokens is {asked}; k is 7, as the anchor takes one place of a block of 8",)
-    assert draft.notes == (() if asked == k else said)
-
-
-def test_a_false_flag_changes_nothing(any_format: Path) -> None:
-    set_dflash(any_format, attention_sink_bias=False, enable_confidence_head=False, final_logit_softcapping=None)
-    set_dflash(any_format, use_aux_hidden_state=True, is_neox_style=True, attention_value_scale=1.0)
-    assert read_draft(any_format).notes == ()
-
-
-def test_layers_that_slide_and_do_not_are_refused(any_format: Path) -> None:
-    set_layer(any_format, layer_types=[SLIDING, FULL], sliding_window=8, use_sliding_window=False)
-    with pytest.raises(CheckpointError, match="'use_sliding_window' is False; expected true"):
-        read_draft(any_format)
-
-
-@pytest.mark.parametrize("architecture", ["Qwen3DSparkModel", "DFlash2DraftModel", "LlamaForCausalLMEagle3"])
-def test_drafters_of_other_methods_are_refused_by_name(zlab: Path, architecture: str) -> None:
-    put(zlab / "config.json", architectures=[architecture], auto_map={"AutoModel": "x.Y"})
-    with pytest.raises(CheckpointError, match=f"{architecture}.*'DFlashDraftModel'.*code .* is not run"):
-        read_draft(zlab)
-
-
-def test_weights_with_fewer_layers_than_the_config_are_refused(any_format: Path) -> None:
-    set_layer(any_format, num_hidden_layers=1000)
-    with pytest.raises(CheckpointError, match="'num_hidden_layers' is 1000; the weights beside it hold 2 layers"):
-        read_draft(any_format)
+        read_draft(tmp_path)
+    put(tmp_path / "config.json", has_own_lm_head=shipped)
+    assert read_draft(tmp_path).has_lm_head is shipped
 
 
 def test_reading_a_drafter_imports_no_torch() -> None:
