@@ -1,7 +1,7 @@
 """What models ask of attention, and what a backend declares that it can do.
 
 A forward pass runs *rows*: row r has `query_lens[r]` consecutive queries, the last of them at position
-`seq_lens[r] - 1`, over the K/V of positions `[0, seq_lens[r])` of one request. Queries of all rows lie behind one
+`seq_lens[r] - 1`, over the KV of positions `[0, seq_lens[r])` of one request. Queries of all rows lie behind one
 another in `[num_tokens, ...]` tensors. On a GPU the host may know only bounds of these lengths (`DeviceRows`).
 """
 
@@ -96,7 +96,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """The paged K/V of one layer: `data` is `[num_blocks, block_size, 2, num_kv_heads, head_dim]`, K before V, so
+    """The paged KV of one layer: `data` is `[num_blocks, block_size, 2, num_kv_heads, head_dim]`, K before V, so
     that one token's K and V lie together and are written and gathered in one piece."""
 
     data: torch.Tensor

@@ -147,7 +147,7 @@ def read_eos(directory: Path) -> tuple[int, ...]:
 
 
 def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: Mapping[str, TensorHeader]) -> None:
-    """Check that the weights hold as many layers, and K/V of the size, that the config says, before anything is sized
+    """Check that the weights hold as many layers, and KV of the size, that the config says, before anything is sized
     by it. `prefix` begins the layers' names, up to the number. Raises `CheckpointError`."""
     found = {name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)}
     if len(found) < decoder.num_layers:

@@ -11,7 +11,7 @@ from pathlib import Path
 from dflash_backend.checkpoints.files import READ_PATTERNS
 from dflash_backend.checkpoints.spec import CheckpointError
 
-# How often a download is told of.
+# Seconds between two reports on a download.
 REPORT_S = 2.0
 INCOMPLETE = ".incomplete"
 
@@ -65,7 +65,7 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _reported(name: str, revision: str, report: Report | None) -> Iterator[None]:
-    """While the block runs, a thread tells how much has arrived."""
+    """While the block runs, a thread reports how much has arrived."""
     if report is None:
         yield
         return
@@ -75,7 +75,7 @@ def _reported(name: str, revision: str, report: Report | None) -> Iterator[None]
     try:
         yield
     finally:
-        # Not waited for: it may be asking the hub, and says nothing any more.
+        # Not joined: it may be waiting for the hub, and reports nothing any more.
         ended.set()
 
 
@@ -91,7 +91,7 @@ def _follow(name: str, revision: str, report: Report, ended: threading.Event) ->
 
 
 def _bytes_to_fetch(name: str, revision: str) -> int:
-    """What the cache lacks; 0 also when the hub does not say, since the download itself tells what is wrong."""
+    """What the cache lacks; 0 also when the hub does not answer, since the download then fails with the reason."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

@@ -135,7 +135,7 @@ class JsonReader:
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: written out, cut where it is long."""
+    """A value as an error shows it, shortened to `MAX_SHOWN` characters."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**MAX_SHOWN:
         return f"an integer of more than {MAX_SHOWN} digits"
     text = json.dumps(value, default=str) if isinstance(value, dict | list) else repr(value)

@@ -1,5 +1,5 @@
-"""The two ways to number the places where target features are taken, and the fields that name them. Converted here and
-nowhere else.
+"""The two ways to number the layers whose outputs are the target features, and the fields that name them. Only this
+file converts them.
 
 A layer id i (DFlash, ours everywhere else) is the output of decoder layer i, 0-based. A boundary id i (EAGLE and
 speculators) is the hidden state after i layers have run. Layer id i and boundary id i + 1 are the same features.

@@ -20,7 +20,7 @@ class RopeSpec:
     `beta_slow` and `truncate`; `llama3` (Llama 3.1) by `factor`, `low_freq_factor` and `high_freq_factor`. The last two
     start from `original_max_positions`. `attention_factor` multiplies cosine and sine.
 
-    `dynamic` depends on the length of the sequence, but K/V that other sequences share must not: `length` is the one
+    `dynamic` depends on the length of the sequence, but KV that other sequences share must not: `length` is the one
     length that frequencies are computed for. Up to `original_max_positions` they are unscaled.
     """
 

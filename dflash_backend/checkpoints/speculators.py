@@ -61,7 +61,7 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     tensors = read_tensors(directory, layer, decoder)
     check_own_head(config, LM_HEAD in tensors)
     k, k_notes = _speculative_tokens(config, block_size)
-    places = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
+    configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
     return DraftSpec(
         path=directory,
         format="speculators",
@@ -88,7 +88,7 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
         dtype=read_dtype(config, layer),
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
         logits=read_logits(dflash, config, layer),
-        notes=layers.notes + k_notes + window_notes(layer) + unknown_fields(*places),
+        notes=layers.notes + k_notes + window_notes(layer) + unknown_fields(*configs),
     )
 
 
@@ -114,7 +114,7 @@ def _layer_config(config: JsonReader) -> JsonReader:
 
 
 def _speculative_tokens(config: JsonReader, block_size: int) -> tuple[int, tuple[str, ...]]:
-    """k of the first proposal method, else all places of the block but the anchor's; and notes for the log.
+    """k of the first proposal method, else the whole block but its anchor; and notes for the log.
 
     Until April 2026 the library wrote the block size itself, though the anchor takes one place
     (vllm-project/speculators pull request 456).

@@ -47,7 +47,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     tensors = read_tensors(directory, config, decoder)
     for reader in (config, dflash):
         check_own_head(reader, LM_HEAD in tensors)
-    places = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
+    configs = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
     return DraftSpec(
         path=directory,
         format="z-lab",
@@ -69,7 +69,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         normed_last_layer=num_target_layers - 1 in layer_ids,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
         logits=read_logits(dflash, config),
-        notes=layer_notes + block_notes + window_notes(config) + unknown_fields(*places),
+        notes=layer_notes + block_notes + window_notes(config) + unknown_fields(*configs),
     )
 
 

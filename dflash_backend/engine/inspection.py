@@ -44,7 +44,7 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class KVReport:
-    """K/V of this model alone, in its own dtype: bytes of one token over all layers, and of a block of `block_size`."""
+    """KV of this model alone, in its own dtype: bytes of one token over all layers, and of a block of `block_size`."""
 
     dtype: str
     bytes_per_token: int

@@ -15,11 +15,11 @@ from dflash_backend.models.linear import Linear
 
 @dataclass(frozen=True)
 class PagedContext:
-    """What a forward pass over paged K/V needs besides its tokens.
+    """What a forward pass over paged KV needs besides its tokens.
 
-    positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's K/V goes.
+    positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's KV goes.
     metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
-    padded: whether there may be slots below 0, whose K/V is written nowhere. (A kernel skips them in any case; torch
+    padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any case; torch
     on a CPU pays for looking.)
     """
 
@@ -71,7 +71,7 @@ class TargetModel(Protocol):
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
-        """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their K/V to `caches`, one for each
+        """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their KV to `caches`, one for each
         layer, and capturing the outputs of the layers `capture`: layer ids, of which the number of layers means the
         last layer's output after the final norm."""
         ...

@@ -74,8 +74,8 @@ class DecoderLayer:
         """Run the layer over its input `hidden` and the norm of it by this layer's `input_norm`.
 
         Returns the MLP's output and what it is added to: the caller adds them together with the norm that follows. All
-        are `[num_tokens, hidden_size]`. Writes the tokens' K/V to `context.slots` first, so that queries see their own
-        row's new tokens as the metadata allows.
+        are `[num_tokens, hidden_size]`. Writes the tokens' KV to `context.slots` first, so that queries see the new
+        tokens of their own request as the metadata allows.
         """
         attended = self._attend(normed, context, cache, rotation)
         normed, hidden = self.ops.add_rms_norm(attended, hidden, self.weights.post_norm, self.eps)

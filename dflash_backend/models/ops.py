@@ -69,7 +69,7 @@ class LayerOps:
         caches: list[KVLayer],
         padded: bool,
     ) -> None:
-        """The drafter's context K/V to `slots` of every layer's cache. With `padded` slots may be below 0."""
+        """The drafter's context KV to `slots` of every layer's cache. With `padded` slots may be below 0."""
         layers = [cache.slots for cache in caches]
         context_write.context_write_reference(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
 
@@ -140,7 +140,7 @@ def stacked(caches: list[KVLayer]) -> torch.Tensor:
         follows = data.data_ptr() == first.data_ptr() + index * size * data.element_size() and data.is_contiguous()
         if not follows or data.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             raise ValueError(
-                f"the K/V of layer {index} does not follow that of layer {index - 1} in one allocation; allocate the "
+                f"the KV of layer {index} does not follow that of layer {index - 1} in one allocation; allocate the "
                 "layers as one tensor, which the Triton operations write in one launch"
             )
     return first.as_strided((len(caches), *first.shape), (size, *first.stride())).flatten(1, 2)

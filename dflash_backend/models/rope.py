@@ -80,7 +80,7 @@ def yarn_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
     def pair_of(turns: float) -> float:
-        """Index of the pair that turns so often over the original length."""
+        """Index of the pair that makes this many turns over the original length."""
         wavelength = rope.original_max_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

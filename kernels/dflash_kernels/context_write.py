@@ -29,7 +29,7 @@ def context_write_reference(
     caches: Sequence[torch.Tensor] | torch.Tensor,
     padded: bool = False,
 ) -> None:
-    """Write the context K/V of n tokens to every layer.
+    """Write the context KV of n tokens to every layer.
 
     projected: `[n, num_layers * 2 * num_kv_heads * head_dim]`, each layer's keys before its values. k_norm:
     `[num_layers, num_kv_heads, head_dim]`. cos, sin: `[n, 1, head_dim]`, each token's own row of the tables. slots:

@@ -50,7 +50,7 @@ def route_reference(logits: torch.Tensor, per_token: int, normalise: bool) -> tu
 
 def max_blocks(num_entries: int, num_experts: int, block_size: int) -> int:
     """The most blocks that `num_entries` entries can need, whatever the router says: each expert that has any leaves at
-    most `block_size - 1` places of its last block empty."""
+    most `block_size - 1` slots of its last block empty."""
     hit = min(num_experts, num_entries)
     return (num_entries + hit * (block_size - 1)) // block_size
 

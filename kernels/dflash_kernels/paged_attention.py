@@ -1,6 +1,6 @@
-"""Attention of a few queries, or of a prefill chunk, over paged K/V.
+"""Attention of a few queries, or of a prefill chunk, over paged KV.
 
-One program attends a tile of one row's queries with all query heads of one K/V head (so that K/V are read once for
+One program attends a tile of one row's queries with all query heads of one KV head (so that KV are read once for
 the whole group) over one split of the context. With more than one split, each leaves a partial result and the log of
 its softmax's denominator, and a second kernel merges them (FlashDecoding). `paged_attention_launch.py` chooses tiles
 and splits from bounds; the real lengths are read on the device, so a captured graph serves every length.
@@ -32,7 +32,7 @@ MERGE_BLOCK = 16
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows of queries and where their K/V lie.
+    """Rows of queries and where their KV lie.
 
     query_start, query_lens, seq_lens: int32 `[num_rows]`: row r has the queries of tokens `[query_start[r],
     query_start[r] + query_lens[r])`, the last of them at position `seq_lens[r] - 1`; a padding row has lengths of 0.
@@ -158,7 +158,7 @@ if triton is not None:
         MAPPED: tl.constexpr,
         WIDEN: tl.constexpr,
     ):
-        """A tile of queries, the heads of one K/V head, one split. `scale` includes log2(e): powers are of two."""
+        """A tile of queries, the heads of one KV head, one split. `scale` includes log2(e): powers are of two."""
         tile = tl.program_id(0) // KV_HEADS
         kv_head = tl.program_id(0) % KV_HEADS
         split = tl.program_id(1)

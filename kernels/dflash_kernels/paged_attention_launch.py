@@ -1,4 +1,4 @@
-"""How paged attention is cut into programs: tiles of queries, splits of the context. Pure host arithmetic.
+"""How paged attention is split into programs: tiles of queries, splits of the context. Pure host arithmetic.
 
 Called once for each forward pass and shape of heads, with the *bounds* that the host has of the rows' lengths, so that
 a captured graph stays right for every length below them: the kernel reads the real ones on the device.
@@ -21,7 +21,7 @@ MAX_SPLIT_WAVES = 4
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What of a layer decides its tiling. `itemsize`: bytes of an element of the queries and of K/V."""
+    """What of a layer decides its tiling. `itemsize`: bytes of an element of the queries and of KV."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,7 +30,7 @@ class HeadShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
 
@@ -40,7 +40,7 @@ class Tiling:
 
     programs_per_sm: how many such programs the registers and shared memory of a Hopper multiprocessor hold, or fewer
     where fewer keep its memory pipe full. min_chunk: the fewest positions of a split; below it, writing and merging
-    the partial results costs as much as the K/V.
+    the partial results costs as much as the KV.
     """
 
     block_m: int
@@ -53,7 +53,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch over `num_tiles` tiles of queries, for every K/V head and split.
+    """One launch over `num_tiles` tiles of queries, for every KV head and split.
 
     num_queries: the sum of its rows' bounds. tiles: int32 `[3, num_tiles]`: row of each tile, its first query and one
     past its last, as far as the row has them; None where every row has up to `query_len` queries and so as many tiles,
@@ -136,7 +136,7 @@ def tile_table(rows: np.ndarray, query_lens: np.ndarray, per_tile: int) -> np.nd
 
 
 def choose_splits(num_programs: int, span: int, capacity: int, min_chunk: int) -> int:
-    """Into how many pieces of at least `min_chunk` positions to cut contexts of up to `span`.
+    """Into how many pieces of at least `min_chunk` positions to split contexts of up to `span`.
 
     There are `num_programs` programs for each piece, and `capacity` run at a time: as many waves as that takes, each
     as long as one piece. The fewest pieces with the least time win.

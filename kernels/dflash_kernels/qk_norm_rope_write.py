@@ -3,7 +3,7 @@ so) and rotated, K and V written to their slots of the paged cache.
 
 Rotary position embedding (Su et al., arXiv 2104.09864) in the half-split form: number i of a head pairs with number
 i + head_dim / 2. Tables are `[max_positions, head_dim]` with the sine's first half negated, so that the rotation is
-`x * cos + swap_halves(x) * sin`. A slot below 0 marks a padding token, whose K/V is not written (a
+`x * cos + swap_halves(x) * sin`. A slot below 0 marks a padding token, whose KV is not written (a
 captured graph runs padding rows too). `context_write.py` shares all of this.
 """
 
