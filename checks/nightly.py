@@ -30,8 +30,27 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
     "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),
     "cancel_cost": (("checks.cancel_cost",), "asking whether 64 clients are still there"),
+    "tests": (
+        (
+            "pytest",
+            "-q",
+            "-n",
+            "logical",
+            "-m",
+            "slow and not server",
+            "tests/core",
+            "tests/test_lossless.py",
+            "tests/test_logits_processing.py",
+            "tests/test_formats_end_to_end.py",
+            "tests/checkpoints",
+            "tests/demo",
+        ),
+        "random traffic, distributions and damaged checkpoints at four times the counts of make test",
+    ),
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
+# tests/scale.py
+ENVIRON = {"tests": {"TEST_SCALE": "4"}}
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,12 @@ def run(name: str, directory: Path) -> Outcome:
     arguments, _ = COMMANDS[name]
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env=os.environ | ENVIRON.get(name, {}),
     )
     (directory / f"{name}.txt").write_text(done.stdout, encoding="utf-8")
     return Outcome(name, done.returncode, time.monotonic() - started)

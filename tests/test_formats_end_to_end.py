@@ -29,15 +29,16 @@ from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.messages import SamplingParams
 from dflash_backend.sampling.vocabulary import VocabularyMap
 from dflash_backend.spec_stats import SpecDecodingStats
+from tests.scale import scaled
 from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite
 
 DRAFT, TARGET = asset_path("demo", "pair", "draft"), asset_path("demo", "pair", "target")
 VOCAB_SIZE = 1024
 CUT_VOCAB = VOCAB_SIZE // 10
-NUM_PROMPTS = 24
+NUM_PROMPTS = scaled(12, at_least=12)
 MAX_TOKENS = 96
-NUM_SAMPLES = 6_000
+NUM_SAMPLES = scaled(3_000, at_least=3_000)
 
 
 @dataclass(frozen=True)

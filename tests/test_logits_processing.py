@@ -22,6 +22,7 @@ from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import Completion, RequestOutput
 from dflash_backend.messages import TokenLogprobs
+from tests.scale import scaled
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STORY = "<|im_start|>user\nTell me something about Norway and Japan<|im_end|>\n<|im_start|>assistant\n"
@@ -173,7 +174,7 @@ SAMPLED = SamplingParams(
     presence_penalty=0.5,
     logit_bias={278: 12.0, 282: 12.0},
 )
-NUM_SAMPLES = 5000
+NUM_SAMPLES = scaled(2_500, at_least=2_500)
 MIN_EXPECTED = 8.0
 
 

@@ -19,7 +19,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
 from tests.scale import scaled
 
-NUM_STEPS = scaled(40_000, at_least=4_000)  # of each of the four parts
+NUM_STEPS = scaled(12_000, at_least=4_000)  # of each of the four parts
 NUM_REQUESTS = 60
 
 
