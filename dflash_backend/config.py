@@ -1,26 +1,24 @@
-"""Every setting of the server: one schema that parsing, validation, help and the docs table come from.
+"""Every setting of the server, declared once: parsing, validation, help and the docs table come from the declaration.
 
 Settings reach us as strings from three places, the later winning: `parameters` in `config.pbtxt`, the
-environment (`DFLASH_<NAME>`), and `dflash-triton serve --set name=value` (which the launcher hands on as
-environment). `dflash_backend.LLM` passes Python values through the same schema.
+environment (`DFLASH_<NAME>`), and `dflash-triton serve --set name=value` (which the launcher passes on as
+environment). `dflash_backend.LLM` passes Python values through the same declarations.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import math
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_backend.settings import ConfigError as ConfigError
+from dflash_backend.settings import as_text, parse_bool, setting, settings_of
 from dflash_backend.tenant_names import parse_tenant_weights
 
 ENV_PREFIX = "DFLASH_"
-AUTO = "auto"
 
 # Environment names under our prefix that are not settings of the engine.
 RESERVED_ENV_PREFIX = (
@@ -31,371 +29,151 @@ RESERVED_ENV_PREFIX = (
     "DFLASH_HEARTBEAT_FILE",  # The stub touches it while its output thread lives; `serve` looks at its age.
 )
 
-
 # Parameters of config.pbtxt that are not ours. Triton's Python backend reads its two itself. Of its vLLM backend's, the
 # frontend reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked.
 _TRITON_FLAGS = ("REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK")
 TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", *_TRITON_FLAGS))
 
 
-class ConfigError(ValueError):
-    """A setting is unknown or has a value that is not allowed. The message is for the operator."""
+@dataclass(frozen=True)
+class EngineConfig:
+    """The settings, parsed. None stands for "auto"."""
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting: its name, the type and bounds of its values, and what it does.
-
-    `kind` is one of `str`, `int`, `float`, `bool`; `auto` says that the word `auto` is accepted as well and
-    becomes `None`. `check` raises ValueError for a text that is not allowed, with a sentence.
-    """
-
-    name: str
-    kind: type
-    default: Any
-    help: str
-    auto: bool = False
-    choices: tuple[str, ...] = ()
-    low: float | None = None
-    high: float | None = None
-    low_open: bool = False
-    check: Callable[[str], object] | None = None
-
-    @property
-    def allowed(self) -> str:
-        """The values that are allowed, in words."""
-        if self.choices:
-            words = list(self.choices)
-        elif self.kind is bool:
-            words = ["true", "false"]
-        elif self.kind is str:
-            words = ["text"]
-        else:
-            noun = "an integer" if self.kind is int else "a number"
-            if self.low is not None and self.high is not None:
-                noun += f" {'above' if self.low_open else 'from'} {self.low:g} to {self.high:g}"
-            elif self.low is not None:
-                noun += f" {'above' if self.low_open else 'of at least'} {self.low:g}"
-            words = [noun]
-        return " or ".join((["auto"] if self.auto else []) + words)
-
-    def parse(self, value: Any, source: str) -> Any:
-        """Turn `value` (a string, or already of the right type) into the setting's type.
-
-        Raises `ConfigError` with name, value, what is allowed and where it came from.
-        """
-        text = value.strip() if isinstance(value, str) else value
-        if self.auto and (text is None or (isinstance(text, str) and text.lower() == AUTO)):
-            return None
-        parsed: Any = None
-        if self.kind is bool:
-            parsed = _parse_bool(text)
-        elif self.kind is str:
-            parsed = str(text) if isinstance(text, str | os.PathLike) else None
-        else:
-            parsed = _parse_number(text, self.kind)
-        if parsed is None or not self._within(parsed):
-            raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}); allowed: {self.allowed}")
-        if self.check is not None:
-            try:
-                self.check(parsed)
-            except ValueError as error:
-                raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}): {error}") from None
-        return parsed
-
-    def _within(self, value: Any) -> bool:
-        if self.choices:
-            return value in self.choices
-        if self.kind in (int, float):
-            if self.low is not None and (value <= self.low if self.low_open else value < self.low):
-                return False
-            return self.high is None or value <= self.high
-        return True
-
-
-def _parse_bool(value: Any) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
-
-
-def _parse_number(value: Any, kind: type) -> int | float | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-        if kind is float:
-            return number if math.isfinite(number) else None
-        return int(value) if not isinstance(value, float) else (int(value) if value.is_integer() else None)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "target_model",
-        str,
+    target_model: str = setting(
         "",
         "directory or hub id of the target, or of a speculators drafter that names its target; empty: the demo target",
-    ),
-    Setting(
-        "draft_model",
-        str,
+    )
+    draft_model: str | None = setting(
         None,
-        auto=True,
-        help="directory or hub id of the DFlash drafter; auto: the demo drafter with the demo target, else what "
-        "the target's checkpoint names; empty: no speculation",
-    ),
-    Setting("target_revision", str, "", "branch, tag or commit of a target from the hub; empty: its main branch"),
-    Setting("draft_revision", str, "", "branch, tag or commit of a drafter from the hub; empty: its main branch"),
-    Setting(
-        "num_speculative_tokens",
-        int,
-        None,
-        auto=True,
-        low=0,
-        high=255,
-        help="k, draft tokens in a step; auto: what the drafter was trained for",
-    ),
-    Setting("causal", bool, None, auto=True, help="causality of drafter layers; auto: what the checkpoint says"),
-    Setting(
-        "draft_sample_method",
-        str,
-        "probabilistic",
-        choices=("probabilistic", "greedy"),
-        help="how drafts are drawn for sampled requests",
-    ),
-    Setting("device", str, None, auto=True, choices=("cpu", "cuda"), help="auto: cuda where there is one"),
-    Setting(
-        "dtype",
-        str,
-        None,
-        auto=True,
-        choices=("float32", "bfloat16", "float16"),
-        help="auto: float32 on cpu, the checkpoint's own on cuda",
-    ),
-    Setting(
-        "attention_backend",
-        str,
-        None,
-        auto=True,
-        choices=("torch", "triton", "flash_attn"),
-        help="auto: the first one that can run both models",
-    ),
-    Setting("kv_block_size", int, 16, low=1, high=1024, help="tokens in a KV block"),
-    Setting(
-        "gpu_memory_utilization",
-        float,
+        "directory or hub id of the drafter; auto: the demo drafter with the demo target, else what the target's "
+        "checkpoint names; empty: no speculation",
+    )
+    target_revision: str = setting("", "branch, tag or commit of a target from the hub; empty: its main branch")
+    draft_revision: str = setting("", "branch, tag or commit of a drafter from the hub; empty: its main branch")
+    num_speculative_tokens: int | None = setting(
+        None, "k, draft tokens in a step; auto: what the drafter was trained for", low=0, high=255
+    )
+    causal: bool | None = setting(None, "causality of drafter layers; auto: what the checkpoint says")
+    draft_sample_method: str = setting(
+        "probabilistic", "how drafts are drawn for sampled requests", choices=("probabilistic", "greedy")
+    )
+    device: str | None = setting(None, "auto: cuda where there is one", choices=("cpu", "cuda"))
+    dtype: str | None = setting(
+        None, "auto: float32 on cpu, the checkpoint's own on cuda", choices=("float32", "bfloat16", "float16")
+    )
+    attention_backend: str | None = setting(
+        None, "auto: the first one that can run both models", choices=("torch", "triton", "flash_attn")
+    )
+    kv_block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
+    gpu_memory_utilization: float = setting(
         0.9,
+        "share of the GPU's memory that the server may use, when kv_cache_gb is auto",
         low=0.0,
         high=1.0,
         low_open=True,
-        help="share of the GPU's memory that the server may use, when kv_cache_gb is auto",
-    ),
-    Setting(
-        "kv_cache_gb",
-        float,
+    )
+    kv_cache_gb: float | None = setting(
         None,
-        auto=True,
+        "size of the KV cache in GiB; auto on cpu: what max_num_seqs requests of max_model_len need, at most 4",
         low=0.0,
         low_open=True,
-        help="size of the KV cache in GiB; auto on cpu: what max_num_seqs requests of max_model_len need, at most 4",
-    ),
-    Setting(
-        "max_model_len",
-        int,
-        None,
-        auto=True,
-        low=2,
-        help="prompt plus output; auto: what the target can do and the KV cache holds",
-    ),
-    Setting("max_num_seqs", int, 64, low=1, high=4096, help="requests that run at the same time"),
-    Setting(
-        "max_num_batched_tokens",
-        int,
+    )
+    max_model_len: int | None = setting(
+        None, "prompt plus output; auto: what the target can do and the KV cache holds", low=2
+    )
+    max_num_seqs: int = setting(64, "requests that run at the same time", low=1, high=4096)
+    max_num_batched_tokens: int = setting(
         8192,
+        "tokens of one step; longer prompts are chunked, and no more requests run than can decode in one step",
         low=1,
-        help="tokens of one step; longer prompts are chunked, and no more requests run than can decode in one step",
-    ),
-    Setting(
-        "max_prefill_tokens_per_step",
-        int,
+    )
+    max_prefill_tokens_per_step: int | None = setting(
         None,
-        auto=True,
+        "prompt tokens of a step in which other requests decode, so that a long prompt does not hold them up; auto: "
+        "half as many as they decode, more when more requests wait than decode, at least 64 on cpu, 256 on cuda",
         low=1,
-        help="prompt tokens of a step that other requests decode in, so that a long prompt does not hold them up; "
-        "auto: half as many as they decode, more when more requests wait than decode, at least 64 on cpu, 256 on cuda",
-    ),
-    Setting("enable_prefix_caching", bool, True, "reuse the KV blocks of prompts that begin alike"),
-    Setting(
-        "max_step_time_ms",
-        float,
+    )
+    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")
+    max_step_time_ms: float | None = setting(
         None,
-        auto=True,
+        "how long a step with prompts may take while requests of several tenants are served, eight times as long with "
+        "one tenant; auto: 10, or twice as long as a step without prompts if that is more",
         low=0.0,
         low_open=True,
-        help="how long a step with prompts may take while requests of several tenants are served, eight times as "
-        "long with those of one; auto: 10, or twice as long as a step without prompts if that is more",
-    ),
-    Setting(
-        "max_queue_size",
-        int,
+    )
+    max_queue_size: int = setting(
         1024,
+        "requests of one tenant that may wait, beside those that free slots will take; further ones are refused as "
+        "UNAVAILABLE, and so are those beyond four times as many of all tenants together",
         low=1,
-        help="requests of one tenant that may wait, those apart that free rows wait for; more are refused as "
-        "UNAVAILABLE, and so are more than four times as many of all tenants together",
-    ),
-    Setting(
-        "max_queue_tokens",
-        int,
-        2_000_000,
-        low=1,
-        help="tokens that the waiting requests of one tenant may have, bounded in the same way",
-    ),
-    Setting(
-        "tenant_weights",
-        str,
+    )
+    max_queue_tokens: int = setting(
+        2_000_000, "tokens that the waiting requests of one tenant may have, bounded in the same way", low=1
+    )
+    tenant_weights: str = setting(
         "",
-        help="shares of the server between tenants that compete for it, such as `chat=4,batch=1`; who is not named has "
-        "1",
+        "shares of the server between tenants that compete for it, such as `chat=4,batch=1`; a tenant without an entry "
+        "has weight 1",
         check=parse_tenant_weights,
-    ),
-    Setting(
-        "require_cache_salt",
-        bool,
+    )
+    require_cache_salt: bool = setting(
+        False, "refuse requests without a cache_salt, so that no two clients share cached prefixes by oversight"
+    )
+    report_cached_tokens: bool = setting(
         False,
-        "refuse requests without a cache_salt, so that no two clients share cached prefixes by oversight",
-    ),
-    Setting(
-        "report_cached_tokens",
-        bool,
-        False,
-        "tell num_cached_tokens also to requests without a cache_salt; who guesses prompts can confirm others' with it",
-    ),
-    Setting(
-        "message_special_tokens",
-        str,
+        "report num_cached_tokens also to requests without a cache_salt; with it a client can guess prompts of others "
+        "and confirm the guess",
+    )
+    message_special_tokens: str = setting(
         "text",
+        "how a special token spelled out in the content of messages is read: as text, so that content cannot begin a "
+        "turn of its own, or as the control token",
         choices=("text", "control"),
-        help="what a special token that the content of messages spells out is: text, so that content cannot begin a "
-        "turn of its own, or the control token",
-    ),
-    Setting(
-        "generation_config",
-        str,
+    )
+    generation_config: str = setting(
         "none",
+        "auto: sampling parameters that a request leaves out are those of the target's generation_config.json; none: "
+        "vLLM's defaults",
         choices=("none", "auto"),
-        help="auto: sampling parameters that a request leaves out are those of the target's generation_config.json; "
-        "none: vLLM's defaults",
-    ),
-    Setting(
-        "request_timeout_s",
-        float,
-        0.0,
-        low=0.0,
-        help="seconds after which a request ends with what it has; 0: never",
-    ),
-    Setting(
-        "engine_hang_timeout_s",
-        float,
+    )
+    request_timeout_s: float = setting(
+        0.0, "seconds after which a request ends with the output it has; 0: never", low=0.0
+    )
+    engine_hang_timeout_s: float = setting(
         120.0,
+        "seconds without a message from the engine after which it is killed and started again; it sends one after "
+        "every step and once a second without steps, so this must be longer than the longest step; 0: never",
         low=0.0,
-        help="seconds without a word from the engine after which it is killed and started again; it speaks after every "
-        "step and once a second without one, so this must be longer than the longest step; 0: never",
-    ),
-    Setting(
-        "max_response_mb",
-        float,
+    )
+    max_response_mb: float = setting(
         64.0,
+        "megabytes that the responses to one request may hold altogether; a request that passes it ends with an error",
         low=0.0,
         low_open=True,
-        help="megabytes that the responses to one request may hold altogether; a request that passes it ends with an "
-        "error",
-    ),
-    Setting(
-        "max_server_memory_gb",
-        float,
+    )
+    max_server_memory_gb: float = setting(
         4.0,
+        "gigabytes of memory of tritonserver, which keeps what clients do not read, above which it may not grow: the "
+        "stream that was sent the most ends with an error; 0: no limit",
         low=0.0,
-        help="gigabytes of memory of tritonserver, which keeps what clients do not read, above which it may not grow: "
-        "the stream that was sent the most ends with an error; 0: no limit",
-    ),
-    Setting("kv_write_guard", bool, False, "check every KV write against its owner and stop at a breach (slow)"),
-    Setting(
-        "enable_cuda_graphs",
-        bool,
+    )
+    kv_write_guard: bool = setting(False, "check every KV write against its owner and stop at a breach (slow)")
+    enable_cuda_graphs: bool = setting(
         True,
         "on a GPU with the attention backend triton, capture the decode cycle as CUDA graphs at the start, which takes "
         "seconds and memory",
-    ),
-    Setting("enable_overlap", bool, True, "plan the next step while the device runs this one; takes effect on a GPU"),
-    Setting("seed", int, 0, low=0, high=2**63 - 1, help="seeds the requests that bring no seed of their own"),
-    Setting(
-        "trace_dir",
-        str,
-        "",
-        "folder for a trace of the engine's steps, for chrome://tracing and Perfetto; empty: no trace",
-    ),
-    Setting(
-        "trace_steps",
-        int,
-        5000,
-        low=1,
-        help="steps that a trace keeps at least; twice as many at most are on the disk",
-    ),
-    Setting(
-        "log_level",
-        str,
+    )
+    enable_overlap: bool = setting(True, "plan the next step while the device runs this one; takes effect on a GPU")
+    seed: int = setting(0, "seeds the requests that bring no seed of their own", low=0, high=2**63 - 1)
+    trace_dir: str = setting(
+        "", "folder for a trace of the engine's steps, for chrome://tracing and Perfetto; empty: no trace"
+    )
+    trace_steps: int = setting(5000, "steps that a trace keeps at least; at most twice as many are on the disk", low=1)
+    log_level: str = setting(
         "info",
+        "the lowest level of our own lines in the server's log; debug shows prompts, and Triton's verbose lines too",
         choices=("debug", "info", "warning", "error"),
-        help="the least of our own lines in the server's log; debug shows prompts, and Triton's verbose lines too",
-    ),
-)
-
-_BY_NAME = {setting.name: setting for setting in SETTINGS}
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The settings, parsed. `None` stands for `auto`. Field names and order are those of `SETTINGS`."""
-
-    target_model: str = ""
-    draft_model: str | None = None
-    target_revision: str = ""
-    draft_revision: str = ""
-    num_speculative_tokens: int | None = None
-    causal: bool | None = None
-    draft_sample_method: str = "probabilistic"
-    device: str | None = None
-    dtype: str | None = None
-    attention_backend: str | None = None
-    kv_block_size: int = 16
-    gpu_memory_utilization: float = 0.9
-    kv_cache_gb: float | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
-    max_prefill_tokens_per_step: int | None = None
-    enable_prefix_caching: bool = True
-    max_step_time_ms: float | None = None
-    max_queue_size: int = 1024
-    max_queue_tokens: int = 2_000_000
-    tenant_weights: str = ""
-    require_cache_salt: bool = False
-    report_cached_tokens: bool = False
-    message_special_tokens: str = "text"
-    generation_config: str = "none"
-    request_timeout_s: float = 0.0
-    engine_hang_timeout_s: float = 120.0
-    max_response_mb: float = 64.0
-    max_server_memory_gb: float = 4.0
-    kv_write_guard: bool = False
-    enable_cuda_graphs: bool = True
-    enable_overlap: bool = True
-    seed: int = 0
-    trace_dir: str = ""
-    trace_steps: int = 5000
-    log_level: str = "info"
+    )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     # Of config.pbtxt: what the parameters of Triton and of its vLLM backend say.
     triton_parameters: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -417,7 +195,7 @@ class EngineConfig:
             for name, value in values.items():
                 setting = _BY_NAME.get(name)
                 if setting is None:
-                    raise ConfigError(f"unknown setting '{name}' ({source}){nearest(name)}")
+                    raise ConfigError(f"unknown setting '{name}' ({source}){_nearest(name)}")
                 parsed[name] = setting.parse(value, source)
                 sources[name] = source
         return cls(**parsed, sources=sources)
@@ -435,7 +213,7 @@ class EngineConfig:
         own = {name: value for name, value in parameters.items() if name not in TRITON_PARAMETERS}
         triton = {name: str(value) for name, value in parameters.items() if name in TRITON_PARAMETERS}
         for name, value in triton.items():
-            if name in _TRITON_FLAGS and _parse_bool(value) is None:
+            if name in _TRITON_FLAGS and parse_bool(value) is None:
                 raise ConfigError(f"parameter '{name}' has the value {value!r} ({where}); allowed: true or false")
         layers = [(where, own), ("model.json", model_json or {}), ("environment", environment_settings(environ))]
         return dataclasses.replace(cls.from_layers(layers), triton_parameters=triton)
@@ -443,21 +221,15 @@ class EngineConfig:
     @property
     def report_custom_metrics(self) -> bool | None:
         """What REPORT_CUSTOM_METRICS in config.pbtxt says; None where it is not there."""
-        return _parse_bool(self.triton_parameters.get("REPORT_CUSTOM_METRICS", ""))
+        return parse_bool(self.triton_parameters.get("REPORT_CUSTOM_METRICS", ""))
 
     def as_strings(self) -> dict[str, str]:
         """Every effective setting as text, for the log line at start."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "triton_parameters")}
-        return {name: _as_text(value) for name, value in values.items()}
+        return {name: as_text(getattr(self, name)) for name in _BY_NAME}
 
 
-def _as_text(value: Any) -> str:
-    if value is None:
-        return AUTO
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
-
+SETTINGS = settings_of(EngineConfig)
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 # What other servers call settings that are here.
 _OTHER_NAMES = {
@@ -488,7 +260,7 @@ _NOT_HERE = {
 }
 
 
-def nearest(name: str) -> str:
+def _nearest(name: str) -> str:
     """`; did you mean ...` when a valid setting is close to `name`, else the hint where they are listed."""
     if name in _OTHER_NAMES:
         return f"; here that is '{_OTHER_NAMES[name]}'"
@@ -518,25 +290,6 @@ def environment_name(setting: str) -> str:
 def check_setting(name: str, value: str, source: str) -> None:
     """Raise `ConfigError` unless `name` is a setting and `value` one of its values."""
     EngineConfig.from_values({name: value}, source)
-
-
-def settings_table() -> str:
-    """The settings as a Markdown table, for the docs."""
-    rows = ["| name | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for setting in SETTINGS:
-        default = _as_text(setting.default) or "empty"
-        rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
-    return "\n".join(rows)
-
-
-def config_parameters() -> str:
-    """The settings as `parameters` of a config.pbtxt, each with its default and a comment."""
-    lines = []
-    for setting in SETTINGS:
-        lines.append(f"# {setting.help}. Allowed: {setting.allowed}")
-        value = json.dumps(_as_text(setting.default))
-        lines.append(f'parameters {{ key: "{setting.name}" value {{ string_value: {value} }} }}')
-    return "\n".join(lines)
 
 
 def asset_path(*parts: str) -> Path:

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md and the parameters of the model's config.pbtxt from the schema in `dflash_backend.config`.
+"""Writes docs/settings.md and the parameters of the model's config.pbtxt from `dflash_backend.config`.
 
 Run by `make docs`.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_backend.config import asset_path, config_parameters, settings_table
+from dflash_backend.config import SETTINGS, asset_path
+from dflash_backend.settings import config_parameters, settings_table
 
 PAGE = Path(__file__).resolve().parent / "settings.md"
 CONFIG = asset_path("model_repository", "dflash", "config.pbtxt")
@@ -15,7 +16,7 @@ MARK = "# Settings with their defaults, written by `make docs` from dflash_backe
 
 TEXT = """# Settings
 
-<!-- Written by `make docs` from dflash_backend/config.py; edit the schema there, not this page. -->
+<!-- Written by `make docs` from dflash_backend/config.py; edit the declarations there, not this page. -->
 
 A setting can be given in three places, the later winning:
 
@@ -31,12 +32,12 @@ An unknown name or a value that is not allowed stops the load, with a message th
 
 def page() -> str:
     """The whole page."""
-    return TEXT.format(table=settings_table())
+    return TEXT.format(table=settings_table(SETTINGS))
 
 
 def model_config() -> str:
     """The whole config.pbtxt."""
-    return CONFIG.read_text(encoding="utf-8").partition(MARK)[0] + MARK + config_parameters() + "\n"
+    return CONFIG.read_text(encoding="utf-8").partition(MARK)[0] + MARK + config_parameters(SETTINGS) + "\n"
 
 
 if __name__ == "__main__":

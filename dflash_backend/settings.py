@@ -1,0 +1,172 @@
+"""What a setting is: its type and bounds, how its text is parsed, and the error for a value that is not allowed.
+
+`config.EngineConfig` declares each setting once, as a field made by `setting`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+AUTO = "auto"
+_METADATA_KEY = "setting"
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or has a value that is not allowed. The message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting.
+
+    help: what it does, for the docs and config.pbtxt.
+    choices: the allowed values; empty for any.
+    low, high: bounds of a number; `low_open` excludes `low` itself.
+    check: raises ValueError, with a sentence, for a text that is not allowed.
+    name, kind, auto, default: filled in from the field. `kind` is `str`, `int`, `float` or `bool`; with `auto` the word
+        "auto" is allowed and stands for None.
+    """
+
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    check: Callable[[str], object] | None = None
+    name: str = ""
+    kind: type = str
+    auto: bool = False
+    default: Any = None
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words, as in "auto or an integer from 1 to 1024"."""
+        if self.choices:
+            words = list(self.choices)
+        elif self.kind is bool:
+            words = ["true", "false"]
+        elif self.kind is str:
+            words = ["text"]
+        else:
+            words = [self._allowed_numbers()]
+        return " or ".join(([AUTO] if self.auto else []) + words)
+
+    def parse(self, value: Any, source: str) -> Any:
+        """Turn `value` (a string, or already of the right type) into the setting's type.
+
+        Raises `ConfigError` with the name, the value, what is allowed and `source`, the place the value came from.
+        """
+        text = value.strip() if isinstance(value, str) else value
+        if self.auto and (text is None or (isinstance(text, str) and text.lower() == AUTO)):
+            return None
+        parsed: Any = None
+        if self.kind is bool:
+            parsed = parse_bool(text)
+        elif self.kind is str:
+            parsed = str(text) if isinstance(text, str | os.PathLike) else None
+        else:
+            parsed = _parse_number(text, self.kind)
+        if parsed is None or not self._within_bounds(parsed):
+            raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}); allowed: {self.allowed}")
+        if self.check is not None:
+            try:
+                self.check(parsed)
+            except ValueError as error:
+                raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}): {error}") from None
+        return parsed
+
+    def _allowed_numbers(self) -> str:
+        low, high = self.low, self.high
+        noun = "an integer" if self.kind is int else "a number"
+        if low is None:
+            return noun
+        if high is None:
+            return f"{noun} {'above' if self.low_open else 'of at least'} {low:g}"
+        return f"{noun} {'above' if self.low_open else 'from'} {low:g} to {high:g}"
+
+    def _within_bounds(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if self.kind in (int, float):
+            low = self.low
+            if low is not None and (value <= low if self.low_open else value < low):
+                return False
+            return self.high is None or value <= self.high
+        return True
+
+
+def setting(default: Any, help: str, **bounds: Any) -> Any:
+    """A dataclass field that declares a setting, with `bounds` for the other arguments of `Setting`.
+
+    The field's annotation is the type of the setting; `| None` allows "auto".
+    """
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: Setting(help, **bounds)})
+
+
+def settings_of(config: type) -> tuple[Setting, ...]:
+    """The settings that a dataclass declares, in the order of its fields."""
+    hints = typing.get_type_hints(config)
+    found = []
+    for field in dataclasses.fields(config):
+        if _METADATA_KEY in field.metadata:
+            hint = hints[field.name]
+            auto = isinstance(hint, types.UnionType)
+            kind = typing.get_args(hint)[0] if auto else hint
+            declared = field.metadata[_METADATA_KEY]
+            found.append(dataclasses.replace(declared, name=field.name, kind=kind, auto=auto, default=field.default))
+    return tuple(found)
+
+
+def as_text(value: Any) -> str:
+    """The text that parses to `value`."""
+    if value is None:
+        return AUTO
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def settings_table(settings: Sequence[Setting]) -> str:
+    """The settings as a Markdown table."""
+    rows = ["| name | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for setting in settings:
+        default = as_text(setting.default) or "empty"
+        rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
+    return "\n".join(rows)
+
+
+def config_parameters(settings: Sequence[Setting]) -> str:
+    """The settings as `parameters` of a config.pbtxt, each with its default and a comment."""
+    lines = []
+    for setting in settings:
+        lines.append(f"# {setting.help}. Allowed: {setting.allowed}")
+        value = json.dumps(as_text(setting.default))
+        lines.append(f'parameters {{ key: "{setting.name}" value {{ string_value: {value} }} }}')
+    return "\n".join(lines)
+
+
+def parse_bool(value: Any) -> bool | None:
+    """A bool, or "true", "false", "1" or "0" in any case, as a bool; None for anything else."""
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+
+
+def _parse_number(value: Any, kind: type) -> int | float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+        if kind is float:
+            return number if math.isfinite(number) else None
+        return int(value) if not isinstance(value, float) else (int(value) if value.is_integer() else None)
+    except (TypeError, ValueError, OverflowError):
+        return None
