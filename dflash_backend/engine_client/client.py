@@ -1,8 +1,8 @@
-"""Starts one engine process, talks to it, notices when it dies, and ends it. Used by `engine_client.supervisor`.
+"""Starts one engine process, exchanges messages with it, notices when it dies, and ends it.
 
-A plain subprocess, not `multiprocessing`: inside Triton's stub the main program is not a Python script, so the spawn
-method has no main module to import and may have no `sys.executable`; and a subprocess hands over its standard input,
-whose end tells the engine that the stub is gone, however it went.
+The process is a plain subprocess, not `multiprocessing`'s: inside Triton's stub the main program is no Python script,
+so the spawn method has no main module to import and may have no `sys.executable`. The end of the process's standard
+input tells the engine that the stub is gone, however the stub ended.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from dflash_backend.messages import (
 ENGINE_MODULE = "dflash_backend.engine.process"
 SHUTDOWN_S = 3.0
 TERMINATE_S = 2.0
-# A process that waits in the kernel, such as for a driver that has lost its device, ends when that lets it.
+# A process that waits in the kernel, such as for a driver that has lost its device, cannot end before the call returns.
 KILL_S = 10.0
-# An engine that is faster than its reader must not keep it reading for ever.
+# The most messages of one `receive`: a fast engine must not keep its reader from all other work.
 MESSAGES_A_TURN = 64
 # How long the second of the two connections may take after the first.
 CONNECT_MS = 5000
 # How long the last messages of a process that has died may take to arrive.
-LAST_WORDS_MS = 200
-# glibc would give a large buffer back to the system at the end of a step, to ask for it again, page by page, in the
-# next, and the process's size would follow its steps. What loading large weights leaves is larger than this, and is
-# given back. 32 MiB is the most that every glibc takes for the first.
+FINAL_MESSAGES_MS = 200
+# By default glibc returns a large buffer to the system after each step and asks for it again, page by page, in the
+# next one.
+# Buffers below these sizes are kept; those that loading large weights leaves are larger and are returned. 32 MiB is the
+# largest mmap threshold that every glibc takes.
 KEEP_STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
-# How long a process whose lifeline has ended may take to become one that has an exit status.
+# How long a process may take from the end of its lifeline to its exit status.
 REAP_S = 1.0
 
 
@@ -68,7 +69,7 @@ def engine_command(module: str = ENGINE_MODULE) -> list[str]:
 
 
 def _interpreter() -> str:
-    """The Python that this process embeds or is: inside Triton's stub `sys.executable` may be the stub, or empty."""
+    """The Python that this process runs in: inside Triton's stub `sys.executable` may be the stub, or empty."""
     candidates = [
         sys.executable,
         os.path.join(sys.prefix, "bin", "python3"),
@@ -81,13 +82,13 @@ def _interpreter() -> str:
 
 
 class EngineClient:
-    """One engine process. `send` and `wake` may be called from any thread, everything else from one at a time."""
+    """One engine process. Any thread may call `send` and `wake`; all else is for one thread at a time."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str] | None = None, server_pid: int = 0) -> None:
         """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given. When the
-        process `server_pid` ends, the engine sees to it that this process ends too, whatever it is doing.
+        process `server_pid` ends, the engine also ends this process, even one that hangs.
 
-        Raises `EngineError` when it cannot be started.
+        Raises `EngineError` when the process cannot be started.
         """
         arguments = list(command or engine_command())
         self._dir = tempfile.mkdtemp(prefix="dflash-")
@@ -96,10 +97,9 @@ class EngineClient:
         self._outputs = self._bind(zmq.PULL, "out")
         self._send_lock = threading.Lock()
         self._num_requests_sent = 0
-        # Requests that the engine has not confirmed, each with how many were sent up to it; the oldest first.
-        self._on_the_way: dict[str, int] = {}
-        self._tenants_on_the_way: dict[str, str] = {}
-        self._on_the_way_lock = threading.Lock()
+        # Requests that the engine has not confirmed, the oldest first: number among those sent, and tenant.
+        self._unconfirmed: dict[str, tuple[int, str]] = {}
+        self._unconfirmed_lock = threading.Lock()
         self._queue = QueueState(0, 0, config.max_num_seqs)
         self._ready = False
         self._lifeline, theirs = os.pipe()
@@ -118,7 +118,7 @@ class EngineClient:
                 stdin=subprocess.PIPE,
                 env=_environment(),
                 pass_fds=(theirs,),
-                # A session of its own: a signal to the server's process group is the stub's to answer.
+                # A session of its own: signals to the server's process group are for the stub.
                 start_new_session=True,
             )
         except OSError as error:
@@ -138,7 +138,7 @@ class EngineClient:
         return self._process.pid
 
     def wait_until_ready(self, on_progress: Callable[[str, float], None], timeout_s: float) -> EngineReady:
-        """Wait until the models are loaded; `on_progress` hears `(message, fraction)`.
+        """Wait until the models are loaded; `on_progress` is called with each `(message, fraction)`.
 
         Raises `EngineError` when the engine fails, dies, or takes longer than `timeout_s`; the process has ended then.
         """
@@ -160,31 +160,31 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait at the engine, as far as it has said, and those that are on their way to it.
+        """Requests that wait at the engine, by its last message, and those that it has not confirmed.
 
-        Between two steps this is the number that the engine itself compares with `max_queue_size`, without the wait for
-        the step that runs. A request that was aborted before the engine received it does not wait.
+        Between two steps the engine compares this number with `max_queue_size`; here it is known without waiting for
+        the step. A request that was aborted before the engine confirmed it does not count.
         """
-        return self._queue.num_waiting + len(self._on_the_way)
+        return self._queue.num_waiting + len(self._unconfirmed)
 
     def num_waiting_of(self, tenant: str) -> int:
-        """The same of one tenant. Those that wait at the engine count when they are half of a queue or more."""
-        with self._on_the_way_lock:
-            on_the_way = sum(one == tenant for one in self._tenants_on_the_way.values())
-            return self._queue.crowded.get(tenant, 0) + on_the_way
+        """`num_waiting` of one tenant. Those at the engine count when they are half of a queue or more."""
+        with self._unconfirmed_lock:
+            unconfirmed = sum(one == tenant for _, one in self._unconfirmed.values())
+            return self._queue.crowded.get(tenant, 0) + unconfirmed
 
     @property
     def num_free_rows(self) -> int:
-        """How many requests the engine may run beside those that run, as far as it has said."""
+        """Requests that the engine may run beside those that run, by its last message."""
         return self._queue.num_free_rows
 
-    def is_on_the_way(self, request_id: str) -> bool:
-        """Whether this request was sent and the engine has not said that it received it."""
-        return request_id in self._on_the_way
+    def is_unconfirmed(self, request_id: str) -> bool:
+        """Whether this request was sent and the engine has not confirmed that it received it."""
+        return request_id in self._unconfirmed
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives; unlike `receive`, without a wait, and from any thread."""
+        """Whether the process lives. Does not wait; any thread may ask."""
         with self._send_lock:
             if self._context.closed:
                 return False
@@ -193,18 +193,16 @@ class EngineClient:
             return not lifeline.poll(0)
 
     def send(self, message: EngineInput) -> None:
-        """Queue a message for the engine. Never waits; to an engine that is dead it is lost, and `receive` tells."""
+        """Queue a message for the engine. Never waits. A message to a dead engine is lost; `receive` raises then."""
         raw = ENCODER.encode(message)
-        with self._on_the_way_lock:
+        with self._unconfirmed_lock:
             if isinstance(message, GenerationRequest):
                 self._num_requests_sent += 1
-                self._on_the_way[message.request_id] = self._num_requests_sent
-                self._tenants_on_the_way[message.request_id] = message.sampling.tenant
+                self._unconfirmed[message.request_id] = self._num_requests_sent, message.sampling.tenant
             elif isinstance(message, AbortRequests):
                 for request_id in message.request_ids:
-                    self._on_the_way.pop(request_id, None)
-                    self._tenants_on_the_way.pop(request_id, None)
-        # Threads may use a ZeroMQ socket one after the other only; it says Again when its peer is gone.
+                    self._unconfirmed.pop(request_id, None)
+        # One thread at a time may use a ZeroMQ socket; it raises Again when its peer is gone.
         with self._send_lock, contextlib.suppress(zmq.Again):
             if not self._inputs.closed:
                 self._inputs.send(raw, zmq.NOBLOCK)
@@ -212,7 +210,7 @@ class EngineClient:
     def receive(self, timeout_ms: int) -> list[EngineOutput]:
         """The messages that have arrived, waiting at most `timeout_ms` for the first, or until `wake`.
 
-        Raises `EngineError` when the process has died and all that it said was received.
+        Raises `EngineError` when the process has died and all its messages were received.
         """
         events = dict(self._poller.poll(timeout_ms))
         if self._wake_read in events:
@@ -221,29 +219,30 @@ class EngineClient:
         if messages or self._lifeline not in events:
             return messages
         # The lifeline may end a moment before ZeroMQ has passed on the last message.
-        if self._outputs.poll(LAST_WORDS_MS):
+        if self._outputs.poll(FINAL_MESSAGES_MS):
             return self._drain()
         raise EngineError(f"the engine process died ({self._how_it_ended()}); the server's log has its last words")
 
     def wake(self) -> None:
         """Make a `receive` in another thread return."""
-        # A full pipe holds wake-ups enough. Under the lock: a closed descriptor's number may be somebody else's by now.
+        # A full pipe wakes the reader as well. The lock: the number of a closed descriptor may be in use again.
         with self._send_lock, contextlib.suppress(BlockingIOError):
             if not self._context.closed:
                 os.write(self._wake_write, b"w")
 
     def close(self, hung: bool = False) -> bool:
-        """End the process: asked to, then told to, then killed; one that `hung` is not asked. Its sockets are removed.
+        """End the process by `Shutdown`, then SIGTERM, then SIGKILL, and remove its sockets. One that `hung` gets no
+        `Shutdown`.
 
-        False when it lives on: a process that waits in the kernel ends when that lets it.
+        False when the process lives on, which one that waits in the kernel does until its call returns.
         """
         if self._context.closed:
             return True
-        # While it loads it reads no messages.
-        ask = self._ready and not hung
-        if ask:
+        # An engine that loads reads no messages.
+        reads = self._ready and not hung
+        if reads:
             self.send(Shutdown())
-        ended = ask and self._ended_within(SHUTDOWN_S)
+        ended = reads and self._ended_within(SHUTDOWN_S)
         if not ended:
             self._process.terminate()
             ended = self._ended_within(TERMINATE_S)
@@ -257,15 +256,15 @@ class EngineClient:
         return ended
 
     def settle(self) -> None:
-        """Take the engine's `EngineReady`: wait until it hears too, then remove the sockets' folder. What is connected
-        stays so, and nothing is left behind however both processes end. Raises `EngineError` when it hears nothing."""
+        """After the engine's `EngineReady`: wait until its input is connected, then remove the sockets' folder.
+        Connections stay, and no file is left however both processes end. Raises `EngineError` without a connection."""
         if not self._inputs.poll(CONNECT_MS, zmq.POLLOUT):
             raise EngineError("the engine process answers but takes no messages; restart the server")
         self._ready = True
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def _release(self) -> None:
-        """Give back sockets, descriptors and the sockets' folder."""
+        """Close the sockets and descriptors, and remove the sockets' folder."""
         with self._send_lock:
             self._context.destroy(linger=0)
             for descriptor in (self._lifeline, self._wake_read, self._wake_write):
@@ -293,15 +292,14 @@ class EngineClient:
         return messages
 
     def _confirm(self, queue: QueueState) -> None:
-        """Take what the engine says of its queue. It receives requests in the order in which they were sent."""
-        with self._on_the_way_lock:
+        """Store the state of the engine's queue. The engine receives requests in the order in which they were sent."""
+        with self._unconfirmed_lock:
             self._queue = queue
-            while self._on_the_way:
-                request_id, number = next(iter(self._on_the_way.items()))
+            while self._unconfirmed:
+                request_id, (number, _) = next(iter(self._unconfirmed.items()))
                 if number > queue.num_received:
                     break
-                del self._on_the_way[request_id]
-                del self._tenants_on_the_way[request_id]
+                del self._unconfirmed[request_id]
 
     def _ended_within(self, seconds: float) -> bool:
         try:
@@ -321,9 +319,9 @@ def _environment() -> dict[str, str]:
     """This process's environment, with its import path: Triton's stub has entries that no variable names.
 
     OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
-    server, the stub and often the clients, and one that spins keeps the one it waits for from running. Its allocator is
-    its own: threads that compute would share the few arenas that suit Triton's many threads, which the launcher sets,
-    and a step's buffers are kept for the next one (`KEEP_STEP_BUFFERS`).
+    server, the stub and often the clients, and a spinning thread keeps the one that it waits for from running. The
+    launcher sets few malloc arenas, which suits Triton's many threads; the engine's compute threads get the default,
+    and keep a step's buffers for the next one (`KEEP_STEP_BUFFERS`).
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
     environ = {"OMP_WAIT_POLICY": "PASSIVE", **KEEP_STEP_BUFFERS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}

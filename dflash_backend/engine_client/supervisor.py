@@ -1,13 +1,13 @@
-"""Keeps an engine running: starts it, notices when it has died or hangs, and starts it again. For `triton.service`.
+"""Keeps an engine running: starts it, notices when it has died or hangs, and starts it again.
 
-No thread of its own. Whoever reads the engine's outputs calls `receive`, which does the next bit of whatever is due:
-read, wait out a delay, start a process, follow its loading. While there is no engine there is nothing else to read.
+It has no thread of its own. Each call of `receive` does the next thing that is due: read outputs, wait out a delay,
+start a process, follow its loading. Without an engine there is nothing else to read.
 
-An engine that lives but says nothing for `engine_hang_timeout_s` is killed and started again. It speaks after every
-step and once a second without one, so this bounds a step, which has no longest duration of its own (a long prompt on a
-CPU, the first use of a kernel that must be compiled, a device shared with others): hence a setting, and a generous one.
-A thread in the engine that vouched for the one that steps would prove no more than that the process lives. Only time in
-which this side listened counts, so that a machine that was suspended, or a stub that was, kills no healthy engine.
+The supervisor kills and restarts an engine that sends nothing for `engine_hang_timeout_s`. An engine sends after every
+step and once a second without one, so this bounds a step. A step has no longest duration of its own (a long prompt on a
+CPU, a kernel that must be compiled first, a shared device), hence a generous setting. A heartbeat thread in the engine
+would prove only that the process lives. Only time in which this side polls counts, so a machine or a stub that was
+suspended does not cost a healthy engine.
 """
 
 from __future__ import annotations
@@ -15,39 +15,48 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError
 from dflash_backend.messages import EngineFailed, EngineInput, EngineReady, LoadProgress, StepOutputs
-from dflash_backend.triton.log import Log
 
 LOAD_TIMEOUT_S = 3600.0
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
-# So much of the time between two looks at the engine counts as silence at most.
-LONGEST_LOOK_S = 1.0
+# The most that one interval between two polls adds to the silence.
+LONGEST_POLL_S = 1.0
+
+
+class Logger(Protocol):
+    """Where the supervisor reports: one line a call."""
+
+    def info(self, text: str) -> None: ...
+    def error(self, text: str) -> None: ...
 
 
 class EngineLost(Exception):
-    """The engine has died, or hangs, and with it is lost whatever it worked on. The message is for clients and the
-    operator; `engine` tells of a request whether it had reached it. `said_why`: the engine had an error of its own,
-    which any request that was sent to it may have caused."""
+    """The engine has died or hangs, and all its requests are lost. The message is for clients and the operator.
 
-    def __init__(self, message: str, engine: EngineClient, said_why: bool = False) -> None:
+    engine: its client, which knows which requests had reached it. has_reason: the engine reported an error of its own,
+    which any request that was sent to it may have caused.
+    """
+
+    def __init__(self, message: str, engine: EngineClient, has_reason: bool = False) -> None:
         super().__init__(message)
         self.engine = engine
-        self.said_why = said_why
+        self.has_reason = has_reason
 
 
 class Backoff:
-    """How long to wait before the next start, after a number of them that came to nothing."""
+    """The delay before the next start; it doubles with each failed one."""
 
     def __init__(self) -> None:
         self._failures = 0
 
     def delay_s(self, served: bool, setup_error: bool) -> float:
-        """The delay after a death. `served`: the engine had finished a request, so that nothing is wrong with how it
-        starts. `setup_error`: its settings or files are at fault, which no second try changes, but a person may."""
+        """The delay in seconds after a death. `served`: the engine had finished a request, so its start works.
+        `setup_error`: its settings or files are at fault, and a restart fails until a person changes them."""
         if served:
             self._failures = 0
             return 0.0
@@ -64,7 +73,7 @@ class EngineSupervisor:
     def __init__(
         self,
         config: EngineConfig,
-        log: Log,
+        log: Logger,
         command: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         server_pid: int = 0,
@@ -78,17 +87,18 @@ class EngineSupervisor:
         self._server_pid = server_pid
         self._backoff = Backoff()
         self._woken = threading.Event()
-        # The process that exists, whatever state it is in, and the one that takes requests: the same or None.
+        # The process that exists, in whatever state, and the one that takes requests: the same or None.
         self._process: EngineClient | None = None
         self._serving: EngineClient | None = None
         self._ready: EngineReady | None = None
         self._served = False
         self._dead = False
         self._hung = False
-        # How long the engine that takes requests has said nothing, and when it was last listened to.
+        # How long the engine that takes requests has sent nothing, and when it was last polled.
         self._silence_s = 0.0
-        self._listened_at = 0.0
-        self._last_words: str | None = None
+        self._polled_at = 0.0
+        # The error that the engine reported before it ended.
+        self._exit_reason: str | None = None
         self._lost: EngineLost | None = None
         self._started_at = 0.0
         self._next_start_at = 0.0
@@ -101,23 +111,23 @@ class EngineSupervisor:
 
     @property
     def lost(self) -> EngineLost | None:
-        """How the last engine that took requests was lost; known as soon as `engine` is None, None before any was."""
+        """How the last engine that took requests was lost: set before `engine` becomes None, None if none was lost."""
         return self._lost
 
     @property
     def ready(self) -> EngineReady:
-        """What the engine said of itself when it last became ready."""
+        """The engine's `EngineReady` message of its last start."""
         assert self._ready is not None, "the engine was never started"
         return self._ready
 
     @property
     def num_restarts(self) -> int:
-        """How many processes were started after the first."""
+        """Processes that were started after the first."""
         return self._num_restarts
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the engine that takes requests last spoke; 0 without one."""
+        """Seconds since the engine that takes requests last sent something; 0 without one."""
         return self._silence_s if self._serving is not None else 0.0
 
     def start(self) -> None:
@@ -132,20 +142,20 @@ class EngineSupervisor:
         self._take_over(self._process)
 
     def send(self, message: EngineInput) -> None:
-        """Queue a message for the engine; without one it is lost, as are the requests that it could be about."""
+        """Queue a message for the engine; without an engine the message is lost, as are all requests."""
         engine = self._serving
         if engine is not None:
             engine.send(message)
 
     def receive(self, timeout_ms: int) -> list[StepOutputs]:
-        """What the engine has said, waiting at most `timeout_ms` for something to happen, or until `wake`.
+        """The engine's outputs, waiting at most `timeout_ms` for something to happen, or until `wake`.
 
-        Raises `EngineLost` once for each time that an engine which took requests has died or was found to hang.
+        Raises `EngineLost` once for each engine that took requests and has died or hangs.
         """
         if self._serving is not None:
-            return self._hear(self._serving, timeout_ms)
+            return self._poll(self._serving, timeout_ms)
         if self._dead:
-            self._bury()
+            self._reap()
         elif self._process is not None:
             self._follow_loading(self._process, timeout_ms)
         else:
@@ -160,40 +170,40 @@ class EngineSupervisor:
             process.wake()
 
     def close(self) -> None:
-        """End the process, if there is one. `receive` is not called any more."""
+        """End the process, if there is one. No call of `receive` may follow."""
         self._serving = None
         if self._process is not None:
             self._process.close()
             self._process = None
 
-    def _hear(self, engine: EngineClient, timeout_ms: int) -> list[StepOutputs]:
+    def _poll(self, engine: EngineClient, timeout_ms: int) -> list[StepOutputs]:
         outputs: list[StepOutputs] = []
         try:
-            if self._last_words is not None:
-                raise EngineError(self._last_words)
+            if self._exit_reason is not None:
+                raise EngineError(self._exit_reason)
             messages = engine.receive(timeout_ms)
-            self._listen(bool(messages))
+            self._check_silence(bool(messages))
             for message in messages:
                 if isinstance(message, EngineFailed):
-                    # Next time: what it has said before is still good.
-                    self._last_words = message.message
+                    # The next poll raises it: the outputs before it are still good.
+                    self._exit_reason = message.message
                 elif isinstance(message, StepOutputs):
                     outputs.append(message)
         except EngineError as error:
-            # First nobody may send to it, then those who wait are told, and only then is it waited for.
-            self._lost = lost = EngineLost(str(error), engine, self._last_words is not None)
-            self._serving = self._last_words = None
+            # First refuse new requests, then answer those that run; the next poll waits for the process to end.
+            self._lost = lost = EngineLost(str(error), engine, self._exit_reason is not None)
+            self._serving = self._exit_reason = None
             self._dead = True
             self._plan_restart(str(error), self._served, setup_error=False)
             raise lost from error
         self._served = self._served or any(delta.finish_reason for output in outputs for delta in output.deltas)
         return outputs
 
-    def _listen(self, spoke: bool) -> None:
-        """Measure the engine's silence. Raises `EngineError` when it has lasted for too long."""
+    def _check_silence(self, has_messages: bool) -> None:
+        """Measure the engine's silence. Raises `EngineError` when it exceeds the limit."""
         now = self._clock()
-        since, self._listened_at = now - self._listened_at, now
-        self._silence_s = 0.0 if spoke else self._silence_s + min(since, LONGEST_LOOK_S)
+        since, self._polled_at = now - self._polled_at, now
+        self._silence_s = 0.0 if has_messages else self._silence_s + min(since, LONGEST_POLL_S)
         limit = self._config.engine_hang_timeout_s
         if limit and self._silence_s > limit:
             self._hung = True
@@ -202,10 +212,10 @@ class EngineSupervisor:
             )
 
     def _take_over(self, process: EngineClient) -> None:
-        self._silence_s, self._listened_at = 0.0, self._clock()
+        self._silence_s, self._polled_at = 0.0, self._clock()
         self._serving = process
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         assert self._process is not None
         self._dead = False
         process, self._process = self._process, None

@@ -489,7 +489,7 @@ class FrontendService:
         engine as well."""
         if self._flights.pop(flight.request_id, None) is None:
             return
-        if lost is not None and (lost.said_why or not all(map(lost.engine.is_on_the_way, flight.engine_ids))):
+        if lost is not None and (lost.has_reason or not all(map(lost.engine.is_unconfirmed, flight.engine_ids))):
             self._refuse(flight.responder, "INTERNAL", str(lost))
         else:
             self._refuse(flight.responder, "UNAVAILABLE", RESTARTING)

@@ -245,9 +245,9 @@ def test_an_idle_engine_speaks_now_and_then(engine):
 
 def test_requests_are_confirmed_before_they_are_worked_on(engine):
     engine.send(request("a", [toy_engine.BREAK]))
-    assert engine.is_on_the_way("a")
+    assert engine.is_unconfirmed("a")
     hear(engine, lambda part: isinstance(part, EngineFailed))
-    assert not engine.is_on_the_way("a")
+    assert not engine.is_unconfirmed("a")
     assert engine.num_waiting <= 1
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,9 +16,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineError, engine_command
 from dflash_backend.engine_client.supervisor import LONGEST_DELAY_S, Backoff, EngineLost, EngineSupervisor
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from dflash_backend.triton.log import Log
 from tests.engine_client import toy_engine
-from tests.triton.fake_triton import FakeTriton
 
 COMMAND = engine_command("tests.engine_client.toy_engine")
 WAIT_S = 20.0
@@ -37,8 +36,9 @@ class Watched:
     """A supervisor, its clock, its log, and the file that says how the starts go."""
 
     def __init__(self, lives: Path) -> None:
-        self.clock, self.triton, self._lives = Clock(), FakeTriton(), lives
-        self.supervisor = EngineSupervisor(EngineConfig(), Log(self.triton, "info"), COMMAND, self.clock)
+        self.clock, self.log, self._lives = Clock(), [], lives
+        logger = SimpleNamespace(info=self.log.append, error=self.log.append)
+        self.supervisor = EngineSupervisor(EngineConfig(), logger, COMMAND, self.clock)
         self._others = children()
 
     def children(self) -> list[int]:
@@ -56,12 +56,12 @@ class Watched:
         self.supervisor.send(request)
 
     def turn_until(self, reached: Callable[[], bool]) -> list:
-        heard: list = []
+        outputs: list = []
         deadline = time.monotonic() + WAIT_S
         while not reached():
-            assert time.monotonic() < deadline, f"not reached in {WAIT_S} s: {self.triton.lines}"
-            heard += self.supervisor.receive(20)
-        return heard
+            assert time.monotonic() < deadline, f"not reached in {WAIT_S} s: {self.log}"
+            outputs += self.supervisor.receive(20)
+        return outputs
 
     def lose(self) -> str:
         with pytest.raises(EngineLost) as lost:
@@ -83,7 +83,7 @@ class Watched:
         return self.deaths()
 
     def deaths(self) -> list[str]:
-        return [line for line in self.triton.lines if "the engine is started again" in line]
+        return [line for line in self.log if "the engine is started again" in line]
 
 
 @pytest.fixture
@@ -163,23 +163,23 @@ def test_a_load_error_at_a_restart_is_said_with_what_to_do_and_tried_again(watch
     watched.turn_until(lambda: watched.supervisor.engine is not None)
 
 
-def listen(watched: Watched, seconds: int) -> None:
-    """Listen for so long by the watched clock, a second at a time."""
+def poll(watched: Watched, seconds: int) -> None:
+    """Poll for `seconds` of the watched clock, once a second."""
     for _ in range(seconds):
         watched.clock.now += 1.0
         watched.supervisor.receive(20)
 
 
-def test_an_engine_that_says_nothing_for_too_long_is_killed_and_replaced(watched):
+def test_an_engine_that_sends_nothing_for_too_long_is_killed_and_replaced(watched):
     watched.begin()
     watched.serve_one()
     hanging = watched.supervisor.engine
     os.kill(hanging.pid, signal.SIGSTOP)
-    listen(watched, 3)  # what it said before it was stopped
+    poll(watched, 3)  # what it sent before it was stopped
     with pytest.raises(
         EngineLost, match=r"the engine hangs: it has said nothing for 120 s \(engine_hang_timeout_s\)"
     ) as lost:
-        listen(watched, 122)
+        poll(watched, 122)
     assert lost.value.engine is hanging
     assert watched.supervisor.silence_s == 0.0
     watched.turn_until(lambda: watched.supervisor.engine is not None)
@@ -187,16 +187,16 @@ def test_an_engine_that_says_nothing_for_too_long_is_killed_and_replaced(watched
     watched.serve_one()
 
 
-def test_the_silence_of_the_engine_is_told_and_ends_when_it_speaks(watched):
+def test_the_engines_silence_is_measured_and_ends_with_its_next_message(watched):
     watched.begin()
     os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
-    listen(watched, 50)
+    poll(watched, 50)
     assert 45 <= watched.supervisor.silence_s <= 50
     os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
     watched.turn_until(lambda: watched.supervisor.silence_s == 0.0)
 
 
-def test_time_in_which_nobody_listened_is_no_silence(watched):
+def test_time_without_a_poll_is_no_silence(watched):
     watched.begin()
     os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
     watched.supervisor.receive(20)
@@ -211,18 +211,18 @@ def test_without_a_limit_silence_ends_no_engine(watched, monkeypatch):
     monkeypatch.setattr(watched.supervisor, "_config", config)
     watched.begin()
     os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
-    listen(watched, 300)
+    poll(watched, 300)
     os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
     watched.serve_one()
 
 
-def test_an_error_in_a_step_is_a_death_with_its_words(watched):
+def test_an_error_in_a_step_is_a_death_with_its_reason(watched):
     watched.begin()
     watched.ask(toy_engine.BREAK)
     assert watched.lose() == "the engine stopped: RuntimeError: the toy broke"
 
 
-def test_a_message_for_an_engine_that_is_gone_is_lost_and_hurts_nobody(watched):
+def test_a_message_for_an_engine_that_is_gone_is_lost_and_has_no_effect(watched):
     watched.begin()
     gone = watched.supervisor.engine
     os.kill(gone.pid, signal.SIGKILL)

@@ -209,7 +209,7 @@ def test_a_cancelled_request_ends_whether_it_yields_tokens_or_not(service, promp
 
 def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_it_is_back(service):
     flying = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
-    eventually(lambda: not service._engine.engine._on_the_way)
+    eventually(lambda: not service._engine.engine._unconfirmed)
     os.kill(service._engine.engine.pid, signal.SIGKILL)
     errors = [sender.all()[0].error for sender in flying]
     assert [error.code for error in errors] == ["INTERNAL"] * 3
@@ -227,7 +227,7 @@ def test_an_error_in_the_engines_step_reaches_the_client_in_words(service):
 
 def test_who_may_have_caused_the_engines_error_is_not_told_to_send_it_again(service, monkeypatch):
     """Although the engine ended before it could say that the request had arrived."""
-    monkeypatch.setattr(type(service._engine.engine), "is_on_the_way", lambda engine, request_id: True)
+    monkeypatch.setattr(type(service._engine.engine), "is_unconfirmed", lambda engine, request_id: True)
     (response,) = submit(service, [toy_engine.BREAK]).all()
     assert response.error.code == "INTERNAL"
 
@@ -468,7 +468,7 @@ def test_a_hanging_engine_is_replaced_and_everybody_is_told(model_dir, triton):
     try:
         running = submit(service, "ab", max_tokens=10**9, stream=True)
         running.next()
-        eventually(lambda: not service._engine.engine._on_the_way)
+        eventually(lambda: not service._engine.engine._unconfirmed)
         os.kill(service._engine.engine.pid, signal.SIGSTOP)
         late = submit(service, "ab", max_tokens=4)
         error = running.all()[-1].error
