@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from dflash_client.address import ProtocolName, parse_url
 from dflash_client.connection import Connection, File
 from dflash_client.errors import ClientError, RequestTimeout, no_answer
-from dflash_client.grpc_aio_transport import AsyncGrpcTransport
-from dflash_client.grpc_transport import GrpcTransport
-from dflash_client.http_aio_transport import AsyncHttpTransport
-from dflash_client.http_transport import HttpTransport
+from dflash_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
+from dflash_client.http_transport import AsyncHttpTransport, HttpTransport
 from dflash_client.request import Request
 from dflash_client.results import Delta, GenerationResult
 from dflash_client.retry import RetryPolicy
@@ -33,70 +31,18 @@ Prompt = str | Sequence[int] | None
 Messages = Sequence[Mapping[str, Any]] | None
 
 
-class _Options(TypedDict):
-    """What `Connection.build` takes beside the location."""
-
-    headers: Mapping[str, str] | None
-    api_key: str | None
-    ca_cert: File | None
-    client_cert: File | None
-    client_key: File | None
+AnyStream = TypeVar("AnyStream", Stream, AsyncStream)
 
 
-class _Endpoint:
-    """What both clients hold: which model of which server, and how long and how often to try."""
+class _Client(Generic[AnyStream]):
+    """What both clients share: which model of which server, and how long and how often to try.
 
-    def __init__(
-        self, url: str, protocol: ProtocolName, model: str, timeout_s: float, retries: int, options: _Options
-    ) -> None:
-        self.location = parse_url(url, protocol)
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
-        self.model = model
-        self.timeout_s = timeout_s
-        self.retry = RetryPolicy(retries)
-        self._connection = Connection.build(self.location, **options)
-
-    @property
-    def protocol(self) -> ProtocolName:
-        """`grpc` or `http`."""
-        return self.location.protocol
-
-    @property
-    def address(self) -> str:
-        """`host:port` of the server."""
-        return self.location.address
-
-    def _plan(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> Plan:
-        return Plan(Request.build(self.model, stream, prompt, messages, sampling), self.timeout_s, self.retry)
-
-    def _why(self, error: ClientError | None, timeout_s: float) -> ClientError | None:
-        """A probe's time-out is no request's."""
-        return no_answer(self.address, timeout_s) if isinstance(error, RequestTimeout) else error
-
-    def _never_ready(self, timeout_s: float, why: ClientError) -> RequestTimeout:
-        return RequestTimeout(
-            f"the model '{self.model}' at {self.address} was not ready within {timeout_s:g} s; last: {why}"
-        )
-
-
-class DFlashClient(_Endpoint):
-    """A synchronous client of one model. Safe to share between threads; a context manager.
-
-    `url` is `host:port`, or a URL that begins with `grpc://`, `http://`, `grpcs://` or `https://`, which also chooses
-    the protocol and, with the `s`, TLS. Without a port it is Triton's usual one, and 443 with TLS. An HTTP URL may have
-    the path under which a proxy has the server: `https://host/llm`.
-
-    `timeout_s` bounds each request as a whole: connecting, retries and reading included. Requests that the server did
-    not begin (its queue is full, it is stopping, it is not there) are sent again up to `retries` times, after waits
-    that grow.
-
-    `headers` go with every request, over gRPC as metadata; `api_key` is the header `Authorization: Bearer ...`. Triton
-    checks neither: they are for what stands in front of it. For TLS, `ca_cert` is a PEM file of the certificates to
-    trust in place of the usual authorities, `client_cert` and `client_key` are those of this client.
-
-    Raises `ValueError` for arguments that make no sense.
+    A client has its transport for each protocol in `_transports`, and its kind of stream in `_stream_type`.
     """
+
+    _transports: ClassVar[Mapping[ProtocolName, Callable[[Connection], Any]]]
+    _stream_type: type[AnyStream]
+    _transport: Any
 
     def __init__(
         self,
@@ -112,18 +58,67 @@ class DFlashClient(_Endpoint):
         client_cert: File | None = None,
         client_key: File | None = None,
     ) -> None:
-        options: _Options = {
-            "headers": headers,
-            "api_key": api_key,
-            "ca_cert": ca_cert,
-            "client_cert": client_cert,
-            "client_key": client_key,
-        }
-        super().__init__(url, protocol, model, timeout_s, retries, options)
-        self._transport: Transport = (
-            GrpcTransport(self._connection) if self.protocol == "grpc" else HttpTransport(self._connection)
+        self.location = parse_url(url, protocol)
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
+        self.model = model
+        self.timeout_s = timeout_s
+        self.retry = RetryPolicy(retries)
+        connection = Connection.build(self.location, headers, api_key, ca_cert, client_cert, client_key)
+        self._transport = self._transports[self.protocol](connection)
+        self._streams: weakref.WeakSet[AnyStream] = weakref.WeakSet()
+
+    @property
+    def protocol(self) -> ProtocolName:
+        """`grpc` or `http`."""
+        return self.location.protocol
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the server."""
+        return self.location.address
+
+    def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> AnyStream:
+        """As `generate`, but yields what is new as it comes. The stream has methods to cancel the request."""
+        return self._start(True, prompt, messages, sampling)
+
+    def _start(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> AnyStream:
+        request = Request.build(self.model, stream, prompt, messages, sampling)
+        started = self._stream_type(self._transport, Plan(request, self.timeout_s, self.retry))
+        self._streams.add(started)
+        return started
+
+    def _why(self, error: ClientError | None, timeout_s: float) -> ClientError | None:
+        """What `probe` returns: a probe that timed out is a server that does not answer."""
+        return no_answer(self.address, timeout_s) if isinstance(error, RequestTimeout) else error
+
+    def _never_ready(self, timeout_s: float, why: ClientError) -> RequestTimeout:
+        return RequestTimeout(
+            f"the model '{self.model}' at {self.address} was not ready within {timeout_s:g} s; last: {why}"
         )
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+class DFlashClient(_Client[Stream]):
+    """A synchronous client of one model. Safe to share between threads; a context manager.
+
+    `url` is `host:port`, or a URL that begins with `grpc://`, `http://`, `grpcs://` or `https://`, which also chooses
+    the protocol and, with the `s`, TLS. Without a port it is Triton's usual one, and 443 with TLS. An HTTP URL may have
+    the path under which a proxy has the server: `https://host/llm`.
+
+    `timeout_s` bounds each request as a whole: connecting, retries and reading included. Requests that the server did
+    not begin (its queue is full, it is stopping, it is not there) are sent again up to `retries` times, after waits
+    that grow.
+
+    `headers` go with every request, over gRPC as metadata; `api_key` is the header `Authorization: Bearer ...`. Triton
+    checks neither: they are for a proxy in front of it. For TLS, `ca_cert` is a PEM file of the certificates to
+    trust in place of the usual authorities, `client_cert` and `client_key` are those of this client.
+
+    Raises `ValueError` for arguments that make no sense.
+    """
+
+    _transports: ClassVar = {"grpc": GrpcTransport, "http": HttpTransport}
+    _stream_type = Stream
+    _transport: Transport
 
     def generate(
         self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]
@@ -133,12 +128,8 @@ class DFlashClient(_Endpoint):
         `sampling` takes the names of the serving contract (`max_tokens=64, temperature=0, stop=["."]`); those that
         are None are not sent. Raises `ClientError`, or `ValueError` for what cannot be sent.
         """
-        with self._start(self._plan(False, prompt, messages, sampling)) as stream:
+        with self._start(False, prompt, messages, sampling) as stream:
             return GenerationResult.from_deltas(stream)
-
-    def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> Stream:
-        """As `generate`, but yields what is new as it comes. See `Stream` for how to cancel it."""
-        return self._start(self._plan(True, prompt, messages, sampling))
 
     def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """Whether the server is there and says that the model can take requests."""
@@ -162,11 +153,6 @@ class DFlashClient(_Endpoint):
             stream.cancel()
         self._transport.close()
 
-    def _start(self, plan: Plan) -> Stream:
-        stream = Stream(self._transport, plan)
-        self._streams.add(stream)
-        return stream
-
     def __enter__(self) -> DFlashClient:
         return self
 
@@ -174,47 +160,20 @@ class DFlashClient(_Endpoint):
         self.close()
 
 
-class AsyncDFlashClient(_Endpoint):
+class AsyncDFlashClient(_Client[AsyncStream]):
     """As `DFlashClient`, for one event loop; an asynchronous context manager."""
 
-    def __init__(
-        self,
-        url: str = "localhost",
-        protocol: ProtocolName = "grpc",
-        model: str = "dflash",
-        timeout_s: float = 300.0,
-        retries: int = 0,
-        *,
-        headers: Mapping[str, str] | None = None,
-        api_key: str | None = None,
-        ca_cert: File | None = None,
-        client_cert: File | None = None,
-        client_key: File | None = None,
-    ) -> None:
-        options: _Options = {
-            "headers": headers,
-            "api_key": api_key,
-            "ca_cert": ca_cert,
-            "client_cert": client_cert,
-            "client_key": client_key,
-        }
-        super().__init__(url, protocol, model, timeout_s, retries, options)
-        self._transport: AsyncTransport = (
-            AsyncGrpcTransport(self._connection) if self.protocol == "grpc" else AsyncHttpTransport(self._connection)
-        )
-        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
+    _transports: ClassVar = {"grpc": AsyncGrpcTransport, "http": AsyncHttpTransport}
+    _stream_type = AsyncStream
+    _transport: AsyncTransport
 
     async def generate(
         self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]
     ) -> GenerationResult:
         """As `DFlashClient.generate`. Cancelling the task that waits cancels the request."""
-        async with self._start(self._plan(False, prompt, messages, sampling)) as stream:
+        async with self._start(False, prompt, messages, sampling) as stream:
             deltas: list[Delta] = [delta async for delta in stream]
         return GenerationResult.from_deltas(deltas)
-
-    def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> AsyncStream:
-        """As `DFlashClient.stream`. See `AsyncStream` for how to cancel it."""
-        return self._start(self._plan(True, prompt, messages, sampling))
 
     async def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """As `DFlashClient.ready`."""
@@ -237,11 +196,6 @@ class AsyncDFlashClient(_Endpoint):
         for stream in list(self._streams):
             await stream.aclose()
         await self._transport.close()
-
-    def _start(self, plan: Plan) -> AsyncStream:
-        stream = AsyncStream(self._transport, plan)
-        self._streams.add(stream)
-        return stream
 
     async def __aenter__(self) -> AsyncDFlashClient:
         return self

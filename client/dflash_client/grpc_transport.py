@@ -1,15 +1,17 @@
 """Requests over gRPC: one `ModelStreamInfer` stream for each, on the stubs that `tritonclient` ships.
 
 `tritonclient`'s own streaming client hands responses to a callback in a thread of its own; the stubs give an iterator
-that can be cancelled and carries a deadline, which is all that is needed here.
+that can be cancelled and has a deadline, which is all that is needed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import asyncio
+from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
 import grpc
+import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_client.connection import Connection
@@ -19,63 +21,129 @@ from dflash_client.request import Request
 from dflash_client.responses import Outputs
 
 
-class GrpcCall:
-    """See `Call`."""
+class _GrpcCall:
+    """One attempt of a request; its subclasses read the responses."""
 
     def __init__(self, stub: Any, connection: Connection, request: Request, deadline: float) -> None:
         self._stub, self._connection, self._request, self._deadline = stub, connection, request, deadline
         self._stream: Any = None
         self._cancelled = False
 
-    def responses(self) -> Generator[Outputs, None, None]:
-        """See `Call.responses`."""
+    def _open(self) -> Any:
+        """Send the request and return the iterator over its responses."""
         self._stream = self._stub.ModelStreamInfer(
             iter([encode(self._request)]), timeout=remaining_s(self._deadline), metadata=self._connection.headers
         )
         # `cancel` sets the flag before it looks for the stream: one of the two sees the other.
         if self._cancelled:
             self._stream.cancel()
-        try:
-            for message in self._stream:
-                yield decode(message)
-        except grpc.RpcError as error:
-            raise cancelled_here() if self._cancelled else translate(error, self._connection.location) from error
-        finally:
-            self._stream.cancel()
+        return self._stream
+
+    def _error(self, error: Any) -> ClientError:
+        return cancelled_here() if self._cancelled else translate(error, self._connection.location)
 
     def cancel(self) -> None:
-        """See `Call.cancel`."""
+        """End the call, at the server too."""
         self._cancelled = True
         if self._stream is not None:
             self._stream.cancel()
 
 
-class GrpcTransport:
-    """A gRPC channel. Connects with the first request."""
+class GrpcCall(_GrpcCall):
+    """A `Call`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def responses(self) -> Generator[Outputs, None, None]:
+        """Send the request and yield its responses. Raises `ClientError`."""
+        stream = self._open()
+        try:
+            for message in stream:
+                yield decode(message)
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+        finally:
+            stream.cancel()
+
+
+class AsyncGrpcCall(_GrpcCall):
+    """An `AsyncCall`."""
+
+    async def responses(self) -> AsyncGenerator[Outputs, None]:
+        """Send the request and yield its responses. Raises `ClientError`."""
+        stream = self._open()
+        try:
+            async for message in stream:
+                yield decode(message)
+        except grpc.RpcError as error:
+            raise self._error(error) from error
+        except asyncio.CancelledError:
+            # grpc.aio raises the same for a call that was cancelled as for a task that was.
+            if self._cancelled:
+                raise cancelled_here() from None
+            raise
+        finally:
+            stream.cancel()
+
+
+class _GrpcTransport:
+    """A gRPC channel, which connects with the first request. `library` is `grpc` or `grpc.aio`."""
+
+    def __init__(self, connection: Connection, library: Any) -> None:
         self._connection = connection
         address, tls = connection.location.address, connection.tls
         self._channel = (
-            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            library.insecure_channel(address, options=CHANNEL_OPTIONS)
             if tls is None
-            else grpc.secure_channel(address, credentials(tls), options=CHANNEL_OPTIONS)
+            else library.secure_channel(address, credentials(tls), options=CHANNEL_OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
+    def _ask_ready(self, model: str, timeout_s: float) -> Any:
+        request = service_pb2.ModelReadyRequest(name=model)
+        return self._stub.ModelReady(request, timeout=timeout_s, metadata=self._connection.headers)
+
+    def _unready(self, answer: Any, model: str) -> ClientError | None:
+        return None if answer.ready else not_ready(model, self._connection.location.address)
+
+
+class GrpcTransport(_GrpcTransport):
+    """A `Transport`."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection, grpc)
+
     def call(self, request: Request, deadline: float) -> GrpcCall:
-        """See `Transport.call`."""
+        """A call that ends at `deadline` at the latest; nothing is sent yet."""
         return GrpcCall(self._stub, self._connection, request, deadline)
 
     def probe(self, model: str, timeout_s: float) -> ClientError | None:
-        """See `Transport.probe`."""
-        request, headers = service_pb2.ModelReadyRequest(name=model), self._connection.headers
+        """Why the model cannot take requests, or None."""
         try:
-            answer = self._stub.ModelReady(request, timeout=timeout_s, metadata=headers)
+            return self._unready(self._ask_ready(model, timeout_s), model)
         except grpc.RpcError as error:
             return translate(error, self._connection.location)
-        return None if answer.ready else not_ready(model, self._connection.location.address)
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Close the channel."""
         self._channel.close()
+
+
+class AsyncGrpcTransport(_GrpcTransport):
+    """An `AsyncTransport`."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection, grpc.aio)
+
+    def call(self, request: Request, deadline: float) -> AsyncGrpcCall:
+        """A call that ends at `deadline` at the latest; nothing is sent yet."""
+        return AsyncGrpcCall(self._stub, self._connection, request, deadline)
+
+    async def probe(self, model: str, timeout_s: float) -> ClientError | None:
+        """Why the model cannot take requests, or None."""
+        try:
+            return self._unready(await self._ask_ready(model, timeout_s), model)
+        except grpc.RpcError as error:
+            return translate(error, self._connection.location)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()

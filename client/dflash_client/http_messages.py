@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import ssl
-import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +16,6 @@ from dflash_client.errors import (
     ConnectionFailed,
     ConnectionLost,
     Internal,
-    cancelled_here,
     error_for,
     error_in_text,
     no_tls,
@@ -32,7 +26,6 @@ from dflash_client.errors import (
 )
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
-from dflash_client.transport import CONNECT_TIMEOUT_S
 
 # How the resolvers of different systems word that a name has no address.
 _NO_SUCH_HOST = ("name or service not known", "name resolution", "no address associated", "nodename nor servname")
@@ -72,80 +65,6 @@ def client_options(connection: Connection) -> dict[str, Any]:
 def model_path(model: str, verb: str) -> str:
     """The path of one of a model's endpoints."""
     return f"/v2/models/{quote(model, safe='')}/{verb}"
-
-
-class Exchange:
-    """One request and its answer, seen from outside: what to send, and how to end it from another thread or task.
-
-    Shutting the socket down wakes whoever waits for it, and tells the server that nobody listens any more.
-    """
-
-    def __init__(self, request: Request, location: Location, deadline: float) -> None:
-        self._request, self._location, self._deadline = request, location, deadline
-        self._lock = threading.Lock()
-        self._socket: Any = None
-        self._end: ClientError | None = None
-
-    @property
-    def remaining_s(self) -> float:
-        """What is left until the deadline."""
-        return max(self._deadline - time.monotonic(), 0.001)
-
-    def options(self, trace: Any) -> dict[str, Any]:
-        """The arguments of httpx's `stream`; `trace` passes what it is told on to `on_event`."""
-        remaining = self.remaining_s
-        return {
-            "method": "POST",
-            "url": model_path(self._request.model, "generate_stream" if self._request.stream else "generate"),
-            "json": encode(self._request),
-            "timeout": httpx.Timeout(remaining, connect=min(CONNECT_TIMEOUT_S, remaining)),
-            "extensions": {"trace": trace},
-        }
-
-    def on_event(self, event: str, info: Mapping[str, Any]) -> None:
-        """What httpx tells about the connection: the one thing to know is its socket."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with self._lock:
-                self._socket = info["return_value"].get_extra_info("socket")
-                if self._end is not None:
-                    self._shut_down()
-
-    def cancel(self) -> None:
-        """End the exchange because the caller wants it to."""
-        self._finish(cancelled_here())
-
-    def expire(self) -> None:
-        """End the exchange because its time is over."""
-        self._finish(timed_out())
-
-    def _finish(self, error: ClientError) -> None:
-        with self._lock:
-            if self._end is None:
-                self._end = error
-                self._shut_down()
-
-    def _shut_down(self) -> None:
-        if self._socket is not None:
-            # It may be closed already, when the exchange is over.
-            with contextlib.suppress(OSError):
-                if isinstance(self._socket, ssl.SSLSocket):
-                    # Its own `shutdown` also takes the TLS layer away under whoever reads from it.
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-                else:
-                    self._socket.shutdown(socket.SHUT_RDWR)
-
-    def check(self) -> None:
-        """Raise the error that ended the exchange, if one did."""
-        if self._end is not None:
-            raise self._end
-
-    def translate(self, error: httpx.TransportError) -> ClientError:
-        """Our error for one of httpx's."""
-        return self._end or transport_error(error, self._location)
-
-    def refusal(self, code: int, body: bytes) -> ClientError:
-        """The error of a response that is not 200."""
-        return refusal(code, body, self._location)
 
 
 def transport_error(error: httpx.TransportError, location: Location) -> ClientError:

@@ -1,19 +1,19 @@
-"""`Stream` and `AsyncStream`: the deltas of one request, as an iterator that can be cancelled. Made by the clients."""
+"""`Stream` and `AsyncStream`: the deltas of one request, as an iterator that can be cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from dflash_client.errors import ClientError, cancelled_here
 from dflash_client.request import Request
-from dflash_client.responses import ResponseReader
+from dflash_client.responses import Outputs, ResponseReader
 from dflash_client.results import Delta
 from dflash_client.retry import RetryPolicy
 from dflash_client.transport import AsyncCall, AsyncTransport, Call, Transport
@@ -28,27 +28,47 @@ class Plan:
     retry: RetryPolicy
 
 
-class _Running:
-    """The state that a stream shares with the generator behind it. The generator must not hold the stream itself: a
-    stream that is dropped is to be collected at once, which cancels its request."""
+class _Attempts:
+    """The attempts of one request, which a stream shares with the generator behind it. The generator must not hold the
+    stream itself: a stream that is dropped must be collected at once, which cancels its request."""
 
-    def __init__(self, plan: Plan, cancelled: threading.Event | asyncio.Event) -> None:
-        self.plan = plan
-        self.cancelled = cancelled
-        self.call: Call | AsyncCall | None = None
+    def __init__(self, transport: Any, plan: Plan, cancelled: threading.Event | asyncio.Event) -> None:
+        self._transport, self._plan, self._cancelled = transport, plan, cancelled
+        self._deadline: float | None = None
+        self._number = -1
+        self._call: Call | AsyncCall | None = None
+        self._reader = ResponseReader()
 
-    def begin(self, call: Call | AsyncCall) -> None:
-        """Take note of the call of the next attempt. Raises `Cancelled` when the stream was cancelled before."""
-        self.call = call
-        if self.cancelled.is_set():
+    def begin(self) -> Any:
+        """The call of the next attempt; the time-out begins with the first. Raises `Cancelled` after `cancel`."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._plan.timeout_s
+        self._number += 1
+        self._reader = ResponseReader()
+        self._call = call = self._transport.call(self._plan.request, self._deadline)
+        if self._cancelled.is_set():
             raise cancelled_here()
+        return call
+
+    def deltas(self, outputs: Outputs) -> Iterator[Delta]:
+        """What is new in a response of this attempt."""
+        return self._reader.deltas(outputs)
+
+    def wait_s(self, error: ClientError) -> float:
+        """Seconds to wait before the next attempt. Raises `error` when there is none."""
+        assert self._deadline is not None
+        remaining_s = self._deadline - time.monotonic()
+        wait_s = self._plan.retry.wait_s(self._number, error, self._reader.answered, remaining_s)
+        if wait_s is None:
+            raise error
+        return wait_s
 
     def cancel(self) -> None:
-        """Cancel what runs and what would come. `begin` sets the call and then looks at the flag, this is the other way
-        round, so that one of the two sees the other."""
-        self.cancelled.set()
-        if self.call is not None:
-            self.call.cancel()
+        """Cancel the call that runs and all to come. `begin` sets the call and then looks at the flag, this is the
+        other way round, so that one of the two sees the other."""
+        self._cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
 
 
 class Stream:
@@ -61,8 +81,8 @@ class Stream:
 
     def __init__(self, transport: Transport, plan: Plan) -> None:
         cancelled = threading.Event()
-        self._running = _Running(plan, cancelled)
-        self._deltas = _deltas(transport, self._running, cancelled)
+        self._attempts = _Attempts(transport, plan, cancelled)
+        self._deltas = _deltas(self._attempts, cancelled)
 
     def __iter__(self) -> Stream:
         return self
@@ -72,11 +92,11 @@ class Stream:
 
     def cancel(self) -> None:
         """Cancel the request. Does nothing when it has ended."""
-        self._running.cancel()
+        self._attempts.cancel()
 
     def close(self) -> None:
         """As `cancel`; and there are no more deltas."""
-        self._running.cancel()
+        self._attempts.cancel()
         # Where another thread waits for a delta, that thread ends the generator.
         with contextlib.suppress(ValueError):
             self._deltas.close()
@@ -88,25 +108,19 @@ class Stream:
         self.close()
 
 
-def _deltas(transport: Transport, running: _Running, cancelled: threading.Event) -> Generator[Delta, None, None]:
-    plan = running.plan
-    deadline = time.monotonic() + plan.timeout_s
-    for attempt in itertools.count():
-        reader = ResponseReader()
-        call = transport.call(plan.request, deadline)
+def _deltas(attempts: _Attempts, cancelled: threading.Event) -> Generator[Delta, None, None]:
+    while True:
+        call: Call = attempts.begin()
         try:
-            running.begin(call)
             with contextlib.closing(call.responses()) as responses:
                 for outputs in responses:
-                    yield from reader.deltas(outputs)
+                    yield from attempts.deltas(outputs)
             return
         except ClientError as error:
-            wait_s = plan.retry.wait_s(attempt, error, reader.answered, deadline - time.monotonic())
-            if wait_s is None:
-                raise
+            wait_s = attempts.wait_s(error)
         finally:
             call.cancel()
-        # After a cancellation the next turn raises.
+        # After a cancellation `begin` raises.
         cancelled.wait(wait_s)
 
 
@@ -116,8 +130,8 @@ class AsyncStream:
 
     def __init__(self, transport: AsyncTransport, plan: Plan) -> None:
         cancelled = asyncio.Event()
-        self._running = _Running(plan, cancelled)
-        self._deltas = _async_deltas(transport, self._running, cancelled)
+        self._attempts = _Attempts(transport, plan, cancelled)
+        self._deltas = _async_deltas(self._attempts, cancelled)
 
     def __aiter__(self) -> AsyncStream:
         return self
@@ -126,12 +140,12 @@ class AsyncStream:
         return await anext(self._deltas)
 
     def cancel(self) -> None:
-        """Cancel the request. Whoever waits for its next delta gets `Cancelled`. Does nothing when it has ended."""
-        self._running.cancel()
+        """Cancel the request. A task that waits for its next delta gets `Cancelled`. Does nothing when it has ended."""
+        self._attempts.cancel()
 
     async def aclose(self) -> None:
         """As `cancel`; and there are no more deltas."""
-        self._running.cancel()
+        self._attempts.cancel()
         # Where another task waits for a delta, that task ends the generator.
         with contextlib.suppress(RuntimeError):
             await self._deltas.aclose()
@@ -145,27 +159,19 @@ class AsyncStream:
         await self.aclose()
 
 
-async def _async_deltas(
-    transport: AsyncTransport, running: _Running, cancelled: asyncio.Event
-) -> AsyncGenerator[Delta, None]:
-    plan = running.plan
-    deadline = time.monotonic() + plan.timeout_s
-    for attempt in itertools.count():
-        reader = ResponseReader()
-        call = transport.call(plan.request, deadline)
+async def _async_deltas(attempts: _Attempts, cancelled: asyncio.Event) -> AsyncGenerator[Delta, None]:
+    while True:
+        call: AsyncCall = attempts.begin()
         try:
-            running.begin(call)
             async with contextlib.aclosing(call.responses()) as responses:
                 async for outputs in responses:
-                    for delta in reader.deltas(outputs):
+                    for delta in attempts.deltas(outputs):
                         yield delta
             return
         except ClientError as error:
-            wait_s = plan.retry.wait_s(attempt, error, reader.answered, deadline - time.monotonic())
-            if wait_s is None:
-                raise
+            wait_s = attempts.wait_s(error)
         finally:
             call.cancel()
-        # After a cancellation the next turn raises.
+        # After a cancellation `begin` raises.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(cancelled.wait(), wait_s)

@@ -1,10 +1,16 @@
-"""The client against a real Triton server with a toy model: text, tokens, errors, cancellation, over both protocols."""
+"""Both clients against a real Triton server with a toy model: text, tokens, errors, cancellation, over both protocols.
+
+`test_async_client` has what only asyncio has.
+"""
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,27 +27,27 @@ from dflash_client import (
     RequestTimeout,
     Unavailable,
 )
+from tests.client.blocking import BlockingClient
 from tests.client.conftest import one_more_cancellation
 
 pytestmark = pytest.mark.server
 
 TEXT = "héllo wörld \u2028 日本語"
 Connect = Callable[..., DFlashClient]
+KINDS: dict[str, Any] = {"sync": DFlashClient, "async": BlockingClient}
 
 
-@pytest.fixture(params=["grpc", "http"])
+@pytest.fixture(params=[(kind, protocol) for kind in KINDS for protocol in ("grpc", "http")], ids="-".join)
 def connect(request: pytest.FixtureRequest, toy: TritonServer) -> Iterator[Connect]:
-    """Makes clients of the toy server for each protocol."""
-    made: list[DFlashClient] = []
+    """Makes clients of the toy server, of each kind and for each protocol."""
+    kind, protocol = request.param
+    with ExitStack() as stack:
 
-    def make(model: str = "dflash", timeout_s: float = 20.0, retries: int = 0) -> DFlashClient:
-        url = toy.grpc_url if request.param == "grpc" else toy.http_url
-        made.append(DFlashClient(url, request.param, model, timeout_s, retries))
-        return made[-1]
+        def make(model: str = "dflash", timeout_s: float = 20.0, retries: int = 0) -> DFlashClient:
+            url = toy.grpc_url if protocol == "grpc" else toy.http_url
+            return stack.enter_context(KINDS[kind](url, protocol, model, timeout_s, retries))
 
-    yield make
-    for client in made:
-        client.close()
+        yield make
 
 
 def told(client: DFlashClient, prompt: str) -> bool:
@@ -89,9 +95,11 @@ def test_an_error_after_the_first_delta_is_raised_there(connect: Connect) -> Non
         next(stream)
 
 
-def test_a_request_that_takes_too_long_is_a_timeout(connect: Connect, cancel_log: Path) -> None:
-    with one_more_cancellation(cancel_log), pytest.raises(RequestTimeout, match="timeout_s"):
-        list(connect(timeout_s=0.3).stream("forever"))
+@pytest.mark.parametrize("prompt", ["forever", "silent"])
+def test_a_stream_that_takes_too_long_is_a_timeout(connect: Connect, cancel_log: Path, prompt: str) -> None:
+    client = connect(timeout_s=0.3)
+    with one_more_cancellation(cancel_log, told(client, prompt)), pytest.raises(RequestTimeout, match="timeout_s"):
+        list(client.stream(prompt))
 
 
 def test_closing_a_stream_early_cancels_the_request(connect: Connect, cancel_log: Path) -> None:
@@ -177,15 +185,15 @@ def test_readiness_is_the_models_own(connect: Connect) -> None:
 
 def test_a_busy_server_is_asked_again_only_as_often_as_allowed(connect: Connect) -> None:
     client = connect(retries=2)
-    assert client.generate(f"busy {client.protocol}-a 2").text.startswith("busy")
+    assert client.generate(f"busy {uuid.uuid4()} 2").text.startswith("busy")
     with pytest.raises(Unavailable, match="try again later"):
-        client.generate(f"busy {client.protocol}-b 3")
+        client.generate(f"busy {uuid.uuid4()} 3")
 
 
 def test_nothing_is_sent_again_without_leave_or_after_a_delta(connect: Connect) -> None:
     client = connect()
     with pytest.raises(Unavailable):
-        client.generate(f"busy {client.protocol}-once 1")
+        client.generate(f"busy {uuid.uuid4()} 1")
     stream = connect(retries=5).stream("break UNAVAILABLE")
     assert next(stream).text == "partial"
     with pytest.raises((Unavailable, Internal), match="toy says UNAVAILABLE"):

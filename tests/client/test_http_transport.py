@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
 from dflash_client import (
-    AsyncDFlashClient,
     Cancelled,
     ConnectionFailed,
     ConnectionLost,
@@ -25,6 +24,7 @@ from dflash_client import (
 )
 from dflash_client.http_messages import EventParser
 from dflash_client.retry import RetryPolicy
+from tests.client.blocking import BlockingClient
 
 
 class Scripted(ThreadingHTTPServer):
@@ -198,18 +198,19 @@ def test_a_server_that_falls_silent_is_a_timeout(server: Scripted, streaming: bo
         list(client.stream("p")) if streaming else client.generate("p")
 
 
+@pytest.mark.parametrize("kind", [DFlashClient, BlockingClient])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_no_server_is_a_failed_connection_that_names_the_address(protocol: str, unused_address: str) -> None:
-    with (
-        DFlashClient(unused_address, protocol, timeout_s=0.5) as client,  # type: ignore[arg-type]
-        pytest.raises(ConnectionFailed, match=unused_address),
-    ):
+def test_no_server_is_a_failed_connection_that_names_the_address(kind: Any, protocol: str, unused_address: str) -> None:
+    with kind(unused_address, protocol, timeout_s=0.5) as client, pytest.raises(ConnectionFailed, match=unused_address):
         client.generate("p")
 
 
-def test_cancel_ends_the_wait_before_another_attempt(unused_address: str) -> None:
-    with DFlashClient(unused_address, "http", retries=1) as client:
-        client.retry = RetryPolicy(1, first_wait_s=30.0, longest_wait_s=30.0)
+@pytest.mark.parametrize("kind", [DFlashClient, BlockingClient])
+def test_cancel_ends_the_wait_before_another_attempt(
+    kind: Any, unused_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RetryPolicy, "wait_s", lambda *_: 30.0)
+    with kind(unused_address, "http", retries=1) as client:
         stream = client.stream("p")
         canceller = threading.Timer(0.2, stream.cancel)
         canceller.start()
@@ -218,15 +219,3 @@ def test_cancel_ends_the_wait_before_another_attempt(unused_address: str) -> Non
             next(stream)
         assert time.monotonic() - start < 10
         canceller.join()
-
-
-def test_cancel_ends_the_wait_before_another_attempt_with_asyncio(unused_address: str) -> None:
-    async def main() -> None:
-        async with AsyncDFlashClient(unused_address, "http") as client:
-            client.retry = RetryPolicy(1, first_wait_s=30.0, longest_wait_s=30.0)
-            stream = client.stream("p")
-            asyncio.get_running_loop().call_later(0.2, stream.cancel)
-            with pytest.raises(Cancelled):
-                await asyncio.wait_for(anext(stream), 10)
-
-    asyncio.run(main())
