@@ -54,9 +54,12 @@ class LayerWeights:
 
     @staticmethod
     def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch.Tensor:
-        query = source.tensor(f"{prefix}q_norm.weight", spec.head_dim).expand(spec.num_heads, -1)
-        key = source.tensor(f"{prefix}k_norm.weight", spec.head_dim).expand(spec.num_kv_heads, -1)
-        return torch.cat([query, key])
+        norms = source.empty(spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        heads = norms.split([spec.num_heads, spec.num_kv_heads])
+        for name, part in zip(("q_norm", "k_norm"), heads, strict=True):
+            source.read(f"{prefix}{name}.weight", part[0])
+            part[1:] = part[0]
+        return norms
 
 
 class DecoderLayer:
