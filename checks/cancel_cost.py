@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
-from pathlib import Path
 
-from dflash_cli.launcher.processes import family
+from checks.server_state import cpu_seconds, processes_by_role
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import AsyncDFlashClient
 
@@ -23,36 +21,24 @@ SECONDS = 4.0
 # `triton.cancellation` spreads its questions out so that 64 requests cost the stub no more of a core than this.
 MAX_SHARE = 0.1
 SETTINGS = {"max_num_seqs": "1", "max_model_len": "4096", "num_speculative_tokens": "0", "kv_cache_gb": "0.2"}
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
-def stub_pid(server_pid: int) -> int:
-    """The stub process of a server with one model."""
-    for process in family(server_pid):
-        command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        if process.pid != server_pid and b"triton_python_backend_stub" in command:
-            return process.pid
-    raise RuntimeError("the server has no stub process")
 
 
 async def shares(server: TritonServer, in_flight: int) -> tuple[float, float]:
-    """The stub's and the server's share of a core with so many requests in flight."""
-    stub = stub_pid(server.pid)
+    """The stub's and the server's share of a core with this many requests in flight."""
+    processes = processes_by_role(server.pid)
+
+    def used() -> tuple[float, float]:
+        return cpu_seconds(processes["stub"]), cpu_seconds(processes["server"])
+
     async with AsyncDFlashClient(server.grpc_url, timeout_s=60) as client:
         tasks = [
             asyncio.create_task(client.generate(f"Count from {n}.", temperature=0, max_tokens=4000, ignore_eos=True))
             for n in range(in_flight)
         ]
         await asyncio.sleep(1.0)
-        before, start = (cpu_s(stub), cpu_s(server.pid)), time.monotonic()
+        before, start = used(), time.monotonic()
         await asyncio.sleep(SECONDS)
-        after, seconds = (cpu_s(stub), cpu_s(server.pid)), time.monotonic() - start
+        after, seconds = used(), time.monotonic() - start
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

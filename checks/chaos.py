@@ -20,8 +20,8 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from checks.server_state import engine_pids
 from dflash_cli.launcher.processes import Process, family
 from dflash_cli.launcher.server import SEGMENT_PREFIX, TritonServer
 from dflash_client import DFlashClient
@@ -93,19 +93,6 @@ def _segments() -> set[str]:
     own = f"{SEGMENT_PREFIX}{os.getpid()}_"
     others = ("dflash_", "sem.mp-")
     return {name for name in os.listdir("/dev/shm") if name.startswith(own) or not any(map(name.__contains__, others))}
-
-
-def engine_pids(server_pid: int) -> list[int]:
-    """The engine processes of a server."""
-    found = []
-    for process in family(server_pid):
-        try:
-            command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"dflash_backend.engine.process" in command:
-            found.append(process.pid)
-    return found
 
 
 @dataclass

@@ -25,7 +25,8 @@ import httpx
 from tritonclient.grpc import service_pb2_grpc
 
 from benchmarks.progress import progress
-from checks.wire import MODEL, TIMEOUT_S, MetricsPage, request
+from checks.server_state import MODEL, MetricsPage
+from checks.wire import TIMEOUT_S, request
 from dflash_cli.launcher.server import TritonServer
 from dflash_client.grpc_messages import decode
 
@@ -236,16 +237,16 @@ async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case])
     client = Client(grpc_url, http_url)
     # What was sent before may not be on the page yet.
     await asyncio.sleep(SETTLE_S)
-    before = MetricsPage(metrics_url)
+    before = MetricsPage.read(metrics_url)
     alone, so_far = {}, progress("answers alone")
     for done, case in enumerate(cases, 1):
         alone[id(case)] = await client.send(case.alone())
         so_far.step(done, len(cases))
     await asyncio.sleep(SETTLE_S)
-    after = MetricsPage(metrics_url)
+    after = MetricsPage.read(metrics_url)
     expected = counted([answer for answer in alone.values() if answer is not None])
     for name, amount in expected.items():
-        grown = after[name] - before[name]
+        grown = after.value(name) - before.value(name)
         report.expect(grown == amount, f"{name} grew by {grown:.0f} and the client counted {amount:.0f}")
     reasons = Counter(reason for answer in alone.values() if answer is not None for reason in answer.reasons)
     was, now = (page.by("dflash:request_success_total", "finished_reason") for page in (before, after))
@@ -254,9 +255,9 @@ async def run(grpc_url: str, http_url: str, metrics_url: str, cases: list[Case])
 
     together = await asyncio.gather(*(client.send(case) for case in cases))
     await asyncio.sleep(SETTLE_S)
-    page = MetricsPage(metrics_url)
+    page = MetricsPage.read(metrics_url)
     for name in ("dflash:num_requests_running", "dflash:num_requests_waiting", "dflash:kv_cache_usage_perc"):
-        report.expect(page[name] == 0, f"{name} is {page[name]:g} after the last answer")
+        report.expect(page.value(name) == 0, f"{name} is {page.value(name):g} after the last answer")
     for case, answer in zip(cases, together, strict=True):
         if case.drop_s is not None:
             report.dropped += answer is None

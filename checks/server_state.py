@@ -10,6 +10,7 @@ from typing import TypeVar
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 T = TypeVar("T")
 MODEL = "dflash"
@@ -32,17 +33,19 @@ class MetricsPage:
 
     def value(self, name: str, **labels: str) -> float:
         """The sum of a metric over the samples with these labels; 0 for a counter that was never counted."""
-        return sum(
-            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return sum(sample.value for sample in self._named(name) if labels.items() <= sample.labels.items())
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """A metric by the values of one of its labels."""
         values: defaultdict[str, float] = defaultdict(float)
-        for sample in self._samples:
-            if sample.name == name and label in sample.labels:
+        for sample in self._named(name):
+            if label in sample.labels:
                 values[sample.labels[label]] += sample.value
         return dict(values)
+
+    def _named(self, name: str) -> list[Sample]:
+        # The parser adds `_total` to the names of counters that lack it.
+        return [sample for sample in self._samples if sample.name in (name, f"{name}_total")]
 
     def totals(self) -> dict[str, float]:
         """All metrics by name, each summed over its labels."""
@@ -70,6 +73,16 @@ def processes_by_role(server_pid: int) -> dict[str, list[psutil.Process]]:
 def resident_bytes(processes: Iterable[psutil.Process]) -> int:
     """Resident memory of those that still run."""
     return sum(_of_each(processes, lambda process: process.memory_info().rss))
+
+
+def engine_pids(server_pid: int) -> list[int]:
+    """The engine processes of a server."""
+    return [process.pid for process in processes_by_role(server_pid).get("engine", [])]
+
+
+def memory_mib(server_pid: int) -> dict[str, float]:
+    """Resident memory of a server's processes in MiB, by role."""
+    return {role: resident_bytes(processes) / 2**20 for role, processes in processes_by_role(server_pid).items()}
 
 
 def cpu_seconds(processes: Iterable[psutil.Process]) -> float:

@@ -118,8 +118,8 @@ def test_a_refusal_with_the_right_status_passes(
     ],
 )
 def test_any_other_answer_to_a_malformed_request_is_a_miss(sender: malformed.Sender, refused: bool, words: str) -> None:
-    sender._judge("HTTP 400", refused, words, "sent")
-    assert len(sender.report.misses) == 1
+    with pytest.raises(malformed.Miss):
+        sender._judge("HTTP 400", refused, words, "sent")
 
 
 def test_every_case_that_is_to_be_dropped_says_when() -> None:

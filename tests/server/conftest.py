@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
@@ -67,18 +68,13 @@ def post(server: TritonServer) -> Iterator[Callable[..., httpx.Response]]:
 
 
 @pytest.fixture(scope="session")
-def metric(server: TritonServer) -> Iterator[Callable[..., float]]:
+def metric(server: TritonServer) -> Callable[..., float]:
     """The value of a metric; a counter that was never counted is 0."""
-    with httpx.Client(timeout=10, trust_env=False) as http:
 
-        def metric(name: str, **labels: str) -> float:
-            wanted = [f'{label}="{value}"' for label, value in {"model": "dflash", **labels}.items()]
-            for line in http.get(f"http://{server.metrics_url}/metrics").text.splitlines():
-                if line.startswith(f"{name}{{") and all(label in line for label in wanted):
-                    return float(line.rpartition(" ")[2])
-            return 0.0
+    def metric(name: str, **labels: str) -> float:
+        return MetricsPage.read(server.metrics_url).value(name, **labels)
 
-        yield metric
+    return metric
 
 
 def eventually(reached: Callable[[], bool], what: str) -> None:

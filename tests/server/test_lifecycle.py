@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from dflash_backend.config import asset_path
+from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import LauncherError
 from dflash_client import DFlashClient
 from tests.server.conftest import eventually, new_server
@@ -88,8 +89,7 @@ def test_request_timeout_s_ends_an_answer_with_what_there_is_and_the_reason_abor
         assert 0 < sum(delta.num_output_tokens for delta in deltas) < 4000
 
         def aborted() -> bool:
-            page = httpx.get(f"http://{server.metrics_url}/metrics", timeout=10, trust_env=False).text
-            lines = [line for line in page.splitlines() if line.startswith("dflash:request_success_total{")]
-            return any('finished_reason="abort"' in line and float(line.rpartition(" ")[2]) == 2 for line in lines)
+            page = MetricsPage.read(server.metrics_url)
+            return page.value("dflash:request_success_total", finished_reason="abort") == 2
 
         eventually(aborted, "both are counted as abort")

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from checks.chaos import engine_pids
+from checks.server_state import engine_pids
 from dflash_cli.launcher.processes import family
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
@@ -59,12 +60,12 @@ def samples(server: TritonServer, name: str) -> list[str]:
 
 def held_by(server: TritonServer) -> dict[str, int]:
     """What the server holds on to: processes, descriptors and shared memory by number, resident memory in KiB."""
-    status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
+    process = psutil.Process(server.pid)
     return {
         "processes": len(family(server.pid)),
-        "descriptors": len(os.listdir(f"/proc/{server.pid}/fd")),
+        "descriptors": process.num_fds(),
         "segments": len(list(Path("/dev/shm").glob(server._shared_memory_prefix + "*"))),
-        "rss": next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")),
+        "rss": process.memory_info().rss >> 10,
     }
 
 

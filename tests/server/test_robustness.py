@@ -8,7 +8,7 @@ from checks import malformed, mixed
 
 
 def test_each_malformed_request_is_refused_and_the_valid_ones_between_them_are_not(server):
-    report = malformed.run(server.grpc_url, server.http_url, server.metrics_url, range(300))
+    report = malformed.run(server.grpc_url, server.http_url, server.metrics_url, count=300, seed=0)
     assert report.misses == []
     assert report.valid == 300 // malformed.VALID_EVERY
     assert sum(report.refused.values()) + report.tritons_own == 300

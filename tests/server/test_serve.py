@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from checks.chaos import engine_pids
+from checks.server_state import engine_pids
 from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
