@@ -6,11 +6,10 @@ import shutil
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
-from dflash_backend.config import asset_path
 from checks.server_state import MetricsPage
+from dflash_backend.config import asset_path
 from dflash_cli.launcher.server import LauncherError
 from dflash_client import DFlashClient
 from tests.server.conftest import eventually, new_server

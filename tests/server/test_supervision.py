@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import psutil
 import pytest
 
 from checks import chaos
+from checks.server_state import MetricsPage, engine_pids, processes_by_role
 from dflash_backend.config import SETTINGS
 from dflash_cli.launcher.processes import Process, family, gone
 from dflash_cli.launcher.server import TritonServer
@@ -36,14 +37,7 @@ def short_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def gauge(server: TritonServer, name: str) -> float:
     """A metric's value, summed over its labels."""
-    page = httpx.get(f"http://{server.metrics_url}/metrics", timeout=10, trust_env=False).text
-    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(name + "{"))
-
-
-def named(members: set[Process], part: bytes) -> int:
-    """The one process whose command line has `part`."""
-    (pid,) = [p.pid for p in members if part in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
-    return pid
+    return MetricsPage.read(server.metrics_url).value(name)
 
 
 def test_every_stream_of_a_killed_engine_gets_internal_and_the_next_answers_are_right(short_tmp):
@@ -65,7 +59,7 @@ def test_readiness_falls_with_the_engine_and_returns(short_tmp):
     with new_server() as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
         assert gauge(server, "dflash:engine_ready") == 1
         # Before it has served, so that the restart waits for a second.
-        os.kill(named(family(server.pid), b"engine_process"), signal.SIGKILL)
+        os.kill(engine_pids(server.pid)[0], signal.SIGKILL)
         eventually(lambda: gauge(server, "dflash:engine_ready") == 0, "not ready")
         with pytest.raises(Unavailable, match="the engine is being restarted after it died; try again"):
             client.generate("Hello", max_tokens=1)
@@ -77,11 +71,10 @@ def test_a_killed_stub_takes_its_engine_along_and_nothing_stays(short_tmp):
     count = chaos.LeftoverCount(short_tmp)
     with new_server() as server, DFlashClient(server.http_url, "http", timeout_s=10) as client:
         members = family(server.pid)
-        engine = named(members, b"engine_process")
-        stub = named({p for p in members if p.pid != server.pid}, b"triton_python_backend_stub")
+        ((engine,), (stub,)) = (processes_by_role(server.pid)[role] for role in ("engine", "stub"))
         client.generate("Hello", max_tokens=1)
-        os.kill(stub, signal.SIGKILL)
-        assert gone({p for p in members if p.pid == engine}, 5.0), "the engine outlived its stub"
+        stub.kill()
+        assert psutil.wait_procs([engine], timeout=5.0)[1] == [], "the engine outlived its stub"
         server.hurry()
     assert not (left := count.since(members)), left
 
@@ -92,7 +85,7 @@ def test_an_engine_that_hangs_while_idle_is_replaced(short_tmp):
         DFlashClient(server.http_url, "http", timeout_s=60) as client,
     ):
         client.generate("Hello", max_tokens=1)
-        hanging = named(family(server.pid), b"engine_process")
+        (hanging,) = engine_pids(server.pid)
         os.kill(hanging, signal.SIGSTOP)
         with pytest.raises(Unavailable, match="the engine is being restarted"):
             client.generate("Hello", max_tokens=1)
