@@ -55,10 +55,8 @@ class LayerWeights:
     @staticmethod
     def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch.Tensor:
         norms = source.empty(spec.num_heads + spec.num_kv_heads, spec.head_dim)
-        heads = norms.split([spec.num_heads, spec.num_kv_heads])
-        for name, part in zip(("q_norm", "k_norm"), heads, strict=True):
-            source.read(f"{prefix}{name}.weight", part[0])
-            part[1:] = part[0]
+        norms[: spec.num_heads] = source.tensor(f"{prefix}q_norm.weight", spec.head_dim)
+        norms[spec.num_heads :] = source.tensor(f"{prefix}k_norm.weight", spec.head_dim)
         return norms
 
 
