@@ -98,7 +98,7 @@ class ReferencePair:
         while out[-1] != end and len(out) < max_new_tokens:
             drafts = self._propose(features, out[-1])
             greedy, new_features = self._run_target(torch.tensor([[out[-1], *drafts]]), cache)
-            accepted, new_tokens = judge(drafts, greedy.tolist(), end)
+            accepted, new_tokens = verify(drafts, greedy.tolist(), end)
             acceptance.add(accepted)
             out += new_tokens
             features = torch.cat((features, new_features[:, : accepted + 1]), dim=1)
@@ -107,8 +107,8 @@ class ReferencePair:
         return out, acceptance
 
 
-def judge(drafts: Sequence[int], greedy: Sequence[int], end: int) -> tuple[int, list[int]]:
-    """How many drafts stand and which tokens the step yields; nothing counts after the end token.
+def verify(drafts: Sequence[int], greedy: Sequence[int], end: int) -> tuple[int, list[int]]:
+    """How many drafts are accepted and which tokens the step yields; nothing counts after the end token.
 
     greedy[i] is the target's token after the anchor and drafts[:i], one more than there are drafts.
     """

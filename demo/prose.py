@@ -6,7 +6,7 @@ shared prefix as well as the same question alone.
 
 from random import Random
 
-from demo.problems.chat import CAPITALS, EVENTS, GOODS, PEOPLE, PLACES
+from demo.problems.chat import CAPITALS, EVENTS, GOODS, PEOPLE, SIGHTS
 
 SHORT = (
     "You are a helpful assistant.",
@@ -46,14 +46,14 @@ def _fact(rng: Random) -> str:
         country = rng.choice(list(CAPITALS))
         return f"The office in {country} is in {CAPITALS[country]}."
     if kind == 1:
-        return f"{rng.choice(PEOPLE)} looks after the {rng.choice(PLACES)} and the {rng.choice(PLACES)}."
+        return f"{rng.choice(PEOPLE)} looks after the {rng.choice(SIGHTS)} and the {rng.choice(SIGHTS)}."
     if kind == 2:
         return f"Room {rng.randint(1, 99)} holds {rng.randint(2, 60)} chairs and {rng.randint(1, 9)} tables."
     if kind == 3:
         event = rng.choice(list(EVENTS))
         return f"The next {event} {EVENTS[event]} is planned by {rng.choice(PEOPLE)}."
     if kind == 4:
-        return f"We order {rng.randint(2, 50)} boxes of {rng.choice(GOODS)} from the {rng.choice(PLACES)} market."
+        return f"We order {rng.randint(2, 50)} boxes of {rng.choice(GOODS)} from the {rng.choice(SIGHTS)} market."
     return rng.choice(RULES)
 
 

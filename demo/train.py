@@ -2,8 +2,8 @@
 
     python -m demo.train --out demo/pair [--minutes 50] [--seed 0]
 
-The pair is built in a temporary folder beside `--out` and moved into place at the end, so that whoever loads
-`--out` meanwhile finds a whole pair.
+The pair is built in a temporary folder beside `--out` and moved into place at the end, so that readers of
+`--out` always find a whole pair.
 """
 
 import argparse

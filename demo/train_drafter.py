@@ -60,18 +60,18 @@ def draw_blocks(tokens: Tensor, is_answer: Tensor, anchors: int, block: int, gen
     followed[:, :-1] &= is_answer[:, 1:]
     followed[:, -1] = False
     chances = followed.float() + 1e-9
-    places = torch.multinomial(chances, anchors, replacement=True, generator=generator)
+    anchor_positions = torch.multinomial(chances, anchors, replacement=True, generator=generator)
     padded = F.pad(tokens, (0, block))
     padded_answer = F.pad(is_answer, (0, block))
-    positions = places[..., None] + torch.arange(block)
+    positions = anchor_positions[..., None] + torch.arange(block)
     row = torch.arange(rows)[:, None, None]
     inside = padded_answer[row, positions].float().cumprod(-1)[..., 1:]
     decay = torch.exp(-torch.arange(block - 1) / DECAY)
-    return DraftBatch(tokens, places, padded[row, positions], inside * decay)
+    return DraftBatch(tokens, anchor_positions, padded[row, positions], inside * decay)
 
 
 def draft_loss(draft: DraftModel) -> Callable[..., Tensor]:
-    """Weighted cross-entropy of the mask positions, judged by the target's own embedding and LM head."""
+    """Weighted cross-entropy of the mask positions, with the logits of the target's own embedding and LM head."""
     mask_token = SPECIAL_TOKEN_IDS[MASK]
 
     def loss(

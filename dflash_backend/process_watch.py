@@ -23,7 +23,7 @@ class WatchedProcess:
             self._fd = None
 
     def wait(self) -> None:
-        """Return when it has ended, also if nobody has collected its exit status."""
+        """Return when it has ended, also while its parent has not collected its exit status."""
         if self._fd is not None:
             select.select([self._fd], [], [])
             return

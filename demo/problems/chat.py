@@ -89,7 +89,7 @@ GOODS = (
 DAYS = (
     "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday",
 )  # fmt: skip
-PLACES = (
+SIGHTS = (
     "museum", "park", "library", "market", "beach", "castle", "harbour", "theatre", "lake", "zoo",
 )  # fmt: skip
 
@@ -152,17 +152,17 @@ def _shopping(rng: Random) -> Draft:
 
 
 def _plan(rng: Random) -> Draft:
-    person, day, places = rng.choice(PEOPLE), rng.choice(DAYS), rng.sample(PLACES, 3)
+    person, day, sights = rng.choice(PEOPLE), rng.choice(DAYS), rng.sample(SIGHTS, 3)
     question = (
-        f"{person} has a free {day} and wants to see the {places[0]}, the {places[1]} and the {places[2]}. "
+        f"{person} has a free {day} and wants to see the {sights[0]}, the {sights[1]} and the {sights[2]}. "
         f"Please make a plan."
     )
     answer = (
-        f"Here is a plan for {person} on {day}:\n- Morning ☀️: visit the {places[0]}.\n"
-        f"- Afternoon 🌤️: visit the {places[1]}.\n- Evening 🌙: visit the {places[2]}.\n"
+        f"Here is a plan for {person} on {day}:\n- Morning ☀️: visit the {sights[0]}.\n"
+        f"- Afternoon 🌤️: visit the {sights[1]}.\n- Evening 🌙: visit the {sights[2]}.\n"
         f"Enjoy your {day}, {person}!"
     )
-    return (person, day, *places), question, answer
+    return (person, day, *sights), question, answer
 
 
 def _invitation(rng: Random) -> Draft:

@@ -153,7 +153,7 @@ FAMILIES: dict[str, Callable[[Random], Draft]] = {
 
 
 def make_math(rng: Random) -> Problem:
-    """One word problem; its content is the family and its numbers, whoever owns the things."""
+    """One word problem; its content is the family and its numbers, not the names in it."""
     family = rng.choice(list(FAMILIES))
     numbers, question, reference, result = FAMILIES[family](rng)
     content = f"math/{family}/{'/'.join(map(str, numbers))}"

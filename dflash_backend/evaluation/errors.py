@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class EvaluationError(Exception):
-    """A data set or an answer cannot be used. The message is a sentence for whoever started the evaluation."""
+    """A data set or an answer cannot be used. The message is a sentence for the person who started the evaluation."""

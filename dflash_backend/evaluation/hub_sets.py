@@ -2,7 +2,7 @@
 make of them.
 
 The rows come through the `datasets` library (`pip install 'datasets>=4'`), or from a file that has them as
-published. Called by `datasets.load_questions`.
+published.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _gsm8k(row: Row, number: int) -> Question:
 
 
 def _math500(row: Row, number: int) -> Question:
-    """Competition mathematics in seven subjects (arXiv 2305.20050). Judged are the answers that are numbers: one
+    """Competition mathematics in seven subjects (arXiv 2305.20050). Only answers that are numbers are scored: one
     formula can be written in many ways."""
     answer = row.text("answer")
     return Question(
@@ -64,8 +64,8 @@ def _math500(row: Row, number: int) -> Question:
 
 
 def _mbpp(row: Row, number: int) -> Question:
-    """Python functions from a sentence (arXiv 2108.07732), the sanitised set. Whether they pass their tests is not
-    judged, as for HumanEval."""
+    """Python functions from a sentence (arXiv 2108.07732), the sanitised set. Their tests are not run, as for
+    HumanEval."""
     return Question(
         id=f"mbpp-{number}",
         dataset="mbpp",
@@ -76,8 +76,8 @@ def _mbpp(row: Row, number: int) -> Question:
 
 
 def _humaneval(row: Row, number: int) -> Question:
-    """Python functions to complete (arXiv 2107.03374). Whether they pass their tests is not judged: that would mean to
-    run what a model wrote."""
+    """Python functions to complete (arXiv 2107.03374). Their tests are not run, since that would execute what a
+    model wrote."""
     ask = "Write a solution to the following problem and make sure that it passes the tests:\n"
     return Question(
         id=row.text("task_id", f"humaneval-{number}"),

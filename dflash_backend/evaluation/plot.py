@@ -1,4 +1,4 @@
-"""The plot of acceptance by position. Called by `report`."""
+"""The plot of acceptance by position."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _group_dict(group: GroupResult) -> dict[str, Any]:
         "mean_acceptance_length": group.mean_acceptance_length,
         "accuracy": group.accuracy,
         "num_correct": group.num_correct,
-        "num_judged": group.num_judged,
+        "num_scored": group.num_scored,
     }
 
 
@@ -101,14 +101,14 @@ def _histogram_line(counts: SpecDecodingStats) -> str:
 
 
 def _figures_row(group: GroupResult) -> tuple[str, ...]:
-    judged = f"{group.num_correct} of {group.num_judged} ({group.accuracy:.0%})" if group.accuracy is not None else "-"
+    scored = f"{group.num_correct} of {group.num_scored} ({group.accuracy:.0%})" if group.accuracy is not None else "-"
     return (
         group.name,
         str(group.num_questions),
         str(group.num_tokens),
         f"{group.counts.acceptance_length:.3f}",
         _figure(group.counts.acceptance_rate),
-        judged,
+        scored,
     )
 
 

@@ -1,4 +1,4 @@
-"""Has questions answered and adds up what came of it. Called by `dflash-triton eval`, `benchmarks` and tests."""
+"""Has questions answered and adds up what came of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One answer that is wanted: `prompt`, or `messages` when it is None. `where` names the question in errors;
-    `sampling` has the names of the serving contract."""
+    `sampling` has the server's names of sampling parameters."""
 
     where: str
     prompt: str | None
@@ -77,7 +77,7 @@ class QuestionResult:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What a group of questions came to; `num_judged` of them have a known answer. `counts` are those of all requests
+    """What a group of questions came to; `num_scored` of them have a known answer. `counts` are those of all requests
     (a turn is one) together, `mean_acceptance_length` is the mean over the requests that had drafts, None without."""
 
     name: str
@@ -85,28 +85,28 @@ class GroupResult:
     num_tokens: int
     counts: SpecDecodingStats
     mean_acceptance_length: float | None
-    num_judged: int
+    num_scored: int
     num_correct: int
 
     @classmethod
     def of(cls, name: str, results: Sequence[QuestionResult]) -> GroupResult:
         """The sum over `results`."""
         answers = [answer for result in results for answer in result.answers]
-        judged = [result.correct for result in results if result.correct is not None]
+        scored = [result.correct for result in results if result.correct is not None]
         return cls(
             name=name,
             num_questions=len(results),
             num_tokens=sum(answer.num_tokens for answer in answers),
             counts=SpecDecodingStats.total(answer.counts for answer in answers),
             mean_acceptance_length=mean_acceptance_length(answer.counts for answer in answers),
-            num_judged=len(judged),
-            num_correct=sum(judged),
+            num_scored=len(scored),
+            num_correct=sum(scored),
         )
 
     @property
     def accuracy(self) -> float | None:
         """Share of right answers among those that are known; None where none is."""
-        return self.num_correct / self.num_judged if self.num_judged else None
+        return self.num_correct / self.num_scored if self.num_scored else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def evaluate(
 ) -> Evaluation:
     """Have all questions answered, turn by turn: a round asks every question that has that many turns.
 
-    `progress` hears `(answers so far, answers in all)`. Raises what `Answerer.answer` does. A `KeyboardInterrupt` ends
-    the evaluation with the questions that are answered in full by then; without any it is raised.
+    `progress` is called with `(answers so far, answers in all)`. Raises what `Answerer.answer` does. A
+    `KeyboardInterrupt` ends the evaluation with the questions answered in full by then; without any it is raised.
     """
     answers: list[dict[int, Answer]] = [{} for _ in questions]
     done, total = 0, sum(question.num_turns for question in questions)

@@ -1,4 +1,4 @@
-"""Whether a text gives the right answer. Called by `run` for questions whose answer is known."""
+"""Whether a text gives the right answer."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from demo.evaluate import judge
+from demo.evaluate import verify
 from demo.model import DraftModel
 from demo.train import SMOKE_CONFIG, Run, train_pair
 from demo.train_drafter import draw_blocks
@@ -51,10 +51,10 @@ def test_anchors_are_answer_tokens_and_weights_end_with_the_answer():
 
 
 def test_judging_stops_at_the_first_mismatch_and_after_the_end():
-    assert judge([5, 6, 7], [5, 6, 8, 9], end=2) == (2, [5, 6, 8])
-    assert judge([5, 6, 7], [5, 6, 7, 9], end=2) == (3, [5, 6, 7, 9])
-    assert judge([5, 2, 7], [5, 2, 7, 9], end=2) == (2, [5, 2])
-    assert judge([4, 2, 7], [5, 2, 7, 9], end=2) == (0, [5])
+    assert verify([5, 6, 7], [5, 6, 8, 9], end=2) == (2, [5, 6, 8])
+    assert verify([5, 6, 7], [5, 6, 7, 9], end=2) == (3, [5, 6, 7, 9])
+    assert verify([5, 2, 7], [5, 2, 7, 9], end=2) == (2, [5, 2])
+    assert verify([4, 2, 7], [5, 2, 7, 9], end=2) == (0, [5])
 
 
 @pytest.mark.slow

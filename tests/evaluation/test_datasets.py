@@ -133,13 +133,13 @@ def test_humaneval_asks_for_a_solution_and_judges_none(write: Write) -> None:
     assert (question.id, question.answer) == ("HumanEval/0", None)
 
 
-@pytest.mark.parametrize(("answer", "judged"), [("27", "27"), ("\\frac{3}{4}", None), ("-1,000", "-1,000")])
-def test_math500_asks_for_a_boxed_answer_and_judges_numbers(write: Write, answer: str, judged: str | None) -> None:
+@pytest.mark.parametrize(("answer", "scored"), [("27", "27"), ("\\frac{3}{4}", None), ("-1,000", "-1,000")])
+def test_math500_asks_for_a_boxed_answer_and_scores_numbers(write: Write, answer: str, scored: str | None) -> None:
     row = {"problem": "What is x?", "answer": answer, "subject": "Algebra", "level": 2, "unique_id": "test/a/1.json"}
     (question,) = load_questions([parse_source(f"math500={write(row)}")])
     asked = "What is x?\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert question.messages == ({"role": "user", "content": asked},)
-    assert (question.id, question.category, question.answer) == ("test/a/1.json", "math500/Algebra", judged)
+    assert (question.id, question.category, question.answer) == ("test/a/1.json", "math500/Algebra", scored)
 
 
 def test_mbpp_asks_what_its_row_asks(write: Write) -> None:

@@ -77,7 +77,7 @@ def test_a_run_without_drafts_does_not_pass() -> None:
     assert defects_of_the_pair(run_of("mt-bench", [SpecDecodingStats()] * 3), "mt-bench")
 
 
-def test_the_mean_is_judged_not_the_pooled_figure() -> None:
+def test_the_mean_is_compared_not_the_pooled_figure() -> None:
     """One long request that accepts little: pooled it would fail, and one that accepts much would hide the others."""
     short, long = SpecDecodingStats(10, 150, 50, [50]), SpecDecodingStats(1000, 15000, 2000, [2000])
     found = run_of("mt-bench", [short, short, long])
@@ -126,7 +126,7 @@ def test_what_vllm_measured_of_the_speculators_checkpoint_passes() -> None:
         (177, (), "acceptance length is 1.0"),
     ],
 )
-def test_each_figure_of_the_speculators_checkpoint_is_judged(
+def test_each_figure_of_the_speculators_checkpoint_is_compared(
     num_right: int, rates: Sequence[float], defect: str
 ) -> None:
     defects = defects_of_speculators(speculators_run(num_right, rates), QWEN3_8B_SPECULATORS)
@@ -163,7 +163,7 @@ def test_what_measures_published_weights_runs_on_the_demo_pair(
     llm = LLM()
     questions = few_shot(real.gsm8k_rows("train", NUM_EXAMPLES), real.gsm8k_rows("test", real.limit_of("gsm8k")))
     found = real.measure(llm, questions, Sampling(max_tokens=24, stop=STOP))
-    assert (found.overall.num_judged, len(found.results)) == (2, 2)
+    assert (found.overall.num_scored, len(found.results)) == (2, 2)
     assert found.overall.counts.num_drafts > 0
     assert any(defect.startswith("accuracy") for defect in defects_of_speculators(found, QWEN3_8B_SPECULATORS))
     assert [len(real.questions_of(name)) for name in ("gsm8k", "mt-bench")] == [2, 1]

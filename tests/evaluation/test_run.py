@@ -51,7 +51,7 @@ def test_results_are_summed_by_data_set_and_category() -> None:
     found = evaluate(Parrot(), QUESTIONS, Sampling())
     assert found.overall.counts == SpecDecodingStats(6, 12, 6, [6, 0])
     assert (found.overall.num_questions, found.overall.num_tokens) == (4, 6)
-    assert [(g.name, g.counts.num_drafts, g.num_judged, g.num_correct) for g in found.datasets] == [
+    assert [(g.name, g.counts.num_drafts, g.num_scored, g.num_correct) for g in found.datasets] == [
         ("own", 4, 2, 2),
         ("more", 2, 1, 0),
     ]

@@ -1,0 +1,1 @@
+"""Checks of the source as text: sizes of files and functions, and words."""

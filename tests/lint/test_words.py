@@ -1,0 +1,77 @@
+"""Source and pages use the field's words: request index, accepted, argmax, filtered, add and remove, poll and reap."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
+from tests.lint.words import wrong_phrases, wrong_words
+
+# Folders and files that still have private words. An entry goes when its words are gone; none may be added.
+EXEMPT = (
+    "benchmarks/",
+    "checks/",
+    "cli/",
+    "client/",
+    "dflash_backend/attention/",
+    "dflash_backend/core/",
+    "dflash_backend/drafters/",
+    "dflash_backend/engine/",
+    "dflash_backend/engine_client/",
+    "dflash_backend/messages.py",
+    "dflash_backend/models/",
+    "dflash_backend/sampling/",
+    "dflash_backend/text/",
+    "dflash_backend/triton/",
+    "dflash_backend/worker/",
+    "kernels/",
+    "load_tests/",
+)
+
+
+def test_the_source_has_no_private_words() -> None:
+    found = [
+        f"{file}:{wrong}"
+        for file in python_files(*SOURCE_FOLDERS)
+        if not file.startswith(EXEMPT)
+        for wrong in wrong_words((ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_pages_have_no_private_words() -> None:
+    found = [
+        f"{page.relative_to(ROOT)}: {wrong}"
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "demo").glob("*.md")]
+        for wrong in wrong_phrases(page.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "instead"),
+    [
+        ("class JudgedRows: ...", "to verify"),
+        ("def best_in_tile(): ...", "argmax"),
+        ("x = 1  # The draft stands.", "is accepted"),
+        ('"""Holds rows. Called by `x`."""', "what it does"),
+        ('def f():\n    """See `A.f`."""', "a sentence"),
+        ('"""Writes nothing (trap 3)."""', "the fact"),
+    ],
+)
+def test_a_private_word_is_found_with_what_to_write(source: str, instead: str) -> None:
+    (wrong,) = wrong_words(source)
+    assert instead in wrong.partition(" -> ")[2]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "num_in_flight = 2  # requests in flight",
+        "def check_best_of(headroom): ...",
+        '"""None stands for "auto", and a server falls back to it. Like `LLM.judge`."""',
+        'text = "nobody"',
+    ],
+)
+def test_words_of_the_field_are_allowed(source: str) -> None:
+    assert not list(wrong_words(source))
