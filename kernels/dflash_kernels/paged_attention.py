@@ -122,42 +122,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_kernel(
-        query_ptr,
-        cache_ptr,
-        start_ptr,
-        query_lens_ptr,
-        seq_lens_ptr,
-        tables_ptr,
-        tiles_ptr,
-        out_ptr,
-        partial_ptr,
-        lse_ptr,
-        scale,
-        num_tiles,
-        num_splits,
-        query_bound,
-        table_width,
-        table_stride,
-        token_stride,
-        head_stride,
-        block_stride,
-        slot_stride,
-        value_stride,
-        kv_head_stride,
-        KV_HEADS: tl.constexpr,
-        GROUP: tl.constexpr,
-        HEAD_DIM: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_SIZE: tl.constexpr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        SMALLEST: tl.constexpr,
-        SPLIT: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr,
-        MAPPED: tl.constexpr,
-        WIDEN: tl.constexpr,
-    ):
+        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, partial_ptr,
+        lse_ptr, scale, num_tiles, num_splits, query_bound, table_width, table_stride, token_stride, head_stride,
+        block_stride, slot_stride, value_stride, kv_head_stride,
+        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr,
+        SPLIT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    ):  # fmt: skip
         """A tile of queries, the heads of one KV head, one split. `scale` includes log2(e): powers are of two."""
         tile = tl.program_id(0) // KV_HEADS
         kv_head = tl.program_id(0) % KV_HEADS
@@ -232,30 +203,12 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=STEP_NUMBERS[:-1], do_not_specialize_on_alignment=STEP_POINTERS)
     def _merge_kernel(
-        start_ptr,
-        query_lens_ptr,
-        seq_lens_ptr,
-        tiles_ptr,
-        out_ptr,
-        partial_ptr,
-        lse_ptr,
-        num_tiles,
-        num_splits,
-        query_bound,
-        table_width,
-        KV_HEADS: tl.constexpr,
-        GROUP: tl.constexpr,
-        HEAD_DIM: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_SIZE: tl.constexpr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        SMALLEST: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr,
-        MAPPED: tl.constexpr,
-    ):
+        start_ptr, query_lens_ptr, seq_lens_ptr, tiles_ptr, out_ptr, partial_ptr, lse_ptr, num_tiles, num_splits,
+        query_bound, table_width,
+        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr,
+        BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr,
+    ):  # fmt: skip
         """One query and head: the splits' partial results, weighted by their shares of the softmax's denominator."""
         tile = tl.program_id(0) // KV_HEADS
         kv_head = tl.program_id(0) % KV_HEADS
@@ -353,41 +306,13 @@ if triton is not None:
         lengths = (rows.query_start, rows.query_lens, rows.seq_lens)
         table_width = rows.block_tables.shape[1]
         _attend_kernel[(programs, splits)](
-            query,
-            cache,
-            *lengths,
-            rows.block_tables,
-            tiles,
-            out,
-            partial,
-            lse,
-            LOG2_E * head_dim**-0.5,
-            launch.num_tiles,
-            splits,
-            launch.query_len,
-            table_width,
-            rows.block_tables.stride(0),
-            *query.stride()[:2],
-            *cache.stride()[:4],
-            **constants,
-            SPLIT=splits > 1,
-            WIDEN=INTERPRETED,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-        )
+            query, cache, *lengths, rows.block_tables, tiles, out, partial, lse, LOG2_E * head_dim**-0.5,
+            launch.num_tiles, splits, launch.query_len, table_width, rows.block_tables.stride(0),
+            *query.stride()[:2], *cache.stride()[:4], **constants, SPLIT=splits > 1, WIDEN=INTERPRETED,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )  # fmt: skip
         if splits > 1:
-            grid = (programs, tiling.block_m // group * group)
-            _merge_kernel[grid](
-                *lengths,
-                tiles,
-                out,
-                partial,
-                lse,
-                launch.num_tiles,
-                splits,
-                launch.query_len,
-                table_width,
-                **constants,
-                BLOCK_S=MERGE_BLOCK,
-                num_warps=4,
-            )
+            _merge_kernel[(programs, tiling.block_m // group * group)](
+                *lengths, tiles, out, partial, lse, launch.num_tiles, splits, launch.query_len, table_width,
+                **constants, BLOCK_S=MERGE_BLOCK, num_warps=4,
+            )  # fmt: skip
