@@ -17,10 +17,10 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
-from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.runner import ModelRunner
 from tests.tiny_models import make_draft, make_target
-from tests.worker.device_engine import Outputs, engine, on_device_runner, triton_engine
+from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6}
 MAX_TOKENS = 28
@@ -185,7 +185,7 @@ def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path) -> None:
         one.add("greedy", [1, 2, 3, 4], max_tokens=4, temperature=0.0, ignore_eos=True)
         one.add("sampled", [9, 8], max_tokens=4, temperature=0.8, seed=3, ignore_eos=True)
         outputs.append(one.finish())
-    assert isinstance(built.runner, DeviceRunner)
+    assert isinstance(built.runner, ModelRunner)
     assert outputs[0] == outputs[1]
 
 

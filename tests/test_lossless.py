@@ -14,7 +14,7 @@ from benchmarks.workload import load_prompts
 from checks.lossless import Case, cases, reference, run_case
 from checks.sampling import METHODS, fit
 from dflash_backend import LLM
-from dflash_backend.sampling import verify
+from dflash_kernels import accept
 from tests.scale import scaled
 
 pytestmark = pytest.mark.slow
@@ -61,8 +61,8 @@ def test_the_first_three_sampled_tokens_have_the_targets_distribution(method: st
 def test_the_distribution_is_wrong_without_the_residual_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail, with half of its samples even."""
 
-    def no_residual(weights: torch.Tensor, *rest: object) -> torch.Tensor:
-        return weights
+    def no_residual(p: torch.Tensor, *rest: object) -> torch.Tensor:
+        return p
 
-    monkeypatch.setattr(verify, "_residual", no_residual)
+    monkeypatch.setattr(accept, "residual_reference", no_residual)
     assert fit(method, NUM_SAMPLES // 2).p_value < 1e-4

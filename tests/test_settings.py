@@ -11,7 +11,7 @@ import torch
 
 from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.worker.device_runner import DeviceRunner
+from dflash_backend.worker.runner import ModelRunner
 from tests.tiny_models import make_pair, make_target
 
 # One observable of the engine for each setting, a value that is not the default, and what the observable is with it.
@@ -77,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 
 def build(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> BuiltEngine:
     """What a GPU gets, as far as it can be had without one and without running a step."""
-    monkeypatch.setattr(DeviceRunner, "prepare", lambda runner, use_graphs, progress: PREPARED.append(use_graphs))
+    monkeypatch.setattr(ModelRunner, "prepare", lambda runner, use_graphs, progress: PREPARED.append(use_graphs))
     return build_engine(EngineConfig.from_values({"device": "cpu", "attention_backend": "triton", **settings}))
 
 

@@ -18,10 +18,10 @@ from dflash_backend.drafters import DFlashDrafter
 from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, draft_patterns
 from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
-from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
-from dflash_backend.worker.device_state import Prepared, StepRows
+from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.step_ops import select_step_ops
+from dflash_backend.worker.runner import ModelRunner, RunnerSizes
+from dflash_backend.worker.step_ops import Prepared, select_step_ops
 
 BLOCK_SIZE = 16
 # Drawn acceptances in the table that a captured step looks them up in; a power of two.
@@ -71,7 +71,7 @@ class RandomEngine:
         ops = select_step_ops(self.device)
         if acceptance is not None and k:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
-        runner = DeviceRunner(
+        runner = ModelRunner(
             self.target,
             drafter,
             self.kv,
@@ -120,8 +120,8 @@ def drawn_by_place(acceptance: SyntheticAcceptance, device: torch.device) -> For
     table = torch.tensor(acceptance.draw(TABLE_SIZE, seed=0), dtype=torch.int32, device=device)
     multipliers = [random.Random(seed).randrange(1, TABLE_SIZE, 2) for seed in (1, 2)]
 
-    def accepted(rows: StepRows, prepared: Prepared) -> torch.Tensor:
-        place = prepared.starts.long() * multipliers[0] + rows.table.long() * multipliers[1]
+    def accepted(rows: DeviceBatch, prepared: Prepared) -> torch.Tensor:
+        place = prepared.starts.long() * multipliers[0] + rows.req_idx.long() * multipliers[1]
         return torch.minimum(table[place % TABLE_SIZE], rows.num_draft)
 
     return accepted

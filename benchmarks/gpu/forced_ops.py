@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from dflash_backend.worker.device_state import Accepted, DeviceState, Prepared, StepRows
-from dflash_backend.worker.step_ops import StepOps
+from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
 
-ForcedAcceptance = Callable[[StepRows, Prepared], torch.Tensor]
+ForcedAcceptance = Callable[[DeviceBatch, Prepared], torch.Tensor]
 """How many drafts of each row shall stand: int32 `[R]` on the device, 0 to k, of which no more than the row has stand.
 It is captured in graphs, so it must follow from its arguments: from the rows and where they start."""
 
@@ -23,27 +24,27 @@ def force_acceptance(ops: StepOps, acceptance: ForcedAcceptance) -> StepOps:
     accept = ops.accept
 
     def forced(
-        best: torch.Tensor, probs: torch.Tensor | None, rows: StepRows, prepared: Prepared, state: DeviceState
+        choices: torch.Tensor, probs: torch.Tensor | None, batch: DeviceBatch, prepared: Prepared, state: StateTensors
     ) -> Accepted:
-        choices = forced_choices(acceptance(rows, prepared), best, rows, prepared, state)
-        return accept(choices, probs, rows, prepared, state)
+        choices = forced_choices(acceptance(batch, prepared), choices, batch, prepared, state)
+        return accept(choices, probs, batch, prepared, state)
 
     ops.accept = forced  # type: ignore[method-assign]
     return ops
 
 
 def forced_choices(
-    counts: torch.Tensor, best: torch.Tensor, rows: StepRows, prepared: Prepared, state: DeviceState
+    counts: torch.Tensor, argmax: torch.Tensor, rows: DeviceBatch, prepared: Prepared, state: StateTensors
 ) -> torch.Tensor:
-    """What takes the place of the target's most likely tokens (`best`, int64 `[D]`), so that greedy rows accept
+    """What takes the place of the target's most likely tokens (`argmax`, int64 `[D]`), so that greedy rows accept
     `counts` (int32 `[R]`) of their drafts: the drafts themselves, and then another token than the next draft."""
-    columns = torch.arange(state.k + 1, device=best.device)
+    columns = torch.arange(state.k + 1, device=argmax.device)
     first = (prepared.starts + rows.num_new).long()
     positions = (first[:, None] + columns).clamp(min=0, max=state.max_len - 1)
-    drafts = state.tokens[rows.table.clamp(min=0).long()[:, None], positions]
+    drafts = state.tokens[rows.req_idx.clamp(min=0).long()[:, None], positions]
     other = torch.where(drafts > 0, drafts - 1, drafts + 1)
     chosen = torch.where(columns < counts[:, None], drafts, other)
     # What is nobody's goes to a place behind the last.
-    is_judged = (rows.dist_start[:, None] >= 0) & (columns <= rows.num_draft[:, None])
-    places = torch.where(is_judged, rows.dist_start[:, None].long() + columns, len(best))
-    return torch.cat([best, best[-1:]]).scatter(0, places.flatten(), chosen.flatten())[:-1]
+    is_judged = (rows.logits_start[:, None] >= 0) & (columns <= rows.num_draft[:, None])
+    places = torch.where(is_judged, rows.logits_start[:, None].long() + columns, len(argmax))
+    return torch.cat([argmax, argmax[-1:]]).scatter(0, places.flatten(), chosen.flatten())[:-1]

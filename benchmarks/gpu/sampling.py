@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu.results import SamplingRun
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import graph_of, median_seconds
-from dflash_backend.sampling.filtering import SamplingRows
-from dflash_backend.worker.step_ops import TorchStepOps, select_step_ops
+from dflash_backend.sampling.filtering import SamplingTensors
+from dflash_backend.worker.step_ops import HostStepOps, select_step_ops
 
 BATCHES = (1, 8, 32)
 # A model's logits are bell-shaped with a few tokens far above: the spread, and how far these are.
@@ -33,16 +33,16 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
             with torch.inference_mode():
                 ours, sorting = (
                     median_seconds(device, graph_of(device, partial(ops.probabilities, logits, rows)))
-                    for ops in (select_step_ops(device), TorchStepOps())
+                    for ops in (select_step_ops(device), HostStepOps())
                 )
             yield SamplingRun(shape.name, name, num_rows, vocab, ours, sorting)
 
 
-def _parameters(num_rows: int, top_k: int, top_p: float, device: torch.device) -> SamplingRows:
+def _parameters(num_rows: int, top_k: int, top_p: float, device: torch.device) -> SamplingTensors:
     def of_each_row(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)
 
-    return SamplingRows(
+    return SamplingTensors(
         temperature=of_each_row(0.6),
         top_p=of_each_row(top_p),
         top_k=of_each_row(top_k, torch.int64),

@@ -11,6 +11,7 @@ hide what the real lengths leave out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -114,16 +115,17 @@ class TorchBackend(AttentionBackend):
         seq_lens = layout.seq_lens[rows]
         num_rows = len(seq_lens)
         window = pattern.sliding_window
-        blocks, key = self._visible(layout, rows, first_blocks)
+        blocks, starts = self._visible(layout, rows, first_blocks)
         if pattern.causal and num_rows == 1 and query_len == seq_lens[0] and (window is None or window >= query_len):
             return RowGroup(first_token, 1, query_len, query_len, blocks.reshape(-1), None)
-        device = blocks.device
         padded_len = blocks.shape[1] * self.block_size
-        lens = torch.from_numpy(seq_lens).to(device)
+        # In numpy, whose calls cost less: these arrays are small.
+        key = np.arange(padded_len) if starts is None else starts[:, None, None] + np.arange(padded_len)
         # Position of each query, `[num_rows, query_len]`.
-        query = lens[:, None] - query_len + torch.arange(query_len, device=device)
-        mask = additive_mask(hidden_keys(pattern, lens, query, key), dtype)
-        return RowGroup(first_token, num_rows, query_len, padded_len, blocks.reshape(-1), mask)
+        query = seq_lens[:, None] + np.arange(-query_len, 0)
+        hidden = hidden_keys(pattern, seq_lens, query, key)
+        mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0.0))[:, None])
+        return RowGroup(first_token, num_rows, query_len, padded_len, blocks.reshape(-1), mask.to(blocks.device, dtype))
 
     def _device_group(
         self,
@@ -137,7 +139,11 @@ class TorchBackend(AttentionBackend):
         """As `_group` from bounds: the masks and the places of the queries follow from what the device knows."""
         assert layout.device is not None
         query_len = int(layout.query_lens[rows.start])
-        blocks, key = self._visible(layout, rows, first_blocks)
+        blocks, starts = self._visible(layout, rows, first_blocks)
+        padded_len = blocks.shape[1] * self.block_size
+        key = torch.arange(padded_len, device=blocks.device)
+        if starts is not None:
+            key = torch.from_numpy(starts).to(blocks.device)[:, None, None] + key
         offset = torch.arange(query_len, device=blocks.device)
         query_lens, lens = layout.device.query_lens[rows].long(), layout.device.seq_lens[rows].long()
         hidden = hidden_keys(pattern, lens, (lens - query_lens)[:, None] + offset, key)
@@ -148,7 +154,7 @@ class TorchBackend(AttentionBackend):
             first_token,
             num_rows=len(blocks),
             query_len=query_len,
-            padded_len=blocks.shape[1] * self.block_size,
+            padded_len=padded_len,
             blocks=blocks.clamp(min=0).reshape(-1),
             mask=additive_mask(hidden, dtype),
             tokens=token_index(layout.device, rows, offset),
@@ -156,18 +162,15 @@ class TorchBackend(AttentionBackend):
 
     def _visible(
         self, layout: RowLayout, rows: slice, first_blocks: np.ndarray | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks that a group's queries see, `[num_rows, num_blocks]`, and the positions in them:
-        `[num_blocks * block_size]`, or `[num_rows, 1, num_blocks * block_size]` where rows begin at different ones."""
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """The blocks that a group's queries see, `[num_rows, num_blocks]`, and the position that each row's first one
+        begins at, int64 `[num_rows]`; None where that is 0 for all."""
         tables, seq_lens = layout.block_tables[rows], layout.seq_lens[rows]
         if first_blocks is None:
-            width = max(-(-int(seq_lens.max()) // self.block_size), 1)
-            return tables[:, :width], torch.arange(width * self.block_size, device=tables.device)
+            return tables[:, : max(-(-int(seq_lens.max()) // self.block_size), 1)], None
         first = first_blocks[rows]
         width = max(int((-(-seq_lens // self.block_size) - first).max()), 1)
-        starts = torch.from_numpy(first * self.block_size).to(tables.device)
-        key = starts[:, None, None] + torch.arange(width * self.block_size, device=tables.device)
-        return gather_tables(tables, first, width), key
+        return gather_tables(tables, first, width), first * self.block_size
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         assert isinstance(metadata, TorchMetadata)
@@ -214,19 +217,20 @@ class TorchBackend(AttentionBackend):
         )
 
 
-def hidden_keys(pattern: AttentionPattern, lens: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+
+
+def hidden_keys(pattern: AttentionPattern, lens: Array, query: Array, key: Array) -> Array:
     """Which positions the queries of rows do not see: bool `[num_rows, query_len, num_keys]`.
 
     lens: int64 `[num_rows]`. query: int64 `[num_rows, query_len]`, positions. key: int64 `[num_keys]` or
     `[num_rows, 1, num_keys]`, positions.
     """
     query = query[:, :, None]
-    if pattern.causal:
-        hidden = key > query
-    else:
-        hidden = (key >= lens[:, None, None]).expand(*query.shape[:2], key.shape[-1])
+    # Without `causal` a row's last key is the same for all of its queries.
+    hidden = key > (query if pattern.causal else query * 0 + lens[:, None, None] - 1)
     if pattern.sliding_window is not None:
-        hidden = hidden | ((key - query).abs() >= pattern.sliding_window)
+        hidden = hidden | (abs(key - query) >= pattern.sliding_window)
     return hidden
 
 

@@ -28,12 +28,11 @@ from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
 from dflash_backend.tenant_names import parse_tenant_weights
-from dflash_backend.worker import DeviceRunner, ModelRunner
-from dflash_backend.worker.device_runner import RunnerSizes
+from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
-from dflash_backend.worker.request_table import RequestTable
 from dflash_backend.worker.row_parallel import num_row_workers
+from dflash_backend.worker.runner import RunnerSizes
 from dflash_backend.worker.step_ops import select_step_ops
 
 Progress = Callable[[str, float], None]
@@ -50,7 +49,7 @@ class BuiltEngine:
     """An engine that is ready to step, and what the frontend must know of it."""
 
     core: EngineCore
-    runner: ModelRunner | DeviceRunner
+    runner: ModelRunner
     pair: ModelPair
     ready: EngineReady
     trace: StepTrace | None = None
@@ -100,10 +99,9 @@ def build_engine(
         sizes = _measured_sizes(config, models, sizes, probe, report)
     kv = allocate_kv(config, models.pair, sizes.num_blocks, dtype, device)
     runner = _runner(config, models, sizes, kv)
-    if isinstance(runner, DeviceRunner):
-        # The guard looks at a step while it runs, which a graph does not let it.
-        use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
-        runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done))
+    # The guard looks at a step while it runs, which a graph does not let it.
+    use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
+    runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done))
     ready = EngineReady(
         max_model_len=sizes.max_model_len,
         num_speculative_tokens=pair.num_speculative_tokens,
@@ -177,24 +175,28 @@ def _wanted_ops(backend: AttentionBackend) -> str | None:
     return "triton" if backend.name == "triton" else None
 
 
-def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedKVCache) -> ModelRunner | DeviceRunner:
-    """The worker for these models over this K/V: on a GPU, and where its kernels are interpreted, the one that keeps
-    everything on the device."""
+def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedKVCache) -> ModelRunner:
+    """The worker for these models over this K/V."""
     pair, target, device = models.pair, models.target, models.device
     drafter = None
     if models.draft is not None:
         drafter = DFlashDrafter(models.draft, target, kv.draft, models.backend, _drafter_len(pair, sizes))
-    k, vocab_size = pair.num_speculative_tokens, pair.target.vocab_size
-    greedy_drafts = config.draft_sample_method == "greedy"
-    wanted_ops = _wanted_ops(models.backend)
-    if device.type == "cuda" or wanted_ops == "triton":
-        room = RunnerSizes(config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, k)
-        step_ops = select_step_ops(device, wanted_ops)
-        return DeviceRunner(target, drafter, kv, models.backend, step_ops, room, greedy_drafts, device, models.dtype)
-    requests = RequestTable(config.max_num_seqs, sizes.max_model_len, k, config.kv_block_size, vocab_size, device)
+    room = RunnerSizes(
+        config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, pair.num_speculative_tokens
+    )
     directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    row_workers = num_row_workers(sum(weight_bytes(directory) for directory in directories))
-    return ModelRunner(target, drafter, kv, models.backend, requests, greedy_drafts, device, models.dtype, row_workers)
+    return ModelRunner(
+        target,
+        drafter,
+        kv,
+        models.backend,
+        select_step_ops(device, _wanted_ops(models.backend)),
+        room,
+        config.draft_sample_method == "greedy",
+        device,
+        models.dtype,
+        num_row_workers(sum(weight_bytes(directory) for directory in directories)),
+    )
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
@@ -248,9 +250,7 @@ def _trace(config: EngineConfig) -> StepTrace | None:
         ) from None
 
 
-def _core(
-    config: SchedulerConfig, runner: ModelRunner | DeviceRunner, trace: StepTrace | None, overlap: bool
-) -> EngineCore:
+def _core(config: SchedulerConfig, runner: ModelRunner, trace: StepTrace | None, overlap: bool) -> EngineCore:
     try:
         return EngineCore(config, runner, trace=trace, overlap=overlap)
     except ValueError as error:

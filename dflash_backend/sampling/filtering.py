@@ -12,7 +12,7 @@ from dflash_kernels.draw import draw_reference
 
 
 @dataclass(frozen=True)
-class SamplingRows:
+class SamplingTensors:
     """Sampling parameters, one entry for each logits row `[n]`, all on the logits' device.
 
     temperature float32 (above 0); top_p, min_p float32; top_k int64 (0: all tokens); seeds int64. The flags say
@@ -27,25 +27,12 @@ class SamplingRows:
     any_top_k_or_p: bool
     any_min_p: bool
 
-    def select(self, index: torch.Tensor) -> SamplingRows:
-        """The rows `index` (int64), in that order, repeats allowed."""
-        return SamplingRows(
-            self.temperature[index],
-            self.top_p[index],
-            self.top_k[index],
-            self.min_p[index],
-            self.seeds[index],
-            self.any_top_k_or_p,
-            self.any_min_p,
-        )
 
-
-def probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def probabilities(logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
     """The distribution that a request samples from: `[n, vocab]` logits -> float32 probabilities. See
     `dflash_kernels.cut_softmax`."""
-    return cut_softmax_reference(
-        logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.any_top_k_or_p, rows.any_min_p
-    )
+    p = parameters
+    return cut_softmax_reference(logits, p.temperature, p.top_k, p.top_p, p.min_p, p.any_top_k_or_p, p.any_min_p)
 
 
 def draw(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The muscle: K/V tensors, request state and the model runner that executes step plans."""
 
-from dflash_backend.worker.device_runner import DeviceRunner
 from dflash_backend.worker.runner import ModelRunner
 
-__all__ = ["DeviceRunner", "ModelRunner"]
+__all__ = ["ModelRunner"]

@@ -1,61 +1,291 @@
-"""A step's rows as flat arrays: which tokens run at which positions, and where their K/V goes."""
+"""The layout of a step: from a plan's rows to what the host and the device must know of them.
+
+A step is either ragged, its rows' tokens behind one another, or padded: a fixed number of rows with a fixed number of
+tokens each, which is what a captured graph runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.state import RequestStates
+from dflash_backend.worker.transfers import ALIGNMENT, Uploader
+
+# A ragged step on a GPU has a multiple of this number of rows: Triton compiles a kernel anew for a number that is 1.
+ROW_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
-class StepBatch:
-    """Rows in the order they run, all arrays int64 on the host.
+class BatchTraits:
+    """What the host knows of a step's rows together, by which the step runs fewer operations.
 
-    Per row `[num_rows]`: table (row in the request table), start (`num_computed`), num_new, num_draft, num_next_draft,
-    first_token (index of the row's first token). Per token `[num_tokens]`: row, position, slot.
+    sampled: some row belongs to a sampled request. drafts: some row proposes drafts. any_top_k_or_p, any_min_p: some
+    sampled request filters its distribution. all_sampled: every row belongs to a sampled request.
     """
 
-    rows: list[ScheduledRequest]
-    request_ids: list[str]
-    table: np.ndarray
-    start: np.ndarray
-    num_new: np.ndarray
-    num_draft: np.ndarray
-    num_next_draft: np.ndarray
-    sample: np.ndarray
-    first_token: np.ndarray
-    token_row: np.ndarray
-    token_position: np.ndarray
-    token_slot: np.ndarray
-    block_size: int
-    blocks: np.ndarray
+    sampled: bool
+    drafts: bool
+    any_top_k_or_p: bool = False
+    any_min_p: bool = False
+    all_sampled: bool = False
+
+
+@dataclass(frozen=True)
+class LengthBounds:
+    """What the host knows of R rows whose exact positions only the device knows: int64 `[R]`.
+
+    query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last query of
+    the drafter. The positions are at most `max_overestimate` too high.
+    """
+
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    draft_lens: np.ndarray
+    max_overestimate: int
+
+
+# Fields begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise.
+_ALIGNMENT = 4
+# In the order in which `DeviceBatch.over` finds them.
+_ROW_FIELDS = (
+    "req_idx",
+    "start",
+    "num_unverified",
+    "num_new",
+    "num_draft",
+    "num_next",
+    "query_start",
+    "query_lens",
+    "logits_start",
+    "sampled",
+)
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """The layout of a step as its operations read it: R rows with T tokens.
+
+    int32 `[R]`: req_idx (index of the request's state, -1 for padding), start (where `num_unverified`, the drafts in
+    flight, is not 0, an upper bound of `StateTensors.computed`, the real one), num_new (known tokens), num_draft
+    (drafts behind them), num_next (drafts to propose), query_start (index of the first token), query_lens
+    (`num_new + num_draft`), logits_start (index of the first of the row's `num_draft + 1` logits, -1 for a row that
+    does not sample), sampled (1: rejection sampling, 0: greedy). token_row: int32 `[T]`, the row of each token, -1 for
+    padding tokens.
+
+    A padding row has req_idx and logits_start -1 and all its numbers 0.
+    """
+
+    req_idx: torch.Tensor
+    start: torch.Tensor
+    num_unverified: torch.Tensor
+    num_new: torch.Tensor
+    num_draft: torch.Tensor
+    num_next: torch.Tensor
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    logits_start: torch.Tensor
+    sampled: torch.Tensor
+    token_row: torch.Tensor
+
+    @staticmethod
+    def buffer_size(num_rows: int, num_tokens: int) -> int:
+        """Numbers in the buffer of `over`."""
+        return len(_ROW_FIELDS) * _aligned(num_rows) + num_tokens
 
     @classmethod
-    def build(cls, rows: list[ScheduledRequest], requests: RequestTable, block_size: int) -> StepBatch:
-        """The rows in the order given: alike ones should be neighbours, so that attention can pad them to one batch."""
-        fields = [(row.num_computed, row.num_new, row.num_draft, row.num_next_draft, row.sample) for row in rows]
-        start, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
-        table = np.array([requests.records[row.request_id].index for row in rows], dtype=np.int64)
-        lens = num_new + num_draft
-        first = np.cumsum(lens) - lens
-        token_row, position = spans(start, lens)
-        slots = slots_of(requests.blocks, table[token_row], position, block_size)
-        request_ids = [row.request_id for row in rows]
+    def over(cls, buffer: torch.Tensor, num_rows: int) -> DeviceBatch:
+        """Views of `buffer`, int32 `[buffer_size(num_rows, num_tokens)]`, so that a step's layout is one copy from the
+        host. Raises `ValueError` for a buffer that is too small."""
+        num_fields = cls.buffer_size(num_rows, 0)
+        if buffer.dtype != torch.int32 or buffer.dim() != 1 or len(buffer) < num_fields:
+            raise ValueError(
+                f"the layout of {num_rows} rows needs an int32 vector of at least {num_fields} numbers, "
+                f"not {buffer.dtype} of shape {list(buffer.shape)}"
+            )
+        fields = buffer[:num_fields].view(len(_ROW_FIELDS), -1)[:, :num_rows]
+        return cls(**dict(zip(_ROW_FIELDS, fields.unbind(0), strict=True)), token_row=buffer[num_fields:])
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step of R rows, T tokens and D rows of logits.
+
+    logits_token: int32 `[D]`, the token that each row of logits follows; None where every token has one, in order.
+    logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. Both on the device, as `batch` is.
+    """
+
+    batch: DeviceBatch
+    logits_token: torch.Tensor | None
+    logits_row: torch.Tensor
+    bounds: LengthBounds
+    traits: BatchTraits
+
+    @property
+    def num_rows(self) -> int:
+        """R, padding rows included."""
+        return len(self.batch.req_idx)
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A plan's rows as arrays `[n]`, int64 but for sample and sampled, with the meanings of `DeviceBatch`.
+
+    sample: bool, rows that yield tokens. sampled: bool, rows of sampled requests.
+    """
+
+    request_ids: list[str]
+    req_idx: np.ndarray
+    start: np.ndarray
+    num_unverified: np.ndarray
+    num_new: np.ndarray
+    num_draft: np.ndarray
+    num_next: np.ndarray
+    sample: np.ndarray
+    sampled: np.ndarray
+    traits: BatchTraits
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledRequest], requests: RequestStates) -> HostBatch:
+        """The rows in the order given."""
+        fields = [
+            (
+                requests.records[row.request_id].index,
+                row.num_computed,
+                row.num_unverified_drafts,
+                row.num_new,
+                row.num_draft,
+                row.num_next_draft,
+                row.sample,
+            )
+            for row in rows
+        ]
+        req_idx, start, unverified, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
+        sampled = ~requests.greedy[req_idx]
+        which = req_idx[sampled]
+        filters = len(which) > 0
+        traits = BatchTraits(
+            sampled=filters,
+            drafts=bool(num_next.any()),
+            any_top_k_or_p=filters and bool((requests.top_p[which] < 1.0).any() or (requests.top_k[which] > 0).any()),
+            any_min_p=filters and bool((requests.min_p[which] > 0.0).any()),
+            all_sampled=len(which) == len(rows),
+        )
         return cls(
-            rows, request_ids, table, start, num_new, num_draft, num_next, sample.astype(bool),
-            first, token_row, position, slots, block_size, requests.blocks,
+            [row.request_id for row in rows],
+            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), sampled, traits,
         )  # fmt: skip
 
-    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """K/V slots of `positions` of the batch's `rows`, both int64 `[n]`."""
-        return slots_of(self.blocks, self.table[rows], positions, self.block_size)
+    @property
+    def query_lens(self) -> np.ndarray:
+        """Tokens of each row."""
+        lens: np.ndarray = self.num_new + self.num_draft
+        return lens
 
-    def block_tables(self, rows: np.ndarray, num_positions: int) -> np.ndarray:
-        """Block tables of the batch's `rows`, as wide as `num_positions` need: int64 `[n, blocks]`."""
-        return self.blocks[self.table[rows], : -(-num_positions // self.block_size)]
+    @property
+    def num_logits(self) -> np.ndarray:
+        """Rows of logits of each row: one for each draft and one behind them, where the row samples."""
+        return np.where(self.sample, self.num_draft + 1, 0)
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether every row is a last known token and its drafts, which fits a padded step."""
+        return bool(self.sample.all() and (self.num_new == 1).all())
+
+    def bounds(self, num_rows: int) -> LengthBounds:
+        """The bounds for these rows and the padding rows behind them, `num_rows` in all."""
+        ends = self.start + self.query_lens
+        # The first of the drafter's queries, the anchor, follows the last draft if all of them are accepted.
+        drafts = np.where(self.num_next > 0, ends + 1 + self.num_next, 0)
+        return LengthBounds(
+            query_lens=padded(self.query_lens, num_rows),
+            seq_lens=padded(ends, num_rows),
+            draft_lens=padded(drafts, num_rows),
+            max_overestimate=int((self.num_unverified + self.num_draft).max()),
+        )
+
+    def ragged(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], row_multiple: int = 1) -> StepInputs:
+        """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`."""
+        lens, num_logits = self.query_lens, self.num_logits
+        first = np.cumsum(lens) - lens
+        logits_start = np.where(self.sample, np.cumsum(num_logits) - num_logits, -1)
+        logits_row, logits_token = spans(first + self.num_new - 1, num_logits)
+        if len(logits_row) == 0:
+            # A padding row of logits, so that a step in which no row samples is no case of its own.
+            logits_row, logits_token = np.array([-1]), np.array([0])
+        num_rows = _rounded(len(lens), row_multiple)
+        token_row = np.repeat(np.arange(len(lens)), lens)
+        numbers, tokens, rows = send(
+            [
+                self.numbers(num_rows, first, logits_start, token_row),
+                logits_token.astype(np.int32),
+                logits_row.astype(np.int32),
+            ]
+        )
+        every = len(logits_token) == len(token_row) and bool(self.sample.any())
+        batch = DeviceBatch.over(numbers, num_rows)
+        return StepInputs(batch, None if every else tokens, rows, self.bounds(num_rows), self.traits)
+
+    def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
+        """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
+
+        first: the index of each row's first token, logits_start that of its first logits; `[n]`, or `[num_rows]` where
+        padding rows have tokens too. token_row: `[T]`.
+        """
+        count = len(self.req_idx)
+        numbers = np.zeros(DeviceBatch.buffer_size(num_rows, len(token_row)), dtype=np.int32)
+        num_fields = len(numbers) - len(token_row)
+        fields = numbers[:num_fields].reshape(len(_ROW_FIELDS), -1)
+        req_idx, start, unverified, num_new, num_draft, num_next, query_start, lens, logits, sampled = fields
+        req_idx[:] = logits[:] = -1
+        # Ascending, also where padding rows come last.
+        query_start[:] = len(token_row)
+        query_start[: len(first)] = first
+        req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start, self.num_unverified
+        num_new[:count], num_draft[:count], num_next[:count] = self.num_new, self.num_draft, self.num_next
+        lens[:count], logits[:count], sampled[:count] = self.query_lens, logits_start[:count], self.sampled
+        numbers[num_fields:] = token_row
+        return numbers
+
+
+class LayoutBuffer:
+    """Where the layouts of steps lie on a GPU, always at the same address: a captured graph reads it there."""
+
+    def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
+        """For steps of at most that many rows and tokens."""
+        # Rows of any step, padding included.
+        self.max_rows = _rounded(max_rows, ROW_MULTIPLE)
+        numbers = DeviceBatch.buffer_size(self.max_rows, max_tokens)
+        # Besides, two numbers for each row of logits, of which there are no more than tokens.
+        self._uploader = Uploader(4 * (numbers + 2 * max_tokens) + 4 * ALIGNMENT, device)
+
+    def padded_batch(self, num_rows: int, width: int) -> DeviceBatch:
+        """The layout of padded steps with `num_rows` rows of `width` tokens each: what the last `send_padded` of this
+        shape sent, whenever the device reads it."""
+        size = 4 * DeviceBatch.buffer_size(num_rows, num_rows * width)
+        return DeviceBatch.over(self._uploader.buffer[:size].view(torch.int32), num_rows)
+
+    def send_padded(self, batch: HostBatch, num_rows: int, width: int) -> None:
+        """Send the layout of decode rows (`HostBatch.decode_only`), with padding up to `num_rows` rows of `width`."""
+        first = np.arange(num_rows) * width
+        lens = padded(batch.query_lens, num_rows)
+        rows = np.where(np.arange(width) < lens[:, None], np.arange(num_rows)[:, None], -1)
+        self._uploader.send([batch.numbers(num_rows, first, first, rows.reshape(-1))])
+
+    def send_nothing(self, num_rows: int, width: int) -> None:
+        """Send the layout of padding rows alone, to run a padded step that changes nothing."""
+        none = np.zeros(0, dtype=np.int64)
+        flags = none.astype(bool)
+        batch = HostBatch([], *(none,) * 6, sample=flags, sampled=flags, traits=BatchTraits(False, False))
+        self.send_padded(batch, num_rows, width)
+
+    def send_ragged(self, batch: HostBatch) -> StepInputs:
+        """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
+        return batch.ragged(self._uploader.send, ROW_MULTIPLE)
 
 
 def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +295,16 @@ def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return rows, starts[rows] + np.arange(len(rows)) - first[rows]
 
 
-def slots_of(blocks: np.ndarray, table_rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """K/V slots of `positions` of the requests in `table_rows`, both int64 `[n]`."""
-    slots: np.ndarray = blocks[table_rows, positions // block_size] * block_size + positions % block_size
-    return slots
+def padded(values: np.ndarray, size: int) -> np.ndarray:
+    """`values` and zeros behind them: `[size]`."""
+    if size == len(values):
+        return values
+    return np.concatenate([values, np.zeros(size - len(values), dtype=values.dtype)])
+
+
+def _aligned(num_rows: int) -> int:
+    return _rounded(num_rows, _ALIGNMENT)
+
+
+def _rounded(num_rows: int, multiple: int) -> int:
+    return -(-num_rows // multiple) * multiple

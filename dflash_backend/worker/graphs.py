@@ -18,21 +18,25 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from dflash_backend.worker.device_layout import Bounds, HostRows, LayoutBuffer, RowTraits, StepInputs
-from dflash_backend.worker.device_step import DeviceStep
+from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, StepInputs
+from dflash_backend.worker.step import ModelStep
 
 logger = logging.getLogger(__name__)
 
 # Ladder steps are this far apart from the first multiple on.
-LADDER_STRIDE = 8
+CAPTURE_STRIDE = 8
 # Padding costs arithmetic and a launch without a graph costs the host's time: rows are padded to twice their number at
 # the most, or by this many.
-ALWAYS_WORTH_PADDING = LADDER_STRIDE
+ALWAYS_WORTH_PADDING = CAPTURE_STRIDE
 # And a step to twice its tokens at the most, or to so many, for which a GPU still spends its time on reading weights.
 # Rows without drafts are much narrower than their places.
 CHEAP_TOKENS = 128
 # Left free for what steps without a graph allocate.
 RESERVED_BYTES = 1 << 30
+# Tokens of a prefill chunk that takes the tallest tiles, whatever the heads.
+WARM_UP_CHUNK = 256
+# Of different lengths, so that attention maps tiles to rows as it does in a ragged step.
+WARM_UP_ROWS = 4
 
 Progress = Callable[[str, float], None]
 GraphPool = Any
@@ -45,7 +49,7 @@ class PaddedStep(Protocol):
     inputs: StepInputs
 
     def replay(self) -> torch.Tensor:
-        """Queue the step for the rows whose layout was sent last. The result is that of `DeviceStep.finish`, valid on
+        """Queue the step for the rows whose layout was sent last. The result is that of `ModelStep.finish`, valid on
         the device until this step or another padded one is replayed."""
         ...
 
@@ -57,19 +61,19 @@ MakeStep = Callable[[StepInputs], PaddedStep | None]
 class EagerStep:
     """A padded step that is run operation by operation: on a CPU, and with `enable_cuda_graphs` off."""
 
-    def __init__(self, step: DeviceStep, inputs: StepInputs) -> None:
+    def __init__(self, step: ModelStep, inputs: StepInputs) -> None:
         self.inputs = inputs
         self._step = step
 
     def replay(self) -> torch.Tensor:
         """See `PaddedStep.replay`."""
-        return self._step.run(self.inputs)
+        return self._step.run(self.inputs).numbers
 
 
 class CapturedStep:
     """A padded step in a CUDA graph."""
 
-    def __init__(self, step: DeviceStep, inputs: StepInputs, pool: GraphPool, stream: torch.cuda.Stream) -> None:
+    def __init__(self, step: ModelStep, inputs: StepInputs, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         """Runs the step once on `stream`, for what is made at first use (compiled kernels, library handles), then
         captures it with its memory in `pool`. The layout on the device must be one of padding rows alone."""
         self.inputs = inputs
@@ -78,7 +82,7 @@ class CapturedStep:
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self._result = step.finish(inputs, step.verify(inputs))
+            self._result = step.finish(inputs, step.verify(inputs)).numbers
 
     def replay(self) -> torch.Tensor:
         """See `PaddedStep.replay`."""
@@ -89,7 +93,7 @@ class CapturedStep:
 class GraphCapturer:
     """Captures padded steps, all with their memory in one pool: they run one at a time."""
 
-    def __init__(self, step: DeviceStep, layouts: LayoutBuffer) -> None:
+    def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
         self._step = step
         self._layouts = layouts
         self._pool = torch.cuda.graph_pool_handle()
@@ -108,16 +112,16 @@ class GraphCapturer:
             return None
 
 
-def ladder(max_rows: int) -> list[int]:
+def capture_sizes(max_rows: int) -> list[int]:
     """Numbers of rows that padded steps have: 1, 2, 4, then every eighth, and `max_rows`."""
     sizes = {size for size in (1, 2, 4) if size < max_rows}
-    return sorted(sizes | set(range(LADDER_STRIDE, max_rows, LADDER_STRIDE)) | {max_rows})
+    return sorted(sizes | set(range(CAPTURE_STRIDE, max_rows, CAPTURE_STRIDE)) | {max_rows})
 
 
-class PaddedSteps:
+class GraphRunner:
     """The padded steps that there are, by kind (whether there are sampled requests) and number of rows."""
 
-    def __init__(self, step: DeviceStep, layouts: LayoutBuffer) -> None:
+    def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
         self._step = step
         self._layouts = layouts
         self._steps: dict[bool, list[PaddedStep]] = {False: [], True: []}
@@ -126,14 +130,15 @@ class PaddedSteps:
         """Those of a kind."""
         return list(self._steps[sampled])
 
-    def find(self, rows: HostRows, traits: RowTraits) -> PaddedStep | None:
-        """The smallest padded step that can run `rows`; None when there is none, or none that is worth its padding."""
-        if not rows.decode_only:
+    def find(self, batch: HostBatch) -> PaddedStep | None:
+        """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding."""
+        steps = self._steps[batch.traits.sampled]
+        if not steps or not batch.decode_only:
             return None
-        count = len(rows.table)
+        count = len(batch.req_idx)
         most = max(2 * count, count + ALWAYS_WORTH_PADDING)
-        most = min(most, max(2 * int(rows.query_lens.sum()), CHEAP_TOKENS) // self._step.width)
-        fitting = [step for step in self._steps[traits.sampled] if count <= step.inputs.num_rows <= most]
+        most = min(most, max(2 * int(batch.query_lens.sum()), CHEAP_TOKENS) // self._step.width)
+        fitting = [step for step in steps if count <= step.inputs.num_rows <= most]
         return min(fitting, key=lambda step: step.inputs.num_rows, default=None)
 
     def make(self, make: MakeStep, sizes: Sequence[int], sampled: bool, progress: Progress) -> None:
@@ -170,11 +175,11 @@ class PaddedSteps:
         device = state.tokens.device
         longest = np.full(num_rows, state.max_len)
         return StepInputs(
-            rows=self._layouts.padded_rows(num_rows, self._step.width),
-            dist_token=None,
-            dist_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(self._step.width),
-            bounds=Bounds(np.full(num_rows, self._step.width), longest, longest, max_overestimate=state.max_len),
-            traits=RowTraits(sampled, self._step.drafter is not None and state.k > 0, sampled, sampled),
+            batch=self._layouts.padded_batch(num_rows, self._step.width),
+            logits_token=None,
+            logits_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(self._step.width),
+            bounds=LengthBounds(np.full(num_rows, self._step.width), longest, longest, max_overestimate=state.max_len),
+            traits=BatchTraits(sampled, self._step.drafter is not None and state.k > 0, sampled, sampled),
         )
 
 
@@ -189,3 +194,33 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int) -> None:
+    """Run steps of padding rows alone, which read and write nothing, under the bounds of real ones: a token, a decode
+    row and a chunk, each over a short and a long context; then one of sampled requests.
+
+    max_tokens: the most of a step.
+    """
+    for num_tokens in sorted({1, min(step.width, max_tokens), min(WARM_UP_CHUNK, max_tokens)}):
+        for length in (num_tokens, step.state.max_len):
+            step.run(_padding_under_bounds(step, layouts, num_tokens, length, sampled=False))
+    step.run(_padding_under_bounds(step, layouts, 1, step.state.max_len, sampled=True))
+
+
+def _padding_under_bounds(
+    step: ModelStep, layouts: LayoutBuffer, num_tokens: int, length: int, sampled: bool
+) -> StepInputs:
+    """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens that ends at `length`."""
+    device = step.state.tokens.device
+    width = -(-num_tokens // WARM_UP_ROWS)
+    layouts.send_nothing(WARM_UP_ROWS, width)
+    lens, ends = np.zeros((2, WARM_UP_ROWS), dtype=np.int64)
+    lens[0], ends[0] = num_tokens, length
+    return StepInputs(
+        batch=layouts.padded_batch(WARM_UP_ROWS, width),
+        logits_token=torch.zeros(1, dtype=torch.int32, device=device),
+        logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
+        bounds=LengthBounds(lens, ends, ends, max_overestimate=step.state.max_len),
+        traits=BatchTraits(sampled=sampled, drafts=step.drafter is not None and step.state.k > 0),
+    )

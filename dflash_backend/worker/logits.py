@@ -1,14 +1,13 @@
-"""What requests change in the target's logits, and what they want to know of them. Called by `worker.acceptance` and
-`worker.device_special`.
+"""Logits processors and log-probabilities: what requests change in the target's logits, and what they want to know of
+them.
 
 The order is vLLM v1's. Log-probabilities are those of the logits as the model gave them. Then come logit bias, stop
-tokens hidden before `min_tokens`, and penalties, which is `adjust`; temperature and the cuts of the tail follow in
-`sampling.filtering`.
+tokens hidden before `min_tokens`, and penalties; temperature and filtering follow in `sampling.filtering`.
 
-Rows are ragged, as in `sampling.verify`: a row with j drafts has j + 1 distributions behind one another, and the one
-after d1 .. di counts d1 .. di as output. So a draft is judged by the distribution that the target alone would have had
-at its place (LOSSLESS). Nothing is kept from step to step: everything follows from the tokens in the request table, so
-preemption and prefix hits have nothing to restore.
+A row with j drafts has j + 1 rows of logits behind one another, and the one after d1 .. di counts d1 .. di as output.
+So a draft is verified by the distribution that the target alone would have had at its position (LOSSLESS). Nothing is
+kept from step to step: everything follows from the tokens in the requests' state, so preemption and prefix hits have
+nothing to restore.
 """
 
 from __future__ import annotations
@@ -19,58 +18,118 @@ import numpy as np
 import torch
 
 from dflash_backend.messages import TokenLogprobs
-from dflash_backend.worker.batch import spans
-from dflash_backend.worker.request_table import RequestArrays
+from dflash_backend.worker.batch import HostBatch, spans
+from dflash_backend.worker.state import RequestStates
 
-# Penalties work on tensors of `[distributions, vocab]`. With 16 distributions a row and 150,000 tokens, 8 rows are
-# 80 MB for each of them.
-PENALISED_ROWS_AT_A_TIME = 8
+# Penalties work on tensors of `[logits rows, vocab]`. With 16 rows of logits a request and 150,000 tokens, 8 requests
+# are 80 MB for each of them.
+PENALISED_AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
-class JudgedRows:
-    """Rows that choose tokens, int64 `[n]` each but the ids: row in the request table, position of the token that the
-    first distribution decides, number of drafts."""
+class SamplingMetadata:
+    """Rows that sample, int64 `[n]` each but the ids: index of the request's state, position of the token that the
+    first row of logits decides, number of drafts."""
 
     request_ids: list[str]
-    table: np.ndarray
+    req_idx: np.ndarray
     position: np.ndarray
     num_draft: np.ndarray
 
     @property
     def first(self) -> np.ndarray:
-        """Index of each row's first distribution: int64 `[n]`."""
+        """Index of each row's first logits: int64 `[n]`."""
         sizes = self.num_draft + 1
         starts: np.ndarray = np.cumsum(sizes) - sizes
         return starts
 
 
-def adjust(logits: torch.Tensor, rows: JudgedRows, requests: RequestArrays) -> torch.Tensor:
-    """The logits that `rows` choose from.
+class LogitsProcessors:
+    """The rows of a step whose requests change their logits, or want log-probabilities: `rows`, int64 `[n]`, at least
+    one. The core plans such a row only when nothing of its request is in flight, so the host knows where it starts."""
+
+    def __init__(self, batch: HostBatch, rows: np.ndarray, requests: RequestStates) -> None:
+        self.rows = rows
+        self._requests = requests
+        num_logits = batch.num_logits
+        first = np.cumsum(num_logits) - num_logits
+        # The logits of these rows among those of the step, int64 `[sum(num_draft + 1)]`.
+        _, self._flat = spans(first[rows], num_logits[rows])
+        self._raw: torch.Tensor | None = None
+        ids = [batch.request_ids[i] for i in rows.tolist()]
+        position = batch.start[rows] + batch.num_new[rows]
+        self._metadata = SamplingMetadata(ids, batch.req_idx[rows], position, batch.num_draft[rows])
+
+    @classmethod
+    def of(cls, batch: HostBatch, requests: RequestStates) -> LogitsProcessors | None:
+        """Those of a step; None where no row asks for any. Raises `RuntimeError` for a row whose start is not
+        certain."""
+        index = batch.req_idx
+        # 0 for a request without `min_tokens`. The lowest start may then be below 0: an upper bound is cut at the
+        # request's end, and the number of drafts in flight is not.
+        min_end = requests.min_end[index]
+        hides = (min_end > 0) & (min_end > batch.start + batch.num_new - batch.num_unverified)
+        asks = hides | requests.biased[index] | requests.penalised[index] | (requests.num_logprobs[index] >= 0)
+        rows = (batch.sample & asks).nonzero()[0]
+        if len(rows) == 0:
+            return None
+        if batch.num_unverified[rows].any():
+            names = [batch.request_ids[i] for i in rows.tolist()]
+            raise RuntimeError(
+                f"rows of {names} were planned with a step of theirs in flight, though their logits or their results "
+                "need the host; this is a defect of the scheduler"
+            )
+        return cls(batch, rows, requests)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits that tokens are chosen from, for those that the model gave, both `[D, vocab]`."""
+        flat = torch.from_numpy(self._flat).to(logits.device)
+        self._raw = logits.index_select(0, flat)
+        processed = apply_processors(self._raw, self._metadata, self._requests)
+        if processed is self._raw:
+            return logits
+        return logits.float().index_copy(0, flat, processed)
+
+    def logprobs(self, counts: torch.Tensor, tokens: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """What the rows that asked get, by row, once the step has decided; waits for the device if any did.
+
+        counts: int32 `[R]`, accepted drafts. tokens: int64 `[R, k + 1]`, new tokens.
+        """
+        if not (self._requests.num_logprobs[self._metadata.req_idx] >= 0).any():
+            return {}
+        assert self._raw is not None
+        kept, ids = counts.tolist(), tokens.tolist()
+        new = [ids[i][: kept[i] + 1] for i in self.rows.tolist()]
+        entries = token_logprobs(self._raw, self._metadata, self._requests, new)
+        return {row: entry for row, entry in zip(self.rows.tolist(), entries, strict=True) if entry is not None}
+
+
+def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates) -> torch.Tensor:
+    """The logits that the rows of `metadata` choose from.
 
     logits: `[sum(num_draft + 1), vocab]`, not changed. Returns `logits` itself when no row asks for a change, else a
     float32 copy, in which the other rows have their values.
     """
-    table, position, num_draft = rows.table, rows.position, rows.num_draft
-    num_hidden = requests.min_end[table] - position
-    biased, penalised = requests.biased[table], requests.penalised[table]
+    req_idx, position, num_draft = metadata.req_idx, metadata.position, metadata.num_draft
+    num_hidden = requests.min_end[req_idx] - position
+    biased, penalised = requests.biased[req_idx], requests.penalised[req_idx]
     special = (num_hidden > 0) | biased
     if not (special | penalised).any():
         return logits
-    adjusted = logits.to(torch.float32, copy=True)
-    first = rows.first
+    processed = logits.to(torch.float32, copy=True)
+    first = metadata.first
     for i in special.nonzero()[0].tolist():
-        record = requests.records[rows.request_ids[i]]
-        part = adjusted[first[i] : first[i] + num_draft[i] + 1]
+        record = requests.records[metadata.request_ids[i]]
+        part = processed[first[i] : first[i] + num_draft[i] + 1]
         if biased[i]:
             part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
         if num_hidden[i] > 0:
             part[: num_hidden[i]].index_fill_(1, record.stop_ids, float("-inf"))
     which = penalised.nonzero()[0]
-    for start in range(0, len(which), PENALISED_ROWS_AT_A_TIME):
-        group = which[start : start + PENALISED_ROWS_AT_A_TIME]
-        _penalise(adjusted, first[group], num_draft[group], position[group], table[group], requests)
-    return adjusted
+    for start in range(0, len(which), PENALISED_AT_A_TIME):
+        group = which[start : start + PENALISED_AT_A_TIME]
+        _penalise(processed, first[group], num_draft[group], position[group], req_idx[group], requests)
+    return processed
 
 
 def _penalise(
@@ -78,13 +137,13 @@ def _penalise(
     first: np.ndarray,
     num_draft: np.ndarray,
     position: np.ndarray,
-    table: np.ndarray,
-    requests: RequestArrays,
+    req_idx: np.ndarray,
+    requests: RequestStates,
 ) -> None:
     """Apply repetition, frequency and presence penalties, with vLLM's formulas, to `logits` (float32, in place).
 
-    Host arrays, int64 `[n]`, one entry for each row: first (its first distribution in `logits`), num_draft, position
-    (of the token that this distribution decides), table (its row in the request table).
+    Host arrays, int64 `[n]`, one entry for each row: first (its first row of logits), num_draft, position
+    (of the token that these logits decide), req_idx (index of its request's state).
     """
     device, vocab_size = logits.device, logits.shape[1]
 
@@ -92,24 +151,24 @@ def _penalise(
         return torch.from_numpy(array).to(device)
 
     # Known tokens, counted once for each row.
-    tokens = requests.tokens[put(table), : int(position.max())]
+    tokens = requests.state.tokens[put(req_idx), : int(position.max())]
     column = torch.arange(tokens.shape[1], device=device)
-    in_prompt = column < put(requests.num_prompt_tokens[table])[:, None]
+    in_prompt = column < put(requests.num_prompt_tokens[req_idx])[:, None]
     in_output = (column < put(position)[:, None]) & ~in_prompt
-    nothing = torch.zeros(len(table), vocab_size, device=device)
+    nothing = torch.zeros(len(req_idx), vocab_size, device=device)
     prompted = nothing.scatter_add(1, tokens, in_prompt.float()) > 0
     known = nothing.scatter_add(1, tokens, in_output.float())
 
-    # Then for each distribution: the known tokens and the drafts before it.
+    # Then for each row of logits: the known tokens and the drafts before it.
     rows, flat = spans(first, num_draft + 1)
-    distributions, drafts = spans(np.zeros_like(flat), flat - first[rows])
-    draft_rows = rows[distributions]
-    draft_tokens = requests.tokens[put(table[draft_rows]), put(position[draft_rows] + drafts)]
+    logits_rows, drafts = spans(np.zeros_like(flat), flat - first[rows])
+    draft_rows = rows[logits_rows]
+    draft_tokens = requests.state.tokens[put(req_idx[draft_rows]), put(position[draft_rows] + drafts)]
     of_row = put(rows)
     counts = known[of_row]
-    counts.index_put_((put(distributions), draft_tokens), counts.new_ones(()), accumulate=True)
+    counts.index_put_((put(logits_rows), draft_tokens), counts.new_ones(()), accumulate=True)
 
-    repetition, frequency, presence = put(requests.penalties[table])[of_row, :, None].unbind(1)
+    repetition, frequency, presence = put(requests.penalties[req_idx])[of_row, :, None].unbind(1)
     where = put(flat)
     values = logits[where]
     in_output_now = counts > 0
@@ -119,7 +178,7 @@ def _penalise(
 
 
 def token_logprobs(
-    logits: torch.Tensor, rows: JudgedRows, requests: RequestArrays, new_tokens: list[list[int]]
+    logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates, new_tokens: list[list[int]]
 ) -> list[list[TokenLogprobs] | None]:
     """Log-probabilities of each row's new tokens, and of the most likely ones beside them; None for rows that did not
     ask.
@@ -127,12 +186,12 @@ def token_logprobs(
     logits: `[sum(num_draft + 1), vocab]`, as the model gave them. new_tokens: the accepted drafts of each row and
     the token that follows, so at most num_draft + 1.
     """
-    wanted = requests.num_logprobs[rows.table]
+    wanted = requests.num_logprobs[metadata.req_idx]
     asking = (wanted >= 0).nonzero()[0]
-    results: list[list[TokenLogprobs] | None] = [None] * len(rows.table)
+    results: list[list[TokenLogprobs] | None] = [None] * len(metadata.req_idx)
     if len(asking) == 0:
         return results
-    _, flat = spans(rows.first[asking], np.array([len(new_tokens[i]) for i in asking]))
+    _, flat = spans(metadata.first[asking], np.array([len(new_tokens[i]) for i in asking]))
     chosen = torch.tensor([token for i in asking for token in new_tokens[i]], device=logits.device)[:, None]
     host = _ranked(logits[torch.from_numpy(flat).to(logits.device)], chosen, int(wanted.max()))
     entries = iter(zip(*host, strict=True))

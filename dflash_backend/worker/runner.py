@@ -1,58 +1,74 @@
-"""Executes step plans on a CPU: verify, accept, inject, draft. Called by the engine core, through `Worker`;
-`device_runner` does it on a GPU."""
+"""Executes step plans: on a GPU one behind the other, without waiting for any; on a CPU at once.
+
+`submit` brings the plan's changes and its layout to the device, queues the step and the copy of its results, and
+returns. What depends on a value is decided on the device (`step`). `collect` waits for the oldest results. On a CPU
+there is nothing to overlap with, and the rows of a step are shared among the cores instead (`row_parallel`).
+"""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from dflash_backend.attention import AttentionBackend, RowLayout
-from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepPlan, StepResult
-from dflash_backend.drafters.base import DraftBlock, Drafter, DraftSampler
+from dflash_backend.attention import AttentionBackend
+from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.drafters.base import Drafter
 from dflash_backend.messages import TokenLogprobs
-from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
-from dflash_backend.worker.acceptance import accept_rows
-from dflash_backend.worker.batch import StepBatch, spans
+from dflash_backend.models.interface import TargetModel
+from dflash_backend.worker.batch import HostBatch, LayoutBuffer
+from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes, warm_up
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.row_parallel import RowPool
-from dflash_backend.worker.step_errors import step_errors
-from dflash_backend.worker.write_guard import WriteGuard
+from dflash_backend.worker.state import RequestStates, StateTensors
+from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
+from dflash_backend.worker.step_ops import StepOps
+from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
+from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 
-PHASES = ("verify", "accept", "inject", "draft")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the accept phase decided, on the host, int64 `[num_rows]` in the batch's order.
+class RunnerSizes:
+    """What a runner allocates for.
 
-    num_accepted: drafts that stand. num_final: positions of the row whose K/V is final, `num_new + num_accepted`.
-    tokens and logprobs are as in `RequestResult`.
+    num_rows, num_tokens: the most of one step. max_model_len: the most tokens of one request. k: the most drafts.
     """
 
-    num_accepted: np.ndarray
-    num_final: np.ndarray
-    tokens: list[list[int]]
-    logprobs: list[list[TokenLogprobs] | None]
+    num_rows: int
+    num_tokens: int
+    max_model_len: int
+    k: int
 
 
 @dataclass(frozen=True)
-class PartResult:
-    """What one part of a step's rows yielded, and how long each phase took in seconds."""
+class PartInFlight:
+    """Rows of a step that run together. `results` has `num_rows` rows, padding included."""
 
-    rows: list[RequestResult]
-    phase_seconds: dict[str, float]
+    rows: Sequence[ScheduledRequest]
+    num_rows: int
+    results: Download
+    logprobs: dict[int, list[TokenLogprobs]]
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A step that was submitted and not collected: all that `collect` needs, since its requests may be gone by then."""
+
+    step_id: int
+    rows: list[ScheduledRequest] = field(default_factory=list)
+    parts: list[PartInFlight] = field(default_factory=list)
 
 
 class ModelRunner:
-    """Owns models, K/V and request table. `submit` runs a step to its end, since a CPU has nothing to
-    overlap it with."""
-
-    overlaps = False
+    """Owns the device: models, K/V, request state and graphs."""
 
     def __init__(
         self,
@@ -60,159 +76,140 @@ class ModelRunner:
         drafter: Drafter | None,
         kv: PagedKVCache,
         backend: AttentionBackend,
-        requests: RequestTable,
+        ops: StepOps,
+        sizes: RunnerSizes,
         greedy_drafts: bool,
         device: torch.device,
         dtype: torch.dtype,
         num_row_workers: int = 1,
     ) -> None:
+        """`num_row_workers`: threads that share the rows of a step, with `HostStepOps`."""
         self.target = target
         self.drafter = drafter
         self.kv = kv
         self.backend = backend
-        self.requests = requests
-        self.greedy_drafts = greedy_drafts
+        self.ops = ops
         self.device = device
-        self.dtype = dtype
-        self.rows = RowPool(num_row_workers)
-        self._results: deque[StepResult] = deque()
+        self.overlaps = not ops.on_host
+        self.state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, sizes.k, kv.block_size, device)
+        self.requests = RequestStates(self.state, target.spec.vocab_size, greedy_drafts)
+        self.step = ModelStep(target, drafter, kv, backend, ops, self.state, greedy_drafts, dtype)
+        self.row_pool = RowPool(num_row_workers)
+        num_tokens = max(sizes.num_tokens, sizes.num_rows * (sizes.k + 1))
+        self.layouts = LayoutBuffer(sizes.num_rows, num_tokens, device)
+        self.graphs = GraphRunner(self.step, self.layouts)
+        self._max_tokens = sizes.num_tokens
+        # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
+        self._max_padded_rows = max(1, min(sizes.num_rows, sizes.num_tokens // self.step.width))
+        self._downloader = Downloader(self.step.result_size(self.layouts.max_rows), device)
+        self._in_flight: deque[StepInFlight] = deque()
+
+    @torch.inference_mode()
+    def prepare(
+        self,
+        use_graphs: bool,
+        progress: Progress,
+        sizes: Sequence[int] | None = None,
+        serves: bool = True,
+    ) -> None:
+        """Make the padded steps that decode rows alone run in; to be called once, before the first step. With
+        `HostStepOps` there are none.
+
+        With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, which
+        `progress` is told of as `(message, fraction)`. `sizes`: the numbers of rows that they have, `capture_sizes` by
+        default. Without `serves` only what greedy decode rows need: no padded steps for sampled requests, and on a GPU
+        the kernels of other steps are compiled when they come.
+        """
+        if self.ops.on_host:
+            return
+        sizes = sizes or capture_sizes(self._max_padded_rows)
+        if self.device.type == "cuda" and serves:
+            self.requests.allocate_draft_probs()  # at the address that graphs know from now on
+            progress("compiling kernels", 0.0)
+            warm_up(self.step, self.layouts, self._max_tokens)
+        if not self.backend.capabilities.capturable and self.device.type == "cuda":
+            return  # a backend that takes its sizes from exact lengths would run every row at its greatest
+        if use_graphs and self.device.type == "cuda":
+            self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress)
+        else:
+            self.graphs.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, lambda message, done: None)
 
     def submit(self, plan: StepPlan) -> None:
-        """See `core.plan.Worker`. Raises `KVWriteError` when the guard is on and finds a breach."""
-        with step_errors(plan, self.device):
-            self._results.append(self._run(plan))
+        """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
+        if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
+            raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
+        with step_errors(plan, self.device), torch.inference_mode():
+            self.requests.update(plan)
+            self._in_flight.append(StepInFlight(plan.step_id, plan.rows, self._run(plan) if plan.rows else []))
 
     def reset(self) -> None:
-        """See `core.plan.Worker`."""
+        """As `core.plan.Worker.reset`."""
         self.requests.clear()
 
     def collect(self) -> StepResult:
-        """See `core.plan.Worker`."""
-        return self._results.popleft()
+        """As `core.plan.Worker.collect`."""
+        step = self._in_flight.popleft()
+        results: dict[str, RequestResult] = {}
+        phases: dict[str, float] = {}
+        for part in step.parts:
+            counts, tokens, times = self.step.unpacked(part.results.wait(), part.num_rows)
+            token_ids = tokens.tolist()
+            for i, (row, count) in enumerate(zip(part.rows, counts.tolist(), strict=False)):
+                new = token_ids[i][: count + 1] if row.sample else []
+                results[row.request_id] = RequestResult(row.request_id, new, count, part.logprobs.get(i))
+            seconds = np.diff(times) / 1e9
+            # Parts run side by side: the phases of the slowest one add up to no more than the step.
+            if times.any() and seconds.sum() > sum(phases.values()):
+                phases = dict(zip(PHASES, seconds.tolist(), strict=True))
+        return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases)
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        for request_id in plan.finished_req_ids:
-            self.requests.forget(request_id)
-        for new in plan.new_requests:
-            self.requests.learn(new)
-        if not plan.rows:
-            return StepResult(plan.step_id, [])
-        for row in plan.rows:
-            self.requests.append_blocks(row)
-        guard = WriteGuard(plan, self.kv.block_size)
-        parts = self.rows.run(lambda rows: self._run_part(rows, guard), self.rows.split(plan.rows))
-
-        results = {result.request_id: result for part in parts for result in part.rows}
-        # Parts run side by side: those of the slowest one add up to no more than the step.
-        phases = max((part.phase_seconds for part in parts), key=lambda seconds: sum(seconds.values()))
-        return StepResult(plan.step_id, [results[row.request_id] for row in plan.rows], phases)
+    def _run(self, plan: StepPlan) -> list[PartInFlight]:
+        """Queue a step that has rows. Raises `StepOutOfMemory`."""
+        try:
+            if not self.ops.on_host:
+                return [self._run_part(plan, plan.rows)]
+            return self.row_pool.run(lambda rows: self._run_part(plan, rows), self.row_pool.split(plan.rows))
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise StepOutOfMemory(
+                f"step {plan.step_id} with {len(plan.rows)} rows and {plan.num_tokens} tokens does not fit the memory "
+                f"of {self.device} ({str(error).partition('.')[0]}); lower max_num_batched_tokens or "
+                "gpu_memory_utilization if this comes often"
+            ) from None
 
     @torch.inference_mode()
-    def _run_part(self, rows: list[ScheduledRequest], guard: WriteGuard) -> PartResult:
-        """All phases for some of a step's rows."""
-        batch = StepBatch.build(rows, self.requests, self.kv.block_size)
-        clock = [time.perf_counter()]
-        output = self._verify(batch, guard)
-        clock.append(time.perf_counter())
-        outcome = self._accept(batch, output)
-        clock.append(time.perf_counter())
-        if self.drafter is not None and output.features is not None:
-            self._inject(self.drafter, batch, outcome, output.features, guard)
-        clock.append(time.perf_counter())
-        if self.drafter is not None and batch.num_next_draft.any():
-            self._draft(self.drafter, batch, outcome, guard)
-        clock.append(time.perf_counter())
-        results = [
-            RequestResult(row.request_id, outcome.tokens[i], int(outcome.num_accepted[i]), outcome.logprobs[i])
-            for i, row in enumerate(batch.rows)
-        ]
-        return PartResult(results, dict(zip(PHASES, np.diff(clock).tolist(), strict=True)))
+    def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:
+        """Queue a step of some of a plan's rows, and the copy of its results. (On a thread of its own, which has an
+        inference mode of its own.)"""
+        batch = HostBatch.of(rows, self.requests)
+        processors = LogitsProcessors.of(batch, self.requests)
+        guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.kv.block_size)
+        padded = self.graphs.find(batch) if processors is None else None
+        if padded is not None:
+            inputs = padded.inputs
+            self.layouts.send_padded(batch, inputs.num_rows, self.step.width)
+        else:
+            inputs = batch.ragged(share) if self.ops.on_host else self.layouts.send_ragged(batch)
+        if padded is not None and guard is None:
+            output = StepOutput(padded.replay())
+        else:
+            output = self.step.run(inputs, guard, processors)
+        return PartInFlight(rows, inputs.num_rows, self._downloader.begin(output.numbers), output.logprobs)
 
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
 
-    def _verify(self, batch: StepBatch, guard: WriteGuard) -> TargetOutput:
-        """One target forward over all rows."""
-        guard.check("verify", batch.request_ids, batch.token_row, batch.token_slot)
-        seq_lens = batch.start + batch.num_new + batch.num_draft
-        all_rows = np.arange(len(batch.rows))
-        layout = RowLayout(
-            query_lens=batch.num_new + batch.num_draft,
-            seq_lens=seq_lens,
-            block_tables=self._put(batch.block_tables(all_rows, int(seq_lens.max()))),
-        )
-        positions = self._put(batch.token_position)
-        context = PagedContext.prepare(
-            layout, positions, self._put(batch.token_slot), self.backend, self.target.patterns, self.dtype
-        )
-        tokens = self.requests.tokens[self._put(batch.table[batch.token_row]), positions]
-        capture = self.drafter.capture if self.drafter is not None else ()
-        return self.target.forward(tokens, context, self.kv.target, capture)
+@contextmanager
+def step_errors(plan: StepPlan, device: torch.device) -> Iterator[None]:
+    """Turn an error within the block, which runs `plan`, into `StepFailed`.
 
-    def _accept(self, batch: StepBatch, output: TargetOutput) -> Outcome:
-        """Decide the new tokens of the rows that sample and put them into the request table."""
-        num_accepted = np.zeros(len(batch.rows), dtype=np.int64)
-        tokens: list[list[int]] = [[] for _ in batch.rows]
-        logprobs: list[list[TokenLogprobs] | None] = [None] * len(batch.rows)
-        greedy = np.array([self.requests.records[request_id].sampling.greedy for request_id in batch.request_ids])
-        for is_greedy, kind in ((True, greedy), (False, ~greedy)):
-            rows = (batch.sample & kind).nonzero()[0]
-            if len(rows) == 0:
-                continue
-            accepted = accept_rows(
-                batch, rows, output.hidden, self.target, self.requests, is_greedy, self.greedy_drafts
-            )
-            num_accepted[rows] = accepted.num_accepted
-            for i, row in enumerate(rows.tolist()):
-                tokens[row], logprobs[row] = accepted.tokens[i], accepted.logprobs[i]
-        return Outcome(num_accepted, batch.num_new + num_accepted, tokens, logprobs)
-
-    def _inject(
-        self, drafter: Drafter, batch: StepBatch, outcome: Outcome, features: torch.Tensor, guard: WriteGuard
-    ) -> None:
-        """Context K/V of the positions that are final now; rejected ones write nothing (trap 3)."""
-        final = batch.token_position < (batch.start + outcome.num_final)[batch.token_row]
-        positions, slots = batch.token_position, batch.token_slot
-        if not final.all():
-            features = features[self._put(final.nonzero()[0])]
-            positions, slots = positions[final], slots[final]
-        guard.check("inject", batch.request_ids, batch.token_row[final], slots)
-        drafter.inject(features, self._put(positions), self._put(slots))
-
-    def _draft(self, drafter: Drafter, batch: StepBatch, outcome: Outcome, guard: WriteGuard) -> None:
-        """Propose the next step's drafts and leave them in the request table, behind the anchor."""
-        rows = batch.num_next_draft.nonzero()[0]
-        num_draft = batch.num_next_draft[rows]
-        anchors = batch.start[rows] + outcome.num_final[rows]
-        block_rows, block_positions = spans(anchors, num_draft + 1)
-        slots = batch.slots(rows[block_rows], block_positions)
-        guard.check("draft", [batch.request_ids[row] for row in rows], block_rows, slots)
-
-        table = self._put(batch.table[rows])
-        width = int((anchors + num_draft).max()) + 1
-        block = DraftBlock(
-            anchors=self.requests.tokens[table, self._put(anchors)],
-            positions=anchors,
-            num_draft=num_draft,
-            block_tables=self._put(batch.block_tables(rows, width)),
-            slots=self._put(slots),
-        )
-        sampler = self._draft_sampler(batch, rows)
-        drafts = drafter.propose(block, sampler)
-
-        is_draft = block_positions > anchors[block_rows]
-        draft_rows, positions = block_rows[is_draft], block_positions[is_draft]
-        draft_table = batch.table[rows[draft_rows]]
-        self.requests.tokens[self._put(draft_table), self._put(positions)] = drafts
-        if sampler.probs is not None:
-            flat = sampler.sampled_flat
-            columns = (positions - anchors[draft_rows] - 1)[flat]
-            self.requests.draft_probs[self._put(draft_table[flat]), self._put(columns)] = sampler.probs
-
-    def _draft_sampler(self, batch: StepBatch, rows: np.ndarray) -> DraftSampler:
-        """Sampled requests draw their drafts, unless the server asks for greedy ones."""
-        records = [self.requests.records[batch.request_ids[row]] for row in rows]
-        sampled = np.array([not record.sampling.greedy for record in records]).nonzero()[0]
-        if self.greedy_drafts or len(sampled) == 0:
-            return DraftSampler(None, sampled[:0])
-        return DraftSampler(self.requests.sampling_rows(batch.table[rows[sampled]]), sampled)
+    Three kinds pass unchanged: `StepOutOfMemory`, which the core answers otherwise; `KVWriteError`, since other
+    requests' KV may be damaged; and the error of a GPU whose context is lost, which `torch.cuda.synchronize` raises.
+    """
+    try:
+        yield
+    except (StepOutOfMemory, KVWriteError):
+        raise
+    except Exception as error:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        _log.exception("step %d with the requests %s failed", plan.step_id, [row.request_id for row in plan.rows])
+        raise StepFailed(f"{type(error).__name__}: {error}") from error

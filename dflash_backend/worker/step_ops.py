@@ -1,176 +1,316 @@
-"""The operations of a step on state that lies on the device: prepare, accept, draft. Called by the device runner.
+"""The operations of a step on the requests' state: prepare, sample, accept, draft. `dflash_kernels` says beside each
+kernel what it computes.
 
-None of them waits for the device, looks at a value on the host, or has a shape that depends on one, so all of them can
-be captured in a graph. What an operation computes is said beside its kernel, in `dflash_kernels`, whose references are
-the torch form. Shapes are those of `device_state`.
+`DeviceStepOps` launches kernels. None of them waits for the device or has a shape that depends on a value, so they can
+be captured in a graph; rows are padded, and the host knows bounds of their lengths. `HostStepOps` is the form of a CPU:
+the kernels' references, on exact lengths, so that nothing is padded.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from dflash_backend.sampling.filtering import SamplingRows, probabilities
+from dflash_backend.attention import DeviceRows, RowLayout
+from dflash_backend.drafters.base import DraftBatch, DraftSampler
+from dflash_backend.sampling.filtering import SamplingTensors, probabilities
 from dflash_backend.sampling.random import Stream
-from dflash_backend.worker.device_state import Accepted, DeviceState, DraftQueries, Prepared, StepRows
+from dflash_backend.worker.batch import DeviceBatch, StepInputs
+from dflash_backend.worker.state import StateTensors
 from dflash_kernels import accept, argmax, cut_softmax, prepare_draft, prepare_step
-from dflash_kernels import draw as race
+from dflash_kernels import draw as sample
 from dflash_kernels.dispatch import use_triton
 
+Tensors = tuple[torch.Tensor, ...]
 
-class StepOps(Protocol):
-    """What the device runner needs. No two rows of a step have the same row of `DeviceState`."""
 
-    def prepare(self, rows: StepRows, state: DeviceState) -> Prepared:
+@dataclass(frozen=True)
+class Prepared:
+    """What the target runs. token_ids, positions, slots: int64 `[T]`. starts, seq_lens: int32 `[R]`, 0 for padding.
+    layout: the rows as attention runs them. padded: whether slots may be -1.
+
+    A padding token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and
+    position 0. `seq_lens` never goes past a row's blocks either.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    layout: RowLayout
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What the accept phase decided. count: int32 `[R]`, accepted drafts. tokens: int64 `[R, k + 1]`, those drafts and
+    the token that follows, then 0; all 0 for a row that does not sample."""
+
+    count: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FinalTokens:
+    """The tokens whose context K/V is written: positions and slots int64 `[n]`; index: int64 `[n]`, their places among
+    the step's tokens, None for all of them. padded: whether slots may be -1, for which nothing is written."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    index: torch.Tensor | None = None
+    padded: bool = False
+
+
+class DeviceStepOps:
+    """Triton kernels, a launch or a few for each operation. Needs a GPU, or Triton's interpreter.
+
+    No two rows of a step have the same request.
+    """
+
+    on_host = False
+
+    if prepare_step.triton is not None:
+        _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
+        _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
+        _draw: Callable[..., torch.Tensor] = staticmethod(sample.draw)
+        _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
+        _inject_slots = staticmethod(prepare_draft.inject_slots)
+        _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
+        _store_drafts = staticmethod(prepare_draft.store_drafts)
+        _store_probs = staticmethod(prepare_draft.store_probs)
+
+    def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
         """What the target runs."""
-        ...
+        batch, bounds = inputs.batch, inputs.bounds
+        ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
+        rows = DeviceRows(batch.query_start, batch.query_lens, seq_lens)
+        layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
+        return Prepared(ids, positions, slots, starts, seq_lens, layout, padded=True)
 
-    def best(self, logits: torch.Tensor) -> torch.Tensor:
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]` in their own dtype: int64 `[n]`, the lowest id
         among equals."""
-        ...
+        return self._argmax(logits)
 
-    def probabilities(self, logits: torch.Tensor, parameters: SamplingRows) -> torch.Tensor:
+    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
         """What each row samples from: `[n, vocab]` logits -> float32, as `sampling.filtering.probabilities`."""
-        ...
+        return cut_softmax.cut_softmax(
+            logits, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
+        )
 
     def draw(self, weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         """One token for each row of `weights`, as `sampling.filtering.draw`."""
-        ...
+        return self._draw(weights, seeds.contiguous(), positions.contiguous(), stream)
+
+    def target_probs(self, logits: torch.Tensor, inputs: StepInputs, state: StateTensors) -> torch.Tensor:
+        """What each row of the step's `logits` (`[D, vocab]`) samples from, float32 `[D, vocab]`; without meaning for
+        those of greedy requests."""
+        req_idx = inputs.batch.req_idx[inputs.logits_row.clamp(min=0)]
+        traits = inputs.traits
+        return self.probabilities(logits, state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p))
 
     def accept(
-        self, best: torch.Tensor, probs: torch.Tensor | None, rows: StepRows, prepared: Prepared, state: DeviceState
+        self,
+        choices: torch.Tensor,
+        probs: torch.Tensor | None,
+        batch: DeviceBatch,
+        prepared: Prepared,
+        state: StateTensors,
     ) -> Accepted:
-        """Which drafts stand and which token follows, for the rows that sample; advances `state.tokens` by that token
-        and `state.computed` of every row to `start + num_new + count`.
+        """Which drafts are accepted and which token follows, for the rows that sample; advances `state.tokens` by that
+        token and `state.computed` of every row to `start + num_new + count`.
 
-        best: int64 `[D]`, for each distribution the target's most likely token. probs: float32 `[D, vocab]`, what
-        sampled rows choose from; None when no row of the step is sampled.
+        choices: int64 `[D]`, the argmax of each row of logits. probs: float32 `[D, vocab]`, what sampled rows choose
+        from; None when no row of the step is sampled.
         """
-        ...
+        return Accepted(
+            *self._accept(
+                choices, probs, state.draft_probs, state.tokens, state.computed, state.seeds, state.k,
+                batch.req_idx, prepared.starts, batch.num_new, batch.num_draft, batch.logits_start, batch.sampled,
+                Stream.ACCEPT, Stream.TARGET,
+            )
+        )  # fmt: skip
 
-    def inject_slots(self, rows: StepRows, prepared: Prepared, state: DeviceState) -> torch.Tensor:
-        """The tokens' slots, int64 `[T]`, with -1 for positions that are not final, after `accept`."""
-        ...
+    def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
+        """The tokens whose positions are final, after `accept`; rejected drafts must not write context K/V."""
+        slots = self._inject_slots(prepared.slots, prepared.positions, batch.req_idx, state.computed, batch.token_row)
+        return FinalTokens(prepared.positions, slots, padded=True)
 
-    def prepare_draft(self, rows: StepRows, state: DeviceState, mask_token_id: int) -> DraftQueries:
+    def prepare_draft(self, inputs: StepInputs, state: StateTensors, mask_token_id: int) -> DraftBatch:
         """What the drafter runs, after `accept`: a row of `state.k + 1` queries for each row of the step."""
-        ...
+        batch, bounds, width = inputs.batch, inputs.bounds, state.k + 1
+        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, mask_token_id)
+        num_rows = inputs.num_rows
+        starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
+        rows = DeviceRows(starts, query_lens, seq_lens)
+        widths = np.full(num_rows, width)
+        layout = self._layout(batch, widths, bounds.draft_lens, rows, bounds.max_overestimate, state)
+        return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
+
+    def draft_sampler(self, inputs: StepInputs, state: StateTensors, greedy: bool) -> DraftSampler:
+        """How the drafts of `prepare_draft` are chosen; with `greedy` as the argmax, also those of sampled requests."""
+        batch, traits = inputs.batch, inputs.traits
+        if greedy or not traits.sampled:
+            return DraftSampler(self)
+        req_idx = batch.req_idx.repeat_interleave(state.k)
+        parameters = state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p)
+        return DraftSampler(self, parameters, sampled=(batch.sampled > 0).repeat_interleave(state.k))
 
     def store_drafts(
-        self, drafts: torch.Tensor, rows: StepRows, state: DeviceState, probs: torch.Tensor | None = None
+        self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors, probs: torch.Tensor | None = None
     ) -> None:
-        """Write `num_next` of each row's `drafts` (int64 `[R, k]`, the target's ids) behind its anchor.
+        """Write `num_next` of each row's `drafts` (int64 `[num_drafts]`, the target's ids) behind its anchor.
 
-        probs: float32 `[R, k, vocab]` over the target's ids, what the drafts of sampled rows were drawn from, which
-        are kept for `accept`; `state.keep_draft_probs` comes before. None when none was drawn.
+        probs: float32, over the target's ids, what the drafts of sampled rows were drawn from, which are kept for
+        `accept`; None when none was drawn.
         """
-        ...
+        count = len(batch.req_idx)
+        self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts.view(count, -1))
+        if probs is not None:
+            probs = probs.view(count, -1, probs.shape[-1])
+            self._store_probs(_allocated(state), batch.req_idx, batch.num_next, batch.sampled, probs)
+
+    def _prepared(self, batch: DeviceBatch, state: StateTensors) -> Tensors:
+        return self._prepare(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
+            batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
+        )  # fmt: skip
+
+    def _prepared_draft(self, batch: DeviceBatch, state: StateTensors, mask_token_id: int) -> Tensors:
+        return self._prepare_draft(
+            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
+            batch.req_idx, batch.num_next, state.k, mask_token_id,
+        )  # fmt: skip
+
+    @staticmethod
+    def _layout(
+        batch: DeviceBatch,
+        query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        rows: DeviceRows,
+        max_overestimate: int,
+        state: StateTensors,
+    ) -> RowLayout:
+        """The rows as attention runs them, with block tables as wide as the longest row can need."""
+        width = max(1, -(-int(seq_lens.max()) // state.block_size))
+        tables = state.blocks[:, :width].index_select(0, batch.req_idx.clamp(min=0))
+        return RowLayout(query_lens, seq_lens, tables, rows, max_overestimate)
 
 
-class TorchStepOps:
-    """See `StepOps`: the references themselves, a few torch calls each."""
+class HostStepOps(DeviceStepOps):
+    """The references, on exact lengths: as `DeviceStepOps`, but only what is needed is run."""
+
+    on_host = True
 
     _prepare = staticmethod(prepare_step.prepare_reference)
     _argmax = staticmethod(argmax.argmax_reference)
-    _draw = staticmethod(race.draw_reference)
+    _draw = staticmethod(sample.draw_reference)
     _accept = staticmethod(accept.accept_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
     _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
     _store_probs = staticmethod(prepare_draft.store_probs_reference)
 
-    def prepare(self, rows: StepRows, state: DeviceState) -> Prepared:
-        """See `StepOps.prepare`."""
-        return Prepared(
-            *self._prepare(
-                state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-                rows.table, rows.start, rows.uncertain, rows.query_start, rows.query_lens, rows.token_row,
-            )
-        )  # fmt: skip
+    def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
+        """As `DeviceStepOps.prepare`."""
+        batch = inputs.batch
+        ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
+        layout = _exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), seq_lens.numpy(), state)
+        return Prepared(ids, positions, slots, starts, seq_lens, layout, bool((slots.numpy() < 0).any()))
 
-    def best(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `StepOps.best`."""
-        return self._argmax(logits)
-
-    def probabilities(self, logits: torch.Tensor, parameters: SamplingRows) -> torch.Tensor:
-        """See `StepOps.probabilities`."""
+    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
+        """As `DeviceStepOps.probabilities`."""
         return probabilities(logits, parameters)
 
-    def draw(self, weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """See `StepOps.draw`."""
-        return self._draw(weights, seeds.contiguous(), positions.contiguous(), stream)
+    def target_probs(self, logits: torch.Tensor, inputs: StepInputs, state: StateTensors) -> torch.Tensor:
+        """As `DeviceStepOps.target_probs`; those of greedy requests are left out of the work."""
+        if inputs.traits.all_sampled:
+            return super().target_probs(logits, inputs, state)
+        batch, traits = inputs.batch, inputs.traits
+        rows = inputs.logits_row.numpy()
+        index = ((batch.sampled.numpy()[rows] > 0) & (rows >= 0)).nonzero()[0]
+        req_idx = torch.from_numpy(batch.req_idx.numpy()[rows[index]])
+        parameters = state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p)
+        where = torch.from_numpy(index)
+        probs = torch.zeros(logits.shape, dtype=torch.float32)
+        return probs.index_copy_(0, where, self.probabilities(logits[where], parameters))
 
-    def accept(
-        self, best: torch.Tensor, probs: torch.Tensor | None, rows: StepRows, prepared: Prepared, state: DeviceState
-    ) -> Accepted:
-        """See `StepOps.accept`."""
-        return Accepted(
-            *self._accept(
-                best, probs, state.draft_probs, state.tokens, state.computed, state.seeds, state.k,
-                rows.table, prepared.starts, rows.num_new, rows.num_draft, rows.dist_start, rows.sampled,
-                Stream.ACCEPT, Stream.TARGET,
+    def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
+        """As `DeviceStepOps.final_tokens`."""
+        slots = super().final_tokens(batch, prepared, state).slots
+        final = slots.numpy() >= 0
+        if final.all():
+            return FinalTokens(prepared.positions, prepared.slots)
+        index = torch.from_numpy(final.nonzero()[0])
+        return FinalTokens(prepared.positions[index], slots[index], index)
+
+    def prepare_draft(self, inputs: StepInputs, state: StateTensors, mask_token_id: int) -> DraftBatch:
+        """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
+        batch = inputs.batch
+        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, mask_token_id)
+        query_lens = lens.numpy()
+        rows = query_lens.nonzero()[0]
+        query_lens = query_lens[rows]
+        layout = _exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
+        width = int(query_lens.max())
+        masks = None
+        if len(rows) < inputs.num_rows or width <= state.k or (query_lens < width).any():
+            flat = (np.arange(state.k + 1) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
+            masks = torch.from_numpy((flat % (state.k + 1)).nonzero()[0])
+            ids, positions, slots = (
+                torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
             )
-        )  # fmt: skip
+        padded = bool((slots.numpy() < 0).any())
+        return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, masks, padded)
 
-    def inject_slots(self, rows: StepRows, prepared: Prepared, state: DeviceState) -> torch.Tensor:
-        """See `StepOps.inject_slots`."""
-        return self._inject_slots(prepared.slots, prepared.positions, rows.table, state.computed, rows.token_row)
-
-    def prepare_draft(self, rows: StepRows, state: DeviceState, mask_token_id: int) -> DraftQueries:
-        """See `StepOps.prepare_draft`."""
-        ids, positions, slots, query_lens, seq_lens = self._prepare_draft(
-            state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            rows.table, rows.num_next, state.k, mask_token_id,
-        )  # fmt: skip
-        return DraftQueries(ids, positions, slots, _every(1 + state.k, rows), query_lens, seq_lens)
+    def draft_sampler(self, inputs: StepInputs, state: StateTensors, greedy: bool) -> DraftSampler:
+        """As `DeviceStepOps.draft_sampler`; the drafts of greedy requests are left out of the work."""
+        batch, traits = inputs.batch, inputs.traits
+        if greedy or not traits.sampled:
+            return DraftSampler(self)
+        rows = np.repeat(np.arange(inputs.num_rows), batch.num_next.numpy())
+        sampled = batch.sampled.numpy()[rows] > 0
+        if not sampled.any():
+            return DraftSampler(self)
+        index = None if sampled.all() else torch.from_numpy(sampled.nonzero()[0])
+        req_idx = torch.from_numpy(batch.req_idx.numpy()[rows[sampled]])
+        parameters = state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p)
+        return DraftSampler(self, parameters, index)
 
     def store_drafts(
-        self, drafts: torch.Tensor, rows: StepRows, state: DeviceState, probs: torch.Tensor | None = None
+        self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors, probs: torch.Tensor | None = None
     ) -> None:
-        """See `StepOps.store_drafts`."""
-        self._store_drafts(state.tokens, state.computed, rows.table, rows.num_next, drafts.contiguous())
+        """As `DeviceStepOps.store_drafts`."""
+        self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
         if probs is not None:
-            self._store_probs(_kept_probs(state), rows.table, rows.num_next, rows.sampled, probs.contiguous())
+            self._store_probs(_allocated(state), batch.req_idx, batch.num_next, batch.sampled, probs)
 
 
-if prepare_step.triton is not None:
-
-    class TritonStepOps(TorchStepOps):
-        """See `StepOps`: a kernel or a few for each operation. Needs a GPU, or Triton's interpreter."""
-
-        _prepare = staticmethod(prepare_step.prepare)
-        _argmax = staticmethod(argmax.argmax)
-        _draw = staticmethod(race.draw)
-        _accept = staticmethod(accept.accept)
-        _inject_slots = staticmethod(prepare_draft.inject_slots)
-        _prepare_draft = staticmethod(prepare_draft.prepare_draft)
-        _store_drafts = staticmethod(prepare_draft.store_drafts)
-        _store_probs = staticmethod(prepare_draft.store_probs)
-
-        def probabilities(self, logits: torch.Tensor, parameters: SamplingRows) -> torch.Tensor:
-            """See `StepOps.probabilities`."""
-            return cut_softmax.cut_softmax(
-                logits, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
-            )
+StepOps = DeviceStepOps
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
-    """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there."""
-    return TritonStepOps() if use_triton(device, wanted) else TorchStepOps()
+    """The operations for `device`: kernels on a GPU, and where `dflash_kernels.dispatch.use_triton` says, which also
+    raises."""
+    return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()
 
 
-def _every(size: int, rows: StepRows) -> torch.Tensor:
-    """Where each row begins when every row has `size` places: int32 `[R]`."""
-    return torch.arange(0, size * len(rows.table), size, dtype=torch.int32, device=rows.table.device)
+def _exact_layout(req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, state: StateTensors) -> RowLayout:
+    """The rows as attention runs them when their lengths are known."""
+    width = max(1, -(-int(seq_lens.max()) // state.block_size))
+    tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
+    return RowLayout(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
 
 
-def _kept_probs(state: DeviceState) -> torch.Tensor:
-    """The state's distributions of drawn drafts. Raises `RuntimeError` when there is no room for them."""
+def _allocated(state: StateTensors) -> torch.Tensor:
+    """The state's distributions of drawn drafts. Raises `RuntimeError` when there are none."""
     if state.draft_probs is None:
         raise RuntimeError(
-            "drafts were drawn, but the device state has no room for their distributions; "
-            "call DeviceState.keep_draft_probs when the first sampled request comes"
+            "drafts were drawn, but the state has no place for their distributions; "
+            "call StateTensors.allocate_draft_probs when the first sampled request comes"
         )
     return state.draft_probs

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for. Used by the device runner.
+"""Copies between host and device that nobody waits for.
 
 A copy runs when the device comes to it, from memory that the device can read by itself (pinned). So the host's side of
 a copy must stay as it is until then: there are as many buffers as steps can be in flight, used in turn.
@@ -16,6 +16,11 @@ import torch
 MAX_STEPS_IN_FLIGHT = 2
 # Where an array begins on the device: kernels are compiled anew for addresses that are less round than that.
 ALIGNMENT = 16
+
+
+def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """What `Uploader.send` is to a CPU: tensors over the arrays' own memory."""
+    return [torch.from_numpy(array) for array in arrays]
 
 
 class _Turn:
@@ -106,6 +111,8 @@ class Downloader:
 
     def begin(self, numbers: torch.Tensor) -> Download:
         """Queue the copy of `numbers` (int64 `[n]`) behind what the device has to do."""
+        if not self._pinned:
+            return Download(numbers, None)
         host, event = self._hosts[self._next][: len(numbers)], self._events[self._next]
         self._next = (self._next + 1) % len(self._hosts)
         host.copy_(numbers, non_blocking=self._pinned)

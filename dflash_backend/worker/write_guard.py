@@ -1,10 +1,15 @@
-"""`kv_write_guard`: checks invariant OWN on every K/V write of a step, before it happens."""
+"""`kv_write_guard`: checks invariant OWN on every K/V write of a step, before it happens. Slow, as the setting says:
+the host waits for the device in every phase."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
-from dflash_backend.core.plan import StepPlan
+import numpy as np
+import torch
+
+from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.drafters.base import DraftBatch
 
 
 class KVWriteError(RuntimeError):
@@ -12,28 +17,59 @@ class KVWriteError(RuntimeError):
 
 
 class WriteGuard:
-    """Checks the slots that each row is about to write against the blocks the plan says it may write."""
+    """Checks the slots that each row of a step, or of a part of one, is about to write against the blocks that the plan
+    lets it write."""
 
-    def __init__(self, plan: StepPlan, block_size: int) -> None:
-        self.allowed = plan.writable_block_ids
-        self.step_id = plan.step_id
-        self.block_size = block_size
+    def __init__(self, plan: StepPlan, rows: Sequence[ScheduledRequest], block_size: int) -> None:
+        """`plan.writable_block_ids` must be there."""
+        assert plan.writable_block_ids is not None
+        self._allowed = [plan.writable_block_ids.get(row.request_id, frozenset()) for row in rows]
+        self._step_id = plan.step_id
+        self._block_size = block_size
+        self._request_ids = [row.request_id for row in rows]
+        # A row in flight may belong to a request that has ended: it may write less than its layout says.
+        self._certain = np.array([row.num_unverified_drafts == 0 for row in rows])
 
-    def check(self, phase: str, request_ids: list[str], rows: np.ndarray, slots: np.ndarray) -> None:
-        """Raise `KVWriteError` on the first slot outside its row's blocks, or written twice.
+    def check(
+        self, phase: str, row_of_slot: torch.Tensor, slots: torch.Tensor, expected: torch.Tensor | None = None
+    ) -> None:
+        """Raise `KVWriteError` for a slot that its row may not write, for one that is written twice, and where a row
+        has no block for what it must write (RESERVE).
 
-        rows, slots: int64 `[n]`; rows index `request_ids`. Does nothing when the guard is off.
+        row_of_slot: int32 `[n]`, -1 for padding. slots: int64 `[n]`, -1 for no write. expected: int32 `[R]`, how many
+        slots each row should write, where that is certain.
         """
-        if self.allowed is None:
-            return
-        blocks = slots // self.block_size
-        for row, request_id in enumerate(request_ids):
-            allowed = self.allowed.get(request_id, frozenset())
-            strange = set(blocks[rows == row].tolist()) - allowed
-            if strange:
-                raise KVWriteError(
-                    f"kv_write_guard: step {self.step_id}, phase {phase}: request {request_id} would write block "
-                    f"{min(strange)}, which is shared, published or not its own; its own are {sorted(allowed)}"
+        rows, where = row_of_slot.cpu().numpy(), slots.cpu().numpy()
+        written = where >= 0
+        rows, where = rows[written], where[written]
+        if (rows < 0).any():
+            self._fail(phase, f"a padding token would write slot {int(where[rows < 0][0])}")
+        count = len(self._request_ids)
+        if expected is not None:
+            lacking = np.bincount(rows, minlength=count)[:count] < expected.cpu().numpy()[:count]
+            for row in (lacking & self._certain).nonzero()[0].tolist():
+                self._fail(
+                    phase,
+                    f"request {self._request_ids[row]} has no block for some of the positions that it must write",
                 )
-        if len(np.unique(slots)) != len(slots):
-            raise KVWriteError(f"kv_write_guard: step {self.step_id}, phase {phase} would write a slot twice")
+        blocks = where // self._block_size
+        for row, request_id in enumerate(self._request_ids):
+            not_its_own = set(blocks[rows == row].tolist()) - self._allowed[row]
+            if not_its_own:
+                self._fail(
+                    phase,
+                    f"request {request_id} would write block {min(not_its_own)}, which is shared, published or not its "
+                    f"own; its own are {sorted(self._allowed[row])}",
+                )
+        if len(np.unique(where)) != len(where):
+            self._fail(phase, "a slot would be written twice")
+
+    def check_draft(self, draft: DraftBatch, num_next: torch.Tensor) -> None:
+        """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row."""
+        expected = torch.where(num_next > 0, num_next + 1, 0)
+        rows = torch.arange(len(num_next), dtype=torch.int32, device=num_next.device)
+        per_row = expected if draft.layout.device is None else torch.full_like(expected, draft.width)
+        self.check("draft", rows.repeat_interleave(per_row), draft.slots, expected)
+
+    def _fail(self, phase: str, what: str) -> None:
+        raise KVWriteError(f"kv_write_guard: step {self._step_id}, phase {phase}: {what}")

@@ -18,11 +18,11 @@ from dflash_backend.checkpoints import CheckpointError, DraftSpec, RopeSpec
 from dflash_backend.checkpoints.resolve import read_draft
 from dflash_backend.checkpoints.spec import LogitsSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.drafters import DFlashDrafter, DraftBlock
+from dflash_backend.drafters import DFlashDrafter
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.models import TargetModel, load_target
 from tests.models.dense_drafter import DenseDrafter
-from tests.models.drafting import KeepsLogits, slots, spans
+from tests.models.drafting import KeepsLogits, draft_batch, slots, spans
 from tests.paged import BLOCK_SIZE, block_tables, caches
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 
@@ -182,9 +182,8 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
         k = rng.integers(1, dense.spec.block_size, NUM_ROWS)
         anchors = rng.integers(0, VOCAB_SIZE, NUM_ROWS)
         sampler = KeepsLogits()
-        query_slots = slots(tables, *spans(done, k + 1))
-        block = DraftBlock(torch.from_numpy(anchors), done, k, torch.from_numpy(tables), query_slots)
-        tokens = drafter.propose(block, sampler).split(k.tolist())
+        batch = draft_batch(anchors, done, k, tables, drafter.mask_token_id)
+        tokens = drafter.propose(batch, sampler).split(k.tolist())
         for row, logits in enumerate(sampler.logits.split(k.tolist())):
             expected = dense.logits(features[row, : done[row]], int(anchors[row]), int(k[row]))
             found.append(Draft(logits, tokens[row].tolist(), expected, dense.tokens(expected)))

@@ -5,25 +5,26 @@ from __future__ import annotations
 import torch
 
 from dflash_backend.sampling.random import Stream
-from dflash_backend.worker.device_state import DeviceState, StepRows
-from dflash_backend.worker.step_ops import TritonStepOps
+from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.step_ops import DeviceStepOps
 
 VOCAB, ROWS, K = 5008, 4, 7
 
 
 def launches() -> None:
     """A step with sampled rows, one without, and drafts that were drawn or not."""
-    ops = TritonStepOps()
-    state = DeviceState.allocate(ROWS, 100, K, 16, torch.device("cpu"))
-    rows = StepRows.over(torch.zeros(StepRows.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
+    ops = DeviceStepOps()
+    state = StateTensors.allocate(ROWS, 100, K, 16, torch.device("cpu"))
+    rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
-    parameters = state.sampling_rows(rows.table, False, False)
+    parameters = state.sampling_tensors(rows.req_idx, False, False)
     prepared = ops.prepare(rows, state)
-    best, probs = ops.best(logits), ops.probabilities(logits, parameters)
+    best, probs = ops.argmax(logits), ops.probabilities(logits, parameters)
     ops.draw(probs[:ROWS], state.seeds, state.seeds, Stream.TARGET)
     for target in (None, probs):
         ops.accept(best, target, rows, prepared, state)
-    state.keep_draft_probs(VOCAB)
+    state.allocate_draft_probs(VOCAB)
     ops.accept(best, probs, rows, prepared, state)
     ops.inject_slots(rows, prepared, state)
     queries = ops.prepare_draft(rows, state, 3)

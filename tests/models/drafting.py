@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_backend.drafters.base import DraftSampler
+from dflash_backend.attention import RowLayout
+from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.sampling.vocabulary import VocabularyMap
+from dflash_backend.worker.step_ops import HostStepOps
 from tests.paged import BLOCK_SIZE
 
 
@@ -14,18 +16,31 @@ class KeepsLogits(DraftSampler):
     """Greedy, and remembers the logits that it chose from."""
 
     def __init__(self) -> None:
-        super().__init__(None, np.empty(0, dtype=np.int64))
+        super().__init__(HostStepOps())
         self.logits = torch.empty(0)
 
     def choose(
-        self,
-        logits: torch.Tensor,
-        row_index: np.ndarray,
-        positions: np.ndarray,
-        vocabulary: VocabularyMap | None = None,
+        self, logits: torch.Tensor, positions: torch.Tensor, vocabulary: VocabularyMap | None = None
     ) -> torch.Tensor:
         self.logits = logits
-        return super().choose(logits, row_index, positions, vocabulary)
+        return super().choose(logits, positions, vocabulary)
+
+
+def draft_batch(anchors: np.ndarray, starts: np.ndarray, k: np.ndarray, tables: np.ndarray, mask_id: int) -> DraftBatch:
+    """Draft blocks of `k` masks behind the `anchors` at positions `starts`: `[num_rows]` each."""
+    rows, positions = spans(starts, k + 1)
+    is_anchor = positions == starts[rows]
+    ids = np.where(is_anchor, anchors[rows], mask_id)
+    layout = RowLayout(k + 1, starts + k + 1, torch.from_numpy(tables))
+    masks = torch.from_numpy((~is_anchor).nonzero()[0])
+    return DraftBatch(
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        slots(tables, rows, positions),
+        layout,
+        int(k.max()) + 1,
+        masks,
+    )
 
 
 def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -588,8 +588,8 @@ _SHORT_REQUESTS = (
     Mutant(
         "a short request is taken for one whose stop tokens are hidden",
         "dflash_backend/worker/device_special.py",
-        "hides = (min_end > 0) & (min_end > rows.start + rows.num_new - rows.uncertain)",
-        "hides = min_end > rows.start + rows.num_new - rows.uncertain",
+        "hides = (min_end > 0) & (min_end > rows.start + rows.num_new - rows.num_unverified)",
+        "hides = min_end > rows.start + rows.num_new - rows.num_unverified",
         ("tests/worker/test_short_requests.py",),
     ),
 )

@@ -382,8 +382,8 @@ _SEEN = (
         (
             (
                 f"{WORKER}/logits.py",
-                "for start in range(0, len(which), PENALISED_ROWS_AT_A_TIME):",
-                "for start in range(0, 0, PENALISED_ROWS_AT_A_TIME):",
+                "for start in range(0, len(which), PENALISED_AT_A_TIME):",
+                "for start in range(0, 0, PENALISED_AT_A_TIME):",
             ),
         ),
     ),

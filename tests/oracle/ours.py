@@ -11,19 +11,15 @@ import numpy as np
 import torch
 
 from dflash_backend import LLM
-from dflash_backend.attention import RowLayout
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import read_draft, read_target
 from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.drafters import DFlashDrafter, DraftBlock
-from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler
+from dflash_backend.drafters import DFlashDrafter
 from dflash_backend.drafters.dflash.drafter import captured_layers
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.models import load_target
-from dflash_backend.sampling.vocabulary import VocabularyMap
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.worker.step_ops import TorchStepOps
-from tests.models.drafting import KeepsLogits, slots, spans
+from tests.models.drafting import KeepsLogits, draft_batch, slots, spans
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
@@ -34,26 +30,9 @@ REPOSITORY = Path(__file__).parents[2]
 DEMO_TARGET, DEMO_DRAFT = REPOSITORY / "demo/pair/target", REPOSITORY / "demo/pair/draft"
 
 
-class KeepsDeviceLogits(DeviceDraftSampler):
-    """Greedy, and remembers the logits that it chose from."""
-
-    def __init__(self) -> None:
-        super().__init__(TorchStepOps())
-        self.logits = torch.empty(0)
-
-    def choose(
-        self, logits: torch.Tensor, positions: torch.Tensor, vocabulary: VocabularyMap | None = None
-    ) -> torch.Tensor:
-        self.logits = logits
-        return super().choose(logits, positions, vocabulary)
-
-
 @torch.inference_mode()
-def draft_logits(
-    target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step], on_device: bool = False
-) -> list[torch.Tensor]:
-    """Logits of each step's drafts, float32 `[k, draft_vocab]`, through `inject` and `propose` over paged K/V; with
-    `on_device` through `propose_on_device`, as a runner calls it whose requests are on the device."""
+def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step]) -> list[torch.Tensor]:
+    """Logits of each step's drafts, float32 `[k, draft_vocab]`, through `inject` and `propose` over paged K/V."""
     target_spec, spec = read_target(target), read_draft(draft)
     check_pair(target_spec, spec)
     model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
@@ -64,19 +43,8 @@ def draft_logits(
         rows, positions = spans(done, np.array([step.num_new]))
         drafter.inject(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
         done, k = done + step.num_new, np.array([step.k])
-        rows, positions = spans(done, k + 1)
-        query_slots = slots(tables, rows, positions)
-        if on_device:
-            ids = torch.tensor([[step.anchor] + [drafter.mask_token_id] * step.k])
-            layout = RowLayout(k + 1, done + k + 1, torch.from_numpy(tables))
-            blocks = DeviceDraftBlocks(ids, torch.from_numpy(positions)[None], query_slots[None], layout)
-            device_sampler = KeepsDeviceLogits()
-            drafter.propose_on_device(blocks, device_sampler)
-            found.append(device_sampler.logits)
-            continue
         sampler = KeepsLogits()
-        block = DraftBlock(torch.tensor([step.anchor]), done, k, torch.from_numpy(tables), query_slots)
-        drafter.propose(block, sampler)
+        drafter.propose(draft_batch(np.array([step.anchor]), done, k, tables, drafter.mask_token_id), sampler)
         found.append(sampler.logits)
     return found
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from scipy import stats
 
-from dflash_backend.sampling.filtering import SamplingRows, draw, probabilities
+from dflash_backend.sampling.filtering import SamplingTensors, draw, probabilities
 from dflash_backend.sampling.random import Stream
 
 
-def rows(n: int, **changes: Any) -> SamplingRows:
+def rows(n: int, **changes: Any) -> SamplingTensors:
     """The same parameters for `n` rows."""
     values = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | changes
-    return SamplingRows(
+    return SamplingTensors(
         temperature=torch.full((n,), values["temperature"]),
         top_p=torch.full((n,), values["top_p"]),
         top_k=torch.full((n,), values["top_k"], dtype=torch.int64),

@@ -7,24 +7,21 @@ import pytest
 import torch
 from scipy import stats
 
-from dflash_backend.sampling import verify
 from dflash_backend.sampling.filtering import draw
 from dflash_backend.sampling.random import Stream
-from dflash_backend.sampling.verify import VerifyLayout, verify_greedy, verify_sampled
-from tests.sampling.test_filtering import rows
+from dflash_kernels import accept
+from tests.sampling.rejection import accepted
 
-CPU = torch.device("cpu")
 VOCAB = 5
 SAMPLES = 20_000
 MIN_EXPECTED = 8.0  # rarer continuations share a bin of the chi-square tests
 
 
 def test_greedy_accepts_up_to_the_first_mismatch_in_ragged_rows() -> None:
-    layout = VerifyLayout.build(np.array([3, 0, 2, 1]), CPU)
-    best = torch.tensor([10, 11, 12, 13, 20, 30, 31, 32, 40, 41])
+    argmax = torch.tensor([10, 11, 12, 13, 20, 30, 31, 32, 40, 41])
     drafts = torch.tensor([10, 99, 12, 30, 31, 99])
-    accepted, following = verify_greedy(best, drafts, layout)
-    assert accepted.tolist() == [1, 0, 2, 0]
+    count, following = accepted([3, 0, 2, 1], drafts, argmax)
+    assert count.tolist() == [1, 0, 2, 0]
     assert following.tolist() == [11, 20, 32, 40]
 
 
@@ -48,24 +45,16 @@ def first_tokens(num_drafts: int, greedy_drafts: bool) -> tuple[np.ndarray, torc
             [draw(q[i].expand(SAMPLES, -1), seeds, zeros + i, Stream.DRAFT) for i in range(num_drafts)], 1
         )
     target_probs = [first.expand(SAMPLES, -1), *(later[i][drafts[:, i]] for i in range(num_drafts))]
-    layout = VerifyLayout.build(np.full(SAMPLES, num_drafts), CPU)
-    accepted, following = verify_sampled(
-        torch.stack(target_probs, dim=1).reshape(-1, VOCAB),
-        None if greedy_drafts else q.repeat(SAMPLES, 1),
-        drafts.flatten(),
-        zeros,
-        rows(SAMPLES),
-        layout,
-    )
+    probs = torch.stack(target_probs, dim=1).reshape(-1, VOCAB)
+    drawn_from = None if greedy_drafts else q.repeat(SAMPLES, 1)
+    count, following = accepted([num_drafts] * SAMPLES, drafts.flatten(), probs.argmax(1), probs, drawn_from)
     tokens: list[torch.Tensor] = []
     for i in range(num_drafts + 1):
         token = following
         if i > 0:
-            token = torch.where(
-                accepted == i, following, draw(later[i - 1][tokens[-1]], seeds, zeros + i, Stream.TARGET)
-            )
+            token = torch.where(count == i, following, draw(later[i - 1][tokens[-1]], seeds, zeros + i, Stream.TARGET))
         if i < num_drafts:
-            token = torch.where(accepted > i, drafts[:, i], token)
+            token = torch.where(count > i, drafts[:, i], token)
         tokens.append(token)
     bins, exact = torch.zeros_like(seeds), torch.ones(1)
     for i, token in enumerate(tokens):
@@ -85,7 +74,7 @@ def chi_square_p(counts: np.ndarray, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
 @pytest.mark.parametrize("greedy_drafts", [False, True])
 def test_rejection_sampling_keeps_the_targets_distribution(greedy_drafts: bool, num_drafts: int) -> None:
-    """With several drafts, also that each is judged by a random number of its own."""
+    """With several drafts, also that each has a random number of its own."""
     assert chi_square_p(*first_tokens(num_drafts, greedy_drafts)) > 0.01
 
 
@@ -95,25 +84,21 @@ def test_without_the_residual_the_distribution_is_wrong(
     greedy_drafts: bool, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above can fail: leaving the residual step out is noticed."""
-    monkeypatch.setattr(verify, "_residual", lambda weights, *rest: weights)
+    monkeypatch.setattr(accept, "residual_reference", lambda p, *rest: p)
     assert chi_square_p(*first_tokens(num_drafts, greedy_drafts)) < 1e-6
 
 
-def test_drafts_that_the_target_never_takes_always_fall() -> None:
-    layout = VerifyLayout.build(np.array([1] * 50), CPU)
+def test_drafts_that_the_target_never_takes_are_always_rejected() -> None:
     p = torch.tensor([0.0, 0.5, 0.5]).repeat(100, 1)
     q = torch.tensor([1.0, 0.0, 0.0]).repeat(50, 1)
-    drafts = torch.zeros(50, dtype=torch.int64)
-    accepted, following = verify_sampled(p, q, drafts, torch.zeros(50, dtype=torch.int64), rows(50), layout)
-    assert accepted.sum().item() == 0
+    count, following = accepted([1] * 50, torch.zeros(50, dtype=torch.int64), p.argmax(1), p, q)
+    assert count.sum().item() == 0
     assert set(following.tolist()) == {1, 2}
 
 
 def test_equal_distributions_accept_everything() -> None:
-    layout = VerifyLayout.build(np.array([2] * 50), CPU)
     p = torch.tensor([0.2, 0.3, 0.5]).repeat(150, 1)
     seeds = torch.arange(50)
     q = p[:100]
     drafts = draw(q, seeds.repeat_interleave(2), torch.tensor([0, 1] * 50), Stream.DRAFT)
-    accepted, _ = verify_sampled(p, q, drafts, torch.zeros(50, dtype=torch.int64), rows(50), layout)
-    assert accepted.tolist() == [2] * 50
+    assert accepted([2] * 50, drafts, p.argmax(1), p, q)[0].tolist() == [2] * 50

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from dflash_backend.worker.device_state import DeviceState, StepRows
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
+from dflash_backend.worker.state import StateTensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 77
@@ -18,11 +20,26 @@ MASK_ID = 76
 class RandomStep:
     """State and rows of a step, with as many distributions as its rows sample from."""
 
-    state: DeviceState
-    rows: StepRows
+    state: StateTensors
+    rows: DeviceBatch
     num_distributions: int
 
-    def copy_of_state(self) -> DeviceState:
+    @property
+    def inputs(self) -> StepInputs:
+        """With bounds that hold for the rows that go on."""
+        rows = self.rows
+        lens, starts = rows.query_lens.cpu().numpy(), rows.start.cpu().numpy()
+        ends = (starts + lens).astype(np.int64)
+        bounds = LengthBounds(lens.astype(np.int64), ends, ends + 2 * self.state.k + 2, self.state.max_len)
+        none = torch.full((1,), -1, dtype=torch.int32, device=rows.req_idx.device)
+        return StepInputs(rows, none.clamp(min=0), none, bounds, BatchTraits(True, True))
+
+    def to(self, device: torch.device) -> RandomStep:
+        """A copy on another device."""
+        rows = DeviceBatch(**{name: getattr(self.rows, name).to(device) for name in DeviceBatch.__dataclass_fields__})
+        return RandomStep(_moved(copy.deepcopy(self.state), device), rows, self.num_distributions)
+
+    def copy_of_state(self) -> StateTensors:
         """A state of its own for one of the operations that change it."""
         return copy.deepcopy(self.state)
 
@@ -48,89 +65,89 @@ def random_step(
         return int(torch.randint(bound, (), generator=generator))
 
     num_state, max_model_len = num_rows + 2, 6 * block_size + 1
-    state = DeviceState.allocate(num_state, max_model_len, k, block_size, torch.device("cpu"))
+    state = StateTensors.allocate(num_state, max_model_len, k, block_size, torch.device("cpu"))
     state.tokens.random_(VOCAB, generator=generator)
     num_ids = state.blocks.numel()
     state.blocks.copy_(torch.randperm(num_ids, generator=generator).view_as(state.blocks))
     state.seeds.random_(generator=generator)
     state.temperature.uniform_(0.2, 2.0, generator=generator)
     if k > 0 and drawn_drafts:
-        state.keep_draft_probs(VOCAB)
+        state.allocate_draft_probs(VOCAB)
         assert state.draft_probs is not None
         state.draft_probs.copy_(torch.randn(state.draft_probs.shape, generator=generator).mul_(2).softmax(-1))
 
-    table = torch.randperm(num_state, generator=generator).tolist()
+    indices = torch.randperm(num_state, generator=generator).tolist()
     layout: list[dict[str, int]] = []
     token_row: list[int] = []
     dist = 0
     for r in range(num_rows):
-        row = dict.fromkeys(StepRows.__dataclass_fields__, 0)
+        row = dict.fromkeys(DeviceBatch.__dataclass_fields__, 0)
         del row["token_row"]
         row["query_start"] = len(token_row)
         if padding and below(4) == 0:
-            row.update(table=-1, dist_start=-1)
+            row.update(req_idx=-1, logits_start=-1)
         else:
             decodes = graph or below(2) == 0
-            row["table"] = table[r]
+            row["req_idx"] = indices[r]
             row["start"] = below(max_model_len - k - 6)
             row["num_new"] = 1 if decodes else 1 + below(5)
             row["num_draft"] = below(k + 1) if decodes else 0
             row["num_next"] = below(k + 1)
             row["query_lens"] = row["num_new"] + row["num_draft"]
             samples = decodes or below(2) == 0
-            row["dist_start"] = (r * (k + 1) if graph else dist) if samples else -1
+            row["logits_start"] = (r * (k + 1) if graph else dist) if samples else -1
             row["sampled"] = below(2)
             dist += row["num_draft"] + 1 if samples else 0
             computed = row["start"]
             if decodes and row["start"] > 0 and below(2) == 0:
-                row["uncertain"] = 1 + below(row["start"])
-                computed -= below(row["uncertain"] + 1)
+                row["num_unverified"] = 1 + below(row["start"])
+                computed -= below(row["num_unverified"] + 1)
             end = row["start"] + row["query_lens"] + row["num_next"] + 1
             num_blocks = min(-(-end // block_size) + below(2), state.blocks.shape[1])
-            if zombies and row["uncertain"] and below(2) == 0:
+            if zombies and row["num_unverified"] and below(2) == 0:
                 computed = below(state.max_len + 2 * block_size)
-            state.num_blocks[table[r]] = num_blocks
-            state.computed[table[r]] = computed
+            state.num_blocks[indices[r]] = num_blocks
+            state.computed[indices[r]] = computed
         layout.append(row)
         token_row += [r] * row["query_lens"]
         if graph:
             token_row += [-1] * ((r + 1) * (k + 1) - len(token_row))
         elif padding:
             token_row += [-1] * below(2)
-    buffer = torch.zeros(StepRows.buffer_size(num_rows, len(token_row)), dtype=torch.int32)
-    rows = StepRows.over(buffer, num_rows)
+    buffer = torch.zeros(DeviceBatch.buffer_size(num_rows, len(token_row)), dtype=torch.int32)
+    rows = DeviceBatch.over(buffer, num_rows)
     for r, row in enumerate(layout):
         for name, value in row.items():
             getattr(rows, name)[r] = value
     rows.token_row.copy_(torch.tensor(token_row, dtype=torch.int32))
     num_distributions = num_rows * (k + 1) if graph else dist
-    return RandomStep(_moved(state), StepRows.over(buffer.to(DEVICE), num_rows), num_distributions)
+    return RandomStep(_moved(state, DEVICE), DeviceBatch.over(buffer.to(DEVICE), num_rows), num_distributions)
 
 
-def _moved(state: DeviceState) -> DeviceState:
-    fields = {name: getattr(state, name) for name in DeviceState.__dataclass_fields__}
-    return DeviceState(**{n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
+def _moved(state: StateTensors, device: torch.device) -> StateTensors:
+    fields = {name: getattr(state, name) for name in StateTensors.__dataclass_fields__}
+    return StateTensors(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
 
 
-def random_judgement(step: RandomStep, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Best tokens int64 `[D]` and probabilities float32 `[D, vocab]` that let about half of the drafts stand."""
+def random_target(step: RandomStep, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Argmax int64 `[D]` and probabilities float32 `[D, vocab]` that accept about half of the drafts."""
     generator = torch.Generator().manual_seed(seed + 1000)
     state, rows = step.copy_of_state(), step.rows
     count = step.num_distributions
-    best = torch.randint(VOCAB, (count,), generator=generator)
+    argmax = torch.randint(VOCAB, (count,), generator=generator)
     probs = torch.randn(count, VOCAB, generator=generator).mul_(2).softmax(-1)
-    starts = torch.where(rows.uncertain > 0, state.computed[rows.table.clamp(min=0)], rows.start)
-    for r in range(len(rows.table)):
-        if rows.dist_start[r] < 0:
+    starts = torch.where(rows.num_unverified > 0, state.computed[rows.req_idx.clamp(min=0)], rows.start)
+    for r in range(len(rows.req_idx)):
+        if rows.logits_start[r] < 0:
             continue
         for j in range(int(rows.num_draft[r])):
             place = int(starts[r] + rows.num_new[r]) + j
-            dist = int(rows.dist_start[r]) + j
+            dist = int(rows.logits_start[r]) + j
             if place < state.max_len and torch.rand((), generator=generator) < 0.75:
-                token = state.tokens[rows.table[r], place]
-                best[dist] = token
+                token = state.tokens[rows.req_idx[r], place]
+                argmax[dist] = token
                 probs[dist] = probs[dist] * 0.2
                 probs[dist, token] += 0.8
                 if state.draft_probs is not None and torch.rand((), generator=generator) < 0.3:
-                    probs[dist] = state.draft_probs[rows.table[r], j].cpu()
-    return best.to(DEVICE), probs.to(DEVICE)
+                    probs[dist] = state.draft_probs[rows.req_idx[r], j].cpu()
+    return argmax.to(DEVICE), probs.to(DEVICE)

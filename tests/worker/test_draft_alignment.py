@@ -21,10 +21,10 @@ def _start(llm: LLM, request_id: str, prompt: list[int]) -> None:
 
 
 def _tokens_and_drafts(llm: LLM, request_id: str) -> tuple[list[int], list[int]]:
-    core, table = llm.engine.core, llm.engine.runner.requests
+    core, requests = llm.engine.core, llm.engine.runner.requests
     request = core.scheduler.running[request_id]
     end = request.num_tokens
-    row = table.tokens[table.records[request_id].index]
+    row = requests.state.tokens[requests.records[request_id].index]
     return list(request.token_ids), row[end : end + request.pending_draft].tolist()
 
 

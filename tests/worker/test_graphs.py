@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,16 +11,14 @@ import torch
 
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker import graphs
-from dflash_backend.worker.device_layout import HostRows, RowTraits, StepInputs
-from dflash_backend.worker.device_runner import DeviceRunner
-from dflash_backend.worker.graphs import EagerStep, ladder
+from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
+from dflash_backend.worker.graphs import EagerStep, capture_sizes, warm_up
 from dflash_backend.worker.row_parallel import one_thread
-from dflash_backend.worker.warm_up import warm_up
+from dflash_backend.worker.runner import ModelRunner
 from tests.tiny_models import make_pair
-from tests.worker.device_engine import Outputs, engine, memory, on_device_runner
+from tests.worker.engines import Outputs, engine, memory, on_device_runner
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
-GREEDY = RowTraits(sampled=False, drafts=True)
 
 
 def ignore(message: str, fraction: float) -> None:
@@ -38,7 +37,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 16}
 
 
-def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunner, list[ScheduledRequest]]:
+def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[ModelRunner, list[ScheduledRequest]]:
     """A runner that has run the prompts, and the decode rows that come next, whose blocks it has."""
     built = on_device_runner(engine(**pair), overlap=False)
     outputs = Outputs(built)
@@ -47,40 +46,39 @@ def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[DeviceRunn
     outputs.step()
     plan = built.core.scheduler.plan(0.0, in_flight=False)
     assert plan is not None
-    assert isinstance(built.runner, DeviceRunner)
+    assert isinstance(built.runner, ModelRunner)
     built.runner.requests.update(plan)
     return built.runner, plan.rows
 
 
-def rows_like(runner: DeviceRunner, rows: list[ScheduledRequest], count: int) -> HostRows:
+def rows_like(runner: ModelRunner, rows: list[ScheduledRequest], count: int) -> HostBatch:
     """So many rows for choosing a padded step by."""
-    return HostRows.of((rows * count)[:count], runner.requests)
+    return HostBatch.of((rows * count)[:count], runner.requests)
 
 
-def test_the_ladder_has_small_steps_first_then_every_eighth_and_the_most() -> None:
-    assert ladder(1) == [1]
-    assert ladder(6) == [1, 2, 4, 6]
-    assert ladder(32) == [1, 2, 4, 8, 16, 24, 32]
-    assert ladder(20) == [1, 2, 4, 8, 16, 20]
+def test_capture_sizes_are_small_steps_first_then_every_eighth_and_the_most() -> None:
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(6) == [1, 2, 4, 6]
+    assert capture_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
 
 
 def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any]) -> None:
     """Rows with drafts, with fewer of them and with none, greedy and sampled, with 5 padding rows."""
     runner, plan_rows = decoding(pair, b={"k": 3, "temperature": 0.7, "seed": 3}, c={"k": 0})
-    rows = HostRows.of(plan_rows, runner.requests)
-    traits = rows.traits(runner.requests)
+    rows = HostBatch.of(plan_rows, runner.requests)
     before = [tensor.clone() for tensor in memory(runner)]
 
-    inputs = runner.layouts.send_ragged(rows, traits)
-    ragged = runner.step.unpacked(runner.step.run(inputs).numpy(), inputs.num_rows)
+    inputs = runner.layouts.send_ragged(rows)
+    ragged = runner.step.unpacked(runner.step.run(inputs).numbers.numpy(), inputs.num_rows)
     after_ragged = [tensor.clone() for tensor in memory(runner)]
 
     for tensor, value in zip(memory(runner), before, strict=True):
         tensor.copy_(value)
-    step = runner.padded.find(rows, traits)
+    step = runner.graphs.find(rows)
     assert step is not None
     assert step.inputs.num_rows == 4
-    eight = next(step for step in runner.padded.steps(sampled=True) if step.inputs.num_rows == 8)
+    eight = next(step for step in runner.graphs.steps(sampled=True) if step.inputs.num_rows == 8)
     runner.layouts.send_padded(rows, 8, runner.step.width)
     padded = runner.step.unpacked(eight.replay().numpy(), 8)
 
@@ -96,7 +94,7 @@ def test_padding_rows_leave_kv_and_state_as_they_are_to_the_bit(pair: dict[str, 
     """Trap 7."""
     runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
     before = [tensor.clone() for tensor in memory(runner)]
-    for step in runner.padded.steps(sampled):
+    for step in runner.graphs.steps(sampled):
         runner.layouts.send_nothing(step.inputs.num_rows, runner.step.width)
         step.replay()
     assert all(torch.equal(now, then) for now, then in zip(memory(runner), before, strict=True))
@@ -105,7 +103,7 @@ def test_padding_rows_leave_kv_and_state_as_they_are_to_the_bit(pair: dict[str, 
 def test_the_smallest_step_that_fits_is_taken(pair: dict[str, Any]) -> None:
     runner, rows = decoding(pair)
     for count, size in [(1, 1), (3, 4), (5, 8), (9, 16), (16, 16)]:
-        step = runner.padded.find(rows_like(runner, rows, count), GREEDY)
+        step = runner.graphs.find(rows_like(runner, rows, count))
         assert step is not None
         assert step.inputs.num_rows == size
 
@@ -114,8 +112,8 @@ def test_a_step_that_would_be_mostly_padding_is_run_without_a_graph(pair: dict[s
     """As when memory sufficed for the largest graphs alone."""
     runner, rows = decoding(pair)
     runner.prepare(use_graphs=False, progress=ignore, sizes=[16])
-    assert runner.padded.find(rows_like(runner, rows, 7), GREEDY) is None
-    assert runner.padded.find(rows_like(runner, rows, 8), GREEDY) is not None
+    assert runner.graphs.find(rows_like(runner, rows, 7)) is None
+    assert runner.graphs.find(rows_like(runner, rows, 8)) is not None
 
 
 def test_rows_without_drafts_are_not_widened_to_many_tokens(
@@ -124,14 +122,14 @@ def test_rows_without_drafts_are_not_widened_to_many_tokens(
     monkeypatch.setattr(graphs, "CHEAP_TOKENS", 64)
     runner, rows = decoding(pair, a={"k": 0}, b={"k": 0}, c={"k": 0})
     assert runner.step.width == 8
-    assert runner.padded.find(rows_like(runner, rows, 8), GREEDY) is not None
-    assert runner.padded.find(rows_like(runner, rows, 9), GREEDY) is None
+    assert runner.graphs.find(rows_like(runner, rows, 8)) is not None
+    assert runner.graphs.find(rows_like(runner, rows, 9)) is None
 
 
 def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any]) -> None:
     built = on_device_runner(engine(**pair, max_num_batched_tokens=39))
-    assert isinstance(built.runner, DeviceRunner)
-    assert sorted(step.inputs.num_rows for step in built.runner.padded.steps(sampled=True)) == [1, 2, 4]
+    assert isinstance(built.runner, ModelRunner)
+    assert sorted(step.inputs.num_rows for step in built.runner.graphs.steps(sampled=True)) == [1, 2, 4]
 
 
 def test_warming_up_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]) -> None:
@@ -153,13 +151,13 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
         tried.append((inputs.num_rows, inputs.traits.sampled))
         return EagerStep(runner.step, inputs) if len(tried) <= 4 else None
 
-    runner.padded.make(make, ladder(16), True, lambda message, fraction: heard.append(message))
+    runner.graphs.make(make, capture_sizes(16), True, lambda message, fraction: heard.append(message))
     assert tried[:4] == [(16, True), (16, False), (8, True), (8, False)]
     assert len(tried) == len(heard) == 10
     assert heard[0] == "CUDA graphs: sampled steps of 16 rows"
-    assert [step.inputs.num_rows for step in runner.padded.steps(sampled=True)] == [16, 8]
+    assert [step.inputs.num_rows for step in runner.graphs.steps(sampled=True)] == [16, 8]
     assert "6 of 10 CUDA graphs are missing, the largest for sampled steps of 4 rows" in caplog.text
-    step = runner.padded.find(rows_like(runner, rows, 3), GREEDY)
+    step = runner.graphs.find(rows_like(runner, rows, 3))
     assert step is not None
     assert step.inputs.num_rows == 8
 
@@ -167,7 +165,8 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
 def test_prefill_rows_have_no_padded_step(pair: dict[str, Any]) -> None:
     runner, rows = decoding(pair)
     chunk = ScheduledRequest("a", 0, 2, 0, False, 0, [])
-    assert runner.padded.find(HostRows.of([*rows, chunk], runner.requests), GREEDY) is None
-    decode = HostRows.of(rows, runner.requests)
-    assert runner.padded.find(decode, GREEDY) is not None
-    assert runner.padded.find(decode, RowTraits(True, True, any_top_k_or_p=True, any_min_p=True)) is not None
+    assert runner.graphs.find(HostBatch.of([*rows, chunk], runner.requests)) is None
+    decode = HostBatch.of(rows, runner.requests)
+    assert runner.graphs.find(decode) is not None
+    sampled = BatchTraits(True, True, any_top_k_or_p=True, any_min_p=True)
+    assert runner.graphs.find(dataclasses.replace(decode, traits=sampled)) is not None

@@ -9,7 +9,7 @@ from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.largest_steps import decode_step, prefill_step
 from tests.tiny_models import make_pair
-from tests.worker.device_engine import device_runner, engine
+from tests.worker.engines import device_runner, engine
 
 
 def limits(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int, k: int, drafter: int) -> SchedulerConfig:

@@ -10,8 +10,8 @@ import torch
 
 from dflash_backend.core.plan import NewRequest
 from dflash_backend.messages import SamplingParams
-from dflash_backend.worker.logits import PENALISED_ROWS_AT_A_TIME, JudgedRows, adjust, token_logprobs
-from dflash_backend.worker.request_table import RequestTable
+from dflash_backend.worker.logits import PENALISED_AT_A_TIME, SamplingMetadata, apply_processors, token_logprobs
+from dflash_backend.worker.state import RequestStates, StateTensors
 
 VOCAB = 11
 K = 3
@@ -19,16 +19,17 @@ PROMPT = [1, 2, 2]
 OUTPUT = [3, 4, 3]
 
 
-def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[JudgedRows, RequestTable]:
+def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[SamplingMetadata, RequestStates]:
     """A decode row with drafts 5, 3, 5 for each set of sampling parameters."""
-    requests = RequestTable(32, 32, K, 4, VOCAB, torch.device("cpu"))
+    state = StateTensors.allocate(32, 32, K, 4, torch.device("cpu"))
+    requests = RequestStates(state, VOCAB, greedy_drafts=False)
     names = [str(i) for i in range(len(asked))]
     for i, changes in enumerate(asked):
         sampling = SamplingParams(**({"temperature": 0.0} | changes))
-        requests.learn(NewRequest(str(i), PROMPT + OUTPUT, len(PROMPT), sampling, (0,), 0))
-        requests.tokens[requests.records[str(i)].index, 6 : 6 + K] = torch.tensor([5, 3, 5])
-    table = np.array([requests.records[name].index for name in names])
-    return JudgedRows(names, table, np.full_like(table, 6), np.full_like(table, num_draft)), requests
+        index = requests.add(NewRequest(str(i), PROMPT + OUTPUT, len(PROMPT), sampling, (0,), 0)).index
+        state.tokens[index, : 6 + K] = torch.tensor([*PROMPT, *OUTPUT, 5, 3, 5])
+    index = np.array([requests.records[name].index for name in names])
+    return SamplingMetadata(names, index, np.full_like(index, 6), np.full_like(index, num_draft)), requests
 
 
 def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,57 +42,61 @@ def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Te
 def test_a_batch_in_which_nobody_asks_gets_its_logits_back_untouched(changes: dict[str, Any]) -> None:
     """`min_tokens` of 3 are there already, and 99 is no token."""
     logits = random_logits(2)
-    assert adjust(logits, *make_batch([changes, {}])) is logits
+    assert apply_processors(logits, *make_batch([changes, {}])) is logits
 
 
 def test_only_rows_that_ask_are_changed_and_the_models_logits_never() -> None:
     logits = random_logits(3, torch.bfloat16)
     before = logits.clone()
-    adjusted = adjust(logits, *make_batch([{}, {"presence_penalty": 1.0}, {}]))
+    processed = apply_processors(logits, *make_batch([{}, {"presence_penalty": 1.0}, {}]))
     assert torch.equal(logits, before)
-    assert torch.equal(adjusted[:4], before[:4].float())
-    assert torch.equal(adjusted[8:], before[8:].float())
-    assert not torch.equal(adjusted[4:8], before[4:8].float())
+    assert torch.equal(processed[:4], before[:4].float())
+    assert torch.equal(processed[8:], before[8:].float())
+    assert not torch.equal(processed[4:8], before[4:8].float())
 
 
 def test_a_distribution_counts_the_drafts_before_it_as_output() -> None:
-    adjusted = adjust(torch.zeros(K + 1, VOCAB), *make_batch([{"frequency_penalty": 1.0, "presence_penalty": 0.25}]))
+    processed = apply_processors(
+        torch.zeros(K + 1, VOCAB), *make_batch([{"frequency_penalty": 1.0, "presence_penalty": 0.25}])
+    )
     expected = torch.zeros(K + 1, VOCAB)
     expected[:, 4] = -1.25
     expected[:, 3] = torch.tensor([-2.25, -2.25, -3.25, -3.25])
     expected[:, 5] = torch.tensor([0.0, -1.25, -1.25, -2.25])
-    assert torch.equal(adjusted, expected)
+    assert torch.equal(processed, expected)
 
 
 def test_repetition_divides_what_is_positive_and_multiplies_what_is_not() -> None:
     logits = torch.stack([torch.ones(VOCAB), -torch.ones(VOCAB), torch.ones(VOCAB), torch.ones(VOCAB)])
-    adjusted = adjust(logits, *make_batch([{"repetition_penalty": 2.0}]))
+    processed = apply_processors(logits, *make_batch([{"repetition_penalty": 2.0}]))
     seen = torch.zeros(K + 1, VOCAB, dtype=torch.bool)
     seen[:, 1:5] = True
     seen[1:, 5] = True
-    assert torch.equal(adjusted, torch.where(seen, torch.where(logits > 0, logits / 2, logits * 2), logits))
+    assert torch.equal(processed, torch.where(seen, torch.where(logits > 0, logits / 2, logits * 2), logits))
 
 
 def test_a_bias_comes_before_the_penalties() -> None:
     """A token of the prompt with a bias of 3: 1 becomes 4, which the penalty halves; the other way round it is 3.5."""
-    adjusted = adjust(torch.ones(K + 1, VOCAB), *make_batch([{"logit_bias": {2: 3.0}, "repetition_penalty": 2.0}]))
-    assert adjusted[:, 2].tolist() == [2.0] * (K + 1)
+    processed = apply_processors(
+        torch.ones(K + 1, VOCAB), *make_batch([{"logit_bias": {2: 3.0}, "repetition_penalty": 2.0}])
+    )
+    assert processed[:, 2].tolist() == [2.0] * (K + 1)
 
 
 def test_more_rows_than_are_penalised_at_a_time_get_the_same_as_one() -> None:
-    num_rows = PENALISED_ROWS_AT_A_TIME + 3
+    num_rows = PENALISED_AT_A_TIME + 3
     changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
-    alone = adjust(random_logits(1), *make_batch([changes]))
-    together = adjust(random_logits(1).repeat(num_rows, 1), *make_batch([changes] * num_rows))
+    alone = apply_processors(random_logits(1), *make_batch([changes]))
+    together = apply_processors(random_logits(1).repeat(num_rows, 1), *make_batch([changes] * num_rows))
     assert torch.equal(together, alone.repeat(num_rows, 1))
 
 
 def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
     changes = {"min_tokens": 5, "stop_token_ids": (7,), "logit_bias": {7: 100.0, 8: 2.0}}
-    adjusted = adjust(torch.zeros(K + 1, VOCAB), *make_batch([changes]))
-    assert adjusted[:, 0].isinf().tolist() == adjusted[:, 7].isinf().tolist() == [True, True, False, False]
-    assert adjusted[2:, 7].tolist() == [100.0, 100.0]
-    assert adjusted[:, 8].tolist() == [2.0] * 4
+    processed = apply_processors(torch.zeros(K + 1, VOCAB), *make_batch([changes]))
+    assert processed[:, 0].isinf().tolist() == processed[:, 7].isinf().tolist() == [True, True, False, False]
+    assert processed[2:, 7].tolist() == [100.0, 100.0]
+    assert processed[:, 8].tolist() == [2.0] * 4
 
 
 def test_ranks_count_what_is_at_least_as_likely_and_places_among_the_most_likely() -> None:

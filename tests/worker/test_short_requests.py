@@ -15,7 +15,7 @@ import pytest
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.worker.row_parallel import one_thread
 from tests.tiny_models import make_pair
-from tests.worker.device_engine import Outputs, engine, on_device_runner
+from tests.worker.engines import Outputs, engine, on_device_runner
 
 K = 7
 NUM_WORKLOADS = 25

@@ -1,4 +1,4 @@
-"""A step that fails for one of its requests' sake, on both runners with a real model."""
+"""A step that fails for one of its requests' sake, with the steps of a CPU and of a GPU, with a real model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from dflash_backend.core.plan import NewRequest, StepFailed
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.worker.request_table import RequestArrays, RequestRecord
 from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.state import RequestRecord, RequestStates
 from dflash_backend.worker.write_guard import KVWriteError
 from tests.tiny_models import make_pair
-from tests.worker.device_engine import Outputs, engine, on_device_runner
+from tests.worker.engines import Outputs, engine, on_device_runner
 
 RUNNERS = pytest.mark.parametrize("runner", [lambda built: built, on_device_runner], ids=["cpu", "device"])
 
@@ -61,23 +61,22 @@ def test_the_request_at_fault_ends_and_the_others_get_what_they_get_without_it(
     outputs.add("bad", [9, 9], max_tokens=12, temperature=0.0, ignore_eos=True, seed=666)
     _add_others(outputs)
     if breaks_in == "a new request":
-        learn = RequestArrays.learn
+        add = RequestStates.add
 
-        def breaking(self: RequestArrays, new: NewRequest) -> RequestRecord:
-            record = learn(self, new)
+        def breaking(self: RequestStates, new: NewRequest) -> RequestRecord:
+            record = add(self, new)
             if new.seed == 666:
                 raise IndexError("no place for this one")
             return record
 
-        monkeypatch.setattr(RequestArrays, "learn", breaking)
+        monkeypatch.setattr(RequestStates, "add", breaking)
     else:
         submit = built.runner.submit
 
         def failing(plan: Any) -> None:
             if any(row.request_id == "bad" and row.num_draft for row in plan.rows):
                 submit(plan)  # the step runs, and its result is lost
-                steps = built.runner._in_flight if built.runner.overlaps else built.runner._results
-                steps.pop()
+                built.runner._in_flight.pop()
                 raise StepFailed("TypeError: something about a row")
             submit(plan)
 

@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from dflash_backend.config import EngineConfig
-from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.plan import ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
@@ -27,8 +27,9 @@ def engine(pair: dict[str, str]) -> BuiltEngine:
     return build_engine(EngineConfig.from_values({**pair, "kv_block_size": 4, "kv_write_guard": True}))
 
 
-def guard(allowed: dict[str, frozenset[int]] | None) -> WriteGuard:
-    return WriteGuard(StepPlan(3, [], writable_block_ids=allowed), block_size=4)
+def guard(allowed: dict[str, frozenset[int]]) -> WriteGuard:
+    rows = [ScheduledRequest(request_id, 0, 1, 0, True, 0, []) for request_id in allowed]
+    return WriteGuard(StepPlan(3, rows, writable_block_ids=allowed), rows, block_size=4)
 
 
 PHASES_THAT_WRITE = ("verify", "inject", "draft")
@@ -47,18 +48,17 @@ def check_only(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:
     with pytest.raises(KVWriteError, match="step 3, phase draft: request b would write block 2"):
-        guard({"a": frozenset({1, 2}), "b": frozenset({5})}).check(
-            "draft", ["a", "b"], np.array([0, 1]), np.array([9, 10])
-        )
+        guard({"a": frozenset({1, 2}), "b": frozenset({5})}).check("draft", torch.tensor([0, 1]), torch.tensor([9, 10]))
 
 
 def test_a_slot_written_twice_is_a_breach() -> None:
-    with pytest.raises(KVWriteError, match="a slot twice"):
-        guard({"a": frozenset({0})}).check("inject", ["a"], np.array([0, 0]), np.array([1, 1]))
+    with pytest.raises(KVWriteError, match="a slot would be written twice"):
+        guard({"a": frozenset({0})}).check("inject", torch.tensor([0, 0]), torch.tensor([1, 1]))
 
 
-def test_without_the_setting_nothing_is_checked() -> None:
-    guard(None).check("verify", ["a"], np.array([0, 0]), np.array([1, 1]))
+def test_a_write_of_a_padding_token_is_a_breach() -> None:
+    with pytest.raises(KVWriteError, match="a padding token would write slot 2"):
+        guard({"a": frozenset({0})}).check("verify", torch.tensor([0, -1]), torch.tensor([1, 2]))
 
 
 class StingyWorker:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dflash_backend.attention import AttentionBackend, KVLayer, RowLayout
+from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.checkpoints.spec import DraftSpec
-from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler, DraftBlock, DraftSampler
+from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.sampling.vocabulary import VocabularyMap
@@ -37,7 +36,6 @@ class DFlashDrafter:
         self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
         own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
         self.lm_head = model.lm_head or own_head
-        self.mask_embedding = self._embed(torch.tensor([model.spec.mask_token_id], device=model.fc.weight.device))
 
     def inject(
         self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
@@ -45,49 +43,21 @@ class DFlashDrafter:
         """See `Drafter.inject`."""
         self.model.inject(features, positions, slots, self.caches, padded)
 
-    def propose(self, block: DraftBlock, sampler: DraftSampler) -> torch.Tensor:
+    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
         """See `Drafter.propose`. The mask query i gives the logits of the token at its own position; the anchor's
         output is not used."""
-        query_lens = block.num_draft + 1
-        rows = np.repeat(np.arange(len(query_lens)), query_lens)
-        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
-        positions = block.positions[rows] + offsets
-        device = block.anchors.device
-
-        embeddings = self.mask_embedding.repeat(len(rows), 1)
-        anchor_index = torch.from_numpy((offsets == 0).nonzero()[0]).to(device)
-        embeddings[anchor_index] = self._embed(block.anchors)
-
-        layout = RowLayout(query_lens, block.positions + query_lens, block.block_tables)
+        embeddings = self._embed(batch.token_ids)
         context = PagedContext.prepare(
-            layout,
-            torch.from_numpy(positions).to(device),
-            block.slots,
+            batch.layout,
+            batch.positions,
+            batch.slots,
             self.backend,
             self.model.patterns,
             embeddings.dtype,
+            batch.padded,
         )
         hidden = self.model.forward(embeddings, context, self.caches)
-
-        masks = (offsets > 0).nonzero()[0]
-        logits = self._head(hidden[torch.from_numpy(masks).to(device)])
-        return sampler.choose(logits, rows[masks], positions[masks], self.vocabulary)
-
-    def propose_on_device(self, blocks: DeviceDraftBlocks, sampler: DeviceDraftSampler) -> torch.Tensor:
-        """See `Drafter.propose_on_device`."""
-        embeddings = self._embed(blocks.token_ids.flatten())
-        context = PagedContext.prepare(
-            blocks.layout,
-            blocks.positions.flatten(),
-            blocks.slots.flatten(),
-            self.backend,
-            self.model.patterns,
-            embeddings.dtype,
-            padded=True,
-        )
-        hidden = self.model.forward(embeddings, context, self.caches)
-        masks = hidden.view(*blocks.token_ids.shape, -1)[:, 1:]
-        return sampler.choose(self._head(masks.flatten(0, 1)), blocks.positions[:, 1:], self.vocabulary)
+        return sampler.choose(self._head(batch.of_masks(hidden)), batch.of_masks(batch.positions), self.vocabulary)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,

@@ -11,16 +11,16 @@ import torch
 
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.drafters import DFlashDrafter
-from dflash_backend.drafters.base import DeviceDraftBlocks, DeviceDraftSampler
+from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams
-from dflash_backend.worker.device_runner import DeviceRunner
-from dflash_backend.worker.device_special import SpecialRows
+from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.row_parallel import one_thread
-from dflash_backend.worker.runner import PHASES
+from dflash_backend.worker.runner import ModelRunner
+from dflash_backend.worker.step import PHASES
 from dflash_backend.worker.write_guard import KVWriteError
 from tests.tiny_models import make_pair
-from tests.worker.device_engine import Outputs, device_runner, engine, memory, on_device_runner
+from tests.worker.engines import Outputs, device_runner, engine, memory, on_device_runner
 from tests.worker.test_write_guard import PHASES_THAT_WRITE, check_only
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -41,7 +41,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def runner(settings: dict[str, Any]) -> DeviceRunner:
+def runner(settings: dict[str, Any]) -> ModelRunner:
     return device_runner(engine(**settings))
 
 
@@ -61,12 +61,12 @@ def decode(step_id: int, request_id: str, num_computed: int, num_unverified_draf
     return StepPlan(step_id, [row], **more)
 
 
-def run(runner: DeviceRunner, plan: StepPlan) -> StepResult:
+def run(runner: ModelRunner, plan: StepPlan) -> StepResult:
     runner.submit(plan)
     return runner.collect()
 
 
-def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: DeviceRunner) -> None:
+def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: ModelRunner) -> None:
     first = prefill(1, "a", [0, 1, 2, 3, 4, 5])
     other = prefill(1, "b", [6, 7, 8, 9, 10, 11])
     runner.submit(StepPlan(1, [*other.rows, *first.rows], [*first.new_requests, *other.new_requests]))
@@ -79,7 +79,7 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Dev
     assert all(0.0 < seconds < 60.0 for seconds in results[1].phase_seconds.values())
 
 
-def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(runner: DeviceRunner) -> None:
+def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(runner: ModelRunner) -> None:
     known = [run(runner, prefill(1, "a", list(range(8)))).rows[0]]
     known.append(run(runner, decode(2, "a", 6)).rows[0])
     known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
@@ -94,7 +94,7 @@ def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(r
     assert uncertain == known
 
 
-def test_a_third_step_must_wait_for_the_first_result(runner: DeviceRunner) -> None:
+def test_a_third_step_must_wait_for_the_first_result(runner: ModelRunner) -> None:
     runner.submit(StepPlan(1, []))
     runner.submit(StepPlan(2, []))
     with pytest.raises(RuntimeError, match="step 3 was submitted with 2 steps not collected"):
@@ -102,7 +102,7 @@ def test_a_third_step_must_wait_for_the_first_result(runner: DeviceRunner) -> No
     assert runner.collect() == StepResult(1, [])
 
 
-def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: DeviceRunner) -> None:
+def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: ModelRunner) -> None:
     runner.submit(prefill(1, "a", [0, 1, 2, 3]))
     replaced = prefill(2, "a", [4, 5, 6, 7], SamplingParams(temperature=0.0, logprobs=1))
     runner.submit(dataclasses.replace(replaced, finished_req_ids=["a"]))
@@ -112,7 +112,7 @@ def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: Dev
     assert second.logprobs is not None
 
 
-def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: DeviceRunner) -> None:
+def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: ModelRunner) -> None:
     """It starts where its blocks end, as after the last step of a request that was sure of no more."""
     run(runner, prefill(1, "a", [0, 1, 2, 3]))
     runner.state.computed[runner.requests.records["a"].index] = 16
@@ -123,7 +123,7 @@ def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: Device
     assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
 
 
-def test_rejected_drafts_leave_no_context_kv(runner: DeviceRunner) -> None:
+def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
     """Trap 3. Without drafts behind the step nothing of the drafter writes there either."""
     run(runner, prefill(1, "a", list(range(8))))
     before = [layer.slots.clone() for layer in runner.kv.draft]
@@ -136,7 +136,7 @@ def test_rejected_drafts_leave_no_context_kv(runner: DeviceRunner) -> None:
         assert not torch.equal(layer.slots[6:end], then[6:end])
 
 
-def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: DeviceRunner) -> None:
+def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: ModelRunner) -> None:
     run(runner, prefill(1, "a", list(range(8)), SamplingParams(temperature=0.0, repetition_penalty=1.2)))
     with pytest.raises(StepFailed, match=r"RuntimeError: rows of \['a'\] were planned with a step of theirs in flight"):
         runner.submit(decode(2, "a", 6, num_unverified_drafts=K))
@@ -150,8 +150,8 @@ class ShortOfMemory(DFlashDrafter):
         self.fails_at = fails_at
         self.num_calls = 0
 
-    def propose_on_device(self, blocks: DeviceDraftBlocks, sampler: DeviceDraftSampler) -> torch.Tensor:
-        drafts = super().propose_on_device(blocks, sampler)
+    def propose(self, blocks: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
+        drafts = super().propose(blocks, sampler)
         self.num_calls += 1
         if self.num_calls in self.fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -196,7 +196,7 @@ def test_log_probabilities_that_do_not_fit_leave_the_drafts_their_distributions(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with monkeypatch.context() as short:
-        short.setattr(SpecialRows, "logprobs", lacking)
+        short.setattr(LogitsProcessors, "logprobs", lacking)
         with pytest.raises(StepOutOfMemory):
             runner.submit(plans[1])
     assert all(torch.equal(now, then) for now, then in zip(memory(runner)[-5:], before, strict=True))
@@ -217,7 +217,7 @@ def test_outputs_survive_steps_that_do_not_fit(settings: dict[str, Any], overlap
     assert built.core.stats().num_preemptions > 0
 
 
-def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: DeviceRunner) -> None:
+def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: ModelRunner) -> None:
     """Trap 1."""
     plan = prefill(1, "a", [0, 1, 2, 3])
     with pytest.raises(KVWriteError, match="step 1, phase draft: request a would write block 3"):
@@ -225,14 +225,14 @@ def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: Devi
 
 
 @pytest.mark.parametrize("phase", PHASES_THAT_WRITE)
-def test_each_phase_that_writes_is_checked(phase: str, runner: DeviceRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_that_writes_is_checked(phase: str, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     check_only(phase, monkeypatch)
     plan = prefill(1, "a", [0, 1, 2, 3])
     with pytest.raises(KVWriteError, match=f"step 1, phase {phase}: request a would write block"):
         runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset()}))
 
 
-def test_a_block_that_the_plan_forgot_stops_a_guarded_step(runner: DeviceRunner) -> None:
+def test_a_block_that_the_plan_forgot_stops_a_guarded_step(runner: ModelRunner) -> None:
     """RESERVE: without the guard such a position would be left out."""
     plan = prefill(1, "a", [0, 1, 2])
     with pytest.raises(KVWriteError, match="step 1, phase draft: request a has no block for some"):

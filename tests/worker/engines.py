@@ -1,7 +1,4 @@
-"""The demo pair, or another, on a device runner that runs on this machine. For tests of the device runner.
-
-The runner is what a GPU gets, with torch operations in place of kernels: the same layouts, padding and order of steps.
-"""
+"""Engines on this machine: as they serve on a CPU, and with the padded, overlapping steps of a GPU."""
 
 from __future__ import annotations
 
@@ -14,25 +11,40 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
-from dflash_backend.worker.device_runner import DeviceRunner, RunnerSizes
-from dflash_backend.worker.runner import ModelRunner
-from dflash_backend.worker.step_ops import StepOps, TorchStepOps
+from dflash_backend.sampling.filtering import SamplingTensors, probabilities
+from dflash_backend.worker.runner import ModelRunner, RunnerSizes
+from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps
 
 
-def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> DeviceRunner:
-    """A device runner over the models of an engine that was built for a CPU, and over its K/V."""
+class ReferenceStepOps(DeviceStepOps):
+    """The steps of a GPU, on a CPU: the same layouts, padding and order, with the kernels' references."""
+
+    _prepare = staticmethod(HostStepOps._prepare)
+    _argmax = staticmethod(HostStepOps._argmax)
+    _draw = staticmethod(HostStepOps._draw)
+    _accept = staticmethod(HostStepOps._accept)
+    _inject_slots = staticmethod(HostStepOps._inject_slots)
+    _prepare_draft = staticmethod(HostStepOps._prepare_draft)
+    _store_drafts = staticmethod(HostStepOps._store_drafts)
+    _store_probs = staticmethod(HostStepOps._store_probs)
+
+    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
+        return probabilities(logits, parameters)
+
+
+def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> ModelRunner:
+    """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its K/V."""
     config, cpu = built.core.config, built.runner
-    assert isinstance(cpu, ModelRunner)
-    runner = DeviceRunner(
+    runner = ModelRunner(
         cpu.target,
         cpu.drafter,
         cpu.kv,
         cpu.backend,
-        ops or TorchStepOps(),
+        ops or ReferenceStepOps(),
         RunnerSizes(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
         ),
-        cpu.greedy_drafts,
+        cpu.step.greedy_drafts,
         torch.device("cpu"),
         torch.float32,
     )
@@ -42,7 +54,7 @@ def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None =
 
 
 def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -> BuiltEngine:
-    """The same engine with a device runner. The runner of `built` must not be used any more: they share K/V."""
+    """The same engine with the steps of a GPU. The runner of `built` must not be used any more: they share K/V."""
     runner = device_runner(built, **options)
     return replace(built, core=EngineCore(built.core.config, runner, overlap=overlap), runner=runner)
 
@@ -93,7 +105,7 @@ class Outputs:
         return self.tokens
 
 
-def memory(runner: DeviceRunner) -> list[torch.Tensor]:
+def memory(runner: ModelRunner) -> list[torch.Tensor]:
     """All that steps change: K/V of every layer, and the requests' state."""
     state = runner.state
     kept = [layer.data for layer in [*runner.kv.target, *runner.kv.draft]]

@@ -1,0 +1,265 @@
+"""What the worker keeps of each request between steps: tensors on the device, and what the host must know of them.
+
+A request's entry in every tensor and array has the same index, `req_idx`. What a plan changes is sent as one copy and
+put in place by the device, behind the steps that it has yet to run. So a finished request's index can be given to
+another at once: the steps in flight that still read it run first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dflash_backend.core.plan import NewRequest, StepPlan
+from dflash_backend.core.scheduler_config import max_positions
+from dflash_backend.messages import SamplingParams
+from dflash_backend.sampling.filtering import SamplingTensors
+from dflash_backend.worker.transfers import Uploader, share
+
+# Size of the buffers for the changes of usual steps; a long prompt makes them grow.
+INITIAL_BYTES = 1 << 20
+
+
+@dataclass
+class StateTensors:
+    """The state of S requests, on the device.
+
+    tokens: int64 `[S, max_len]`: prompt, output, and behind them the drafts of the step before, each at its position.
+    blocks: int32 `[S, max_blocks]`, whose first `num_blocks` (int32 `[S]`) columns are the block table; the rest are
+    old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose K/V is final.
+    temperature (above 0), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
+    block_size: tokens in a block. k: the most drafts of a request.
+    draft_probs: float32 `[S, k, vocab]`, what sampled drafts were drawn from; drafts that are the drafter's argmax have
+    no distribution. None until it is needed: on a GPU it is made at the start, since captured graphs read it at a fixed
+    address, elsewhere when the first sampled request comes.
+    """
+
+    tokens: torch.Tensor
+    blocks: torch.Tensor
+    num_blocks: torch.Tensor
+    computed: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seeds: torch.Tensor
+    block_size: int
+    k: int
+    draft_probs: torch.Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, num_requests: int, max_model_len: int, k: int, block_size: int, device: torch.device
+    ) -> StateTensors:
+        """For `num_requests` requests of at most `max_model_len` tokens, each with k drafts and one token behind."""
+        max_len = max_positions(max_model_len, k)
+        max_blocks = -(-max_len // block_size) + 1
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.full((num_requests, *shape), value, dtype=dtype, device=device)
+
+        return cls(
+            tokens=full(0, torch.int64, max_len),
+            blocks=full(0, torch.int32, max_blocks),
+            num_blocks=full(0, torch.int32),
+            computed=full(0, torch.int32),
+            temperature=full(1.0, torch.float32),
+            top_p=full(1.0, torch.float32),
+            min_p=full(0.0, torch.float32),
+            top_k=full(0, torch.int64),
+            seeds=full(0, torch.int64),
+            block_size=block_size,
+            k=k,
+        )
+
+    @property
+    def max_len(self) -> int:
+        """The most positions of a request."""
+        return self.tokens.shape[1]
+
+    def allocate_draft_probs(self, vocab_size: int) -> None:
+        """Make `draft_probs`; to be called once."""
+        shape = (len(self.tokens), self.k, vocab_size)
+        self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=self.tokens.device)
+
+    def sampling_tensors(self, req_idx: torch.Tensor, any_top_k_or_p: bool, any_min_p: bool) -> SamplingTensors:
+        """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); -1, padding, reads request 0, and its
+        result is ignored. The flags: whether any of these requests filters its distribution."""
+        index = req_idx.clamp(min=0).long()
+        return SamplingTensors(
+            self.temperature[index],
+            self.top_p[index],
+            self.top_k[index],
+            self.min_p[index],
+            self.seeds[index],
+            any_top_k_or_p,
+            any_min_p,
+        )
+
+
+@dataclass
+class RequestRecord:
+    """What the host knows of one request beside its entry in the arrays of `RequestStates`, at `index`.
+
+    stop_ids: int64, the tokens that end it and that `min_tokens` hides; empty without that. bias_ids int64 and bias
+    float32, of one length: its logit bias. All three are on the device.
+    """
+
+    index: int
+    sampling: SamplingParams
+    stop_ids: torch.Tensor
+    bias_ids: torch.Tensor
+    bias: torch.Tensor
+    num_blocks: int = 0
+
+
+class RequestStates:
+    """The requests that the worker holds: `state` on the device, and the host's mirror of what plans decide.
+
+    On the host, one entry for each request: greedy bool; temperature (above 0), top_p, min_p float32, top_k (0: all
+    tokens), seeds int64. And what logits processors need: num_prompt_tokens int64; min_end int64, the position below
+    which stop tokens are hidden, 0 for none; biased and penalised bool; penalties float32 `[S, 3]`, repetition,
+    frequency, presence; num_logprobs int64, -1 for none.
+    """
+
+    def __init__(self, state: StateTensors, vocab_size: int, greedy_drafts: bool) -> None:
+        """`greedy_drafts`: drafts are never drawn, so that `draft_probs` is not needed."""
+        count = len(state.tokens)
+        self.state = state
+        self.device = state.tokens.device
+        self.records: dict[str, RequestRecord] = {}
+        self._free = list(range(count - 1, -1, -1))
+        self._vocab_size = vocab_size
+        self._draws_drafts = state.k > 0 and not greedy_drafts
+        self._send = Uploader(INITIAL_BYTES, self.device, grows=True).send if self.device.type == "cuda" else share
+        self.greedy = np.ones(count, dtype=bool)
+        self.temperature = np.ones(count, dtype=np.float32)
+        self.top_p = np.ones(count, dtype=np.float32)
+        self.min_p = np.zeros(count, dtype=np.float32)
+        self.top_k = np.zeros(count, dtype=np.int64)
+        self.seeds = np.zeros(count, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(count, dtype=np.int64)
+        self.min_end = np.zeros(count, dtype=np.int64)
+        self.biased = np.zeros(count, dtype=bool)
+        self.penalised = np.zeros(count, dtype=bool)
+        self.penalties = np.zeros((count, 3), dtype=np.float32)
+        self.num_logprobs = np.full(count, -1, dtype=np.int64)
+
+    def update(self, plan: StepPlan) -> None:
+        """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
+
+        Waits for the device only for requests with a logit bias or `min_tokens`, whose ids it copies by themselves.
+        """
+        for request_id in plan.finished_req_ids:
+            self.remove(request_id)
+        indices = [self.add(new).index for new in plan.new_requests]
+        columns: list[int] = []
+        block_ids: list[int] = []
+        gained: dict[int, int] = {}
+        width = self.state.blocks.shape[1]
+        for row in plan.rows:
+            if row.new_block_ids:
+                record = self.records[row.request_id]
+                first = record.index * width + record.num_blocks
+                columns += range(first, first + len(row.new_block_ids))
+                block_ids += row.new_block_ids
+                record.num_blocks += len(row.new_block_ids)
+                gained[record.index] = record.num_blocks
+        if plan.new_requests or gained:
+            self._send_changes(np.array(indices, dtype=np.int64), plan.new_requests, columns, block_ids, gained)
+
+    def remove(self, request_id: str) -> None:
+        """Drop a request. One that the worker does not hold is an error of the core."""
+        self._free.append(self.records.pop(request_id).index)
+
+    def clear(self) -> None:
+        """Drop every request."""
+        self.records.clear()
+        self._free = list(range(len(self.greedy) - 1, -1, -1))
+
+    def add(self, new: NewRequest) -> RequestRecord:
+        """Take a request in, on the host."""
+        index = self._free.pop()
+        sampling = new.sampling
+        record = self._record(index, new)
+        self.records[new.request_id] = record
+        self.greedy[index] = sampling.greedy
+        self.temperature[index] = sampling.temperature or 1.0
+        self.top_p[index] = sampling.top_p
+        self.min_p[index] = sampling.min_p
+        self.top_k[index] = max(sampling.top_k, 0)
+        self.seeds[index] = new.seed
+        self.num_prompt_tokens[index] = new.num_prompt_tokens
+        min_end = min(new.num_prompt_tokens + sampling.min_tokens, self.state.max_len)
+        self.min_end[index] = min_end if len(record.stop_ids) else 0
+        self.biased[index] = len(record.bias_ids) > 0
+        self.penalised[index] = sampling.penalised
+        self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+        self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
+        if not sampling.greedy:
+            self.allocate_draft_probs()
+        return record
+
+    def allocate_draft_probs(self) -> None:
+        """Make the state's `draft_probs`, unless they exist or drafts are not drawn."""
+        if self._draws_drafts and self.state.draft_probs is None:
+            self.state.allocate_draft_probs(self._vocab_size)
+
+    def _record(self, index: int, new: NewRequest) -> RequestRecord:
+        sampling, vocab_size = new.sampling, self._vocab_size
+        # Hidden only before `min_tokens`; without it there is nothing to look them up for.
+        stops: set[int] = set()
+        if sampling.min_tokens > 0:
+            stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(new.eos_token_ids))
+        # An id that is no token never comes, and must not be looked up in the logits either.
+        stop_ids = sorted(i for i in stops if 0 <= i < vocab_size)
+        bias = {i: value for i, value in sampling.logit_bias.items() if 0 <= i < vocab_size}
+        return RequestRecord(
+            index,
+            sampling,
+            torch.tensor(stop_ids, dtype=torch.int64, device=self.device),
+            torch.tensor(list(bias), dtype=torch.int64, device=self.device),
+            torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
+        )
+
+    def _send_changes(
+        self,
+        indices: np.ndarray,
+        new: list[NewRequest],
+        columns: list[int],
+        block_ids: list[int],
+        gained: dict[int, int],
+    ) -> None:
+        """Send the changes and queue what puts them in place.
+
+        indices: int64 `[len(new)]`, of the new requests. columns, block_ids: of each new block its place in the flat
+        block table and its id. gained: by request index, the number of blocks where it changed.
+        """
+        state = self.state
+        arrays: list[np.ndarray] = [
+            np.array(columns, dtype=np.int64),
+            np.array(block_ids, dtype=np.int32),
+            np.array(list(gained), dtype=np.int64),
+            np.array(list(gained.values()), dtype=np.int32),
+        ]
+        parameters: list[tuple[torch.Tensor, np.ndarray]] = [
+            (state.temperature, self.temperature),
+            (state.top_p, self.top_p),
+            (state.min_p, self.min_p),
+            (state.top_k, self.top_k),
+            (state.seeds, self.seeds),
+        ]
+        if new:
+            arrays += [indices, *(host[indices] for _, host in parameters)]
+            arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
+        places, ids, rows, counts, *sent = self._send(arrays)
+        state.blocks.view(-1).index_copy_(0, places, ids)
+        state.num_blocks.index_copy_(0, rows, counts)
+        if new:
+            where, values, tokens = sent[0], sent[1 : 1 + len(parameters)], sent[1 + len(parameters) :]
+            for (target, _), value in zip(parameters, values, strict=True):
+                target.index_copy_(0, where, value)
+            for index, token_ids in zip(indices.tolist(), tokens, strict=True):
+                state.tokens[index, : len(token_ids)] = token_ids

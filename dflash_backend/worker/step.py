@@ -1,0 +1,221 @@
+"""One step: verify, accept, inject, draft, as functions of tensors.
+
+Without a guard and logits processors nothing here looks at a value, so the same code runs eagerly and is captured in
+graphs. `verify` leaves the requests' state as it is, `finish` advances it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dflash_backend.attention import AttentionBackend
+from dflash_backend.drafters.base import Drafter
+from dflash_backend.messages import TokenLogprobs
+from dflash_backend.models.interface import PagedContext, TargetModel
+from dflash_backend.worker.batch import DeviceBatch, StepInputs
+from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.logits import LogitsProcessors
+from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
+from dflash_backend.worker.write_guard import WriteGuard
+from dflash_kernels import timestamp
+
+PHASES = ("verify", "accept", "inject", "draft")
+# Recorded as the step begins, and as each of its phases ends.
+NUM_TIMESTAMPS = len(PHASES) + 1
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found. features: `[T, L * hidden]`. choices: int64 `[D]`, the argmax of each row of logits. probs:
+    float32 `[D, vocab]`, where a row is sampled. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
+
+    prepared: Prepared
+    features: torch.Tensor | None
+    choices: torch.Tensor
+    probs: torch.Tensor | None
+    timestamps: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, its new
+    tokens, k + 1 of them with 0 behind the last, then the timestamps. logprobs: by row, of those that asked."""
+
+    numbers: torch.Tensor
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class ModelStep:
+    """The models, the K/V and the operations that steps are made of."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        kv: PagedKVCache,
+        backend: AttentionBackend,
+        ops: StepOps,
+        state: StateTensors,
+        greedy_drafts: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.kv = kv
+        self.backend = backend
+        self.ops = ops
+        self.state = state
+        self.greedy_drafts = greedy_drafts
+        self.dtype = dtype
+
+    @property
+    def width(self) -> int:
+        """Tokens of a decode row: the last known one and k drafts."""
+        return self.state.k + 1
+
+    def result_size(self, num_rows: int) -> int:
+        """Numbers in the result of a step with that many rows, padding rows included."""
+        return num_rows * (self.state.k + 2) + NUM_TIMESTAMPS
+
+    def run(
+        self, inputs: StepInputs, guard: WriteGuard | None = None, processors: LogitsProcessors | None = None
+    ) -> StepOutput:
+        """A whole step. Raises `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
+        verified = self.verify(inputs, guard, processors)
+        if self.ops.on_host:  # a CPU never raises this error
+            return self.finish(inputs, verified, guard, processors)
+        before = StateSnapshot(self.state, inputs.batch, verified.prepared)
+        try:
+            return self.finish(inputs, verified, guard, processors)
+        except torch.OutOfMemoryError:
+            before.restore()
+            raise
+
+    def unpacked(self, numbers: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The parts of `StepOutput.numbers`, on the host: counts `[num_rows]`, tokens `[num_rows, k + 1]` and times
+        `[NUM_TIMESTAMPS]`."""
+        counts, tokens, times = np.split(numbers, [num_rows, num_rows * (self.state.k + 2)])
+        return counts, tokens.reshape(num_rows, -1), times
+
+    def verify(
+        self, inputs: StepInputs, guard: WriteGuard | None = None, processors: LogitsProcessors | None = None
+    ) -> Verified:
+        """One target forward over all rows, and the distributions that their drafts are verified by."""
+        timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.state.tokens.device)
+        record(timestamps, 0)
+        prepared = self.ops.prepare(inputs, self.state)
+        if guard is not None:
+            guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)
+        context = PagedContext.prepare(
+            prepared.layout,
+            prepared.positions,
+            prepared.slots,
+            self.backend,
+            self.target.patterns,
+            self.dtype,
+            prepared.padded,
+        )
+        capture = self.drafter.capture if self.drafter is not None else ()
+        output = self.target.forward(prepared.token_ids, context, self.kv.target, capture)
+        hidden = output.hidden
+        if inputs.logits_token is not None:
+            hidden = hidden.index_select(0, inputs.logits_token)
+        logits = self.target.logits(hidden)
+        if processors is not None:
+            logits = processors.apply(logits)
+        choices = self.ops.argmax(logits)
+        probs = self.ops.target_probs(logits, inputs, self.state) if inputs.traits.sampled else None
+        record(timestamps, 1)
+        return Verified(prepared, output.features, choices, probs, timestamps)
+
+    def finish(
+        self,
+        inputs: StepInputs,
+        verified: Verified,
+        guard: WriteGuard | None = None,
+        processors: LogitsProcessors | None = None,
+    ) -> StepOutput:
+        """Accept, inject and draft."""
+        prepared, timestamps = verified.prepared, verified.timestamps
+        accepted = self.ops.accept(verified.choices, verified.probs, inputs.batch, prepared, self.state)
+        # Before anything is drafted: the state can be restored as long as the last drafts' distributions are there.
+        logprobs = processors.logprobs(accepted.count, accepted.tokens) if processors is not None else {}
+        record(timestamps, 2)
+        if self.drafter is not None and verified.features is not None:
+            self._inject(self.drafter, inputs.batch, prepared, verified.features, guard)
+        record(timestamps, 3)
+        if self.drafter is not None and inputs.traits.drafts:
+            self._draft(self.drafter, inputs, guard)
+        record(timestamps, 4)
+        return StepOutput(self._packed(accepted, timestamps), logprobs)
+
+    def _inject(
+        self,
+        drafter: Drafter,
+        batch: DeviceBatch,
+        prepared: Prepared,
+        features: torch.Tensor,
+        guard: WriteGuard | None,
+    ) -> None:
+        """Write the drafter's context K/V of the positions that are final now."""
+        final = self.ops.final_tokens(batch, prepared, self.state)
+        token_row = batch.token_row
+        if final.index is not None:
+            features, token_row = features[final.index], token_row[final.index]
+        if guard is not None:
+            guard.check("inject", token_row, final.slots)
+        drafter.inject(features, final.positions, final.slots, final.padded)
+
+    def _draft(self, drafter: Drafter, inputs: StepInputs, guard: WriteGuard | None) -> None:
+        """Propose the next step's drafts and leave them in the state, behind the anchor."""
+        draft = self.ops.prepare_draft(inputs, self.state, drafter.mask_token_id)
+        if guard is not None:
+            guard.check_draft(draft, inputs.batch.num_next)
+        sampler = self.ops.draft_sampler(inputs, self.state, self.greedy_drafts)
+        drafts = drafter.propose(draft, sampler)
+        self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)
+
+    def _packed(self, accepted: Accepted, timestamps: torch.Tensor) -> torch.Tensor:
+        return torch.cat([accepted.count.long(), accepted.tokens.flatten(), timestamps])
+
+
+class StateSnapshot:
+    """What `ModelStep.finish` changes of the requests' state, as it was before: for a step that fails midway.
+
+    K/V needs no such care: a step that failed wrote no final positions, and the next one writes those again. Nor do the
+    drafts' distributions, which are stored last.
+    """
+
+    def __init__(self, state: StateTensors, batch: DeviceBatch, prepared: Prepared) -> None:
+        self._state = state
+        # The token after the accepted drafts, at most k of them, then the next k drafts.
+        first = (prepared.starts + batch.num_new).long()
+        columns = torch.arange(2 * state.k + 1, device=first.device)
+        self._positions = (first[:, None] + columns).clamp(max=state.max_len - 1)
+        # Padding rows are taken for request 0; restoring them rewrites the values already there.
+        self._index = batch.req_idx.clamp(min=0).long()
+        self._tokens = state.tokens[self._index[:, None], self._positions]
+        self._computed = state.computed[self._index]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._state.tokens[self._index[:, None], self._positions] = self._tokens
+        self._state.computed[self._index] = self._computed
+
+
+def record(timestamps: torch.Tensor, index: int) -> None:
+    """Set `timestamps[index]` (int64, ns) when everything that was queued before has run.
+
+    A time that the device writes down among its other work needs no event of the host's, works within a captured graph,
+    and stays that step's own while the next one is queued, which events in a graph would not. Differences count: on a
+    CPU the times are the host's.
+    """
+    if timestamps.is_cuda:
+        timestamp.timestamp(timestamps, index)
+    else:
+        timestamps.numpy()[index] = time.perf_counter_ns()
