@@ -123,7 +123,7 @@ class StepFailed(Exception):
 class Worker(Protocol):
     """What the engine core needs of a worker: steps go in, and their results come out in the same order.
 
-    `worker.ModelRunner` runs steps on a CPU, `worker.DeviceRunner` on a GPU; tests have a toy.
+    `worker.ModelRunner` is one; tests have a toy.
     """
 
     @property

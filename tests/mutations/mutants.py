@@ -73,17 +73,16 @@ _TRAPS = (
     ),
     Mutant(
         "trap 3: rejected positions injected, and the drafter goes on behind them",
-        "dflash_backend/worker/runner.py",
-        "return Outcome(num_accepted, batch.num_new + num_accepted, tokens, logprobs)",
-        "return Outcome(num_accepted, batch.num_new + batch.num_draft, tokens, logprobs)",
+        "kernels/dflash_kernels/accept.py",
+        "computed.numpy()[index[real]] = end[real]",
+        "computed.numpy()[index[real]] = (first + lens)[real]",
         (DRAFTS,),
     ),
     Mutant(
         "trap 4: prefill chunks bring no drafter K/V",
-        "dflash_backend/worker/runner.py",
-        "final = batch.token_position < (batch.start + outcome.num_final)[batch.token_row]",
-        "final = (batch.token_position < (batch.start + outcome.num_final)[batch.token_row]) & batch.sample["
-        "batch.token_row]",
+        "dflash_backend/worker/step_ops.py",
+        "final = slots.numpy() >= 0",
+        "final = (slots.numpy() >= 0) & (batch.logits_start.numpy() >= 0)[batch.token_row.numpy()]",
         (CONTEXT_KV,),
     ),
     _core(
@@ -587,9 +586,9 @@ _OVERLAP = (
 _SHORT_REQUESTS = (
     Mutant(
         "a short request is taken for one whose stop tokens are hidden",
-        "dflash_backend/worker/device_special.py",
-        "hides = (min_end > 0) & (min_end > rows.start + rows.num_new - rows.num_unverified)",
-        "hides = min_end > rows.start + rows.num_new - rows.num_unverified",
+        "dflash_backend/worker/logits.py",
+        "hides = (min_end > 0) & (min_end > batch.start + batch.num_new - batch.num_unverified)",
+        "hides = min_end > batch.start + batch.num_new - batch.num_unverified",
         ("tests/worker/test_short_requests.py",),
     ),
 )
@@ -628,7 +627,7 @@ _FAILED_STEPS = (
     ),
     Mutant(
         "an error of a step ends the engine",
-        "dflash_backend/worker/step_errors.py",
+        "dflash_backend/worker/runner.py",
         "    except (StepOutOfMemory, KVWriteError):",
         "    except (StepOutOfMemory, KVWriteError, Exception):",
         ("tests/worker/test_step_errors.py",),

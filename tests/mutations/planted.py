@@ -10,7 +10,6 @@ BUILD = "dflash_backend/engine/build.py"
 TEXT = "dflash_backend/text"
 TRITON = "dflash_backend/triton"
 WORKER = "dflash_backend/worker"
-VERIFY = "dflash_backend/sampling/verify.py"
 ACCEPT = "kernels/dflash_kernels/accept.py"
 
 SETTINGS = ("tests/test_settings.py",)
@@ -21,24 +20,15 @@ GUARD = ("tests/worker/test_write_guard.py",)
 STEP_OPS = ("tests/worker/test_step_ops.py",)
 REJECTION = ("tests/sampling/test_verify.py",)
 DETOKENIZER = ("tests/text/test_detokenizer.py",)
-BOTH_RUNNERS = ("tests/test_device_lossless.py::test_the_device_runner_yields_the_tokens_of_the_cpu_runner",)
 
 _UNSEEN = (
     Mutant(
         "one random number judges all drafts of a row",
-        VERIFY,
-        "draft_positions = positions[layout.draft_rows] + layout.draft_columns",
-        "draft_positions = positions[layout.draft_rows]",
+        ACCEPT,
+        "positions = torch.from_numpy(self.first[:, None] + column)",
+        "positions = torch.from_numpy(self.first[:, None] + column * 0)",
         (*REJECTION, "tests/kernels/test_accept.py"),
-        (
-            (
-                ACCEPT,
-                "numbers = uniform(seeds[index][:, None].expand_as(positions), positions, accept_stream)",
-                "numbers = uniform(seeds[index][:, None].expand_as(positions), positions[:, :1].expand_as(positions), "
-                "accept_stream)",
-            ),
-            (ACCEPT, "first + column, accept_stream)", "first + column * 0, accept_stream)"),
-        ),
+        ((ACCEPT, "first + column, accept_stream)", "first + column * 0, accept_stream)"),),
     ),
     Mutant(
         "min_p is judged before the temperature",
@@ -56,52 +46,37 @@ _UNSEEN = (
     ),
     Mutant(
         "top_p, top_k and min_p never reach the device",
-        f"{WORKER}/device_requests.py",
+        f"{WORKER}/state.py",
         "(state.top_p, self.top_p),",
         "(state.top_p, np.ones_like(self.top_p)),",
-        BOTH_RUNNERS,
+        ("tests/test_device_lossless.py::test_each_cut_of_these_requests_changes_what_is_drawn",),
         (
-            (
-                f"{WORKER}/device_requests.py",
-                "(state.min_p, self.min_p),",
-                "(state.min_p, np.zeros_like(self.min_p)),",
-            ),
-            (
-                f"{WORKER}/device_requests.py",
-                "(state.top_k, self.top_k),",
-                "(state.top_k, np.zeros_like(self.top_k)),",
-            ),
+            (f"{WORKER}/state.py", "(state.min_p, self.min_p),", "(state.min_p, np.zeros_like(self.min_p)),"),
+            (f"{WORKER}/state.py", "(state.top_k, self.top_k),", "(state.top_k, np.zeros_like(self.top_k)),"),
         ),
     ),
     Mutant(
         "the cuts are lost where parameters are repeated for each distribution",
-        "dflash_backend/sampling/filtering.py",
-        "            self.any_top_k_or_p,\n            self.any_min_p,",
-        "            False,\n            False,",
+        f"{WORKER}/state.py",
+        "            any_top_k_or_p,\n            any_min_p,\n        )",
+        "            False,\n            False,\n        )",
         ("tests/sampling/test_filtered_softmax.py",),
     ),
     Mutant(
         "mask queries past the eighth are rotated as the eighth",
         "dflash_backend/drafters/dflash/drafter.py",
-        "positions = block.positions[rows] + offsets",
-        "positions = block.positions[rows] + np.minimum(offsets, 8)",
+        "            batch.positions,\n            batch.slots,",
+        "            torch.minimum(batch.positions, torch.from_numpy("
+        "(batch.layout.seq_lens - batch.layout.query_lens + 8).repeat(batch.layout.query_lens))),\n"
+        "            batch.slots,",
         ("tests/drafters/test_dflash.py",),
-        (
-            (
-                "dflash_backend/drafters/dflash/drafter.py",
-                "            blocks.positions.flatten(),",
-                "            torch.minimum(blocks.positions, blocks.positions[:, :1] + 8).flatten(),",
-            ),
-        ),
     ),
     Mutant(
         "requests without speculation leave no drafter K/V in the blocks that they publish",
-        f"{WORKER}/runner.py",
-        "        positions, slots = batch.token_position, batch.token_slot\n        if not final.all():",
-        "        records = [self.requests.records[i] for i in batch.request_ids]\n"
-        "        wants = np.array([record.sampling.num_speculative_tokens != 0 for record in records])\n"
-        "        final &= wants[batch.token_row]\n"
-        "        positions, slots = batch.token_position, batch.token_slot\n        if not final.all():",
+        f"{WORKER}/step_ops.py",
+        "final = slots.numpy() >= 0",
+        "plain = (batch.num_next.numpy() == 0) & (batch.logits_start.numpy() >= 0)\n"
+        "        final = (slots.numpy() >= 0) & ~plain[batch.token_row.numpy()]",
         ("tests/worker/test_mixed_speculation.py",),
     ),
     Mutant(
@@ -113,24 +88,24 @@ _UNSEEN = (
     ),
     Mutant(
         "the inject phase is not guarded",
-        f"{WORKER}/runner.py",
-        'guard.check("inject", batch.request_ids, batch.token_row[final], slots)',
+        f"{WORKER}/step.py",
+        'guard.check("inject", token_row, final.slots)',
         "pass",
         GUARD,
     ),
     Mutant(
         "the verify phase is not guarded",
-        f"{WORKER}/runner.py",
-        'guard.check("verify", batch.request_ids, batch.token_row, batch.token_slot)',
+        f"{WORKER}/step.py",
+        'guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)',
         "pass",
         GUARD,
     ),
     Mutant(
-        "the inject phase is not guarded on the device",
-        f"{WORKER}/device_step.py",
-        'hooks.check("inject", rows.token_row, slots, None)',
+        "the draft phase is not guarded",
+        f"{WORKER}/step.py",
+        "guard.check_draft(draft, inputs.batch.num_next)",
         "pass",
-        ("tests/worker/test_device_runner.py::test_each_phase_that_writes_is_checked",),
+        ("tests/worker/test_runner.py::test_each_phase_that_writes_is_checked",),
     ),
     Mutant(
         "request_timeout_s is not sent to the engine",
@@ -142,8 +117,8 @@ _UNSEEN = (
     Mutant(
         "draft_sample_method does nothing",
         BUILD,
-        'greedy_drafts = config.draft_sample_method == "greedy"',
-        "greedy_drafts = False",
+        'config.draft_sample_method == "greedy",',
+        "False,",
         SETTINGS,
     ),
     Mutant("the setting seed does nothing", BUILD, "seed=config.seed,", "seed=0,", SETTINGS),
@@ -209,49 +184,49 @@ _UNSEEN = (
 _SEEN = (
     Mutant(
         "the residual is that of a row's first draft, in one form",
-        VERIFY,
-        "index = first_draft[fell] + accepted[fell]",
-        "index = first_draft[fell]",
+        ACCEPT,
+        "draft_probs[torch.from_numpy(self.index[rejected]), columns]",
+        "draft_probs[torch.from_numpy(self.index[rejected]), columns * 0]",
         STEP_OPS,
     ),
     Mutant(
         "the residual is that of a row's first draft, in every form",
-        VERIFY,
-        "index = first_draft[fell] + accepted[fell]",
-        "index = first_draft[fell]",
+        ACCEPT,
+        "draft_probs[torch.from_numpy(self.index[rejected]), columns]",
+        "draft_probs[torch.from_numpy(self.index[rejected]), columns * 0]",
         REJECTION,
         (
-            (ACCEPT, "draft_probs[index, count.clamp(max=k - 1)]", "draft_probs[index, torch.zeros_like(count)]"),
             (
                 ACCEPT,
-                "place = (table.to(tl.int64) * k + count) * vocab + offsets",
-                "place = table.to(tl.int64) * k * vocab + offsets",
+                "place = (req_idx.to(tl.int64) * k + count) * vocab + offsets",
+                "place = req_idx.to(tl.int64) * k * vocab + offsets",
             ),
         ),
     ),
     Mutant(
         "drafts are judged by the numbers of the position after theirs, in one form",
-        VERIFY,
-        "draft_positions = positions[layout.draft_rows] + layout.draft_columns",
-        "draft_positions = positions[layout.draft_rows] + layout.draft_columns + 1",
+        ACCEPT,
+        "positions = torch.from_numpy(self.first[:, None] + column)",
+        "positions = torch.from_numpy(self.first[:, None] + column + 1)",
         STEP_OPS,
     ),
     Mutant(
         "after a preemption decoded positions are one too high",
-        f"{WORKER}/request_table.py",
-        "        record = super().learn(new)\n        self.tokens",
-        "        record = super().learn(new)\n"
-        "        self.resumed = getattr(self, 'resumed', {})\n"
-        "        self.resumed[record.index] = len(new.token_ids) > new.num_prompt_tokens\n"
-        "        self.tokens",
+        f"{WORKER}/state.py",
+        "        self.records[new.request_id] = record\n",
+        "        self.records[new.request_id] = record\n"
+        "        self.state.resumed = getattr(self.state, 'resumed', {})\n"
+        "        self.state.resumed[index] = len(new.token_ids) > new.num_prompt_tokens\n",
         ("tests/test_same_seed.py::test_a_request_gets_its_output_after_a_preemption",),
         (
             (
-                f"{WORKER}/runner.py",
-                "        context = PagedContext.prepare(\n            layout, positions,",
-                "        late = [self.requests.resumed[i] for i in batch.table[batch.token_row].tolist()]\n"
-                "        late = np.array(late) & (batch.num_new[batch.token_row] == 1)\n"
-                "        context = PagedContext.prepare(\n            layout, positions + self._put(late),",
+                f"{WORKER}/step.py",
+                "        context = PagedContext.prepare(\n"
+                "            prepared.layout,\n            prepared.positions,",
+                "        late = torch.tensor([self.state.resumed[i] for i in inputs.batch.req_idx.tolist()])\n"
+                "        late = (late & (inputs.batch.num_new == 1))[inputs.batch.token_row.long()].long()\n"
+                "        context = PagedContext.prepare(\n            prepared.layout,\n"
+                "            prepared.positions + late,",
             ),
         ),
     ),
@@ -270,16 +245,16 @@ _SEEN = (
         DETOKENIZER,
     ),
     Mutant(
-        "log-probabilities on the device are those of adjusted logits",
-        f"{WORKER}/device_special.py",
-        "        return logits.float().index_copy(0, flat, adjusted)",
-        "        self._raw = adjusted\n        return logits.float().index_copy(0, flat, adjusted)",
-        ("tests/test_device_lossless.py::test_adjusted_logits_and_logprobs_are_those_of_the_cpu_runner",),
+        "log-probabilities are those of processed logits",
+        f"{WORKER}/logits.py",
+        "        return logits.float().index_copy(0, flat, processed)",
+        "        self._raw = processed\n        return logits.float().index_copy(0, flat, processed)",
+        ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
     ),
     Mutant(
         "penalties do not count drafts",
         f"{WORKER}/logits.py",
-        "    counts.index_put_((put(distributions), draft_tokens), counts.new_ones(()), accumulate=True)\n",
+        "    counts.index_put_((put(logits_rows), draft_tokens), counts.new_ones(()), accumulate=True)\n",
         "",
         ("tests/worker/test_logits.py",),
     ),
@@ -306,9 +281,9 @@ _SEEN = (
     ),
     Mutant(
         "min_tokens starts anew after a preemption",
-        f"{WORKER}/request_table.py",
-        "min_end = min(new.num_prompt_tokens + sampling.min_tokens, self._max_len)",
-        "min_end = min(len(new.token_ids) + sampling.min_tokens, self._max_len)",
+        f"{WORKER}/state.py",
+        "min_end = min(new.num_prompt_tokens + sampling.min_tokens, self.state.max_len)",
+        "min_end = min(len(new.token_ids) + sampling.min_tokens, self.state.max_len)",
         ("tests/worker/test_logits.py",),
     ),
     Mutant(
@@ -344,9 +319,16 @@ _SEEN = (
     Mutant(
         "drafts are drawn with the target's random numbers",
         "dflash_backend/drafters/base.py",
-        "parameters.seeds, where, Stream.DRAFT)",
-        "parameters.seeds, where, Stream.TARGET)",
+        "parameters.seeds, positions, Stream.DRAFT)",
+        "parameters.seeds, positions, Stream.TARGET)",
         ("tests/drafters/test_draft_sampler.py",),
+        (
+            (
+                "dflash_backend/drafters/base.py",
+                "positions[index], Stream.DRAFT)",
+                "positions[index], Stream.TARGET)",
+            ),
+        ),
     ),
     Mutant(
         "the kernel takes the residual although every draft was accepted",
@@ -372,11 +354,11 @@ _SEEN = (
     Mutant(
         "penalties come before the bias",
         f"{WORKER}/logits.py",
-        "    first = rows.first\n    for i in special.nonzero()",
-        "    first = rows.first\n"
+        "    first = metadata.first\n    for i in special.nonzero()",
+        "    first = metadata.first\n"
         "    which = penalised.nonzero()[0]\n"
         "    if len(which) > 0:\n"
-        "        _penalise(adjusted, first[which], num_draft[which], position[which], table[which], requests)\n"
+        "        _penalise(processed, first[which], num_draft[which], position[which], req_idx[which], requests)\n"
         "    for i in special.nonzero()",
         ("tests/worker/test_logits.py",),
         (
@@ -403,11 +385,12 @@ _SEEN = (
     ),
     Mutant(
         "drafts are judged by the distributions of the step before",
-        f"{WORKER}/runner.py",
-        "self.requests.draft_probs[self._put(draft_table[flat]), self._put(columns)] = sampler.probs",
-        "self.stale, now = sampler.probs, getattr(self, 'stale', sampler.probs)\n"
-        "            probs = now if now.shape == sampler.probs.shape else sampler.probs\n"
-        "            self.requests.draft_probs[self._put(draft_table[flat]), self._put(columns)] = probs",
+        f"{WORKER}/step.py",
+        "        self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)",
+        "        self.stale, now = sampler.probs, getattr(self, 'stale', sampler.probs)\n"
+        "        both = now is not None and sampler.probs is not None\n"
+        "        probs = now if both and now.shape == sampler.probs.shape else sampler.probs\n"
+        "        self.ops.store_drafts(drafts, inputs.batch, self.state, probs)",
         ("tests/test_logits_processing.py::test_sampled_output_has_the_distribution_of_the_changed_logits",),
     ),
 )
