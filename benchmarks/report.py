@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import markdown_table
 from benchmarks.measure import HostShare, Measurement
 from checks.prefix import PrefixMeasurement
 
@@ -72,32 +73,30 @@ def misses(runs: list[Measurement], prefix: PrefixMeasurement) -> list[str]:
 def table(runs: list[Measurement]) -> str:
     """All runs as a Markdown table."""
     agrees = agreement(runs)
-    lines = [
-        "| system | streams | tokens/s | acceptance length | time to first token, median | client's CPU, of a core | "
-        "equal to transformers |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ("system", "streams", "tokens/s", "acceptance length", "time to first token, median")
+    rows = []
     for run in runs:
         first = f"{run.first_token_p50_s * 1e3:.1f} ms" if run.first_token_p50_s is not None else "-"
         accepted = f"{run.acceptance_length:.2f}" if run.acceptance_length is not None else "-"
         same = agrees[f"{run.system}, {run.streams} streams"]
         client = f"{run.client_cpu_share:.0%}" if run.client_cpu_share is not None else "-"
-        lines.append(
-            f"| {run.system} | {run.streams} | {run.tokens_per_s:.0f} | {accepted} | {first} | {client} | {same} |"
-        )
-    return "\n".join(lines)
+        rows.append((run.system, run.streams, f"{run.tokens_per_s:.0f}", accepted, first, client, same))
+    return markdown_table((*header, "client's CPU, of a core", "equal to transformers"), rows)
 
 
 def ratio_table(measured: Runs, prefix: PrefixMeasurement) -> str:
     """The ratios as a Markdown table."""
-    lines = ["| ratio, in one run | measured |", "| --- | --- |"]
-    lines += [f"| {name} | {value:.2f} |" for name, value in ratios(measured).items()]
-    hit = f"{prefix.first_token_ratio:.3f}"
-    acceptance = f"{prefix.hit_acceptance_length / prefix.miss_acceptance_length:.3f}"
-    lines.append(f"| time to first token, hit over miss, prefix of {prefix.prefix_tokens} tokens | {hit} |")
-    lines.append(f"| acceptance length, hit over miss | {acceptance} |")
-    lines.append(f"| {host_line(measured.host)} | {measured.host.share:.3f} |")
-    return "\n".join(lines)
+    acceptance = prefix.hit_acceptance_length / prefix.miss_acceptance_length
+    rows = [
+        *((name, f"{value:.2f}") for name, value in ratios(measured).items()),
+        (
+            f"time to first token, hit over miss, prefix of {prefix.prefix_tokens} tokens",
+            f"{prefix.first_token_ratio:.3f}",
+        ),
+        ("acceptance length, hit over miss", f"{acceptance:.3f}"),
+        (host_line(measured.host), f"{measured.host.share:.3f}"),
+    ]
+    return markdown_table(("ratio, in one run", "measured"), rows)
 
 
 def host_line(host: HostShare) -> str:

@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.kv_manager import KVManager
@@ -218,17 +219,17 @@ def misses(costs: list[Cost]) -> list[str]:
 
 def table(costs: list[Cost]) -> str:
     """The costs in Markdown."""
-    lines = [
-        f"| cached blocks | plan, {NUM_RUNNING} rows, median | p99 | apply, median "
-        f"| lookup of {PROMPT_TOKENS:,} tokens | allocate, publish and free a block |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {cost.num_blocks:,} | {cost.plan_median_s * 1e3:.3f} ms | {cost.plan_p99_s * 1e3:.3f} ms | "
-        f"{cost.apply_median_s * 1e3:.3f} ms | {cost.lookup_s * 1e3:.3f} ms | {cost.fill_s_per_block * 1e6:.2f} us |"
+    header = ("cached blocks", f"plan, {NUM_RUNNING} rows, median", "p99", "apply, median")
+    header += (f"lookup of {PROMPT_TOKENS:,} tokens", "allocate, publish and free a block")
+    rows = [
+        (
+            f"{cost.num_blocks:,}",
+            *(f"{s * 1e3:.3f} ms" for s in (cost.plan_median_s, cost.plan_p99_s, cost.apply_median_s, cost.lookup_s)),
+            f"{cost.fill_s_per_block * 1e6:.2f} us",
+        )
         for cost in costs
     ]
-    return "\n".join(lines)
+    return markdown_table(header, rows, align="rrrrrr")
 
 
 def main() -> None:

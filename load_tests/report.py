@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.markdown import table
+from benchmarks.markdown import markdown_table
 from load_tests.plots import plot_run
 from load_tests.result import WAITING, RunResult, gaps, percentile, ttfts
 from load_tests.samples import Outcome
@@ -154,11 +154,11 @@ def markdown(run: Run) -> str:
 
 {options.users} users, {result.duration_s:.0f} s, {options.protocol}, seed {options.seed}; server: {settings}.
 
-{table(("bound", "measured", "allowed", "verdict", ""), bounds)}
+{markdown_table(("bound", "measured", "allowed", "verdict", ""), bounds)}
 
 {figures}
 
-{table(("", *PERCENTILES), times)}
+{markdown_table(("", *PERCENTILES), times)}
 
 ![over time](run.png)
 """

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu.floor import PHASES
 from benchmarks.gpu.results import DFLASH, NO_DRAFT, Cycle, Results
 from benchmarks.gpu.synthetic import MARK
+from benchmarks.markdown import markdown_table
 
 GAP = "host gap"
 COLOURS = {"verify": "#4878a8", "accept": "#8fb7d8", "inject": "#7a9a52", "draft": "#d99a3c", GAP: "#b8432f"}
@@ -127,7 +128,7 @@ def target_table(results: Results) -> str:
         sign = "at most" if target.upper else "at least"
         measured = "-" if target.measured is None else f"{target.measured:.3g}"
         rows.append([target.name, f"{sign} {target.bound:g}", measured, target.verdict])
-    return _table([f"{TARGET_SHAPE}, context 1k", "promised", "measured", ""], rows)
+    return markdown_table([f"{TARGET_SHAPE}, context 1k", "promised", "measured", ""], rows)
 
 
 def cycle_table(cycles: list[Cycle]) -> str:
@@ -142,7 +143,7 @@ def cycle_table(cycles: list[Cycle]) -> str:
         row += [_over_floor(cycle.phases.get(phase), cycle.over_floor(phase)) for phase in PHASES]
         row += [_ms(cycle.gap_s), _over_floor(cycle.cycle_s, cycle.cycle_s / cycle.floor_s), _ms(cycle.floor_s)]
         rows.append([*row, f"{cycle.tokens_per_s:.0f}", _acceptance(cycle)])
-    return _table(header, rows) if rows else "No cycle was measured with its phases."
+    return markdown_table(header, rows) if rows else "No cycle was measured with its phases."
 
 
 def comparison_table(results: Results) -> str:
@@ -157,7 +158,7 @@ def comparison_table(results: Results) -> str:
         speeds = ["-" if cycle is None else f"{cycle.tokens_per_s:.0f}" for cycle in found]
         rows.append([shape, str(batch), str(context), *speeds])
     heads = [f"{system}{f' ({MARK})' if DFLASH in system else ''}" for system in systems]
-    return _table(["tokens/s: model", "batch", "context", *heads], rows) if rows else ""
+    return markdown_table(["tokens/s: model", "batch", "context", *heads], rows) if rows else ""
 
 
 def attention_table(results: Results) -> str:
@@ -168,7 +169,7 @@ def attention_table(results: Results) -> str:
         row = [run.shape, run.backend, run.name, str(run.batch), str(run.queries), str(run.context)]
         rows.append([*row, f"{run.seconds * 1e6:.1f}", f"{run.bytes_per_s / 1e12:.3f}", share])
     header = ["model", "backend", "as in", "batch", "queries", "context", "time, us", "TB/s", "of copy bandwidth"]
-    return _table(header, rows)
+    return markdown_table(header, rows)
 
 
 def sampling_table(results: Results) -> str:
@@ -177,7 +178,7 @@ def sampling_table(results: Results) -> str:
         [run.shape, run.cut, str(run.rows), f"{run.seconds * 1e6:.1f}", f"{run.torch_seconds * 1e6:.1f}"]
         for run in results.sampling
     ]
-    return _table(["model", "cut", "rows", "time, us", "torch, us"], rows)
+    return markdown_table(["model", "cut", "rows", "time, us", "torch, us"], rows)
 
 
 def kernel_table(results: Results, shape: str) -> str:
@@ -185,7 +186,7 @@ def kernel_table(results: Results, shape: str) -> str:
     kernels = [entry for entry in results.kernels if entry.shape == shape]
     first = kernels[0]
     header = [f"batch {first.batch}, context {first.context}, k = {first.k}: kernel", "calls a cycle", "us a cycle"]
-    return _table(header, [[f"`{e.kernel}`", f"{e.calls:.1f}", f"{e.seconds * 1e6:.1f}"] for e in kernels])
+    return markdown_table(header, [[f"`{e.kernel}`", f"{e.calls:.1f}", f"{e.seconds * 1e6:.1f}"] for e in kernels])
 
 
 def plot_cycles(path: Path, results: Results, shape: str) -> None:
@@ -234,8 +235,3 @@ def _ms(seconds: float | None) -> str:
 
 def _over_floor(seconds: float | None, ratio: float | None) -> str:
     return _ms(seconds) + (f" ({ratio:.2f}x)" if ratio is not None else "")
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
