@@ -219,8 +219,8 @@ def misses(costs: list[Cost]) -> list[str]:
 
 def table(costs: list[Cost]) -> str:
     """The costs in Markdown."""
-    header = ("cached blocks", f"plan, {NUM_RUNNING} rows, median", "p99", "apply, median")
-    header += (f"lookup of {PROMPT_TOKENS:,} tokens", "allocate, publish and free a block")
+    header = ["cached blocks", f"plan, {NUM_RUNNING} rows, median", "p99", "apply, median"]
+    header += [f"lookup of {PROMPT_TOKENS:,} tokens", "allocate, publish and free a block"]
     rows = [
         (
             f"{cost.num_blocks:,}",
