@@ -114,10 +114,10 @@ def running_sum(lens: torch.Tensor) -> torch.Tensor:
     return F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def compact_tokens(rows: DeviceRows, num_places: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compact_tokens(rows: DeviceRows, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`source` and `target` of `FlashAttnMetadata`, computed on the device, for as many queries as the bounds allow."""
     ends = rows.query_lens.cumsum(0)
-    place = torch.arange(num_places, device=ends.device)
+    place = torch.arange(num_queries, device=ends.device)
     row = torch.searchsorted(ends, place, right=True).clamp(max=len(ends) - 1)
     token = rows.query_start[row] + place - (ends - rows.query_lens)[row]
     there = place < ends[-1]

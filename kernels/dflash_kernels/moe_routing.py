@@ -79,10 +79,10 @@ if triton is not None:
         weights = tl.zeros([RANKS], dtype=tl.float32)
         experts = tl.zeros([RANKS], dtype=tl.int32)
         for rank in range(PER_TOKEN):
-            best = tl.max(left, axis=0)
+            highest = tl.max(left, axis=0)
             # A padding token may hold anything, also NaN, which equals nothing: its experts must exist all the same.
-            expert = tl.minimum(tl.min(tl.where(left == best, lanes, LANES), axis=0), NUM_EXPERTS - 1)
-            weights = tl.where(ranks == rank, best, weights)
+            expert = tl.minimum(tl.min(tl.where(left == highest, lanes, LANES), axis=0), NUM_EXPERTS - 1)
+            weights = tl.where(ranks == rank, highest, weights)
             experts = tl.where(ranks == rank, expert, experts)
             left = tl.where(lanes == expert, -1.0, left)
         if NORMALISE:

@@ -44,7 +44,7 @@ def exponential(seeds: torch.Tensor, positions: torch.Tensor, stream: int, count
     each of the int64 `seeds` and `positions` `[n]`."""
     index = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
     bits = _shift_right(_mix(_state(seeds, positions, stream)[:, None] + index), 32)
-    # From the end near 0, where floating-point numbers are dense: the small ones decide a race.
+    # From the end near 0, where floating-point numbers are dense: the smallest ones decide a sample.
     return torch.log1p(bits.to(torch.float32).add_(0.5).mul_(-(2.0**-32))).neg_()
 
 

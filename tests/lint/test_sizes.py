@@ -29,8 +29,6 @@ LONG_FUNCTIONS = {
     "dflash_backend/triton/service.py:__init__",
     "kernels/dflash_kernels/accept.py:accept_reference",
     "kernels/dflash_kernels/paged_attention.py:_attend_kernel",
-    "kernels/dflash_kernels/paged_attention.py:_launch",
-    "kernels/dflash_kernels/paged_attention.py:_merge_kernel",
     "tests/tiny_models.py:make_draft",
     "tests/worker/random_steps.py:random_step",
 }
