@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from dflash_backend.core.request import Request
-from dflash_backend.core.row_shape import peak_positions
+from dflash_backend.core.rows import peak_positions
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.tenants import FairQueue
 from dflash_backend.messages import TENANTS_IN_QUEUE, GenerationRequest

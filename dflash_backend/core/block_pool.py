@@ -1,8 +1,8 @@
 """Which KV block is held by how many requests, which are free, and which still hold something worth finding again.
 
-Called by `KVManager` only. A block id is a number from 0 to `num_blocks - 1`; it names the same positions in every
-target layer and every drafter layer (invariant TOGETHER), so this file counts for both models at once. Every operation
-costs O(1) per block, however full the prefix cache is.
+A block id is a number from 0 to `num_blocks - 1`; it names the same positions in every target layer and every drafter
+layer (TOGETHER), so this file counts for both models at once. Every operation costs O(1) per block, however full the
+prefix cache is.
 """
 
 from __future__ import annotations
@@ -12,74 +12,82 @@ from collections.abc import Iterable, Sequence
 
 from dflash_backend.core.block_lists import BlockLists
 
-# The evictable blocks, by whether a request has found them since they were cached.
-COLD, HOT = 0, 1
-# Of a pool's blocks, free hot ones may be so many: the rest is left for new prompts to show that they are shared.
-MAX_HOT_SHARE = 0.75
-# A hot block that nobody found while so many pools' worth of blocks were evicted is cold again.
-HOT_LIFE_IN_POOLS = 4
+# The two lists of evictable blocks, by whether a request has reused them since they were cached.
+PROBATIONARY, PROTECTED = 0, 1
+# At most this share of the pool may be free protected blocks; the rest lets new prefixes earn a second hit.
+MAX_PROTECTED_SHARE = 0.75
+# A protected block becomes probationary when this many pools' worth of blocks were evicted since its last use.
+PROTECTED_LIFE_IN_POOLS = 4
 
 
 class BlockPool:
-    """Reference counts, the free blocks in the order in which they are given out, and digest -> cached block.
+    """Reference counts, the free blocks in the order in which they are given out, and block hash -> cached block.
 
     A block is in one of four states::
 
-        held    reference count >= 1; may be cached as well, then several requests may share it
-        unused  free, holds nothing to find: given out first, the latest freed first
-        cold    free and cached, never found again: given out when no unused block is left, the longest free first
-        hot     free, cached and found at least once: given out when no cold block is left, the longest free first
+        held          reference count >= 1; may be cached as well, then several requests may share it
+        unused        free, holds nothing to find: given out first, the latest freed first
+        probationary  free and cached, never reused: given out when no unused block is left, the longest free first
+        protected     free, cached and reused at least once: given out last, the longest free first
 
-    That hot blocks outlive cold ones keeps a shared prefix through any number of prompts that nobody asks twice (the
-    idea of segmented LRU: Karedla, Love, Wherry 1994). Hot blocks turn cold, and so go the way of the others, when they
-    fill more than `MAX_HOT_SHARE` of the pool, the longest free first, and when they outlive `HOT_LIFE_IN_POOLS`.
+    Protected blocks outlive probationary ones, which keeps a shared prefix through any number of prompts that are asked
+    once (segmented LRU: Karedla, Love, Wherry 1994). Protected blocks become probationary when they fill more than
+    `MAX_PROTECTED_SHARE` of the pool, the longest free first, and when they outlive `PROTECTED_LIFE_IN_POOLS`.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = array("q", bytes(8 * num_blocks))
-        self._digests: list[bytes | None] = [None] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         # For a cached block the one last published behind it, or -1. A hint for `find_chain`, never cleared.
         self._next_block = array("q", [-1]) * num_blocks
         self._unused = array("q", range(num_blocks - 1, -1, -1))
         self._evictable = BlockLists(num_blocks, num_lists=2)
-        self._num_cold = 0
-        self._num_hot = 0
-        self._max_hot = int(num_blocks * MAX_HOT_SHARE)
-        self._found = bytearray(num_blocks)  # 1 for a cached block that a request has found
+        self._num_probationary = 0
+        self._num_protected = 0
+        self._max_protected = int(num_blocks * MAX_PROTECTED_SHARE)
+        self._reused = bytearray(num_blocks)  # 1 for a cached block that another request has used
         self.num_evicted = 0
-        self._hot_since = array("q", bytes(8 * num_blocks))  # `num_evicted` when the block became free and hot
+        self._num_published = 0
+        self._protected_since = array(
+            "q", bytes(8 * num_blocks)
+        )  # `num_evicted` when the block became free and protected
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give out, the evictable ones included."""
-        return len(self._unused) + self._num_cold + self._num_hot
+        return len(self._unused) + self._num_probationary + self._num_protected
 
     @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, 0 to 1."""
         return 1.0 - self.num_free / self.num_blocks
 
+    @property
+    def cache_version(self) -> int:
+        """Grows whenever a block enters or leaves the prefix cache."""
+        return self.num_evicted + self._num_published
+
     def ref_count(self, block_id: int) -> int:
         """How many requests hold the block."""
         return self._ref_counts[block_id]
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether the block is in the prefix cache, so that nobody may write it any more."""
-        return self._digests[block_id] is not None
+        """Whether the block is in the prefix cache, so no request may write it any more."""
+        return self._hashes[block_id] is not None
 
-    def find_chain(self, digests: Sequence[bytes], num_blocks: int) -> list[int]:
-        """Ids of the cached blocks with the first digests, up to one that is not cached, `num_blocks` at most.
+    def find_chain(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """Ids of the cached blocks with the first hashes, up to one that is not cached, `num_blocks` at most.
 
         Neighbours were mostly published one after the other. Following that order touches memory in order, where each
-        look into the map would be a cache miss of its own in a pool of a million blocks. The digest decides.
+        map lookup would be a cache miss of its own in a pool of a million blocks. The hash decides.
         """
         found: list[int] = []
-        cached, digest_of, next_block, hint = self._cached, self._digests, self._next_block, -1
+        cached, hash_of, next_block, hint = self._cached, self._hashes, self._next_block, -1
         for index in range(num_blocks):
-            digest = digests[index]
-            block_id = hint if hint >= 0 and digest_of[hint] == digest else cached.get(digest)
+            block_hash = hashes[index]
+            block_id = hint if hint >= 0 and hash_of[hint] == block_hash else cached.get(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
@@ -87,7 +95,7 @@ class BlockPool:
         return found
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each held once and cached by nobody.
+        """Take `count` free blocks, each held once and not cached.
 
         Cached blocks among them leave the prefix cache. Raises ValueError when fewer are free; nothing is taken then.
         """
@@ -98,19 +106,19 @@ class BlockPool:
             self._ref_counts[block_id] = 1
         return block_ids
 
-    def touch(self, block_ids: Iterable[int], found: bool = True) -> None:
+    def touch(self, block_ids: Iterable[int], reused: bool = True) -> None:
         """Hold these cached blocks once more; free ones stop being evictable.
 
-        `found` says that another request than the one that computed them has a use for them, which makes them hot.
+        `reused`: another request than the one that computed them uses them, which makes them protected.
         """
         for block_id in block_ids:
-            if self._digests[block_id] is None:
+            if self._hashes[block_id] is None:
                 raise ValueError(f"KV block {block_id} is not cached, so it cannot be shared")
             if self._ref_counts[block_id] == 0:
-                self._take_out(block_id)
+                self._unlink(block_id)
             self._ref_counts[block_id] += 1
-            if found:
-                self._found[block_id] = 1
+            if reused:
+                self._reused[block_id] = 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give up a request's blocks, listed from its first to its last position.
@@ -121,28 +129,29 @@ class BlockPool:
         for block_id in reversed(block_ids):
             count = self._ref_counts[block_id]
             if count == 0:
-                raise ValueError(f"KV block {block_id} is freed and nobody holds it")
+                raise ValueError(f"KV block {block_id} is freed and not held")
             self._ref_counts[block_id] = count - 1
             if count == 1:
-                if self._digests[block_id] is None:
+                if self._hashes[block_id] is None:
                     self._unused.append(block_id)
-                elif self._found[block_id]:
-                    self._make_hot(block_id)
+                elif self._reused[block_id]:
+                    self._add_protected(block_id)
                 else:
-                    self._make_cold(block_id)
+                    self._add_probationary(block_id)
 
-    def publish(self, block_id: int, digest: bytes, before: int | None = None) -> bool:
+    def publish(self, block_id: int, block_hash: bytes, before: int | None = None) -> bool:
         """Put a held block into the prefix cache; whether it went in. `before` is the block before it in its request.
 
-        When another block has the digest already that one stays, and this one remains an ordinary block of its
+        When another block has the hash already, that one stays, and this one remains an ordinary block of its
         request: replacing it would change block tables that the worker has already been given.
         """
-        if self._ref_counts[block_id] == 0 or self._digests[block_id] is not None:
+        if self._ref_counts[block_id] == 0 or self._hashes[block_id] is not None:
             raise ValueError(f"KV block {block_id} is free or cached already, so it cannot be published")
-        if digest in self._cached:
+        if block_hash in self._cached:
             return False
-        self._cached[digest] = block_id
-        self._digests[block_id] = digest
+        self._cached[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        self._num_published += 1
         if before is not None:
             self._next_block[before] = block_id
         return True
@@ -158,55 +167,61 @@ class BlockPool:
             for block_id in table:
                 held[block_id] += 1
         assert held == self._ref_counts.tolist(), "reference counts differ from the block tables"
-        cold, hot = list(self._evictable.walk(COLD)), list(self._evictable.walk(HOT))
-        assert (len(cold), len(hot)) == (self._num_cold, self._num_hot), "an eviction list and its count differ"
-        assert len(hot) <= self._max_hot, "more free blocks are hot than may be"
-        free = {*self._unused, *cold, *hot}
+        probationary, protected = list(self._evictable.walk(PROBATIONARY)), list(self._evictable.walk(PROTECTED))
+        assert (len(probationary), len(protected)) == (self._num_probationary, self._num_protected), (
+            "an eviction list and its count differ"
+        )
+        assert len(protected) <= self._max_protected, "too many free blocks are protected"
+        free = {*self._unused, *probationary, *protected}
         assert len(free) == self.num_free, "a block is in the free lists twice"
         assert free == {block_id for block_id, count in enumerate(held) if count == 0}, "free lists and counts differ"
-        cached = {block_id: digest for block_id, digest in enumerate(self._digests) if digest is not None}
-        assert {block_id: digest for digest, block_id in self._cached.items()} == cached, "the cache map is torn"
-        assert cached.keys() >= {*cold, *hot}, "an evictable block is not cached"
+        cached = {block_id: block_hash for block_id, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert {block_id: block_hash for block_hash, block_id in self._cached.items()} == cached, (
+            "the cache map is torn"
+        )
+        assert cached.keys() >= {*probationary, *protected}, "an evictable block is not cached"
         assert cached.keys().isdisjoint(self._unused), "an unused block is cached"
-        assert all(self._found[block_id] for block_id in hot), "a block is hot that nobody found"
-        assert not any(self._found[block_id] for block_id in cold), "a block is cold that somebody found"
+        assert all(self._reused[block_id] for block_id in protected), "a block is protected that no request reused"
+        assert not any(self._reused[block_id] for block_id in probationary), (
+            "a block is probationary that a request reused"
+        )
 
-    def _make_cold(self, block_id: int) -> None:
-        self._evictable.append(COLD, block_id)
-        self._num_cold += 1
+    def _add_probationary(self, block_id: int) -> None:
+        self._evictable.append(PROBATIONARY, block_id)
+        self._num_probationary += 1
 
-    def _make_hot(self, block_id: int) -> None:
-        self._evictable.append(HOT, block_id)
-        self._num_hot += 1
-        self._hot_since[block_id] = self.num_evicted
-        if self._num_hot > self._max_hot:
-            self._cool()
+    def _add_protected(self, block_id: int) -> None:
+        self._evictable.append(PROTECTED, block_id)
+        self._num_protected += 1
+        self._protected_since[block_id] = self.num_evicted
+        if self._num_protected > self._max_protected:
+            self._demote()
 
-    def _cool(self) -> None:
-        """Turn the hot block that has been free for longest cold: it has to be found again to be hot again."""
-        block_id = self._evictable.first(HOT)
-        self._take_out(block_id)
-        self._found[block_id] = 0
-        self._make_cold(block_id)
+    def _demote(self) -> None:
+        """Make the protected block that has been free for longest probationary."""
+        block_id = self._evictable.first(PROTECTED)
+        self._unlink(block_id)
+        self._reused[block_id] = 0
+        self._add_probationary(block_id)
 
-    def _take_out(self, block_id: int) -> None:
+    def _unlink(self, block_id: int) -> None:
         self._evictable.remove(block_id)
-        if self._found[block_id]:
-            self._num_hot -= 1
+        if self._reused[block_id]:
+            self._num_protected -= 1
         else:
-            self._num_cold -= 1
+            self._num_probationary -= 1
 
     def _evict(self) -> int:
-        """Take the free block that is least worth keeping out of the prefix cache."""
-        if self._num_hot:
-            age = self.num_evicted - self._hot_since[self._evictable.first(HOT)]
-            if not self._num_cold or age > HOT_LIFE_IN_POOLS * self.num_blocks:
-                self._cool()
-        block_id = self._evictable.first(COLD)
-        self._take_out(block_id)
-        digest = self._digests[block_id]
-        assert digest is not None, "only cached blocks are evictable"
-        del self._cached[digest]
-        self._digests[block_id] = None
+        """Take the least valuable free block out of the prefix cache."""
+        if self._num_protected:
+            age = self.num_evicted - self._protected_since[self._evictable.first(PROTECTED)]
+            if not self._num_probationary or age > PROTECTED_LIFE_IN_POOLS * self.num_blocks:
+                self._demote()
+        block_id = self._evictable.first(PROBATIONARY)
+        self._unlink(block_id)
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None, "only cached blocks are evictable"
+        del self._cached[block_hash]
+        self._hashes[block_id] = None
         self.num_evicted += 1
         return block_id

@@ -30,7 +30,7 @@ from dflash_backend.core.plan import (
     Worker,
 )
 from dflash_backend.core.request import Request
-from dflash_backend.core.row_shape import prefills_next
+from dflash_backend.core.rows import prefills_next
 from dflash_backend.core.scheduler import Scheduler
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.trace import StepTimes, StepTrace

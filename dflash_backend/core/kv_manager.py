@@ -1,6 +1,6 @@
 """The blocks of a request over its life: found in the prefix cache, reserved, published, released.
 
-Called by the scheduler. A running request's block table, from its first position to its last::
+A running request's block table, from its first position to its last::
 
     |<--------------------------- request.block_ids --------------------------->|
     |  cached   |        computed        |   new   |  drafts  |  lookahead  |    |
@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dflash_backend.core.block_pool import BlockPool
-from dflash_backend.core.prefix_cache import longest_cached_prefix
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 
@@ -41,15 +40,21 @@ class KVManager:
         return -(-num_positions // self._block_size)
 
     def find_hit(self, request: Request) -> list[int]:
-        """Cached blocks that the request's prefill can start after. Nothing is held yet.
+        """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing
+        while the cache stays as it is.
 
-        One position at least is left to compute: a fresh prompt needs the logits of its last token, and a resumed
-        request a row after which the drafter runs.
+        Nothing is dropped from the end of the hit: a cached block has the drafter's context K/V too (PUBLISH,
+        TOGETHER). At least one position is left to compute: a fresh prompt needs the logits of its last token, and a
+        resumed request a row after which the drafter runs.
         """
         if not self._caching:
             return []
-        num_blocks = (request.prefill_end - 1) // self._block_size
-        return longest_cached_prefix(self.pool, request.chain, request.token_ids, num_blocks)
+        version = self.pool.cache_version
+        if request.hit is None or request.hit[0] != version:
+            num_blocks = (request.prefill_end - 1) // self._block_size
+            hashes = request.block_hashes.first(num_blocks, request.token_ids)
+            request.hit = version, self.pool.find_chain(hashes, num_blocks)
+        return request.hit[1]
 
     def fits(self, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:
         """Whether the pool can cover `num_positions` now, for a request that starts with `hit`. `num_promised` free
@@ -60,9 +65,10 @@ class KVManager:
     def start(self, request: Request, hit: list[int]) -> None:
         """Hold the hit; the request counts as computed up to its end.
 
-        A preempted request that finds its own blocks says nothing about how often others will.
+        A preempted request that finds its own blocks does not make them protected.
         """
-        self.pool.touch(hit, found=request.num_preemptions == 0)
+        self.pool.touch(hit, reused=request.num_preemptions == 0)
+        request.hit = None
         request.block_ids = list(hit)
         request.num_published_blocks = len(hit)
         request.num_computed = len(hit) * self._block_size
@@ -87,10 +93,10 @@ class KVManager:
             return
         num_full = min(request.num_computed, request.num_tokens) // self._block_size
         if num_full > request.num_published_blocks:
-            digests = request.chain.first(num_full, request.token_ids)
+            hashes = request.block_hashes.first(num_full, request.token_ids)
             for index in range(request.num_published_blocks, num_full):
                 before = request.block_ids[index - 1] if index else None
-                self.pool.publish(request.block_ids[index], digests[index], before)
+                self.pool.publish(request.block_ids[index], hashes[index], before)
             request.num_published_blocks = num_full
 
     def release(self, request: Request) -> None:
@@ -102,7 +108,7 @@ class KVManager:
 
     def writable_blocks(self, request: Request) -> frozenset[int]:
         """The blocks that a step may write for the request (invariant OWN): those from its first uncomputed position
-        on, as far as nobody else holds them and nobody can find them."""
+        on, as far as no other request holds them or can find them."""
         first = request.num_computed // self._block_size
         return frozenset(
             block_id

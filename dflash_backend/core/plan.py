@@ -42,6 +42,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     is an upper bound over the outcomes that do not end the request; the true start, known only to the worker, is at
     most this much lower. If the step in flight ends the request, the row runs for nothing: it may then start past
     `num_computed` and reach past its blocks, and a position that no block covers is not written.
+    num_positions: the request's blocks cover every position below it (RESERVE).
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     num_next_draft: int
     new_block_ids: list[int]
     num_unverified_drafts: int = 0
+    num_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

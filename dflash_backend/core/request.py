@@ -1,7 +1,6 @@
 """A request as the core sees it: tokens, how far they are computed, the blocks it holds, and what it has cost.
 
-Made by `EngineCore.add_request`; the scheduler and the KV manager change it. Whether it waits or runs is said by the
-scheduler's queue that it is in.
+The scheduler and the KV manager change it. Whether it waits or runs follows from the scheduler's queue that it is in.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
-from dflash_backend.core.prefix_cache import DigestChain
+from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import DEFAULT_PRIORITY, FinishReason, GenerationRequest, RequestStats, SamplingParams
 from dflash_backend.spec_stats import SpecDecodingStats
@@ -48,7 +47,7 @@ class Request:
     num_speculative_tokens: int
     disables_overlap: bool
     stop_ids: frozenset[int]
-    chain: DigestChain
+    block_hashes: BlockHashes
     arrival: int
     arrival_s: float
     deadline_s: float | None
@@ -58,6 +57,8 @@ class Request:
     num_computed: int = 0
     pending_draft: int = 0
     block_ids: list[int] = field(default_factory=list)
+    # The cached blocks that it found, and the version of the cache then; None while it runs.
+    hit: tuple[int, list[int]] | None = None
     # Blocks that it needs to come to its first decode row, as of its admission.
     num_blocks_to_decode: int = 0
     num_published_blocks: int = 0
@@ -93,7 +94,7 @@ class Request:
             num_speculative_tokens=k,
             disables_overlap=sampling.disables_overlap,
             stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
-            chain=DigestChain(sampling.cache_salt, config.block_size),
+            block_hashes=BlockHashes(sampling.cache_salt, config.block_size),
             arrival=arrival,
             arrival_s=now,
             deadline_s=now + min(limits_s) if limits_s else None,

@@ -1,6 +1,6 @@
 """How long a request may be and how many KV blocks there are, from settings, models and memory. Called by `build`.
 
-No request's blocks ever cover more than `max_model_len` positions (`core.row_shape.peak_positions`), so the pool must
+No request's blocks ever cover more than `max_model_len` positions (`core.rows.peak_positions`), so the pool must
 hold that many. Where the setting is auto, the length gives way to the pool.
 """
 

@@ -116,8 +116,8 @@ class CheckedEngine(Engine):
         for request in self._seen.values():
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
-            for index, digest in enumerate(request.chain.first(0, ())):
-                block_id = lookup(pool, digest)
+            for index, block_hash in enumerate(request.block_hashes.first(0, ())):
+                block_id = lookup(pool, block_hash)
                 if block_id is None:
                     continue
                 expected = states[index * block_size + 1 : (index + 1) * block_size + 1]

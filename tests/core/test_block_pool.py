@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from toy_core import lookup
 
-from dflash_backend.core.block_pool import HOT_LIFE_IN_POOLS, BlockPool
+from dflash_backend.core.block_pool import PROTECTED_LIFE_IN_POOLS, BlockPool
 
 
 def _cached_then_freed(pool: BlockPool, *names: bytes) -> list[int]:
@@ -47,7 +47,7 @@ def test_the_longest_free_cached_block_is_evicted_first() -> None:
     (first,) = _cached_then_freed(pool, b"first")
     (second,) = _cached_then_freed(pool, b"second")
     (third,) = _cached_then_freed(pool, b"third")
-    pool.touch([first], found=False)
+    pool.touch([first], reused=False)
     pool.free([first])
     assert pool.allocate(3) == [second, third, first]
     assert lookup(pool, b"first") is None
@@ -84,7 +84,7 @@ def test_a_block_that_was_found_long_ago_goes_in_the_end() -> None:
     pool = BlockPool(16)
     shared = _cached_then_freed(pool, b"a", b"b")
     _use_again(pool, *shared)
-    for number in range((HOT_LIFE_IN_POOLS + 2) * 16):
+    for number in range((PROTECTED_LIFE_IN_POOLS + 2) * 16):
         _cold_prompt(pool, number)
     assert [lookup(pool, b"a"), lookup(pool, b"b")] == [None, None]
 
@@ -159,7 +159,7 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="not cached"):
         pool.touch([block_id])
     pool.free([block_id])
-    with pytest.raises(ValueError, match="nobody holds it"):
+    with pytest.raises(ValueError, match="is freed and not held"):
         pool.free([block_id])
     with pytest.raises(ValueError, match="cannot be published"):
         pool.publish(block_id, b"a")
@@ -178,11 +178,11 @@ class PoolMachine(RuleBasedStateMachine):
         if count <= self.pool.num_free:
             self.tables.append(self.pool.allocate(count))
 
-    @rule(name=st.sampled_from([b"a", b"b", b"c", b"d"]), found=st.booleans())
-    def share(self, name: bytes, found: bool) -> None:
+    @rule(name=st.sampled_from([b"a", b"b", b"c", b"d"]), reused=st.booleans())
+    def share(self, name: bytes, reused: bool) -> None:
         block_id = lookup(self.pool, name)
         if block_id is not None:
-            self.pool.touch([block_id], found)
+            self.pool.touch([block_id], reused)
             self.tables.append([block_id])
 
     @precondition(lambda self: self.tables)

@@ -1,4 +1,4 @@
-"""Block digests and lookups: what counts as the same prefix."""
+"""Block hashes and lookups: what counts as the same prefix."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_backend.core.block_pool import BlockPool
-from dflash_backend.core.prefix_cache import DigestChain, block_digest, longest_cached_prefix, pack_tokens, root_digest
+from dflash_backend.core.prefix_cache import BlockHashes, hash_block, pack_tokens, root_hash
 
 
-def _digests(token_ids: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:
-    return list(DigestChain(salt, block_size).first(len(token_ids) // block_size, token_ids))
+def _hashes(token_ids: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:
+    return list(BlockHashes(salt, block_size).first(len(token_ids) // block_size, token_ids))
 
 
 def test_a_digest_covers_everything_before_it() -> None:
-    ours, theirs = _digests([1, 2, 3, 4, 5, 6]), _digests([9, 2, 3, 4, 5, 6])
+    ours, theirs = _hashes([1, 2, 3, 4, 5, 6]), _hashes([9, 2, 3, 4, 5, 6])
     assert all(a != b for a, b in zip(ours, theirs, strict=True))
-    assert _digests([1, 2, 3, 4, 5, 7])[:2] == ours[:2]
-    assert _digests([1, 2, 9, 4, 5, 6])[2] != ours[2], "also what lies between"
+    assert _hashes([1, 2, 3, 4, 5, 7])[:2] == ours[:2]
+    assert _hashes([1, 2, 9, 4, 5, 6])[2] != ours[2], "also what lies between"
 
 
 def test_the_order_of_tokens_counts_and_equal_blocks_differ_by_place() -> None:
-    assert _digests([1, 2]) != _digests([2, 1])
-    first, second = _digests([1, 2, 1, 2])
+    assert _hashes([1, 2]) != _hashes([2, 1])
+    first, second = _hashes([1, 2, 1, 2])
     assert first != second
 
 
 def test_salts_never_share_a_digest() -> None:
-    assert set(_digests([1, 2, 3, 4], "a")).isdisjoint(_digests([1, 2, 3, 4], "b"))
-    assert root_digest("") != root_digest("a")
+    assert set(_hashes([1, 2, 3, 4], "a")).isdisjoint(_hashes([1, 2, 3, 4], "b"))
+    assert root_hash("") != root_hash("a")
 
 
 @given(salts=st.sets(st.text(st.characters(), max_size=8), min_size=2))
@@ -36,39 +36,43 @@ def test_salts_never_share_a_digest() -> None:
 @example(salts={"a", "a\0", "\0a", "A", "a ", " a", "\u0430"})
 def test_salts_of_any_text_never_share_a_digest(salts: set[str]) -> None:
     """ISOLATE: two tenants' salts may differ in characters that an encoding drops or folds together."""
-    assert len({root_digest(salt) for salt in salts}) == len(salts)
-    chains = [_digests([1, 2, 3, 4], salt) for salt in salts]
-    assert len({digest for chain in chains for digest in chain}) == 2 * len(salts)
+    assert len({root_hash(salt) for salt in salts}) == len(salts)
+    chains = [_hashes([1, 2, 3, 4], salt) for salt in salts]
+    assert len({block_hash for chain in chains for block_hash in chain}) == 2 * len(salts)
 
 
 def test_digests_are_the_same_whenever_they_are_computed() -> None:
     tokens = list(range(10))
-    chain = DigestChain("s", 2)
+    chain = BlockHashes("s", 2)
     chain.first(1, tokens[:3])
-    assert list(chain.first(5, tokens)) == _digests(tokens, "s")
+    assert list(chain.first(5, tokens)) == _hashes(tokens, "s")
 
 
 def test_a_large_token_id_does_not_collide() -> None:
-    root = root_digest("")
-    assert block_digest(root, pack_tokens([2**32])) != block_digest(root, pack_tokens([0]))
+    root = root_hash("")
+    assert hash_block(root, pack_tokens([2**32])) != hash_block(root, pack_tokens([0]))
 
 
 def _pool_with(token_ids: list[int], blocks: list[int]) -> BlockPool:
     pool = BlockPool(8)
     block_ids = pool.allocate(len(token_ids) // 2)
-    digests = _digests(token_ids)
+    hashes = _hashes(token_ids)
     for index in blocks:
-        pool.publish(block_ids[index], digests[index])
+        pool.publish(block_ids[index], hashes[index])
     return pool
+
+
+def _find(pool: BlockPool, tokens: list[int], num_blocks: int) -> list[int]:
+    return pool.find_chain(BlockHashes("", 2).first(num_blocks, tokens), num_blocks)
 
 
 def test_the_longest_prefix_is_found_and_not_a_block_past_a_gap() -> None:
     tokens = [1, 2, 3, 4, 5, 6]
-    assert longest_cached_prefix(_pool_with(tokens, [0, 1, 2]), DigestChain("", 2), tokens, 3) == [0, 1, 2]
-    assert longest_cached_prefix(_pool_with(tokens, [0, 2]), DigestChain("", 2), tokens, 3) == [0]
-    assert longest_cached_prefix(_pool_with(tokens, [1, 2]), DigestChain("", 2), tokens, 3) == []
+    assert _find(_pool_with(tokens, [0, 1, 2]), tokens, 3) == [0, 1, 2]
+    assert _find(_pool_with(tokens, [0, 2]), tokens, 3) == [0]
+    assert _find(_pool_with(tokens, [1, 2]), tokens, 3) == []
 
 
 def test_a_lookup_stops_where_it_is_told() -> None:
     tokens = [1, 2, 3, 4, 5, 6]
-    assert longest_cached_prefix(_pool_with(tokens, [0, 1, 2]), DigestChain("", 2), tokens, 2) == [0, 1]
+    assert _find(_pool_with(tokens, [0, 1, 2]), tokens, 2) == [0, 1]

@@ -254,7 +254,7 @@ def test_a_preempted_request_that_finds_its_own_blocks_does_not_make_them_hot() 
     assert engine.core.stats().num_preemptions > 0
     assert engine.core.stats().prefix_cache_hits == 0
     for block_id in range(22):
-        assert not engine.core.scheduler.kv.pool._found[block_id]
+        assert not engine.core.scheduler.kv.pool._reused[block_id]
 
 
 def test_max_num_seqs_bounds_who_runs() -> None:

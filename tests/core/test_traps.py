@@ -48,9 +48,9 @@ def test_trap_1_a_shared_prefix_outlives_the_drafts_of_all_who_share_it() -> Non
 
 
 def _names(engine: CheckedEngine, prompt: list[int]) -> list[bytes]:
-    """The digests of a prompt's full blocks."""
+    """The hashes of a prompt's full blocks."""
     engine.add(make_request("names", prompt, max_tokens=1))
-    chain = engine.core.scheduler.waiting["names"].chain
+    chain = engine.core.scheduler.waiting["names"].block_hashes
     engine.abort("names")
     return list(chain.first(len(prompt) // 4, prompt))
 

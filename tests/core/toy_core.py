@@ -46,9 +46,9 @@ QUERY = -1  # a slot that holds the K/V of a drafter's query
 ACCEPTANCE_PERCENT = (0, 35, 75, 100)  # by the request's seed
 
 
-def lookup(pool: BlockPool, digest: bytes) -> int | None:
-    """The cached block with this digest, as a request finds it."""
-    found = pool.find_chain([digest], 1)
+def lookup(pool: BlockPool, block_hash: bytes) -> int | None:
+    """The cached block with this block_hash, as a request finds it."""
+    found = pool.find_chain([block_hash], 1)
     return found[0] if found else None
 
 

@@ -2,37 +2,20 @@
 
 Nothing here looks at other requests, at the pool or at the queue. Where a request's draft blocks start decides what a
 sampled request draws, so k must follow from the request itself for its output to be the same whatever else runs, and
-whether or not a step is in flight. Called by the scheduler for every row, hundreds of times a step, so what is short is
-written out rather than called; and by admission.
+whether or not a step is in flight. The scheduler makes hundreds of rows a step, so short steps are written out rather
+than called.
 """
 
 from __future__ import annotations
 
-import msgspec
+import sys
 
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 
 
-class RowShape(msgspec.Struct, frozen=True, gc=False):
-    """A row before it has blocks; the counts are those of `ScheduledRequest`.
-
-    `num_positions` is what invariant RESERVE asks for: the request's blocks must cover every position below it.
-    `decodes` tells decode rows from prefill chunks, which share what a step has for prompts.
-    """
-
-    num_computed: int
-    num_new: int
-    num_draft: int
-    sample: bool
-    num_next_draft: int
-    num_positions: int
-    decodes: bool
-    num_unverified_drafts: int = 0
-
-
-def shape_decode(request: Request, config: SchedulerConfig) -> RowShape:
+def decode_row(request: Request, config: SchedulerConfig) -> ScheduledRequest:
     """The row of a request whose last token alone is not computed: that token and all of its drafts.
 
     Trimming drafts would make a sampled output depend on the other rows.
@@ -40,29 +23,38 @@ def shape_decode(request: Request, config: SchedulerConfig) -> RowShape:
     start, num_draft = request.num_computed, request.pending_draft
     end = start + 1 + num_draft
     k = next_draft_length(request, start + 1, num_draft, config)
-    return RowShape(start, 1, num_draft, True, k, end + config.lookahead(k), True)
+    num_positions = end + config.lookahead(k)
+    return ScheduledRequest(request.request_id, start, 1, num_draft, True, k, [], 0, num_positions)
 
 
-def shape_prefill(request: Request, start: int, config: SchedulerConfig, budget: int) -> RowShape:
+def prefill_row(request: Request, start: int, config: SchedulerConfig, budget: int) -> ScheduledRequest:
     """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least."""
     num_tokens = request.num_tokens
     num_new = min(request.prefill_end - start, budget)
     end = start + num_new
-    # A chunk is judged by what its prefill will leave, so that all chunks of a prompt agree. Drafts that were pending
-    # when the request was preempted are proposed again from the same anchor.
+    # k follows from the tokens that the whole prefill leaves, so that all chunks of a prompt agree. Drafts that were
+    # pending when the request was preempted are proposed again from the same anchor.
     k = request.pending_draft or next_draft_length(request, num_tokens, 0, config)
     finishes = end == request.prefill_end
     num_positions = end + config.lookahead(k)
-    return RowShape(start, num_new, 0, end == num_tokens, k if finishes else 0, num_positions, False)
+    return ScheduledRequest(
+        request.request_id, start, num_new, 0, end == num_tokens, k if finishes else 0, [], 0, num_positions
+    )
 
 
 def prefills_next(request: Request) -> bool:
-    """Whether the request's next row is a prefill chunk, also when one is in flight: more than its last token is not
+    """Whether the request's next row is a prefill chunk, also when a row is in flight: more than its last token is not
     computed."""
     row = request.row_in_flight
     if row is None:
         return request.num_tokens - request.num_computed > 1
     return not row.sample and request.num_tokens - request.num_computed - row.num_new > 1
+
+
+def next_start(request: Request) -> int:
+    """Where the next chunk of a running request in prefill starts."""
+    row = request.row_in_flight
+    return request.num_computed + (0 if row is None else row.num_new)
 
 
 def decode_tokens(request: Request) -> int:
@@ -72,11 +64,11 @@ def decode_tokens(request: Request) -> int:
     return 0 if prefills_next(request) else request.max_decode_tokens
 
 
-def shape_decode_ahead(request: Request, row: ScheduledRequest, config: SchedulerConfig) -> RowShape | None:
+def decode_row_ahead(request: Request, row: ScheduledRequest, config: SchedulerConfig) -> ScheduledRequest | None:
     """The decode row behind `row`, which is in flight; None when it must wait for the result, or is sure not to come.
 
-    The outcomes that count are those that the request goes on after. Every number is the largest of them, and k must be
-    the same for all: it falls with the number of tokens, so the lowest and the highest outcome tell.
+    Only outcomes count after which the request goes on. Every number is the largest over them, and k must be the same
+    for all: it falls with the number of tokens, so the lowest and the highest outcome tell.
     """
     if not row.sample:  # a prefill that stopped before the last token, which is known
         fewest = most = request.num_tokens
@@ -88,27 +80,37 @@ def shape_decode_ahead(request: Request, row: ScheduledRequest, config: Schedule
             return None
         most = min(fewest + row.num_draft, longest)
         num_draft = row.num_next_draft
-    # With one token to come the request ends in this row, and whether it drafts afterwards is nothing to its output.
+    # A request with one token left ends in this row, so drafting after it cannot change its output.
     most_drafting = max(fewest, min(most, request.num_prompt_tokens + request.sampling.max_tokens - 2))
     k = next_draft_length(request, most_drafting, num_draft, config)
     if k == 0 and next_draft_length(request, fewest, num_draft, config) > 0:
         return None
     num_positions = num_draft + max(most, most_drafting + config.lookahead(k))
-    return RowShape(most - 1, 1, num_draft, True, k, num_positions, True, row.num_draft)
+    return ScheduledRequest(request.request_id, most - 1, 1, num_draft, True, k, [], row.num_draft, num_positions)
 
 
 def next_draft_length(request: Request, num_tokens: int, num_draft: int, config: SchedulerConfig) -> int:
     """k for the drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: all of k, or none.
 
-    Invariant WINDOW: the drafter's queries, the anchor and k masks, must lie within what it can address. When every
-    draft is accepted the step leaves `num_tokens + num_draft + 1` tokens, of which the last is the anchor, and the
-    masks follow it. They must lie within `max_model_len` as well, past which no verified position may lie. A request
-    that the step is sure to end drafts no more; surplus drafts before that are dropped at `max_tokens`.
+    When every draft is accepted the step leaves `num_tokens + num_draft + 1` tokens, of which the last is the anchor;
+    the next block must fit behind it (WINDOW). A request that the step is sure to end drafts no more; surplus drafts
+    before that are dropped at `max_tokens`.
     """
     k = request.num_speculative_tokens
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
     return k if config.drafts_fit(num_tokens + num_draft + 1, k) else 0
+
+
+def positions_to_start(request: Request, config: SchedulerConfig) -> int:
+    """Positions that must be free for a request to start: its whole prefill, and the decode row after it."""
+    whole = prefill_row(request, 0, config, budget=sys.maxsize)
+    return min(whole.num_positions + 1 + whole.num_next_draft, peak_positions(request, config))
+
+
+def promised_blocks(request: Request) -> int:
+    """Blocks that a running request will still take before it decodes."""
+    return max(0, request.num_blocks_to_decode - len(request.block_ids)) if prefills_next(request) else 0
 
 
 def peak_positions(request: Request, config: SchedulerConfig) -> int:

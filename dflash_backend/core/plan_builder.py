@@ -1,0 +1,132 @@
+"""A plan in the making: its rows, and how many prompt tokens fit beside its decode rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dflash_backend.core.plan import NewRequest, ScheduledRequest
+from dflash_backend.core.request import Request
+from dflash_backend.core.rows import decode_tokens, next_start
+from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.tenants import FairQueue
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """The rows of a step so far, and its token counts.
+
+    max_prefill_tokens: prompt tokens that the step's time allows; None: no bound.
+    prefills: the running requests in prefill that have a row in this step, in the order of their tenants' turns.
+    chunks: how many tokens each of them has at least, by id.
+    stop_admission: tenants of which nothing may be admitted.
+    unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
+    num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
+    """
+
+    config: SchedulerConfig
+    rows: dict[str, ScheduledRequest] = field(default_factory=dict)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    max_prefill_tokens: int | None = None
+    prefills: list[Request] = field(default_factory=list)
+    chunks: dict[str, int] = field(default_factory=dict)
+    stop_admission: set[str] = field(default_factory=set)
+    unfinished: set[str] = field(default_factory=set)
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_admitted_tokens: int = 0
+    num_decoding: int = 0
+    num_without_token: int = 0
+
+    def count(self, running: list[Request], num_waiting: int) -> list[Request]:
+        """Count the requests that decode and those without a first token; returns the running ones in prefill."""
+        tokens = list(map(decode_tokens, running))
+        num_in_prefill = tokens.count(0)
+        self.num_decode_tokens = sum(tokens)
+        self.num_decoding = len(running) - num_in_prefill
+        self.num_without_token = num_in_prefill + num_waiting
+        if not num_in_prefill:
+            return []
+        return [request for request, num_tokens in zip(running, tokens, strict=True) if not num_tokens]
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens that the step can still take.
+
+        A step takes as long as its tokens need, so beside decode rows a long prompt gets a share that keeps the pace of
+        the running streams; without decode rows it gets the whole step. When more requests wait for their first token
+        than for their next one, the share grows in proportion, and the time of the step bounds it.
+        """
+        config = self.config
+        budget = config.max_num_batched_tokens - self.num_decode_tokens - self.num_prefill_tokens
+        if self.max_prefill_tokens is not None:
+            budget = min(budget, self.max_prefill_tokens - self.num_prefill_tokens)
+        if self.num_decode_tokens == 0:
+            return budget
+        share = config.max_prefill_tokens_per_step
+        if share is None:
+            most = max(
+                self.num_decode_tokens // 2, self.num_decode_tokens * self.num_without_token // self.num_decoding
+            )
+            share = max(config.min_prefill_tokens_per_step, most)
+        return min(budget, share - self.num_prefill_tokens)
+
+    def share_out(self, in_prefill: list[Request], queue: FairQueue) -> None:
+        """Share the prefill budget among the running requests in prefill, in the order of their tenants' turns.
+
+        A prefill that does not finish leaves half to those after it and to waiting requests; what they do not use comes
+        back to it at the end of the plan.
+        """
+        self.prefills = sorted(
+            (request for request in in_prefill if request.row_in_flight is None or not request.disables_overlap),
+            key=lambda request: queue.tenant_of(request).turn,
+        )
+        budget, num_after = self.prefill_budget, len(self.prefills)
+        first = queue.next_turn()
+        if first is not None:
+            queue.put_back(first)
+        for request in self.prefills:
+            num_after -= 1
+            available = max(1, budget - num_after)
+            remaining = request.prefill_end - next_start(request)
+            is_first = first is None or queue.tenant_of(request).turn <= first.turn
+            if (remaining > available or not is_first) and (first is not None or num_after > 0):
+                available -= available // 2
+            self.chunks[request.request_id] = chunk = min(remaining, available)
+            if chunk < remaining:
+                self.unfinished.add(request.sampling.tenant)
+            budget -= chunk
+
+    def add_decode(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
+        """Add a decode row, with the blocks that it gained."""
+        if new_block_ids:
+            row.new_block_ids.extend(new_block_ids)
+        self.rows[row.request_id] = row
+
+    def add_prefill(self, row: ScheduledRequest, new_block_ids: list[int]) -> None:
+        """Add a prefill chunk, with the blocks that it gained, in place of a shorter one of the same request."""
+        before = self.rows.get(row.request_id)
+        if before is not None:
+            self.num_prefill_tokens -= before.num_new
+            row.new_block_ids.extend(before.new_block_ids)
+        row.new_block_ids.extend(new_block_ids)
+        self.rows[row.request_id] = row
+        self.num_prefill_tokens += row.num_new
+
+    def charge(self, queue: FairQueue, running: Mapping[str, Request]) -> None:
+        """Charge the step's tokens to their tenants. Those of new requests are charged already."""
+        if len(queue.tenants) == 1:
+            (tenant,) = queue.tenants.values()
+            tenant.charge(self.num_decode_tokens + self.num_prefill_tokens - self.num_admitted_tokens)
+        else:
+            new = {request.request_id for request in self.new_requests}
+            for request_id, row in self.rows.items():
+                if request_id not in new:
+                    queue.tenant_of(running[request_id]).charge(row.num_new + row.num_draft)
+        queue.settle()
+
+    def remove(self, request: Request) -> None:
+        """Take out the row of a preempted request, if it has one."""
+        row = self.rows.pop(request.request_id, None)
+        if row is not None and request.request_id in self.chunks:
+            self.num_prefill_tokens -= row.num_new
