@@ -40,8 +40,9 @@ class SpecDecodingStats(msgspec.Struct):
         self.num_drafts += 1
         self.num_draft_tokens += num_draft
         self.num_accepted_tokens += num_delivered - 1
+        per_position = self.num_accepted_tokens_per_pos
         for position in range(num_delivered - 1):
-            self.num_accepted_tokens_per_pos[position] += 1
+            per_position[position] += 1
 
     def take_back(self, num_draft: int, num_delivered: int, num_kept: int) -> None:
         """Correct a counted block when only `num_kept` of its step's tokens belong to the answer; 0 removes it."""

@@ -357,7 +357,7 @@ class EngineCore:
             return self._finish(request, token_ids, finish_reason, now, logprobs)
         if not token_ids:
             return None
-        stats = request.stats(now) if request.sampling.stop else None
+        stats = None if request.yields is None else request.stats(now)
         return TokenDelta(request.request_id, token_ids, None, stats, logprobs)
 
     def _finish(

@@ -372,8 +372,8 @@ _SEEN = (
     Mutant(
         "every accepted draft counts at the first position",
         "dflash_backend/spec_stats.py",
-        "self.num_accepted_tokens_per_pos[position] += 1",
-        "self.num_accepted_tokens_per_pos[0] += 1",
+        "            per_position[position] += 1",
+        "            per_position[0] += 1",
         ("tests/core/test_engine_core.py",),
     ),
     Mutant(
