@@ -8,9 +8,8 @@ print(llm.generate("Write a function that adds 3.", max_tokens=64, temperature=0
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -25,43 +24,32 @@ from dflash_backend.messages import (
     GenerationRequest,
     RequestStats,
     SamplingParams,
-    TokenDelta,
     TokenLogprobs,
 )
 from dflash_backend.text.chat import pop_options
-from dflash_backend.text.detokenizer import Detokenizer
-from dflash_backend.text.sampling_params import child, parse_sampling_params
+from dflash_backend.text.output import CompletionState, RequestState
+from dflash_backend.text.request import ParsedRequest, ReturnFlags
+from dflash_backend.text.sampling_params import parse_sampling_params
 from dflash_backend.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Completion:
     """One continuation of a prompt. Times are seconds since `generate` was called.
 
     `logprobs` has an entry for each of `token_ids`; None unless the sampling parameter `logprobs` asked for them.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    stats: RequestStats | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    first_token_s: float = 0.0
-    finished_s: float = 0.0
-
-    def add(self, delta: TokenDelta, text: str, now: float) -> None:
-        """Take what a step yielded; `now` is in seconds since `generate` was called."""
-        if not self.token_ids:
-            self.first_token_s = now
-        self.token_ids += delta.token_ids
-        self.text += text
-        if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stats, self.finished_s = delta.finish_reason, delta.stats, now
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    stats: RequestStats | None
+    logprobs: list[TokenLogprobs] | None
+    first_token_s: float
+    finished_s: float
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -69,63 +57,12 @@ class Completion:
         return None if self.logprobs is None else sum(entry.logprobs[0] for entry in self.logprobs)
 
 
-@dataclass
-class RequestOutput:
-    """One finished prompt and its `n` completions. What belongs to a completion can be asked of the output itself too,
-    and is then that of the first, which is the only one unless `n` says otherwise."""
+@dataclass(frozen=True)
+class RequestOutput(Completion):
+    """One finished prompt: its first completion, and all `n` of them in `outputs`."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The first completion's tokens."""
-        return self.outputs[0].token_ids
-
-    @property
-    def text(self) -> str:
-        """The first completion's text."""
-        return self.outputs[0].text
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the first completion ended."""
-        return self.outputs[0].finish_reason
-
-    @property
-    def stats(self) -> RequestStats | None:
-        """What the first completion cost."""
-        return self.outputs[0].stats
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        """The first completion's log-probabilities."""
-        return self.outputs[0].logprobs
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The log-probability of the first completion."""
-        return self.outputs[0].cumulative_logprob
-
-    @property
-    def first_token_s(self) -> float:
-        """When the first completion's first token came."""
-        return self.outputs[0].first_token_s
-
-    @property
-    def finished_s(self) -> float:
-        """When the first completion ended."""
-        return self.outputs[0].finished_s
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One completion to make: of which output, with which parameters."""
-
-    index: int
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    completion: Completion
 
 
 class LLM:
@@ -159,31 +96,25 @@ class LLM:
         """Continue each prompt (text or token ids); the outputs come in the order of the prompts.
 
         `params` is one set for all prompts or one each; `sampling` gives single parameters instead:
-        `generate("...", max_tokens=8, temperature=0)`. With `n` above 1 an output has so many completions, each with a
-        seed of its own. `on_finished` hears the index and the output of each prompt that is done. Raises
-        `ParameterError` for a bad parameter and `RequestError` for a prompt that cannot be served, also when that shows
-        only as it runs; the other prompts are given up then.
+        `generate("...", max_tokens=8, temperature=0)`. An output has `n` completions, each with a seed of its own.
+        `on_finished` is called with the index and the output of each finished prompt. Raises `ParameterError` for a bad
+        parameter and `RequestError` for a prompt that cannot be served, which may show only as it runs; the other
+        prompts are aborted then.
         """
         batch = _as_batch(prompts)
-        parameters = self._parameters(params, sampling, len(batch))
-        outputs = [
-            RequestOutput(self._encode(prompt), [Completion() for _ in range(one.n)])
-            for prompt, one in zip(batch, parameters, strict=True)
+        states = [
+            self._request_state(self._encode(prompt), one)
+            for prompt, one in zip(batch, self._parameters(params, sampling, len(batch)), strict=True)
         ]
-        jobs = [
-            _Job(index, output.prompt_token_ids, child(parameters[index], place), completion)
-            for index, output in enumerate(outputs)
-            for place, completion in enumerate(output.outputs)
-        ]
-        num_open = [len(output.outputs) for output in outputs]
-        started = time.perf_counter()
-        for job, delta, text in self._run(jobs):
-            job.completion.add(delta, text, time.perf_counter() - started)
-            if delta.finish_reason is not None:
-                num_open[job.index] -= 1
-                if num_open[job.index] == 0 and on_finished is not None:
-                    on_finished(job.index, outputs[job.index])
-        return outputs
+        indices = {state.request_id: index for index, state in enumerate(states)}
+        outputs: dict[int, RequestOutput] = {}
+        started = time.monotonic()
+        for state in self._run(states):
+            index = indices[state.request_id]
+            outputs[index] = _request_output(state, started)
+            if on_finished is not None:
+                on_finished(index, outputs[index])
+        return [outputs[index] for index in range(len(batch))]
 
     def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> RequestOutput:
         """Answer a conversation; `messages` are `{"role": ..., "content": ...}`, through the chat template.
@@ -224,61 +155,71 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         vocab_size = self.engine.ready.vocab_size
-        strange = next((i for i in prompt if not 0 <= i < vocab_size), None)
-        if strange is not None:
-            raise ValueError(f"token id {strange} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
+        invalid = next((i for i in prompt if not 0 <= i < vocab_size), None)
+        if invalid is not None:
+            raise ValueError(f"token id {invalid} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
         return list(prompt)
 
-    def _run(self, jobs: list[_Job]) -> Iterator[tuple[_Job, TokenDelta, str]]:
-        """Feed the engine as its queue has room, step it, and yield `(job, delta, text)` as tokens come."""
+    def _request_state(self, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestState:
+        returns = ReturnFlags(logprobs=sampling.logprobs is not None)
+        parsed = ParsedRequest(prompt_token_ids, sampling, stream=False, prefix="", returns=returns)
+        self._num_requests += 1
+        return RequestState(f"offline-{self._num_requests}", parsed, self.tokenizer, logprobs_as_json=False)
+
+    def _run(self, states: list[RequestState]) -> Iterator[RequestState]:
+        """Feed the engine as its queue has room, step it, and yield each request as it finishes."""
         core = self.engine.core
-        running: dict[str, tuple[_Job, Detokenizer]] = {}
-        num_kept: Counter[str] = Counter()
-        waiting = iter(jobs)
+        eos = self.tokenizer.eos_token_ids
+        running: dict[str, RequestState] = {}
+        waiting = ((state, request) for state in states for request in state.generation_requests(eos))
         try:
             self._feed(waiting, running)
             while core.has_unfinished():
                 outputs = core.step()
                 for delta in outputs.deltas:
-                    job, detokenizer = running[delta.request_id]
-                    text = detokenizer.append(delta.token_ids, delta.finish_reason is not None)
-                    num_kept[delta.request_id] += text.num_tokens
-                    if text.stopped:
-                        if delta.finish_reason is None:
-                            core.abort([delta.request_id], num_kept)
-                        delta = _cut(delta, text.num_tokens)
-                    if delta.finish_reason is not None:
+                    state = running[delta.request_id]
+                    stopped_at = state.add(delta).stopped_at
+                    if stopped_at is not None:
+                        core.abort([delta.request_id], {delta.request_id: stopped_at})
+                    if stopped_at is not None or delta.finish_reason is not None:
                         del running[delta.request_id]
-                    yield job, delta, text.text
+                        if state.finished:
+                            yield state
                 for failure in outputs.rejected:
                     raise RequestError(failure.status, failure.message)
                 self._feed(waiting, running)
         finally:
             core.abort(list(running))
 
-    def _feed(self, waiting: Iterator[_Job], running: dict[str, tuple[_Job, Detokenizer]]) -> None:
-        """Queue jobs until the engine's queue is full."""
+    def _feed(
+        self, waiting: Iterator[tuple[RequestState, GenerationRequest]], running: dict[str, RequestState]
+    ) -> None:
+        """Add completions until the engine's queue is full."""
         while self.engine.core.num_waiting < self.config.max_queue_size:
-            job = next(waiting, None)
-            if job is None:
+            state, request = next(waiting, (None, None))
+            if state is None or request is None:
                 return
-            request_id = f"offline-{self._num_requests}"
-            self._num_requests += 1
-            self.engine.core.add_request(
-                GenerationRequest(request_id, job.prompt_token_ids, job.sampling, tuple(self.tokenizer.eos_token_ids))
-            )
-            running[request_id] = (job, Detokenizer(self.tokenizer, job.sampling))
+            self.engine.core.add_request(request)
+            running[request.request_id] = state
 
 
-def _cut(delta: TokenDelta, num_tokens: int) -> TokenDelta:
-    """The last delta of a completion that a stop string ended: tokens past it are not part of the answer."""
-    return msgspec.structs.replace(
-        delta,
-        token_ids=delta.token_ids[:num_tokens],
-        logprobs=None if delta.logprobs is None else delta.logprobs[:num_tokens],
-        finish_reason="stop",
-        stats=None if delta.stats is None else delta.stats.with_last_step_cut(len(delta.token_ids), num_tokens),
+def _completion(state: CompletionState, returns_logprobs: bool, started: float) -> Completion:
+    assert state.finished_at is not None
+    first_token_at = state.finished_at if state.first_token_at is None else state.first_token_at
+    return Completion(
+        token_ids=state.token_ids,
+        text="".join(state.text),
+        finish_reason=state.finish_reason,
+        stats=state.stats,
+        logprobs=state.logprobs if returns_logprobs else None,
+        first_token_s=first_token_at - started,
+        finished_s=state.finished_at - started,
     )
+
+
+def _request_output(state: RequestState, started: float) -> RequestOutput:
+    completions = [_completion(one, state.parsed.returns.logprobs, started) for one in state.completions]
+    return RequestOutput(**vars(completions[0]), prompt_token_ids=state.parsed.prompt_token_ids, outputs=completions)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

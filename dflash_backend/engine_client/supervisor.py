@@ -19,7 +19,14 @@ from typing import Protocol
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError
-from dflash_backend.messages import EngineFailed, EngineInput, EngineReady, LoadProgress, StepOutputs
+from dflash_backend.messages import (
+    AbortRequests,
+    EngineFailed,
+    EngineInput,
+    EngineReady,
+    LoadProgress,
+    StepOutputs,
+)
 
 LOAD_TIMEOUT_S = 3600.0
 FIRST_DELAY_S = 1.0
@@ -143,6 +150,9 @@ class EngineSupervisor:
 
     def send(self, message: EngineInput) -> None:
         """Queue a message for the engine; without an engine the message is lost, as are all requests."""
+        if isinstance(message, AbortRequests) and message.num_output_tokens:
+            # A stop string ended them: no delta with a finish reason follows.
+            self._served = True
         engine = self._serving
         if engine is not None:
             engine.send(message)

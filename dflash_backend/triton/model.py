@@ -1,4 +1,4 @@
-"""The Triton model: Triton's Python backend calls it, and it hands everything to the frontend service.
+"""The Triton model: Triton's Python backend calls it, and it hands everything to the `TritonService`.
 
 Imported inside Triton's stub only, by `model_repository/dflash/1/model.py` and `backends/vllm/model.py`.
 """
@@ -20,7 +20,7 @@ from dflash_backend.triton.model_config import (
     read_model_json,
     use_gpu_of_instance,
 )
-from dflash_backend.triton.service import FrontendService
+from dflash_backend.triton.service import TritonService
 
 
 class TritonPythonModel:
@@ -41,7 +41,7 @@ class TritonPythonModel:
             check_model_config(model_config)
             use_gpu_of_instance(args, os.environ)
             config = EngineConfig.load(values, os.environ, model_json=read_model_json(version / "model.json"))
-            self._service = FrontendService(
+            self._service = TritonService(
                 config,
                 args["model_name"],
                 pb_utils,

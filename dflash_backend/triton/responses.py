@@ -1,4 +1,4 @@
-"""Builds the responses of the serving contract out of Triton's tensors. Used by `triton.service`."""
+"""Builds the responses of the serving contract out of Triton's tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from dflash_backend.messages import RequestStats
+from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import VERBATIM_ERRORS
-from dflash_backend.triton.flight import Flight
 from dflash_backend.triton.responder import Response
 
 # gRPC status names, as Triton's `TritonError` calls them.
@@ -38,31 +38,33 @@ class ResponseBuilder:
         self._report_cached_tokens = report_cached_tokens
         self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
-    def output(self, flight: Flight) -> Response:
+    def output(self, state: RequestState) -> Response:
         """A response with what is new of a request: text, and the outputs that were asked for.
 
         Outputs have an element for each of the n completions, and counts and ids of tokens are those new in this one.
         `token_ids` holds the ids of all completions, one after the other; `num_output_tokens` has their lengths.
         `spec_stats` belong to the response that ends the request.
         """
-        returns, completions = flight.parsed.returns, flight.completions
+        returns, completions = state.parsed.returns, state.completions
         outputs: dict[str, Array] = {"text_output": _texts(["".join(one.text) for one in completions])}
         if returns.finish_reason:
             outputs["finish_reason"] = _texts([str(one.finish_reason) for one in completions])
         if returns.cumulative_logprob:
             outputs["cumulative_logprob"] = np.array([one.cumulative_logprob for one in completions], dtype=np.float32)
         if returns.logprobs:
-            asked = flight.parsed.sampling.logprobs is not None
-            outputs["logprobs"] = _texts([f"[{', '.join(one.logprobs)}]" if asked else "null" for one in completions])
+            asked = state.parsed.sampling.logprobs is not None
+            outputs["logprobs"] = _texts(
+                [f"[{', '.join(one.logprobs_json)}]" if asked else "null" for one in completions]
+            )
         if returns.num_input_tokens:
-            outputs["num_input_tokens"] = np.array([len(flight.parsed.prompt_token_ids)], dtype=np.uint32)
+            outputs["num_input_tokens"] = np.array([len(state.parsed.prompt_token_ids)], dtype=np.uint32)
         if returns.num_output_tokens:
             outputs["num_output_tokens"] = np.array([len(one.token_ids) for one in completions], dtype=np.uint32)
         if returns.token_ids:
             ids = [token_id for one in completions for token_id in one.token_ids]
             outputs["token_ids"] = np.array(ids, dtype=np.int32)
-        if returns.spec_stats and flight.ended:
-            tell = self._report_cached_tokens or bool(flight.parsed.sampling.cache_salt)
+        if returns.spec_stats and state.finished:
+            tell = self._report_cached_tokens or bool(state.parsed.sampling.cache_salt)
             stats = [spec_stats_json(one.stats, tell) for one in completions if one.stats is not None]
             outputs["spec_stats"] = _texts(stats)
         tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]

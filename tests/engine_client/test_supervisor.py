@@ -15,7 +15,7 @@ import pytest
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineError, engine_command
 from dflash_backend.engine_client.supervisor import LONGEST_DELAY_S, Backoff, EngineLost, EngineSupervisor
-from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.messages import AbortRequests, GenerationRequest, SamplingParams
 from tests.engine_client import toy_engine
 
 COMMAND = engine_command("tests.engine_client.toy_engine")
@@ -124,6 +124,17 @@ def test_an_engine_that_served_comes_back_at_once(watched):
     assert watched.supervisor.engine is not first
     assert (watched.supervisor.num_restarts, watched.clock.now) == (1, 0.0)
     watched.serve_one()
+
+
+def test_an_engine_whose_answer_ended_in_a_stop_string_has_served(watched):
+    watched.begin()
+    watched.ask(1, max_tokens=10**9)
+    watched.supervisor.receive(1000)
+    watched.supervisor.send(AbortRequests(["r"], {"r": 1}))
+    os.kill(watched.supervisor.engine.pid, signal.SIGKILL)
+    watched.lose()
+    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    assert watched.clock.now == 0.0
 
 
 def test_an_engine_that_dies_before_it_served_waits_out_its_delay(watched):

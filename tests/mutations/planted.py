@@ -110,8 +110,8 @@ _UNSEEN = (
     Mutant(
         "request_timeout_s is not sent to the engine",
         f"{TRITON}/service.py",
-        "self._config.request_timeout_s,",
-        "0.0,",
+        "self._config.request_timeout_s)",
+        "0.0)",
         FRONTEND_SETTINGS,
     ),
     Mutant(
@@ -147,15 +147,15 @@ _UNSEEN = (
     Mutant(
         "the time per output token counts the first token",
         f"{TRITON}/request_metrics.py",
-        "(now - flight.first_token_at) / (longest - 1)",
-        "(now - flight.first_token_at) / longest",
+        "(now - state.first_token_at) / (longest - 1)",
+        "(now - state.first_token_at) / longest",
         LATENCIES,
     ),
     Mutant(
         "time to first token is the whole latency",
         f"{TRITON}/request_metrics.py",
-        "flight.first_token_at - flight.submitted_at)",
-        "now - flight.submitted_at)",
+        "state.first_token_at - state.arrived_at)",
+        "now - state.arrived_at)",
         LATENCIES,
     ),
     Mutant(
@@ -167,7 +167,7 @@ _UNSEEN = (
     ),
     Mutant(
         "the queue time of several completions is the longest",
-        f"{TRITON}/flight.py",
+        f"{TEXT}/output.py",
         "return min(completion.stats.queue_time_s",
         "return max(completion.stats.queue_time_s",
         LATENCIES,
@@ -346,10 +346,10 @@ _SEEN = (
     ),
     Mutant(
         "log-probabilities go on past a stop string",
-        f"{TRITON}/flight.py",
-        "            if self.stopped:\n                return index + 1\n",
+        f"{TEXT}/output.py",
+        "            if self._stopped:\n                return index + 1\n",
         "",
-        ("tests/triton/test_service.py",),
+        ("tests/text/test_output.py",),
     ),
     Mutant(
         "penalties come before the bias",
@@ -378,10 +378,10 @@ _SEEN = (
     ),
     Mutant(
         "the engine is not told of a cancelled request",
-        f"{TRITON}/service.py",
-        "self._engine.send(AbortRequests(flight.engine_ids))",
+        f"{TRITON}/running_requests.py",
+        "self._engine.send(AbortRequests(request.state.engine_ids))",
         "pass",
-        ("tests/triton/test_service.py",),
+        ("tests/triton/test_isolation.py",),
     ),
     Mutant(
         "drafts are judged by the distributions of the step before",

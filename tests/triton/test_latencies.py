@@ -1,4 +1,4 @@
-"""What the frontend tells of a request's times."""
+"""The latency metrics of requests."""
 
 from __future__ import annotations
 
@@ -7,43 +7,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_backend.config import EngineConfig
 from dflash_backend.messages import TokenDelta
-from dflash_backend.triton.flight import Flight
-from dflash_backend.triton.service import FrontendService
-from tests.triton.fake_triton import FakeTriton
-from tests.triton.test_service import COMMAND, submit
-
-
-@pytest.fixture
-def triton():
-    return FakeTriton()
-
-
-@pytest.fixture
-def service(model_dir, triton):
-    service = FrontendService(EngineConfig(target_model=str(model_dir)), "dflash", triton, COMMAND)
-    yield service
-    service.close()
+from dflash_backend.text.output import AddedTokens, RequestState
+from tests.triton.serving import submit
 
 
 class Clock:
-    """Seconds that pass only when the engine says something."""
+    """Seconds that pass only with each delta."""
 
     SECONDS_PER_DELTA = 2.0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in ("service", "flight"):
+        for module in ("triton.running_requests", "text.output"):
             stand_in = SimpleNamespace(monotonic=lambda: self.now, time=time.time)
-            monkeypatch.setattr(f"dflash_backend.triton.{module}.time", stand_in)
-        add = Flight.add
+            monkeypatch.setattr(f"dflash_backend.{module}.time", stand_in)
+        add = RequestState.add
 
-        def add_later(flight: Flight, delta: TokenDelta) -> tuple[int, float]:
+        def add_later(state: RequestState, delta: TokenDelta) -> AddedTokens:
             self.now += self.SECONDS_PER_DELTA
-            return add(flight, delta)
+            return add(state, delta)
 
-        monkeypatch.setattr(Flight, "add", add_later)
+        monkeypatch.setattr(RequestState, "add", add_later)
 
 
 def test_latencies_are_measured_between_the_events_that_they_are_named_after(service, triton, monkeypatch):

@@ -21,7 +21,7 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", pb_utils)
     monkeypatch.delitem(sys.modules, "dflash_backend.triton.model", raising=False)
     module = importlib.import_module("dflash_backend.triton.model")
-    monkeypatch.setattr(module, "FrontendService", lambda *args, **options: None)
+    monkeypatch.setattr(module, "TritonService", lambda *args, **options: None)
     monkeypatch.setattr(module, "freeze_heap", lambda: None)
     return module
 

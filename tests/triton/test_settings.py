@@ -1,5 +1,5 @@
-"""Every setting of the frontend changes what a client gets, or what the engine is asked: through the whole frontend, so
-that a setting that is parsed and goes nowhere fails. `tests/test_settings.py` does the same for those of the engine."""
+"""Every setting of the Triton side changes what a client gets, or what the engine is asked, through the whole service:
+a setting that is parsed and not used fails here. `tests/test_settings.py` does the same for those of the engine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.messages import GenerationRequest
-from dflash_backend.triton.service import FrontendService
+from dflash_backend.triton.service import TritonService
 from tests.byte_tokenizer import EOS
 from tests.triton.fake_triton import FakeTriton, InferenceResponse, Request
-from tests.triton.test_service import COMMAND, submit
+from tests.triton.serving import COMMAND, submit
 
 
 @pytest.fixture
 def served(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A frontend with some settings answers one request: its last response, and what the engine was asked."""
+    """A service with some settings answers one request: its last response, and what the engine was asked."""
     shutil.copytree(model_dir, tmp_path / "model")
     recommended = {"eos_token_id": [7, EOS], "temperature": 0.25}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended), encoding="utf-8")
@@ -38,7 +38,7 @@ def served(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def served(settings: dict[str, Any], **request: Any) -> tuple[InferenceResponse, list[GenerationRequest]]:
         asked.clear()
         config = EngineConfig.from_values({"target_model": str(tmp_path / "model"), **settings})
-        service = FrontendService(config, "dflash", FakeTriton(), COMMAND)
+        service = TritonService(config, "dflash", FakeTriton(), COMMAND)
         try:
             if "messages" not in request:
                 return submit(service, **request).all()[-1], list(asked)

@@ -1,0 +1,226 @@
+"""Output processing: turns the engine's tokens of a request into its answer, for Triton and for `LLM`.
+
+An answer is text up to the first stop string, token ids, log-probabilities, finish reasons and statistics. A request
+has `n` completions. Each is a request of its own to the engine; the client sees them together.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from dflash_backend.messages import FinishReason, GenerationRequest, RequestStats, TokenDelta, TokenLogprobs
+from dflash_backend.text.detokenizer import Decoder, Detokenizer
+from dflash_backend.text.request import ParsedRequest
+from dflash_backend.text.sampling_params import child
+
+# vLLM's value for a token of probability 0: JSON has no infinities.
+LOWEST_LOGPROB = -9999.0
+SEPARATOR = "/"
+# Bytes of a token in the output `token_ids`.
+TOKEN_ID_BYTES = 4
+
+
+class AddedTokens(NamedTuple):
+    """What a delta added to its completion.
+
+    num_intervals: new tokens that have a token before them. interval_s: the mean time since that token, in seconds.
+    stopped_at: output tokens of the completion when a stop string ends it before the engine does, which must then abort
+    it; else None.
+    """
+
+    num_intervals: int = 0
+    interval_s: float = 0.0
+    stopped_at: int | None = None
+
+
+class CompletionState:
+    """One completion: its new output since the last `clear`, and totals.
+
+    text: pieces of text, the first one the request's `prefix`. logprobs: an entry a token; logprobs_json: the same as
+    JSON text of the serving contract. num_bytes: of all of these. cumulative_logprob, num_tokens: totals.
+    """
+
+    def __init__(self, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, parsed.sampling)
+        self._returns_token_ids = parsed.returns.token_ids
+        # Otherwise only their sum.
+        self._returns_logprobs = parsed.returns.logprobs and parsed.sampling.logprobs is not None
+        self._logprobs_as_json = logprobs_as_json
+        self._stopped = False
+        self._end_sent = False
+        self.text: list[str] = [parsed.prefix] if parsed.prefix else []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs_json: list[str] = []
+        self.num_bytes = len(parsed.prefix.encode())
+        self.cumulative_logprob = 0.0
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stats: RequestStats | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.finished_at: float | None = None
+
+    def add(self, delta: TokenDelta) -> AddedTokens:
+        """Append the tokens of a step up to a stop string. Tokens past it do not count, nor do later deltas.
+
+        The tokens of a step arrive together and share the time since the step before.
+        """
+        if self.finish_reason is not None:
+            return AddedTokens()
+        now = time.monotonic()
+        count = self._append_all(delta)
+        self.num_tokens += count
+        self.num_bytes += count * TOKEN_ID_BYTES
+        self.token_ids += delta.token_ids[:count]
+        if self._stopped or delta.finish_reason is not None:
+            self.finish_reason, self.finished_at = "stop" if self._stopped else delta.finish_reason, now
+            self.stats = delta.stats and delta.stats.with_last_step_cut(len(delta.token_ids), count)
+        stopped_at = self.num_tokens if self._stopped and delta.finish_reason is None else None
+        if not count:
+            return AddedTokens(stopped_at=stopped_at)
+        before, self.last_token_at = self.last_token_at, now
+        if before is None:
+            self.first_token_at = now
+            return AddedTokens(count - 1, 0.0, stopped_at)
+        return AddedTokens(count, (now - before) / count, stopped_at)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a response should leave: there is new output, or the end was not sent."""
+        if self.finish_reason is not None:
+            return not self._end_sent
+        return bool(self.text or (self._returns_token_ids and self.token_ids))
+
+    def clear(self) -> None:
+        """Drop the output so far: it was sent."""
+        self.text, self.token_ids, self.logprobs, self.logprobs_json, self.num_bytes = [], [], [], [], 0
+        self._end_sent = self.finish_reason is not None
+
+    def _append_all(self, delta: TokenDelta) -> int:
+        """Append a delta's text and log-probabilities; how many of its tokens belong to the answer."""
+        token_ids, finished = delta.token_ids, delta.finish_reason is not None
+        if delta.logprobs is None or not token_ids:
+            return self._append(token_ids, finished)
+        # Token by token: the text of a token depends on the tokens before it.
+        for index, (token_id, entry) in enumerate(zip(token_ids, delta.logprobs, strict=True)):
+            last = finished and index == len(token_ids) - 1
+            if self._returns_logprobs:
+                self._append_logprobs(entry, last)
+            self.cumulative_logprob += entry.logprobs[0]
+            self._append([token_id], last)
+            if self._stopped:
+                return index + 1
+        return len(token_ids)
+
+    def _append(self, token_ids: list[int], finished: bool) -> int:
+        text, self._stopped, count = self._detokenizer.append(token_ids, finished)
+        if text:
+            self.text.append(text)
+            self.num_bytes += len(text.encode())
+        return count
+
+    def _append_logprobs(self, entry: TokenLogprobs, last: bool) -> None:
+        if not self._logprobs_as_json:
+            self.logprobs.append(entry)
+            return
+        # ASCII. The new token comes first, also among tokens of the same probability.
+        self.logprobs_json.append(
+            json.dumps(
+                {
+                    str(token_id): {
+                        "logprob": max(logprob, LOWEST_LOGPROB),
+                        "rank": rank,
+                        "decoded_token": self._detokenizer.would_add(token_id, last),
+                    }
+                    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+                }
+            )
+        )
+        self.num_bytes += len(self.logprobs_json[-1])
+
+
+class RequestState:
+    """A request in progress and its completions. Times are those of `time.monotonic`, in seconds."""
+
+    def __init__(
+        self, request_id: str, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool = True
+    ) -> None:
+        self.request_id = request_id
+        self.parsed = parsed
+        self.completions = [CompletionState(parsed, tokenizer, logprobs_as_json) for _ in range(parsed.sampling.n)]
+        self.arrived_at = time.monotonic()
+
+    def add(self, delta: TokenDelta) -> AddedTokens:
+        """Append new tokens of one completion, by the delta's request id."""
+        return self.completions[int(delta.request_id.partition(SEPARATOR)[2] or 0)].add(delta)
+
+    def clear(self) -> None:
+        """Drop the output so far: it was sent."""
+        for completion in self.completions:
+            completion.clear()
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of all completions since the last `clear`."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the output of all completions since the last `clear`."""
+        return sum(completion.num_bytes for completion in self.completions)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a response should leave now: at the end, and when streaming as soon as there is new output."""
+        if self.parsed.stream:
+            return any(completion.has_output for completion in self.completions)
+        return self.finished
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token of any completion arrived; None before."""
+        times = [one.first_token_at for one in self.completions if one.first_token_at is not None]
+        return min(times, default=None)
+
+    @property
+    def queue_time_s(self) -> float:
+        """How long the request waited for its first step."""
+        return min(completion.stats.queue_time_s for completion in self.completions if completion.stats is not None)
+
+    @property
+    def engine_ids(self) -> list[str]:
+        """Ids of the completions at the engine: the request's own, followed by the completion's index from 1 on."""
+        others = range(1, len(self.completions))
+        return [self.request_id, *(f"{self.request_id}{SEPARATOR}{index}" for index in others)]
+
+    def generation_requests(
+        self, eos_token_ids: tuple[int, ...], deadline_s: float = 0.0
+    ) -> Iterator[GenerationRequest]:
+        """The engine's request for each completion. It asks for log-probabilities only if the client gets to see
+        them."""
+        returns, logprobs = self.parsed.returns, self.parsed.sampling.logprobs
+        if not returns.logprobs:
+            logprobs = None
+        if logprobs is None and returns.cumulative_logprob:
+            logprobs = 0
+        sampling = msgspec.structs.replace(self.parsed.sampling, logprobs=logprobs)
+        for index, engine_id in enumerate(self.engine_ids):
+            yield GenerationRequest(
+                engine_id, self.parsed.prompt_token_ids, child(sampling, index), eos_token_ids, deadline_s
+            )
+
+
+def request_id_of(engine_id: str) -> str:
+    """The id of the request that one of its completions belongs to."""
+    return engine_id.partition(SEPARATOR)[0]

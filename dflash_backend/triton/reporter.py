@@ -1,0 +1,87 @@
+"""Says when the metrics page is brought up to date, and writes the activity lines. Each flush costs round trips."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dflash_backend.engine_client.supervisor import EngineSupervisor
+from dflash_backend.messages import StepOutputs
+from dflash_backend.triton.activity_log import ActivityLog
+from dflash_backend.triton.log import Log
+from dflash_backend.triton.metrics import Metrics
+
+# The greatest age of the metrics page, with changes and without.
+BUSY_S = 0.25
+IDLE_S = 1.0
+# The page is brought up to date before a request's last response leaves. That may take at most this share of the
+# thread's time; then the page is at most FINISHED_S old instead.
+FINISHED_SHARE = 0.1
+FINISHED_S = 0.05
+
+
+class Reporter:
+    """Owned by the output thread; any thread may call `note_change`."""
+
+    def __init__(self, metrics: Metrics, log: Log, engine: EngineSupervisor, is_ready: Callable[[], bool]) -> None:
+        self._metrics = metrics
+        self._log = log
+        self._engine = engine
+        self._is_ready = is_ready
+        self._activity = ActivityLog()
+        self._reported_at = self._next_finished_report_at = 0.0
+        self._has_changed = False
+        # A request has finished since the last report.
+        self.has_finished = False
+        self._num_restarts = 0
+
+    @property
+    def due_s(self) -> float:
+        """The greatest age of the page for now, in seconds."""
+        return FINISHED_S if self.has_finished else BUSY_S if self._has_changed else IDLE_S
+
+    def note_change(self) -> None:
+        """Something was counted: the page is due sooner."""
+        self._has_changed = True
+
+    def follow(self, outputs: StepOutputs) -> None:
+        """Take the engine's counters and times."""
+        self._metrics.observe_step(outputs.phase_seconds)
+        if outputs.stats is not None:
+            self._metrics.follow(outputs.stats)
+            self._activity.follow(outputs.stats)
+
+    def reset_engine(self) -> None:
+        """The engine is gone: its gauges fall to 0 at once, and the next engine's counters start there."""
+        self._metrics.forget_engine()
+        self._metrics.flush()
+        self._activity.restart()
+
+    def report_if_due(self, now: float, num_requests: int) -> None:
+        """Report when the page is too old at `now`, in seconds of `time.monotonic`."""
+        if now - self._reported_at >= self.due_s:
+            self.report(now, num_requests)
+
+    def report_finished(self, now: float, num_requests: int) -> None:
+        """Report because requests are about to get their last response, unless that took too large a share of time."""
+        self.has_finished = True
+        if now >= self._next_finished_report_at:
+            self.report(now, num_requests)
+            ended = time.monotonic()
+            self._next_finished_report_at = ended + (ended - now) / FINISHED_SHARE
+
+    def report(self, now: float, num_requests: int) -> None:
+        """Bring the metrics page up to date, and write the activity line if it is due. `num_requests` are in flight."""
+        restarts = self._engine.num_restarts
+        if restarts != self._num_restarts:
+            self._metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
+            self._num_restarts = restarts
+        self._metrics.set("dflash:engine_ready", float(self._is_ready()))
+        self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
+        self._metrics.set("dflash:engine_silence_seconds", self._engine.silence_s)
+        self._metrics.set("dflash:frontend_heartbeat_timestamp_seconds", time.time())
+        self._metrics.flush()
+        self._reported_at = now
+        self._has_changed = self.has_finished = False
+        if (line := self._activity.line(now)) is not None:
+            self._log.info(line)

@@ -1,0 +1,235 @@
+"""The requests between their submission and their last response: adds the engine's outputs and answers the clients."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor
+from dflash_backend.messages import AbortRequests, RequestRejected, StepOutputs, TokenDelta
+from dflash_backend.text.output import RequestState, request_id_of
+from dflash_backend.triton.cancellation import CancellationWatch
+from dflash_backend.triton.log import Log
+from dflash_backend.triton.metrics import Metrics
+from dflash_backend.triton.reporter import Reporter
+from dflash_backend.triton.request_metrics import count_finished, count_tokens
+from dflash_backend.triton.responder import Responder, SendFailed, one_line
+from dflash_backend.triton.responses import ResponseBuilder
+from dflash_backend.triton.server_memory import SMALLEST_STREAM_BYTES, ServerMemory
+
+RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
+
+
+@dataclass(eq=False)
+class TritonRequest:
+    """A request's state, and where its responses go. `answered`: a response was sent. `sent`: the engine was sent all
+    of its completions."""
+
+    state: RequestState
+    responder: Responder
+    answered: bool = False
+    sent: bool = False
+
+
+class RunningRequests:
+    """Any thread may call `add`, `refuse` and `fail_lost`; the output thread calls all else."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: EngineSupervisor,
+        responses: ResponseBuilder,
+        metrics: Metrics,
+        reporter: Reporter,
+        log: Log,
+        server_memory: ServerMemory,
+    ) -> None:
+        self._engine = engine
+        self._responses = responses
+        self._metrics = metrics
+        self._reporter = reporter
+        self._log = log
+        self._server_memory = server_memory
+        self._max_response_mb = config.max_response_mb
+        self._requests: dict[str, TritonRequest] = {}
+        self._cancellations = CancellationWatch()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def poll_s(self) -> float:
+        """How long the output thread may wait for outputs before it asks about cancelled requests."""
+        return self._cancellations.timeout_s()
+
+    def add(self, request: TritonRequest) -> None:
+        """Hand a request over to the output thread."""
+        request_id = request.state.request_id
+        self._requests[request_id] = request
+        self._cancellations.add(request_id, request.responder)
+
+    def process(self, outputs: list[StepOutputs]) -> None:
+        """Add the engine's outputs and send the responses that are due. Several steps that have arrived share one
+        response."""
+        updated: dict[str, TritonRequest] = {}
+        for message in outputs:
+            self._add_outputs(message, updated)
+        updated = {request_id: request for request_id, request in updated.items() if request_id in self._requests}
+        finished = [request for request in updated.values() if request.state.finished]
+        for request in updated.values():
+            if not request.state.finished:
+                self._answer(request)
+        if finished:
+            self._finish(finished)
+
+    def _add_outputs(self, outputs: StepOutputs, updated: dict[str, TritonRequest]) -> None:
+        for rejected in outputs.rejected:
+            self._reject(rejected)
+        aborted: list[str] = []
+        stopped_at: dict[str, int] = {}
+        for delta in outputs.deltas:
+            request = self._requests.get(request_id_of(delta.request_id))
+            if request is None:
+                # Cancelled or refused, perhaps before all its completions had been sent to the engine.
+                if delta.finish_reason is None:
+                    aborted.append(delta.request_id)
+            elif self._add_tokens(request, delta, stopped_at):
+                updated[request.state.request_id] = request
+        if aborted or stopped_at:
+            self._engine.send(AbortRequests([*aborted, *stopped_at], stopped_at))
+        self._reporter.follow(outputs)
+
+    def _add_tokens(self, request: TritonRequest, delta: TokenDelta, stopped_at: dict[str, int]) -> bool:
+        """Add new tokens to their request; False when that ended it with an error."""
+        state = request.state
+        try:
+            added = state.add(delta)
+        except Exception as error:  # noqa: BLE001 - a fault in one request's text must not reach the others
+            self._log.error(f"request {state.request_id} failed: {one_line(error)}")
+            self._give_up(request, "INTERNAL", f"the new tokens could not be turned into text: {one_line(error)}")
+            return False
+        if added.num_intervals:
+            self._metrics.observe("dflash:inter_token_latency_seconds", added.interval_s, times=added.num_intervals)
+        if request.responder.num_bytes_sent + state.num_bytes > int(self._max_response_mb * 1e6):
+            self._give_up(
+                request,
+                "INVALID_ARGUMENT",
+                f"the answer has grown past max_response_mb ({self._max_response_mb:g} MB); ask for fewer "
+                "tokens, completions or log-probabilities",
+            )
+            return False
+        if added.stopped_at is not None:
+            stopped_at[delta.request_id] = added.stopped_at
+        return True
+
+    def _answer(self, request: TritonRequest) -> None:
+        """Send what a request has for its client, if anything. It stays here until its last response was sent."""
+        state = request.state
+        if state.request_id not in self._requests or not state.has_output:
+            return
+        final, new_tokens, first = state.finished, state.num_new_tokens, not request.answered
+        try:
+            request.responder.send(self._responses.output(state), final)
+        except Exception as error:  # noqa: BLE001 - SendFailed, or a response that cannot even be built
+            reason = str(error) if isinstance(error, SendFailed) else one_line(error)
+            self._log.error(f"request {state.request_id} failed: {reason}")
+            self._give_up(request, "INTERNAL", reason)
+            return
+        state.clear()
+        request.answered = True
+        if final:
+            self._requests.pop(state.request_id, None)
+        else:
+            count_tokens(self._metrics, state, new_tokens, first)
+
+    def _finish(self, requests: list[TritonRequest]) -> None:
+        """Count requests, bring the metrics page up to date, then send their last responses: a client that has its
+        answer finds the request on the page, unless very many requests finish every second."""
+        now = time.monotonic()
+        for request in requests:
+            count_tokens(self._metrics, request.state, request.state.num_new_tokens, not request.answered)
+            count_finished(self._metrics, request.state, now)
+        self._reporter.report_finished(now, len(self._requests) - len(requests))
+        for request in requests:
+            self._answer(request)
+
+    def _give_up(self, request: TritonRequest, status: str, message: str) -> None:
+        """End a request that the engine still runs, with an error. The others go on."""
+        if self._requests.pop(request.state.request_id, None) is not None:
+            self._engine.send(AbortRequests(request.state.engine_ids))
+            self.refuse(request.responder, status, message)
+
+    def _reject(self, rejected: RequestRejected) -> None:
+        """One completion that the engine cannot take ends the whole request."""
+        request = self._requests.get(request_id_of(rejected.request_id))
+        if request is not None:
+            self._give_up(request, rejected.status, rejected.message)
+
+    def check_cancelled(self, now: float) -> None:
+        """Ask Triton for some of the requests whether their client is still there."""
+        cancelled, failed = self._cancellations.ask(now, self._requests)
+        for request_id in cancelled:
+            if (request := self._requests.get(request_id)) is not None:
+                self._give_up(request, "CANCELLED", "the request was cancelled")
+        for request_id, error in failed:
+            self._log.error(f"request {request_id} failed: {error}")
+            if (request := self._requests.get(request_id)) is not None:
+                self._give_up(request, "INTERNAL", str(error))
+
+    def check_server_memory(self, now: float) -> None:
+        """When `tritonserver` holds too much, end the stream that was sent the most, unless that is little: nothing
+        tells which client does not read."""
+        if not self._server_memory.is_over(now):
+            return
+        # A copy: the other thread adds requests.
+        streams = (request for request in list(self._requests.values()) if request.state.parsed.stream)
+        largest = max(streams, key=lambda request: request.responder.num_bytes_sent, default=None)
+        if largest is None or largest.responder.num_bytes_sent < SMALLEST_STREAM_BYTES:
+            return
+        self._server_memory.note_ended()
+        held = f"tritonserver holds {self._server_memory.num_bytes / 1e9:.1f} GB (max_server_memory_gb)"
+        size = largest.responder.num_bytes_sent / 1e6
+        self._log.warning(f"{held} and grows; the stream that was sent the most, {size:.1f} MB, is ended")
+        self._give_up(
+            largest,
+            "UNAVAILABLE",
+            f"{held}, most likely responses that clients do not read, and this stream was sent the most ({size:.1f} "
+            "MB); read faster, or ask for fewer log-probabilities",
+        )
+
+    def fail_all_lost(self, lost: EngineLost) -> None:
+        """Answer the requests of an engine that is gone."""
+        # A copy, without those that the other thread is sending: it notices afterwards that the engine is gone.
+        for request in [request for request in list(self._requests.values()) if request.sent]:
+            self.fail_lost(request, lost)
+
+    def fail_lost(self, request: TritonRequest, lost: EngineLost | None) -> None:
+        """Answer a request whose engine is gone, unless it was answered. A client may send it again only if it never
+        reached the engine: one that may have caused the engine's error would end the next engine as well."""
+        if self._requests.pop(request.state.request_id, None) is None:
+            return
+        if lost is not None and (lost.has_reason or not all(map(lost.engine.is_unconfirmed, request.state.engine_ids))):
+            self.refuse(request.responder, "INTERNAL", str(lost))
+        else:
+            self.refuse(request.responder, "UNAVAILABLE", RESTARTING)
+
+    def fail_all(self, status: str, message: str) -> None:
+        """End every request with an error."""
+        for request in self._take_all():
+            self.refuse(request.responder, status, message)
+
+    def _take_all(self) -> Iterator[TritonRequest]:
+        """Remove and return each request; the other thread may remove its newest as well (`fail_lost`)."""
+        with contextlib.suppress(KeyError):
+            while True:
+                yield self._requests.popitem()[1]
+
+    def refuse(self, responder: Responder, status: str, message: str) -> None:
+        """End a request with an error."""
+        if not responder.fail(status, message):
+            self._log.error(f"a client could not be told of its error: {status}: {message}")
+        self._metrics.count("dflash:request_errors_total", 1, status)
+        self._reporter.note_change()

@@ -1,0 +1,105 @@
+"""The output processor: tokens of the engine in, the answer out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dflash_backend.messages import FinishReason, RequestStats, SamplingParams, TokenDelta, TokenLogprobs
+from dflash_backend.spec_stats import SpecDecodingStats
+from dflash_backend.text.output import RequestState, request_id_of
+from dflash_backend.text.request import ParsedRequest, ReturnFlags
+from dflash_backend.text.tokenizer import Tokenizer
+
+NO_FLAGS = ReturnFlags()
+STATS = RequestStats(2, 9, 0, SpecDecodingStats(3, 9, 6, [3, 2, 1]), 0, 0.5)
+
+
+def state(tokenizer: Tokenizer, returns: ReturnFlags = NO_FLAGS, as_json: bool = True, **sampling) -> RequestState:
+    parsed = ParsedRequest(list(b"ab"), SamplingParams(**sampling), False, "", returns)
+    return RequestState("r", parsed, tokenizer, logprobs_as_json=as_json)
+
+
+def delta(
+    text: bytes, finish_reason: FinishReason | None = None, request_id: str = "r", logprobs: bool = False
+) -> TokenDelta:
+    entries = [TokenLogprobs([token], [-0.5], [1]) for token in text] if logprobs else None
+    return TokenDelta(request_id, list(text), finish_reason, STATS, entries)
+
+
+@pytest.mark.parametrize("engine_reason", [None, "length"])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_stop_string_ends_the_answer_in_the_delta_that_completes_it(
+    tokenizer: Tokenizer, engine_reason: FinishReason | None, logprobs: bool
+) -> None:
+    request = state(tokenizer, stop=("cd",), logprobs=0)
+    (completion,) = request.completions
+    assert request.add(delta(b"abc", logprobs=logprobs)).stopped_at is None
+    assert not request.finished
+    added = request.add(delta(b"defg", engine_reason, logprobs=logprobs))
+    # The engine is to abort what it still runs.
+    assert added.stopped_at == (4 if engine_reason is None else None)
+    assert request.finished
+    assert (completion.finish_reason, "".join(completion.text)) == ("stop", "ab")
+    assert (bytes(completion.token_ids), completion.num_tokens) == (b"abcd", 4)
+    assert completion.cumulative_logprob == (-2.0 if logprobs else 0.0)
+    # One of the last step's four tokens counts, so none of its three accepted drafts does.
+    assert completion.stats is not None
+    assert completion.stats.num_output_tokens == 9 - 3
+    assert completion.stats.spec_decoding == SpecDecodingStats(3, 9, 3, [2, 1, 0])
+
+
+def test_deltas_after_the_end_count_for_nothing(tokenizer: Tokenizer) -> None:
+    request = state(tokenizer, stop=("b",))
+    request.add(delta(b"ab"))
+    assert request.add(delta(b"cd", "length")) == (0, 0.0, None)
+    assert (request.num_new_tokens, request.completions[0].finish_reason) == (2, "stop")
+
+
+def test_statistics_are_the_engines_where_nothing_is_cut(tokenizer: Tokenizer) -> None:
+    request = state(tokenizer)
+    request.add(delta(b"ab", "length"))
+    assert request.completions[0].stats == STATS
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_logprobs_come_as_json_or_as_they_are(tokenizer: Tokenizer, as_json: bool) -> None:
+    request = state(tokenizer, ReturnFlags(logprobs=True), as_json, logprobs=0)
+    request.add(delta(b"ab", logprobs=True))
+    (completion,) = request.completions
+    assert [json.loads(text) for text in completion.logprobs_json] == [
+        {str(ord(letter)): {"logprob": -0.5, "rank": 1, "decoded_token": letter}} for letter in "ab" if as_json
+    ]
+    assert [entry.token_ids for entry in completion.logprobs] == ([] if as_json else [[97], [98]])
+
+
+def test_a_request_ends_with_its_last_completion(tokenizer: Tokenizer) -> None:
+    request = state(tokenizer, n=3)
+    assert request.engine_ids == ["r", "r/1", "r/2"]
+    assert {request_id_of(engine_id) for engine_id in request.engine_ids} == {"r"}
+    for engine_id in ("r/2", "r"):
+        request.add(delta(b"ab", "length", engine_id))
+        assert not request.finished
+        assert not request.has_output
+    request.add(delta(b"c", "length", "r/1"))
+    assert request.finished
+    assert ["".join(completion.text) for completion in request.completions] == ["ab", "c", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "returns", "expected"),
+    [
+        (5, ReturnFlags(logprobs=True), 5),
+        (5, ReturnFlags(), None),
+        (5, ReturnFlags(cumulative_logprob=True), 0),
+        (None, ReturnFlags(logprobs=True), None),
+    ],
+)
+def test_the_engine_is_asked_for_the_logprobs_that_the_client_gets_to_see(
+    tokenizer: Tokenizer, asked: int | None, returns: ReturnFlags, expected: int | None
+) -> None:
+    requests = list(state(tokenizer, returns, logprobs=asked, n=2, seed=7).generation_requests((256,), 2.5))
+    assert [request.sampling.logprobs for request in requests] == [expected] * 2
+    assert [(request.sampling.n, request.sampling.seed) for request in requests] == [(1, 7), (1, 8)]
+    assert [(request.request_id, request.deadline_s) for request in requests] == [("r", 2.5), ("r/1", 2.5)]

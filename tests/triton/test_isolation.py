@@ -1,0 +1,192 @@
+"""What ends one request must not reach the others: clients that leave, and whatever Triton does not take."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from dflash_backend.triton.server_memory import ServerMemory
+from tests.engine_client import toy_engine
+from tests.triton.fake_triton import Request
+from tests.triton.serving import WAIT_S, eventually, joined, submit
+
+
+def test_cancelling_a_request_ends_all_its_completions(service):
+    sender = submit(service, "ab", 10**9, stream=True, sampling={"n": 4})
+    sender.next()
+    sender.cancelled = True
+    assert sender.all()[-1].error.code == "CANCELLED"
+    submit(service, "a", max_tokens=2).all()
+    service.close()
+    assert service._metrics._last.num_requests_running == 0
+
+
+@pytest.mark.parametrize("prompt", [[toy_engine.QUIET], list(b"ab")])
+def test_a_cancelled_request_ends_whether_it_yields_tokens_or_not(service, prompt):
+    sender = submit(service, prompt, max_tokens=10**9)
+    sender.cancelled = True
+    assert sender.all()[0].error.code == "CANCELLED"
+    (after,) = submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()
+    assert after.outputs["text_output"] == "aa"
+
+
+@pytest.mark.parametrize("sampling", [{}, {"n": 3}])
+def test_a_response_that_cannot_be_sent_ends_its_request_with_an_error_and_no_other(service, triton, sampling):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    broken = submit(service, "ab", max_tokens=10**9, stream=True, sampling=sampling)
+    broken.next()
+    broken.failures = 1
+    error = broken.all()[-1].error
+    assert (error.code, "could not be handed to Triton" in error.message) == ("INTERNAL", True)
+    assert "dflash_1_ab" not in error.message  # the name of the shared memory is the server's
+    assert joined(other.all()) == "ab" * 750
+    assert submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()[0].outputs["text_output"] == "aa"
+    service.close()
+    # The engine was told: nothing ran on.
+    assert service._metrics._last.num_requests_running == 0
+    assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
+
+
+def test_a_last_response_that_cannot_be_sent_ends_its_request_and_no_other(service, triton):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    broken = submit(service, "ab", max_tokens=30)
+    broken.failures = 10**9
+    eventually(lambda: broken.answered)
+    assert joined(other.all()) == "ab" * 750
+    assert service.ready
+    eventually(lambda: not service._requests)
+    service.close()
+    assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
+    assert any("could not be told of its error" in line for line in triton.lines)
+
+
+def test_a_refusal_that_cannot_be_sent_affects_no_other(service):
+    request = Request(sampling_parameters="{}", text_input="")
+    request.sender.failures = 10**9
+    service.submit(request)
+    assert submit(service, "a", max_tokens=2).all()[0].error is None
+
+
+def test_an_answer_without_room_in_the_shared_memory_is_refused_while_that_can_still_be_said(service):
+    rooms = []
+    service._has_room = lambda num_bytes: rooms.append(num_bytes) or num_bytes < 500
+    (large,) = submit(service, "ab", max_tokens=1000).all()
+    assert large.error.code == "INTERNAL"
+    assert "does not fit the shared memory between Triton and the model (/dev/shm)" in large.error.message
+    (small,) = submit(service, "ab", max_tokens=100, exclude_input_in_output=True).all()
+    assert small.outputs["text_output"] == "ab" * 50
+    # Triton stores a text with its length, and of these answers a text is all there is.
+    assert rooms == [len("ab") + 1000 + 4, 100 + 4]
+
+
+def test_a_request_that_triton_cannot_be_asked_about_ends_and_no_other(service):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender.unreachable = True
+    (response,) = sender.all()
+    assert (response.error.code, "could not be asked" in response.error.message) == ("INTERNAL", True)
+    assert joined(other.all()) == "ab" * 750
+
+
+def test_metrics_that_triton_does_not_take_stop_nothing_and_arrive_later(service, triton):
+    triton.metrics_fail = True
+    submit(service, "ab", max_tokens=6).all()
+    eventually(lambda: any("metrics could not be handed to Triton" in line for line in triton.lines))
+    assert submit(service, "ab", max_tokens=6).all()[0].error is None
+    triton.metrics_fail = False
+    service.close()
+    assert triton.values["dflash:generation_tokens_total",] == 12
+    assert len([line for line in triton.lines if "metrics could not" in line]) == 1
+
+
+def test_a_log_that_triton_does_not_take_stops_nothing(serve, triton, capsys):
+    def broken(text: str) -> None:
+        raise RuntimeError("no shared memory is left for a line")
+
+    triton.Logger.log_info = broken
+    service = serve()
+    assert submit(service, "ab", max_tokens=2).all()[0].error is None
+    service.close()
+    assert "dflash: ready: toy (not in the log: no shared memory is left for a line)" in capsys.readouterr().err
+
+
+def test_a_fault_in_one_requests_text_ends_that_request_alone(service, monkeypatch):
+    other = submit(service, "ab", max_tokens=1500, stream=True)
+    broken = submit(service, "ab", max_tokens=10**9, stream=True)
+    broken.next()
+    states = [request.state for request in service._requests._requests.values()]
+    (state,) = [state for state in states if state.parsed.sampling.max_tokens > 10**6]
+    monkeypatch.setattr(state, "add", lambda delta: 1 / 0)
+    assert broken.all()[-1].error.code == "INTERNAL"
+    assert joined(other.all()) == "ab" * 750
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_whose_responses_hold_too_much_ends_with_an_error(serve, stream):
+    service = serve(max_response_mb=0.5)
+    sampling = {"n": 2, "logprobs": 3}
+    responses = submit(service, "ab", max_tokens=10**9, stream=stream, sampling=sampling, return_logprobs=True).all()
+    sent = sum(len(text) for response in responses[:-1] for text in response.outputs["logprobs"])
+    assert (sent > 0) is stream
+    assert sent <= 500_000
+    assert responses[-1].error.code == "INVALID_ARG"
+    assert "has grown past max_response_mb (0.5 MB)" in responses[-1].error.message
+    assert submit(service, "ab", max_tokens=50).all()[0].error is None
+    assert service._metrics._last.num_requests_running == 0
+
+
+def test_the_stream_that_was_sent_the_most_ends_when_the_server_holds_too_much(service, triton):
+    held = [0]
+    service._requests._server_memory = ServerMemory(10**9, lambda: held[0])
+    small = submit(service, "ab", max_tokens=10**9, stream=True)
+    large = submit(service, "ab", max_tokens=10**9, stream=True, sampling={"logprobs": 5}, return_logprobs=True)
+    eventually(lambda: any(f.responder.num_bytes_sent > 2 << 20 for f in list(service._requests._requests.values())))
+    held[0] = 2 * 10**9
+    error = large.all()[-1].error
+    assert (error.code, "tritonserver holds 2.0 GB (max_server_memory_gb)" in error.message) == ("UNAVAILABLE", True)
+    assert any("the stream that was sent the most" in line for line in triton.lines)
+    assert not small.answered
+    small.cancelled = True
+    assert small.all()[-1].error.code == "CANCELLED"
+
+
+def test_a_server_that_holds_much_for_other_reasons_keeps_its_streams(service, triton):
+    looks: list[int] = []
+    service._requests._server_memory = ServerMemory(10**9, lambda: looks.append(1) or 2 * 10**9)
+    sender = submit(service, "ab", max_tokens=3000, stream=True)
+    assert joined(sender.all()) == "ab" * 1500
+    eventually(lambda: looks)
+
+
+def test_a_request_that_is_taken_out_while_triton_is_asked_about_it_affects_no_other(service):
+    sender = submit(service, [toy_engine.QUIET])
+    taken = threading.Event()
+
+    def vanish() -> bool:
+        service._requests._requests.popitem()
+        taken.set()
+        return True
+
+    sender.is_cancelled = vanish
+    assert taken.wait(WAIT_S)
+    assert submit(service, "ab", max_tokens=2).all()[0].error is None
+
+
+def test_requests_that_come_while_the_largest_stream_is_looked_for_affect_no_other(service):
+    requests = service._requests._requests
+
+    class Growing:
+        responder = SimpleNamespace(num_bytes_sent=0)
+
+        @property
+        def state(self) -> SimpleNamespace:
+            requests[str(len(requests))] = Growing()
+            return SimpleNamespace(parsed=SimpleNamespace(stream=True))
+
+    requests["0"] = Growing()
+    service._requests._server_memory = SimpleNamespace(is_over=lambda now: True)
+    service._requests.check_server_memory(0.0)
+    assert len(requests) == 2
+    requests.clear()
