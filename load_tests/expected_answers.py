@@ -7,12 +7,13 @@ engine with its drafter.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ MODEL_SETTINGS = (
     "max_model_len",
 )
 BATCH = 32
+CHUNK = 2 * BATCH
 
 
 class ExpectedAnswersError(RuntimeError):
@@ -89,18 +91,17 @@ def expected_answers(
 def _compute_in_process(
     questions: Sequence[Question], settings: Mapping[str, str], log: Callable[[str], None]
 ) -> dict[str, ExpectedAnswer]:
-    """`compute` in a process of its own: the engine's memory and threads would burden the load generator."""
+    """`compute` with the engine in a process of its own, whose memory and threads do not burden the load generator."""
+    # Ctrl-C is left to this process, which then ends that one.
     context = multiprocessing.get_context("spawn")
-    num_answered = context.Value("i", 0)
     progress = Progress("expected answers", log)
-    with ProcessPoolExecutor(1, context, _begin, (num_answered,)) as pool:
+    with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         try:
-            future = pool.submit(_compute_and_count, list(questions), settings)
-            while not wait([future], timeout=1.0).done:
-                progress.step(min(num_answered.value, len(questions) - 1), len(questions))
-            answers = future.result()
-            progress.step(len(questions), len(questions))
-            return answers
+            return compute(
+                questions,
+                lambda ready, prompts: pool.submit(generate, dict(settings), ready, prompts).result(),
+                lambda num_answered: progress.step(num_answered, len(questions)),
+            )
         except BrokenProcessPool:
             raise ExpectedAnswersError(
                 "the process that computes the right answers died; it may have been out of memory: try fewer prompts"
@@ -111,66 +112,58 @@ def _compute_in_process(
             raise
 
 
-# In the process that computes: the number of answers so far, shared with the process that waits.
-_num_answered: Any = None
-
-
-def _begin(num_answered: Any) -> None:
-    """Leave Ctrl-C to the process that waits, which then ends this one."""
-    global _num_answered
-    _num_answered = num_answered
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _compute_and_count(questions: Sequence[Question], settings: Mapping[str, str]) -> dict[str, ExpectedAnswer]:
-    def count() -> None:
-        _num_answered.value += 1
-
-    return compute(questions, settings, count)
-
-
 def compute(
-    questions: Sequence[Question], settings: Mapping[str, str], on_answer: Callable[[], None] = lambda: None
+    questions: Sequence[Question],
+    answer: Callable[[Sequence[Question], Sequence[str]], list[ExpectedAnswer]],
+    on_answers: Callable[[int], None] = lambda num_answered: None,
 ) -> dict[str, ExpectedAnswer]:
-    """Answer every question offline, and call `on_answer` for each. A question needs the answer to its parent, so this
-    goes generation by generation."""
-    from dflash_backend.engine.llm import LLM
-
-    common: dict[str, Any] = {**settings, "enable_prefix_caching": "false", "max_num_seqs": BATCH}
-    greedy = LLM(**{**common, "num_speculative_tokens": 0})
-    sampled = LLM(**common) if any(question.temperature > 0 for question in questions) else greedy
+    """The answer to every question, from `answer`, which gets questions of one kind with their prompts. A prompt
+    contains the answer to its parent, so this goes generation by generation."""
     answers: dict[str, ExpectedAnswer] = {}
     waiting = list(questions)
     while waiting:
         ready = [question for question in waiting if question.parent is None or question.parent in answers]
         if not ready:
             raise ValueError(f"the question '{waiting[0].id}' has the parent '{waiting[0].parent}', which is missing")
-        waiting = [question for question in waiting if question not in ready]
-        _answer(greedy, [question for question in ready if question.temperature == 0], answers, on_answer)
-        _answer(sampled, [question for question in ready if question.temperature > 0], answers, on_answer)
+        # One kind at a time, and no more than shows progress.
+        chosen = [question for question in ready if (question.temperature > 0) == (ready[0].temperature > 0)][:CHUNK]
+        found = answer(chosen, [whole_prompt(question, answers) for question in chosen])
+        answers |= {question.id: one for question, one in zip(chosen, found, strict=True)}
+        waiting = [question for question in waiting if question.id not in answers]
+        on_answers(len(answers))
     return answers
 
 
-def _answer(
-    llm: LLM, questions: Sequence[Question], answers: dict[str, ExpectedAnswer], on_answer: Callable[[], None]
-) -> None:
-    """Add the answers to questions whose parents are answered."""
+def generate(
+    settings: Mapping[str, str], questions: Sequence[Question], prompts: Sequence[str]
+) -> list[ExpectedAnswer]:
+    """Answer questions that are all greedy or all sampled, with an engine that is kept for the next ones."""
     from dflash_backend.engine.llm import RequestError
 
-    prompts = [whole_prompt(question, answers) for question in questions]
-    parameters = [question.sampling() for question in questions]
+    llm = _engine(tuple(sorted(settings.items())), questions[0].temperature > 0)
     try:
-        outputs = llm.generate(prompts, parameters, lambda index, output: on_answer()) if prompts else []
+        outputs = llm.generate(prompts, [question.sampling() for question in questions])
     except RequestError as error:
         raise ConfigError(f"with these settings a question cannot be asked: {error.message}") from None
-    for question, prompt, output in zip(questions, prompts, outputs, strict=True):
-        answers[question.id] = ExpectedAnswer(
+    return [
+        ExpectedAnswer(
             prompt=prompt,
             prompt_ids=tuple(output.prompt_token_ids),
             token_ids=tuple(output.token_ids),
             text=output.text,
             finish_reason=str(output.finish_reason),
         )
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+@functools.cache
+def _engine(settings: tuple[tuple[str, str], ...], sampled: bool) -> LLM:
+    """An engine without a prefix cache; it has a drafter for sampled answers only."""
+    from dflash_backend.engine.llm import LLM
+
+    arguments: dict[str, Any] = {**dict(settings), "enable_prefix_caching": "false", "max_num_seqs": BATCH}
+    return LLM(**arguments) if sampled else LLM(**{**arguments, "num_speculative_tokens": 0})
 
 
 def whole_prompt(question: Question, answers: Mapping[str, ExpectedAnswer]) -> str:

@@ -18,7 +18,7 @@ import pytest
 from dflash_backend.config import ConfigError
 from dflash_cli.launcher.server import LauncherError
 from dflash_cli.launcher.triton_install import find_triton
-from load_tests.expected_answers import compute, expected_answers, key
+from load_tests.expected_answers import ExpectedAnswer, expected_answers, key
 from load_tests.scenarios import SCENARIOS, chat
 from load_tests.workload import Options, Question
 
@@ -33,18 +33,30 @@ def _triton() -> None:
         pytest.skip(str(error))
 
 
-def command(scenario: str, folder: Path, *options: str) -> list[str]:
+@pytest.fixture(scope="module")
+def chat_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, ExpectedAnswer]]:
+    """The expected answers of a small chat, and the folder that they are kept in."""
+    folder, scenario = tmp_path_factory.mktemp("chat"), SCENARIOS["chat"]
+    questions = scenario.questions(Options(users=4, duration_s=3.0, prompts=chat.TURNS))
+    settings = {**scenario.settings, **SETTINGS}
+    return folder, expected_answers("chat", 0, questions, settings, folder, print)
+
+
+def command(scenario: str, folder: Path, expected: Path, *options: str) -> list[str]:
     settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
-    folders = ["--out", str(folder), "--expected", str(folder / "expected"), "--name", "run"]
+    folders = ["--out", str(folder), "--expected", str(expected), "--name", "run"]
     return [sys.executable, "-m", "load_tests", scenario, "--settings", settings, *folders, "--users", "4", *options]
 
 
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.usefixtures("_triton")
-def test_a_small_run_misses_nothing_and_leaves_its_reports(tmp_path: Path) -> None:
-    options = ("--protocol", "http", "--duration", "3", "--prompts", "6")
-    done = subprocess.run(command("chat", tmp_path, *options), stdout=subprocess.PIPE, text=True, timeout=180)
+def test_a_small_run_misses_nothing_and_leaves_its_reports(
+    tmp_path: Path, chat_answers: tuple[Path, dict[str, ExpectedAnswer]]
+) -> None:
+    options = ("--protocol", "http", "--duration", "3", "--prompts", str(chat.TURNS))
+    arguments = command("chat", tmp_path, chat_answers[0], *options)
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, timeout=180)
     # Three seconds are too few to judge some bounds by, and the verdict says so.
     assert done.returncode == 3, done.stdout
     directory = tmp_path / "run"
@@ -80,7 +92,7 @@ def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(tmp_p
     spoiled["burst-0"]["token_ids"][-1] = 7
     kept.write_text(json.dumps(spoiled))
 
-    arguments = command("burst", tmp_path, "--duration", "120", "--rate", "10", "--prompts", "4")
+    arguments = command("burst", tmp_path, tmp_path / "expected", "--duration", "120", "--rate", "10", "--prompts", "4")
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert any(line.startswith("phase") for line in process.stdout)
@@ -99,11 +111,11 @@ def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(tmp_p
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
-def test_a_turn_goes_on_from_the_right_answer_to_the_one_before() -> None:
-    options = Options(users=1, duration_s=1.0, prompts=chat.TURNS)
-    questions = chat.questions(options)[:2]
-    answers = compute(questions, {"max_model_len": "1024"})
-    first, second = (answers[question.id] for question in questions)
+@pytest.mark.slow
+def test_a_turn_goes_on_from_the_right_answer_to_the_one_before(
+    chat_answers: tuple[Path, dict[str, ExpectedAnswer]],
+) -> None:
+    first, second, *_ = chat_answers[1].values()
     assert second.prompt.startswith(first.prompt + first.text)
 
 
