@@ -17,7 +17,7 @@ from dflash_backend.spec_stats import SpecDecodingStats
 FinishReason = Literal["stop", "length", "abort"]
 # The priority of a request that names none. Triton's levels begin with 1, the most urgent.
 DEFAULT_PRIORITY = 100
-# All tenants together may have so many times what one may have waiting.
+# All tenants together may have this many times what one tenant may have waiting.
 TENANTS_IN_QUEUE = 4
 
 

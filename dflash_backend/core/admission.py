@@ -1,6 +1,6 @@
-"""Which limits can work at all, and which requests the engine can take. Called by `EngineCore`.
+"""Which configs can work at all, and which requests the engine can take.
 
-Every refusal is a sentence with the numbers and what to change: limits are the operator's, requests the client's.
+Every refusal is a sentence with the numbers and what to change: the config is the operator's, requests the client's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_prompt(request: GenerationRequest, config: SchedulerConfig) -> None:
 
 def check_fits_alone(request: Request, config: SchedulerConfig) -> None:
     """Raise RequestError(INVALID_ARGUMENT) when the whole KV pool is too small for the request at its longest."""
-    needed = -(-peak_positions(request, config) // config.block_size)
+    needed = config.cache_group.blocks_for(peak_positions(request, config))
     if needed > config.num_blocks:
         raise RequestError(
             "INVALID_ARGUMENT",
@@ -84,7 +84,7 @@ def check_queue(request: Request, queue: FairQueue, num_running: int, config: Sc
     count.
 
     A tenant may have `max_queue_size` requests and `max_queue_tokens` tokens waiting, and never more than there are
-    places left for all others, `TENANTS_IN_QUEUE` times as many in all: so some are left whoever sends how much
+    places left for all others, `TENANTS_IN_QUEUE` times as many in all: so some are left however much one tenant sends
     (dynamic thresholds: Choudhury and Hahne 1998).
     """
     num_free = max(0, config.max_num_seqs - num_running)

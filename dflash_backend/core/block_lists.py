@@ -1,4 +1,4 @@
-"""Lists of KV blocks from which any block can be taken out in O(1). Called by `BlockPool`."""
+"""Lists of KV blocks from which any block can be taken out in O(1)."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class EngineCore:
             if was_idle and len(plan.rows) == 1:
                 self._fail(self._requests[plan.rows[0].request_id], _out_of_memory(str(error)), outputs)
                 return False
-            self._collect_down_to(0, outputs)  # nobody can be preempted while a step is in flight
+            self._collect_down_to(0, outputs)  # no request can be preempted while a step is in flight
             if self.scheduler.running:
                 self.scheduler.shrink(plan)
         except StepFailed as error:

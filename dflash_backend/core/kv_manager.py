@@ -32,12 +32,9 @@ class KVManager:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
+        self.blocks_for = config.cache_group.blocks_for
         self._caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
-
-    def blocks_for(self, num_positions: int) -> int:
-        """Blocks that cover this many positions."""
-        return -(-num_positions // self._block_size)
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing

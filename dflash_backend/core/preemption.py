@@ -1,4 +1,4 @@
-"""Who is preempted: for a running request that lacks a block, and for a tenant that waits for its share.
+"""Which request is preempted: for a running request that lacks a block, and for a tenant that waits for its share.
 
 Both choose the latest request of the tenant that holds most for its weight, and neither the running request that
 arrived first, which therefore always comes to its end.
@@ -24,11 +24,11 @@ def latest_of_heaviest(tenants: Iterable[Tenant], oldest: Request) -> Request:
 def request_to_make_way(
     tenant: Tenant, num_blocks: int, tenants: Iterable[Tenant], oldest: Request, min_lag: float
 ) -> Request | None:
-    """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for so many blocks.
+    """The request to preempt so that `tenant` can start one: it waits for a row (`num_blocks` 0) or for blocks.
 
     None unless another tenant got no less service, and still holds as much for its weight afterwards as `tenant` does
-    then. So nobody who was preempted this way takes it back the same way, and a tenant's only request never goes. Where
-    `tenant` runs already its service must be `min_lag` behind, or two who compete would preempt each other by turns.
+    then. So a preempted request does not take it back the same way, and a tenant's only request is never preempted.
+    When `tenant` runs already, its service must be `min_lag` behind, or two tenants would preempt each other by turns.
     """
     most = tenant.service + (min_lag if tenant.running else 0.0)
     best: tuple[float, int, Request] | None = None

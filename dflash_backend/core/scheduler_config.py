@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dflash_backend.core.cache_group import CacheGroup
+
 
 def max_positions(max_model_len: int, k: int) -> int:
     """Positions that a row can name at most: a sequence, and the anchor and drafts that may reach past its end."""
@@ -55,6 +57,11 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_drafting_len", min(self.drafter_max_len, self.max_model_len))
+
+    @property
+    def cache_group(self) -> CacheGroup:
+        """The layers of both models, under one block table."""
+        return CacheGroup(self.block_size)
 
     def lookahead(self, k: int) -> int:
         """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# `max_step_time_ms` auto: so many seconds, or so many times a step without prompts if that is more.
+# `max_step_time_ms` auto: the larger of this many seconds and this many times a step without prompts.
 AUTO_STEP_S = 0.01
 AUTO_LIGHT_STEPS = 2.0
-# While the requests of only one tenant are there, a step with prompts may take so many times as long: fewer, larger
-# steps have more throughput, and there is nobody else to be kept waiting.
+# While only one tenant has requests, a step with prompts may take this many times as long: fewer, larger steps have
+# more throughput, and no other tenant waits.
 ONE_TENANT_FACTOR = 8
 # A step with no more prompt tokens than this tells what the others cost; a step is never bounded to fewer.
 LIGHT_TOKENS = 8

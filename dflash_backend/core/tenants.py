@@ -2,7 +2,7 @@
 
 Every tenant has a counter of the service it got: tokens that were run for it, divided by its weight. The tenant with
 the lowest counter goes first (the virtual token counters of Sheng et al., "Fairness in Serving Large Language Models",
-OSDI 2024). Whoever has nothing to run gains no claim by that: a tenant that comes, or comes back, starts from the
+OSDI 2024). A tenant without requests gains no claim by that: a tenant that comes, or comes back, starts from the
 lowest counter of those that are there, or from its own where that is higher. Within a tenant the order is priority,
 then arrival.
 
@@ -20,7 +20,7 @@ from dflash_backend.core.request import Request
 
 # A token that is found in the prefix cache costs its tenant this part of one that is computed.
 CACHED_TOKEN_COST = 1 / 32
-# Counters of tenants without a request are kept for so many of them, the last to leave.
+# Tenants without a request whose counters are kept, the last to leave.
 MAX_ABSENT = 1024
 
 

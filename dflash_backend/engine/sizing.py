@@ -17,6 +17,7 @@ from dflash_backend.checkpoints import ModelPair
 from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.core.cache_group import CacheGroup
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_backend.worker.memory import GIB, MemoryUse
 
@@ -95,7 +96,7 @@ def settle_sizes(config: EngineConfig, pair: ModelPair, room: Room, dtype: torch
         return Sizes(longest, num_blocks)
     if wanted is None and held >= MIN_MODEL_LEN:
         return Sizes(held, num_blocks, cut_from=longest, more=room.more)
-    needed = -(-longest // config.kv_block_size)
+    needed = CacheGroup(config.kv_block_size).blocks_for(longest)
     size = needed * _block_bytes(config, pair, dtype) / GIB
     raise ConfigError(
         f"setting 'max_model_len' is {'auto' if wanted is None else wanted}, and a request of {longest} tokens takes "
@@ -124,7 +125,8 @@ def _num_blocks(config: EngineConfig, pair: ModelPair, room: Room, max_model_len
     num_blocks = int(room.num_bytes // block_bytes)
     if not room.is_wish:
         lookahead = pair.draft.block_size if pair.draft else 0
-        num_blocks = min(num_blocks, config.max_num_seqs * -(-(max_model_len + lookahead) // config.kv_block_size))
+        most = CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
+        num_blocks = min(num_blocks, config.max_num_seqs * most)
     if num_blocks < 1:
         raise ConfigError(
             f"the KV cache has no room for a single block: {room.source} leaves {max(room.num_bytes, 0) / 1024**2:.1f} "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tests.mutations import drafters, planted
 from tests.mutations.mutant import Mutant
 
-TRAPS = "tests/core/test_traps.py"
+INVARIANTS = "tests/core/test_invariants.py"
 SCHEDULING = "tests/core/test_scheduling.py"
 POOL = "tests/core/test_block_pool.py"
 PREFIX = "tests/core/test_prefix_cache.py"
@@ -28,79 +28,79 @@ def _core(name: str, module: str, before: str, after: str, *tests: str) -> Mutan
     return Mutant(name, f"dflash_backend/core/{module}.py", before, after, tests or (MODEL_BASED,))
 
 
-_TRAPS = (
+_INVARIANTS = (
     _core(
-        "trap 1: lookahead of k instead of k + 1",
+        "RESERVE: lookahead of k instead of k + 1",
         "scheduler_config",
         "return k + self.lookahead_base if k > 0 else 0",
         "return k",
-        TRAPS,
+        INVARIANTS,
     ),
     _core(
-        "trap 1: no lookahead on a prefill",
+        "RESERVE: no lookahead on a prefill",
         "rows",
         "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(\n",
         "    num_positions = end\n    return ScheduledRequest(\n",
-        TRAPS,
+        INVARIANTS,
     ),
     _core(
-        "trap 1: no lookahead behind verified drafts",
+        "RESERVE: no lookahead behind verified drafts",
         "rows",
         "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(request.request_id, start, 1,",
         "    num_positions = end\n    return ScheduledRequest(request.request_id, start, 1,",
-        TRAPS,
+        INVARIANTS,
     ),
     _core(
-        "trap 2: maximum length without the anchor's slot",
+        "WINDOW: maximum length without the anchor's slot",
         "scheduler_config",
         "return num_tokens + k <= self.max_drafting_len",
         "return num_tokens + k - 1 <= self.max_drafting_len",
-        TRAPS,
+        INVARIANTS,
     ),
     _core(
-        "trap 2: drafting past max_model_len",
+        "WINDOW: drafting past max_model_len",
         "scheduler_config",
         "min(self.drafter_max_len, self.max_model_len)",
         "self.drafter_max_len",
         SCHEDULING,
     ),
     _core(
-        "trap 3: rejected positions count as computed",
+        "LOSSLESS: rejected positions count as computed",
         "engine",
         "request.num_computed += row.num_new + result.num_accepted",
         "request.num_computed += row.num_new + row.num_draft",
-        TRAPS,
+        INVARIANTS,
     ),
     Mutant(
-        "trap 3: rejected positions injected, and the drafter goes on behind them",
+        "LOSSLESS: rejected positions injected, and the drafter goes on behind them",
         "kernels/dflash_kernels/accept.py",
         "computed.numpy()[index[real]] = end[real]",
         "computed.numpy()[index[real]] = (first + lens)[real]",
         (DRAFTS,),
     ),
     Mutant(
-        "trap 4: prefill chunks bring no drafter K/V",
+        "TOGETHER: prefill chunks bring no drafter K/V",
         "dflash_backend/worker/step_ops.py",
         "final = slots.numpy() >= 0",
         "final = (slots.numpy() >= 0) & (batch.logits_start.numpy() >= 0)[batch.token_row.numpy()]",
         (CONTEXT_KV,),
     ),
     _core(
-        "trap 4: a block is published before its last token was run",
+        "PUBLISH: a block is published before its last token was run",
         "kv_manager",
         "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
         "num_full = request.num_tokens // self._block_size",
-        TRAPS,
+        INVARIANTS,
     ),
     _core(
-        "trap 5: the last full block of a hit is dropped",
+        "PUBLISH: the last full block of a hit is dropped",
         "kv_manager",
         "num_blocks = (request.prefill_end - 1) // self._block_size",
         "num_blocks = max(0, (request.prefill_end - 1) // self._block_size - 1)",
-        TRAPS,
+        INVARIANTS,
     ),
     Mutant(
-        "trap 7: padding rows are written",
+        "OWN: padding rows are written",
         "kernels/dflash_kernels/qk_norm_rope_write.py",
         "if slot >= 0:",
         "if slot >= -1:",
@@ -586,8 +586,8 @@ _OVERLAP = (
     _core(
         "what is in flight is lost when a step does not fit the memory",
         "engine",
-        "self._collect_down_to(0, outputs)  # nobody",
-        "self._collect_down_to(0, StepOutputs())  # nobody",
+        "self._collect_down_to(0, outputs)  # no request",
+        "self._collect_down_to(0, StepOutputs())  # no request",
         OVERLAP,
     ),
     _core(
@@ -674,13 +674,13 @@ _SPEC_COUNTS = (
     ),
 )
 
-_CORE = _TRAPS + _CACHE + _SCHEDULER + _TENANTS + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
+_CORE = _INVARIANTS + _CACHE + _SCHEDULER + _TENANTS + _OVERLAP + _SHORT_REQUESTS + _FAILED_STEPS + _SPEC_COUNTS
 MUTANTS: tuple[Mutant, ...] = _CORE + planted.PLANTED + drafters.DRAFTERS
 
-# Applied by every run of the tests: a trap, defects of the cache, the scheduler and overlap, and those of `planted`.
+# Every run of the tests applies these: of the invariants, the cache, the scheduler, overlap, and of `planted`.
 SMOKE = (
-    "trap 1: lookahead of k instead of k + 1",
-    "trap 5: the last full block of a hit is dropped",
+    "RESERVE: lookahead of k instead of k + 1",
+    "PUBLISH: the last full block of a hit is dropped",
     "protected blocks never grow old",
     "the oldest request is preempted",
     "a result goes to whoever has the id now",

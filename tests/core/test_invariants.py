@@ -1,8 +1,6 @@
-"""Each trap of the design's list that is about cache, window or slots, as far as the core decides it.
+"""RESERVE, WINDOW, PUBLISH and TOGETHER on the toy's K/V, by content: what a query or a rejected draft would destroy.
 
-Every test checks by content, on the toy's K/V: what a drafter's query or a rejected draft would have destroyed. Trap 7,
-padding rows that write, is the kernels': `tests/kernels/test_qk_norm_rope_write.py` and `test_context_write.py`; traps
-3 and 4 on real models are in `tests/worker/test_context_kv.py`.
+On real models: `tests/worker/test_context_kv.py`; padding rows that write: the kernels' tests.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ def _run_beside(engine: CheckedEngine, *prompts: list[int], **sampling: object) 
 
 
 @pytest.mark.parametrize("length", range(1, 10))
-def test_trap_1_queries_stay_in_blocks_of_their_own_wherever_the_prompt_ends(length: int) -> None:
+def test_reserve_queries_stay_in_blocks_of_their_own_wherever_the_prompt_ends(length: int) -> None:
     # Neighbours in a pool of single-position blocks: one query too many would lie in the next request's block.
     engine = CheckedEngine(make_config(block_size=1, num_blocks=120))
     _run_beside(engine, *[[10 + i, *PREFIX[:length]] for i in range(4)])
     assert engine.core.stats().spec_decoding.num_drafts > 0
 
 
-def test_trap_1_the_first_prefill_covers_the_anchors_query_and_k_masks() -> None:
+def test_reserve_the_first_prefill_covers_the_anchors_query_and_k_masks() -> None:
     engine = Engine(make_config(block_size=1))
     engine.add(make_request("a", PREFIX))
     engine.step()
@@ -36,7 +34,7 @@ def test_trap_1_the_first_prefill_covers_the_anchors_query_and_k_masks() -> None
     assert engine.worker.drafter_kv.count(QUERY) == 1 + 3
 
 
-def test_trap_1_a_shared_prefix_outlives_the_drafts_of_all_who_share_it() -> None:
+def test_reserve_a_shared_prefix_outlives_the_drafts_of_all_who_share_it() -> None:
     engine = CheckedEngine(make_config(num_blocks=60))
     engine.add(make_request("first", [*PREFIX, 40], max_tokens=1))
     engine.finish()
@@ -56,7 +54,7 @@ def _names(engine: CheckedEngine, prompt: list[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("drafter_max_len", range(10, 30))
-def test_trap_2_no_anchor_or_mask_lies_past_the_drafters_length(drafter_max_len: int) -> None:
+def test_window_no_anchor_or_mask_lies_past_the_drafters_length(drafter_max_len: int) -> None:
     engine = Engine(make_config(drafter_max_len=drafter_max_len, block_size=1))
     (output,) = engine.run(make_request("a", PREFIX, max_tokens=40, seed=3))
     drafting = [row for row in engine.rows_of("a") if row.num_next_draft]
@@ -67,7 +65,7 @@ def test_trap_2_no_anchor_or_mask_lies_past_the_drafters_length(drafter_max_len:
     assert output.token_ids == greedy_continuation(PREFIX, 40)
 
 
-def test_trap_3_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
+def test_publish_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
     # Seed 0 of a greedy request: no draft ever stands, so each step leaves three rejected positions behind.
     engine = CheckedEngine(make_config(block_size=1))
     _run_beside(engine, PREFIX, seed=0, max_tokens=12)
@@ -77,7 +75,7 @@ def test_trap_3_rejected_drafts_are_in_no_block_that_can_be_found() -> None:
     assert engine.core.stats().prefix_cache_hits == 8 + 11, "prompt and output, but the last token, which was never run"
 
 
-def test_trap_4_a_hit_brings_the_drafters_context_with_the_targets() -> None:
+def test_together_a_hit_brings_the_drafters_context_with_the_targets() -> None:
     engine = CheckedEngine(make_config(num_blocks=60))
     _run_beside(engine, [*PREFIX, 30], seed=3, max_tokens=17)
     engine.add(make_request("hit", [*PREFIX, 31], seed=3, max_tokens=17))
@@ -96,7 +94,7 @@ def test_trap_4_a_hit_brings_the_drafters_context_with_the_targets() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_trap_5_a_hit_keeps_its_last_full_block(num_blocks: int) -> None:
+def test_publish_a_hit_keeps_its_last_full_block(num_blocks: int) -> None:
     engine = CheckedEngine(make_config(num_blocks=60))
     prompt = [*range(1, 4 * num_blocks + 1), 40]
     _run_beside(engine, prompt, prompt, seed=3, max_tokens=1)
