@@ -1,9 +1,9 @@
 """Chat messages on their way into a prompt: options of the chat template, and content that cannot pose as a turn.
 
-A chat template marks turns by special tokens, such as `<|im_start|>`. Content that spells such a token out must not
-begin a turn of its own: whoever wrote the content, perhaps a web page, would speak as the system. So these places in
-the content are marked before the template runs, and where a mark is in the rendered text, the text is cut before it is
-tokenised: `<` and `|im_start|>` make no special token. Content without special tokens is tokenised as ever.
+A chat template marks turns by special tokens, such as `<|im_start|>`. Content that spells such a token must not begin a
+turn: its author, perhaps a web page, would speak as the system. So a mark is put inside each such token before the
+template runs, and the rendered text is split at the marks before it is tokenised: `<` and `|im_start|>` make no special
+token. Content without special tokens is tokenised as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from dflash_backend.text.client_json import JsonError, quoted, read_json
 
-# Characters that Unicode keeps free for use inside programs; a text never has them for a meaning.
+# Unicode reserves these characters for use inside programs; they have no meaning in a text.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 OPTION_NAMES = ("chat_template_kwargs", "enable_thinking")
 MAX_OPTIONS = 16
@@ -41,8 +41,8 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """What a chat template made of messages. `pieces` are the text, cut where content spells a special token out; each
-    is tokenised by itself."""
+    """The text of messages through a chat template, in `pieces`: split inside each special token that content spells.
+    Each piece is tokenised by itself."""
 
     pieces: tuple[str, ...]
 
@@ -90,10 +90,10 @@ def _options(given: Any) -> dict[str, Any]:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, to be found in what people wrote."""
+    """Finds the special tokens of a tokenizer in the content of messages."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        # A token of one character cannot be cut.
+        # A token of one character cannot be split.
         tokens = [token for token in tokens if len(token) > 1]
         choices = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
         # Looking ahead also finds tokens that overlap.

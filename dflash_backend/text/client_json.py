@@ -1,7 +1,7 @@
-"""JSON that a client wrote, read strictly and at a bounded cost. Used by `text.request` and `sampling_params`.
+"""Reads JSON from clients, strictly and at a bounded cost.
 
-The thread that reads requests shares one interpreter with the thread that answers everybody, and a JSON reader holds
-the interpreter until it is done. So a text is measured, with searches that cost next to nothing, before it is read.
+The thread that reads requests shares one interpreter with the thread that sends all responses, and a JSON reader holds
+the interpreter until it is done. So cheap searches measure a text before it is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_DIGITS = 100
 MAX_DEPTH = 16
 # An entry of a logit bias, such as "151935": -12.345678, with what surrounds it.
 BIAS_CHARS = 24
-# What an error message shows of a value.
+# How much of a value an error message shows.
 MAX_QUOTED_CHARS = 200
 MAX_QUOTED_ITEMS = 20
 MAX_QUOTED_DEPTH = 3
@@ -36,9 +36,9 @@ class NotJsonError(JsonError):
 def read_json(text: str, *, max_chars: int, max_brackets: int) -> Any:
     """The value of a JSON text.
 
-    Refused besides what is no JSON: more than `max_chars` characters; more than `max_brackets` opening brackets and
-    braces, those in strings included; nesting deeper than `MAX_DEPTH`; NaN and infinities; a key that comes twice in an
-    object; half a surrogate pair, which has no UTF-8 form. Raises `JsonError`.
+    Raises `JsonError` for: text that is no JSON; more than `max_chars` characters; more than `max_brackets` opening
+    brackets and braces, those in strings included; nesting deeper than `MAX_DEPTH`; NaN and infinities; a key twice in
+    one object; half a surrogate pair, which has no UTF-8 form.
     """
     if len(text) > max_chars:
         raise JsonError(f"has {len(text)} characters; allowed: at most {max_chars}")
@@ -61,11 +61,11 @@ def read_json(text: str, *, max_chars: int, max_brackets: int) -> Any:
 
 
 class TokenBiases(dict[int, float]):
-    """A logit bias by token id that `read_parameters` has read: its keys and values have their types already."""
+    """A logit bias by token id, whose keys and values have their types already."""
 
 
 class _LongParameters(msgspec.Struct):
-    """The one parameter that may be long. Others are passed over without being made into objects."""
+    """The one parameter that may be long. No objects are made of the others."""
 
     logit_bias: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
@@ -73,9 +73,8 @@ class _LongParameters(msgspec.Struct):
 def read_parameters(text: str, *, max_chars: int, max_biases: int, max_brackets: int) -> Any:
     """The value of the JSON text of a request's parameters, as `read_json` reads it.
 
-    Only a `logit_bias` may be longer than `max_chars`, and have `max_biases` entries at most. Such a one is read into a
-    `TokenBiases` by a reader that knows its type, which takes a fraction of the time; the rest is read without it.
-    Raises `JsonError`.
+    Only a `logit_bias` may be longer than `max_chars`, with at most `max_biases` entries. A long one is read into a
+    `TokenBiases` by a typed reader, in a fraction of the time. Raises `JsonError`.
     """
     if len(text) <= max_chars:
         return read_json(text, max_chars=max_chars, max_brackets=max_brackets)
@@ -117,7 +116,7 @@ def _biases(raw: bytes, max_biases: int) -> TokenBiases:
 
 
 def _deeper_than(value: Any, depth: int) -> bool:
-    """Whether lists and objects lie in each other more than `depth` times. Asks no deeper than that."""
+    """Whether lists and objects are nested more than `depth` times. Looks no deeper than that."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Turns the tokens of one request into text as they come, and finds its stop strings. Used by the frontend and `LLM`.
+"""Turns the tokens of one completion into text as they arrive, and finds its stop strings.
 
-The deltas joined are `tokenizer.decode` of all the tokens (up to a stop). For tokenizers that fall back to single bytes
-by the run (SentencePiece), that holds where the bytes are valid UTF-8: an invalid byte there changes how characters
-before it decode, after they were sent.
+The joined deltas equal `tokenizer.decode` of all tokens (up to a stop). For tokenizers that decode runs of single bytes
+together (SentencePiece), this holds where the bytes are valid UTF-8: an invalid byte changes how characters before it
+decode, after they were sent.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dflash_backend.messages import SamplingParams
 from dflash_backend.text.stop_strings import StopStrings
 
 REPLACEMENT = "\ufffd"
-# Of a longer run of U+FFFD at the end, which a client can ask for with `logit_bias`, only the last few may still become
-# a character: the others leave, so that the window does not grow with the run.
+# The longest run of U+FFFD at the end that is held back. Of a longer one, which `logit_bias` can cause, only the last
+# few may still become a character; the others leave, so that the window does not grow with the run.
 MAX_REPLACEMENTS = 64
 MAX_INCOMPLETE = 4
-# Of a longer run of tokens that add no text, such as special ones that are skipped, only a few stay in the window. Not
-# none: at the beginning of a text a decoder may take one for the space before the first word.
+# The longest run in the window of tokens without text, such as skipped special tokens. Of a longer one a few stay:
+# they matter at the beginning of a text, where a decoder may drop the space before the first word.
 MAX_SILENT = 64
 KEPT_SILENT = 4
 
@@ -34,8 +34,8 @@ class Decoder(Protocol):
 
 
 class TextDelta(NamedTuple):
-    """New text. `stopped` says that a stop string ended it: no more text will come. `num_tokens` of the tokens belong
-    to the answer: all of them, or those up to the one that completed the stop string."""
+    """New text. `stopped`: a stop string ended it, and no more text follows. `num_tokens`: how many of the tokens
+    belong to the answer, up to the one that completed the stop string."""
 
     text: str
     stopped: bool
@@ -43,7 +43,7 @@ class TextDelta(NamedTuple):
 
 
 class Detokenizer:
-    """The text of one request. Call `append` with the tokens of each step, in order."""
+    """The text of one completion. Call `append` with the tokens of each step, in order."""
 
     def __init__(self, tokenizer: Decoder, sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
@@ -54,8 +54,8 @@ class Detokenizer:
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
         # Text of the first `min_tokens` tokens is not searched for the end of a stop string, as in vLLM.
         self._num_unsearched = sampling.min_tokens
-        # A window of tokens is decoded at a time. It begins with `_num_context` tokens whose text is out already: some
-        # decoders treat the first token of a text in another way, so no new token may be the first.
+        # The tokens that are decoded together. The first `_num_context` are context, whose text was returned already:
+        # some decoders treat the first token of a text differently, so no new token may be the first.
         self._window: list[int] = []
         self._num_chars_out = 0
         self._num_context = 0
@@ -65,7 +65,7 @@ class Detokenizer:
         self._stopped = False
 
     def append(self, token_ids: list[int], finished: bool) -> TextDelta:
-        """The text that `token_ids` add. `finished` says that they are the last: what was held back comes out.
+        """The text that `token_ids` add. With `finished` they are the last, and the text that was held back follows.
 
         A last token that is an end-of-sequence or stop token adds no text, unless `include_stop_str_in_output`.
         """
@@ -76,10 +76,10 @@ class Detokenizer:
         return self._append_each(self._stops, token_ids, finished)
 
     def would_add(self, token_id: int, last: bool) -> str:
-        """The text that `token_id` would add if it came next; `last` as `finished` of `append`, stop strings aside.
+        """The text that `token_id` would add as the next token; `last` as `finished` of `append`, stop strings aside.
 
-        A part of a character adds nothing, and the token that completes the character adds all of it; a special token
-        that is skipped adds nothing. So what the chosen tokens add, joined, is the text.
+        The token that completes a character adds all of it, and the tokens before that nothing; so does a skipped
+        special token. The joined additions of the chosen tokens are the text.
         """
         if last and not self._keep_stop_token and token_id in self._stop_token_ids:
             text = self._tokenizer.decode(self._window, self._skip_special_tokens)
@@ -88,7 +88,7 @@ class Detokenizer:
         return (text if last else _complete(text))[self._num_chars_out :]
 
     def _append_each(self, stops: StopStrings, token_ids: list[int], finished: bool) -> TextDelta:
-        """`append` token by token, to know the one that completes a stop string: nothing past it may leave."""
+        """`append` token by token, to find the one that completes a stop string: no text past it may leave."""
         texts: list[str] = []
         for index, token_id in enumerate(token_ids):
             last = finished and index == len(token_ids) - 1
@@ -137,8 +137,8 @@ class Detokenizer:
             self._num_silent = KEPT_SILENT
 
     def _shorten(self) -> None:
-        """Keep of a window that ends in a long run of U+FFFD its end only: enough tokens for what is held back of it,
-        among others that add no text."""
+        """Keep only the end of a window that ends in a long run of U+FFFD: enough tokens for the text that is held
+        back, also among tokens without text."""
         size = MAX_REPLACEMENTS
         while size < len(self._window):
             text = self._tokenizer.decode(self._window[-size:], self._skip_special_tokens)

@@ -1,7 +1,6 @@
-"""Turns what a Triton request carries into a validated `ParsedRequest`. Called by `triton.service`.
+"""Turns the inputs and parameters of a request into a validated `ParsedRequest`.
 
-Knows no Triton type: inputs come as numpy arrays by name and request parameters as the JSON that Triton gives, so that
-every refusal can be tested without a server.
+It knows no Triton type: inputs are numpy arrays by name, request parameters are JSON text.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 Array = np.ndarray[Any, Any]
 
 PROMPT_INPUTS = ("text_input", "input_ids", "messages")
-# What Triton itself puts among the parameters of a request that came with these fields.
+# Triton adds these fields of a request to its parameters.
 TRITON_PARAMETERS = frozenset({"id", "sequence_id", "sequence_start", "sequence_end"})
 RETURN_FLAGS = (
     "return_finish_reason",
@@ -36,13 +35,13 @@ RETURN_FLAGS = (
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
 MAX_PARAMETERS_BRACKETS = 5000
-# JSON may write a character in six, and a message has a role and the names of its fields besides.
+# JSON may write one character as six, and each message also has a role and field names.
 MAX_MESSAGES_CHARS = 65_536
 MESSAGES_CHARS_PER_TOKEN = 64
 MESSAGES_BRACKETS_PER_TOKEN = 4
 MAX_MESSAGES_QUOTES = 20_000
 MESSAGES_QUOTES_PER_TOKEN = 4
-# A role and content, and what tells one message from the next.
+# A role and content, and the tokens between messages.
 MIN_TOKENS_OF_MESSAGE = 2
 # A character has at most four bytes in UTF-8.
 BYTES_PER_CHAR = 4
@@ -87,11 +86,8 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """What the server's settings ask of each request.
-
-    `max_n` bounds its completions. `sampling_defaults` hold for the sampling parameters that it leaves out. With
-    `require_cache_salt` it must bring one.
-    """
+    """The server's rules for requests: at most `max_n` completions; a cache salt with `require_cache_salt`;
+    `sampling_defaults` for the sampling parameters that a request leaves out."""
 
     max_n: int
     require_cache_salt: bool = False
@@ -106,12 +102,11 @@ def parse_request(
     rules: RequestRules,
     check_queue: Callable[[SamplingParams], None] = lambda sampling: None,
 ) -> ParsedRequest:
-    """Check every input and parameter and tokenise the prompt.
+    """Check every input and parameter, and tokenise the prompt.
 
-    `inputs` are the tensors that were sent: STRING as arrays of bytes objects, BOOL, INT32 or INT64. `parameters` is
-    the JSON object of the request's own parameters, or empty. `check_queue` is called before the prompt is looked at;
-    what it raises passes. Raises `InputError`, `PromptError` or `ParameterError`, each a ValueError with a sentence for
-    the client.
+    inputs: the tensors by name; STRING as arrays of bytes objects, BOOL, INT32 or INT64. parameters: the JSON object of
+    the request's own parameters, or empty. check_queue: called before the prompt is read; it may raise. Raises
+    `InputError`, `PromptError` or `ParameterError`, each a ValueError with a sentence for the client.
     """
     stream = _flag(inputs, "stream", False)
     exclude_input = _flag(inputs, "exclude_input_in_output", stream)
@@ -124,7 +119,7 @@ def parse_request(
     values = _sampling_values(inputs, parameters, ready)
     chat_options = pop_options(values)
     sampling = parse_sampling_params(
-        {**rules.sampling_defaults, **{name: value for name, value in values.items() if _says_something(name, value)}},
+        {**rules.sampling_defaults, **{name: value for name, value in values.items() if _is_given(name, value)}},
         max_speculative_tokens=ready.num_speculative_tokens,
         vocab_size=ready.vocab_size,
         max_n=rules.max_n,
@@ -145,8 +140,8 @@ def parse_request(
     return ParsedRequest(token_ids, sampling, stream, prefix, returns)
 
 
-def _says_something(name: str, value: Any) -> bool:
-    """Whether a value is one: null leaves a parameter at its default, but of `max_tokens` it is "as many as fit"."""
+def _is_given(name: str, value: Any) -> bool:
+    """Whether a value replaces the default: null does not, except that for `max_tokens` it means "as many as fit"."""
     return value is not None or name == "max_tokens"
 
 
@@ -190,7 +185,7 @@ def _most_chars(tokenizer: Tokenizer, ready: EngineReady) -> int:
 
 
 def _check_fits(text: str, tokenizer: Tokenizer, ready: EngineReady) -> None:
-    """Refuse a text that is too long whatever its tokens are: tokenising it would keep other clients waiting."""
+    """Refuse a text that is certainly too long: tokenising it would keep other clients waiting."""
     if len(text) > _most_chars(tokenizer, ready):
         raise _too_long(f"{len(text)} characters", tokenizer, ready)
     if tokenizer.has_more_tokens(text, ready.max_model_len):
@@ -205,9 +200,9 @@ def _token_ids(array: Array, ready: EngineReady) -> list[int]:
         raise InputError(f"input 'input_ids' has the type {array.dtype}; allowed: INT32 or INT64")
     _check_num_tokens(array.size, ready)
     ids = array.reshape(-1)
-    strange = np.flatnonzero((ids < 0) | (ids >= ready.vocab_size))
-    if strange.size:
-        position = int(strange[0])
+    out_of_range = np.flatnonzero((ids < 0) | (ids >= ready.vocab_size))
+    if out_of_range.size:
+        position = int(out_of_range[0])
         raise InputError(
             f"input 'input_ids' has {ids[position]} at position {position}; allowed: the target's token ids, 0 to "
             f"{ready.vocab_size - 1}"
@@ -225,7 +220,7 @@ def _check_num_tokens(num_tokens: int, ready: EngineReady) -> None:
 
 
 def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str, Any]]:
-    """The chat messages. Everything in them costs tokens, so `max_model_len` bounds how much there can be of it."""
+    """The chat messages. All their content costs tokens, so `max_model_len` bounds their size."""
     max_chars = MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * ready.max_model_len
     text = _string(inputs, "messages", BYTES_PER_CHAR * max_chars)
     quotes, max_quotes = text.count('"'), MAX_MESSAGES_QUOTES + MESSAGES_QUOTES_PER_TOKEN * ready.max_model_len
@@ -250,7 +245,7 @@ def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str,
 
 
 def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: EngineReady) -> dict[str, Any]:
-    """The sampling parameters as they were sent: the input wins over the request's own parameters."""
+    """The sampling parameters that were sent: those of the input, or else the request's own parameters."""
     if "sampling_parameters" in inputs:
         what = "input 'sampling_parameters'"
         max_chars = MAX_PARAMETERS_CHARS + BIAS_CHARS * ready.vocab_size
@@ -270,14 +265,14 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
         raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
     if "sampling_parameters" not in inputs:
         values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
-    # Triton's vLLM backend takes it; a client must not think that its adapter was used.
+    # Triton's vLLM backend takes it. Ignoring it would let a client believe that its adapter was used.
     if values.pop("lora_name", None) is not None:
         raise InputError(NO_LORA)
     return values
 
 
 def _string(inputs: Mapping[str, Array], name: str, max_bytes: int) -> str:
-    """The text of an input, which is measured before it is decoded."""
+    """The text of an input, measured before it is decoded."""
     value = _one(inputs[name], name)
     if isinstance(value, str):
         return value

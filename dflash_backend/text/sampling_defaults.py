@@ -9,7 +9,7 @@ from typing import Any
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.text.sampling_params import ParameterError, parse_sampling_params
 
-# By Hugging Face's names; those that vLLM takes too.
+# Hugging Face's names to ours; vLLM takes the same ones.
 _NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """What `generation_config.json` says of sampling, by our names; empty without that file. Raises `CheckpointError`
+    """The sampling defaults of `generation_config.json` by our names; empty without that file. Raises `CheckpointError`
     for a value that is not allowed."""
     path = directory / "generation_config.json"
     if not path.is_file():

@@ -1,8 +1,7 @@
-"""Sampling parameters from outside, checked: one table of names, types and bounds.
+"""Checks sampling parameters: one table of names, types and bounds.
 
-The Triton frontend calls `parse_sampling_params` with what a request carries, `LLM` with what a script passes. Values
-may be text, since Triton's request parameters often are. A client may send anything: the size of a value is checked
-before it is converted, and the first bad item ends the check.
+Values may be text, since Triton's request parameters often are. A client may send anything: the size of a value is
+checked before it is converted, and the first bad item ends the check.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from dflash_backend.text.client_json import JsonError, NotJsonError, TokenBiases
 from dflash_backend.text.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
 
 INT64_MAX = 2**63 - 1
-# vLLM's default of `max_logprobs`: each costs the server a message entry for every token.
+# vLLM's default of `max_logprobs`: each costs a message entry for every token.
 MAX_LOGPROBS = 20
-# A larger bias is cut to this, as vLLM and OpenAI do.
+# Larger biases are clamped to this, as in vLLM and OpenAI's API.
 MAX_LOGIT_BIAS = 100.0
-# Each new token is searched for each stop string, by the thread that sends every request's responses.
+# The thread that sends all responses searches each new token for stop strings.
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_CHARS_TOGETHER = 4096
@@ -37,7 +36,7 @@ MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**32 - 1
 # Beyond these the product with a logit of ordinary size leaves the range of float32 or loses all its digits.
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
-# A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". It came inside a text that was measured.
+# A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". The text around it was measured before.
 MAX_NESTED_CHARS = 64_000_000
 MAX_NESTED_BRACKETS = 5000
 # Below this, dividing logits by the temperature overflows float16 and gains nothing over greedy; vLLM's bound too.
@@ -45,7 +44,7 @@ LOWEST_TEMPERATURE = 1e-2
 # Names up to this length are compared with the known ones.
 MAX_COMPARED_CHARS = 64
 TRITON_PREFIX = "triton_"
-# JSON's numbers, and those that people write: 1., .5 and +1. Python's own reading takes 1_0, " 1" and other alphabets.
+# JSON's numbers, and 1., .5 and +1, which people write. Python also reads 1_0, " 1" and digits of other alphabets.
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 MAX_NUMBER_CHARS = 400
@@ -57,8 +56,8 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One sampling parameter. `read` turns a value into the parameter's type, or None where it is not allowed;
-    `allowed` says in words what is."""
+    """One sampling parameter. `read` converts a value to the parameter's type, and returns None if it is not allowed;
+    `allowed` describes the allowed values."""
 
     name: str
     read: Callable[[Any], Any]
@@ -183,7 +182,7 @@ def _read_token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, float] | None:
-    """An object from token ids, which JSON has as strings, to biases, cut to `MAX_LOGIT_BIAS`; or its JSON text.
+    """An object from token ids, strings in JSON, to biases, clamped to `MAX_LOGIT_BIAS`; or its JSON text.
 
     Raises `ParameterError` for more entries than the vocabulary has, and for the first token id past its end.
     """
@@ -213,8 +212,8 @@ def _typed_biases(value: TokenBiases, vocab_size: int | None) -> dict[int, float
     """As `_read_logit_bias`, for tens of thousands of entries at once."""
     most = INT64_MAX if vocab_size is None else vocab_size - 1
     if value and not 0 <= min(value) <= max(value) <= most:
-        strange = next(token_id for token_id in value if not 0 <= token_id <= most)
-        raise _not_allowed("logit_bias", {strange: value[strange]}, f"token ids from 0 to {most}, so not {strange}")
+        invalid = next(token_id for token_id in value if not 0 <= token_id <= most)
+        raise _not_allowed("logit_bias", {invalid: value[invalid]}, f"token ids from 0 to {most}, so not {invalid}")
     biases = np.fromiter(value.values(), np.float64, len(value))
     return dict(zip(value, biases.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
 
@@ -292,13 +291,13 @@ def parse_sampling_params(
     vocab_size: int | None = None,
     max_n: int | None = None,
 ) -> SamplingParams:
-    """Check `values` and give them their types.
+    """Check `values` and convert them to their types.
 
-    A value of None leaves the default; `max_tokens` of None is as many as fit. `max_speculative_tokens` bounds
-    `num_speculative_tokens` (the server's k), `vocab_size` the token ids of `logit_bias` and `stop_token_ids`, and
-    `max_n` bounds `n`; None leaves each of them unbounded. Names that begin with `triton_` are skipped. Parameters of
-    vLLM that this server does not have are taken where they ask for nothing. Raises `ParameterError` for the first name
-    that is unknown and the first value that is not allowed.
+    A value of None means the default; `max_tokens` of None means as many as fit. `max_speculative_tokens` (the server's
+    k) bounds `num_speculative_tokens`, `vocab_size` the token ids of `logit_bias` and `stop_token_ids`, and `max_n`
+    bounds `n`; None means no bound. Names that begin with `triton_` are skipped. Parameters of vLLM that this server
+    does not have may have neutral values. Raises `ParameterError` for the first unknown name or value that is not
+    allowed.
     """
     parsed: dict[str, Any] = {}
     for name, value in values.items():
@@ -331,8 +330,8 @@ def parse_sampling_params(
 
 
 def child(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of completion `index` (0-based) of the `n` that `params` ask for: one completion, and a seed of
-    its own where there is a seed, `seed + index` as in vLLM."""
+    """The parameters of completion `index` (0-based) of the `n` in `params`: one completion, and `seed + index` as its
+    seed if there is one, as in vLLM."""
     seed = params.seed
     return msgspec.structs.replace(params, n=1, seed=None if seed is None else (seed + index) & INT64_MAX)
 
@@ -345,11 +344,10 @@ def _check_together(
         raise _not_allowed("n", params.n, f"an integer from 1 to {max_n}, what the server runs at a time")
     if vocab_size is not None:
         ids = params.stop_token_ids
-        strange = next((token_id for token_id in ids if token_id >= vocab_size), None)
-        if strange is not None:
-            allowed = f"token ids from 0 to {vocab_size - 1}, so not {strange}"
-            raise _not_allowed("stop_token_ids", ids, allowed)
-        # Until min_tokens are there, no stop token may come: with all of them hidden there is none to choose.
+        invalid = next((token_id for token_id in ids if token_id >= vocab_size), None)
+        if invalid is not None:
+            raise _not_allowed("stop_token_ids", ids, f"token ids from 0 to {vocab_size - 1}, so not {invalid}")
+        # Stop tokens are masked until min_tokens are generated: with all tokens masked, none could be sampled.
         if params.min_tokens > 0 and 2 * len(ids) > vocab_size:
             allowed = f"with min_tokens at most half of the vocabulary, {vocab_size // 2} tokens"
             raise _not_allowed("stop_token_ids", ids, allowed)

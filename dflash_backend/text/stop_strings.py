@@ -1,8 +1,8 @@
-"""Finds stop strings in a text that comes in pieces, in time that does not depend on them. Used by the detokenizer.
+"""Finds stop strings in a text that arrives in pieces.
 
-Aho and Corasick's automaton (Efficient string matching, CACM 18, 1975): one step a character, however many stop strings
-there are and however long. Its state is the longest end of the text that a stop string begins with, which is what must
-be held back.
+Aho and Corasick's automaton (Efficient string matching, CACM 18, 1975): one step a character, whatever the number and
+length of the stop strings. Its state is the longest end of the text that a stop string begins with. That end is held
+back.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StopAutomaton:
         self._length[state] = len(stop)
 
     def _connect(self) -> None:
-        """Link each state to the longest shorter end of it that is a state, breadth first."""
+        """Link each state to its longest proper suffix that is a state, breadth first."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -65,7 +65,7 @@ class StopAutomaton:
                 queue.append(child)
 
     def extendable(self, state: int) -> int:
-        """The longest end of this state that more text could make a stop string of."""
+        """The longest suffix of this state that more text could complete to a stop string."""
         while state and not self._next[state]:
             state = self._fallback[state]
         return state
@@ -73,19 +73,19 @@ class StopAutomaton:
 
 @lru_cache(maxsize=32)
 def automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these stop strings; the completions of a request, and requests that are alike, share one."""
+    """The automaton of these stop strings, shared by completions and requests."""
     return StopAutomaton(stops)
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces at the stop string that is complete first.
+    """Ends a text that arrives in pieces at the first complete stop string.
 
-    The result does not depend on where the pieces were cut: text that may be the beginning of a stop string is held
-    back until it is clear, and of stop strings that end at the same character the longest counts.
+    The result does not depend on the pieces: text that may begin a stop string is held back, and of stop strings that
+    end at the same character the longest counts.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
-        """`include` says that the stop string itself belongs to the text."""
+        """`include`: the stop string itself belongs to the text."""
         self._automaton = automaton(stops)
         self._include = include
         self._state = 0
@@ -93,8 +93,8 @@ class StopStrings:
         self._held = ""
 
     def append(self, text: str, finished: bool, search: bool = True) -> tuple[str, bool]:
-        """What may leave of the text so far, and whether a stop string was found. Without `search` none that ends in
-        this piece counts."""
+        """The text that may leave now, and whether a stop string was found. Without `search`, stop strings that end in
+        this piece do not count."""
         machine, state = self._automaton, self._state
         for index, character in enumerate(text):
             state = machine.step(state, character)

@@ -1,4 +1,4 @@
-"""The target's tokenizer: text and chat messages to token ids, and back. Used by the frontend and by `LLM`."""
+"""The target's tokenizer: text and chat messages to token ids, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 NEEDED = "tokenizer.json and tokenizer_config.json, and code of a checkpoint is not run"
 
 
-# A template is a program that runs on what a client sends: besides its own errors it meets those of the values.
+# A template is a program that runs on a client's values: they may cause these errors besides its own.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -31,22 +31,22 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 MAX_REASON_CHARS = 200
-# Tokens that a text may lose when pieces of it are tokenised as one: those around each place where it was cut.
+# A text may have this many tokens fewer than its pieces, tokenised by themselves, for each border between them.
 TOKENS_LOST_AT_A_CUT = 256
-# A text that no template has of itself.
+# A text that no template contains.
 PROBE = "f3a9c1"
 # Characters that a piece has for each token that is allowed. Most text has fewer than this for each of its tokens.
 PIECE_CHARS_PER_TOKEN = 4
 
-# One text is tokenised at a time; a pool of threads would only be in the way of the fork that starts the engine.
+# Texts are tokenised one at a time; a pool of threads would only disturb the fork that starts the engine.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
     """A Hugging Face tokenizer with its chat template.
 
-    Text goes through the Rust tokenizer directly: its methods take no lock and keep no state, so any thread may call
-    them, and they cost a fraction of the Python layer's. Truncation and padding are switched off once at load.
+    Text goes to the Rust tokenizer directly: any thread may call it, since its methods take no lock and keep no state,
+    and it costs a fraction of the Python layer. Truncation and padding are switched off at load.
     """
 
     def __init__(self, template: Any, eos_token_ids: tuple[int, ...], trust_messages: bool = False) -> None:
@@ -57,7 +57,7 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self.eos_token_ids = eos_token_ids
-        # So much of a text at most is one token: a longer text has more tokens.
+        # The most characters that one token stands for.
         self.max_token_chars = max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
         added = self._fast.get_added_tokens_decoder().values()
         self._special = SpecialTokens(token.content for token in added if token.special and not trust_messages)
@@ -91,8 +91,7 @@ class Tokenizer:
     def has_more_tokens(self, text: str, limit: int) -> bool:
         """Whether a text surely has more than `limit` tokens; False means that it may fit.
 
-        Tokenises no more of it than it takes to know: the cost is about that of a prompt of `limit` tokens, however
-        long the text is.
+        The cost is about that of a prompt of `limit` tokens, however long the text is.
         """
         size = PIECE_CHARS_PER_TOKEN * limit + TOKENS_LOST_AT_A_CUT
         if len(text) <= size:
@@ -106,13 +105,12 @@ class Tokenizer:
         return False
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        """Token ids of several texts, one after the other. The method for a batch lets other threads run meanwhile; the
-        one for a single text does not."""
+        """Token ids of several texts, concatenated. Only the batch method lets other threads run meanwhile."""
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_id for encoding in encodings for token_id in encoding.ids]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatText:
-        """What the chat template makes of `messages`, up to where the assistant's answer begins.
+        """The text of `messages` through the chat template, up to the beginning of the assistant's answer.
 
         `options` are variables of the template, such as `enable_thinking`; one that it does not use has no effect.
         Raises `PromptError` when there is no template or it refuses the messages.
@@ -143,7 +141,7 @@ class Tokenizer:
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
 
     def encode_chat(self, chat: ChatText) -> list[int]:
-        """Token ids of what `render_chat` made, which has its special tokens already."""
+        """Token ids of a rendered chat, which has its special tokens already."""
         return self._encode(chat.pieces, add_special_tokens=False)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

@@ -1,7 +1,7 @@
 """The sampling parameters of vLLM that this server does not have, and names that other servers use.
 
-A client of vLLM may send every field of `SamplingParams`, most of them at their defaults. A value that asks for nothing
-is taken; any other is refused by name, with what would work instead.
+A client of vLLM may send every field of `SamplingParams`, most of them at their defaults. A neutral value is accepted;
+any other is refused by name, with an alternative.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MAX_NEUTRAL_CHARS = 16
 
 @dataclass(frozen=True, slots=True)
 class VllmParameter:
-    """`neutral` are the values, besides null, that ask for nothing; `instead` says what to do in place of others."""
+    """`neutral`: values besides null that ask for nothing. `instead`: what to do in place of other values."""
 
     neutral: tuple[Any, ...]
     instead: str
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether `value`, or what its text says, is null or one of the neutral values."""
+        """Whether `value`, or the value that its text spells, is null or neutral."""
         if isinstance(value, str) and len(value) <= MAX_NEUTRAL_CHARS:
             value = _NAMED.get(value.lower(), value)
             if isinstance(value, str):

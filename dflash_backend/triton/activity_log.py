@@ -1,7 +1,4 @@
-"""One line every ten seconds on what the engine does, while it does something. Fed by `triton.service`.
-
-The rates are those of the time since the last line; it costs nothing else, so there is no setting for it.
-"""
+"""One log line every ten seconds on what the engine does, while it has work. Rates are those since the last line."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ class ActivityLog:
         self._latest = stats
 
     def restart(self) -> None:
-        """Begin anew: the engine has died, and the counters of the next one start at zero."""
+        """The engine has died: the counters of the next one start at zero."""
         self._latest = self._said = EngineStats()
 
     def line(self, now: float) -> str | None:
-        """The line that is due at `now` (seconds of any clock that only grows), if one is.
+        """The line that is due at `now` (seconds of a monotonic clock), or None.
 
-        None within ten seconds of the last, and after ten in which no token was processed and no request is there.
+        None within ten seconds of the last line, and while there is neither a request nor a new token.
         """
         if self._said_at is None:
             self._said_at = now

@@ -1,12 +1,12 @@
-"""Finds the requests whose client is gone. Used by `triton.service`, whose output thread asks Triton for it.
+"""Finds the requests whose client is gone, by asking Triton about each.
 
-Triton tells nobody that a request was cancelled; each has to be asked about, which costs a round trip between the stub
-and the server. Measured with `checks/cancel_cost.py`; the numbers below follow from it: up to 64 requests each is
-asked about five times a second, and with more of them less often, but at least twice.
+Triton does not report cancellations. Each question costs a round trip between the stub and the server, which
+`checks/cancel_cost.py` measures. The numbers below follow from it: with up to 64 requests, each is asked about five
+times a second; with more, less often, but at least twice.
 
-Triton itself hears from gRPC at once when a client has left. Over HTTP it reads nothing while a request runs (server
-issue 7077) and hears of it when it writes: an HTTP request that does not stream, or that still waits for its first
-token, runs on to there without its client; `request_timeout_s` bounds that.
+gRPC reports to Triton at once that a client has left. Over HTTP, Triton reads nothing while a request runs
+(server issue 7077) and notices when it writes. So an HTTP request that does not stream, or has no token yet, runs on until then;
+`request_timeout_s` bounds that.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Collection
 
 from dflash_backend.triton.responder import Responder, SendFailed
 
-# Between two looks; what is due at one is asked about in one go, because waking up costs as well.
+# The interval between two rounds; all questions that are due are asked in one round, since waking up costs as well.
 TICK_S = 0.05
 NOTICE_S = 0.2
 MAX_NOTICE_S = 0.5
 CHECKS_PER_S = 320
-# Asking takes about 0.1 ms; between so many, outputs that have arrived come first.
+# A question takes about 0.1 ms; after this many, new outputs go first.
 CHECKS_A_TURN = 16
 
 
@@ -29,7 +29,7 @@ class CancellationWatch:
     """Asks about requests in turn. `add` from any thread; `ask` from one."""
 
     def __init__(self) -> None:
-        # The one that was not asked about for longest comes first. Those that have ended stay until it is their turn.
+        # The one whose last question is oldest comes first. Finished requests are dropped at their turn.
         self._watched: deque[tuple[str, Responder]] = deque()
         self._asked_at = 0.0
         self._due = 0.0
@@ -43,11 +43,10 @@ class CancellationWatch:
         return 0.0 if self._due >= 1.0 else TICK_S
 
     def ask(self, now: float, in_flight: Collection[str]) -> tuple[list[str], list[tuple[str, SendFailed]]]:
-        """Ask about those that are due at `now`, a few at a time.
+        """Ask about the requests that are due at `now`, a few at a time.
 
-        Returns the ids of the ones whose client is gone, and of those that Triton could not be asked about with the
-        reason; neither are watched any longer. Of those that are not `in_flight` nobody is asked: their answer was
-        sent.
+        Returns the ids of those whose client is gone, and those that could not be asked about, with the reason; neither
+        are watched any longer. Requests that are not `in_flight` were answered and are skipped.
         """
         self._become_due(now, len(in_flight))
         gone: list[str] = []
@@ -76,5 +75,5 @@ class CancellationWatch:
             return
         self._asked_at = now
         interval = min(max(NOTICE_S, count / CHECKS_PER_S), MAX_NOTICE_S)
-        # Never more than one look at each.
+        # Never more than one question about each.
         self._due = min(self._due + count * elapsed / interval, float(count))

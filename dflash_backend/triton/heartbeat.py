@@ -1,4 +1,4 @@
-"""Tells whoever supervises the server that the output thread goes on: the age of a file. For `triton.service`."""
+"""Shows a supervisor of the server that the output thread runs, by the age of a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Heartbeat:
     """Touches a file about once a second. Owned by one thread."""
 
     def __init__(self, path: str | None, log: Callable[[str], None]) -> None:
-        """Without a `path` nothing is done. `log` hears once of a file that cannot be touched."""
+        """Without a `path` nothing is done. `log` is called once if the file cannot be touched."""
         self._path = Path(path) if path else None
         self._log = log
         self._beat_at = float("-inf")

@@ -1,7 +1,7 @@
-"""The frontend's lines in Triton's log, by the `log_level` setting. Used by the service and the supervisor.
+"""Writes to Triton's log, by the `log_level` setting.
 
-Triton has levels of its own, which the server's options set and no model can: it shows what is information and hides
-what is verbose. So the setting is kept here, and a debug line goes out as information with a mark.
+Triton's own levels are set by the server's options, not by a model: information is shown and verbose lines are hidden.
+So the level is applied here, and a debug line is marked and written as information.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class Log:
 
     @property
     def debugging(self) -> bool:
-        """Whether debug lines are written: what is costly to say is made only then."""
+        """Whether debug lines are written, so that costly ones are made only then."""
         return self._level == 0
 
     def debug(self, text: str) -> None:
-        """What only somebody who looks for a fault wants to know. The one level at which a prompt may be shown."""
+        """For finding faults. Only this level may show a prompt."""
         if self.debugging:
             self._write(self._logger.log_info, f"debug: {text}")
 
     def info(self, text: str) -> None:
-        """What an operator may want to know."""
+        """Something that an operator may want to know."""
         if self._level <= LEVELS.index("info"):
             self._write(self._logger.log_info, text)
 
     def warning(self, text: str) -> None:
-        """What an operator should look at."""
+        """Something that an operator should look at."""
         if self._level <= LEVELS.index("warning"):
             self._write(self._logger.log_warn, text)
 
     def error(self, text: str) -> None:
-        """What has gone wrong."""
+        """A failure."""
         self._write(self._logger.log_error, text)
 
     @staticmethod
     def _write(line: Callable[[str], None], text: str) -> None:
-        """A line that Triton does not take goes to standard error, which is the server's: a full shared memory must not
-        end the thread that wanted to say so."""
+        """A line that Triton does not take goes to standard error: a full shared memory must not end the thread that
+        reports it."""
         try:
             line(PREFIX + text)
         except Exception as error:  # noqa: BLE001 - whatever Triton raises

@@ -1,10 +1,10 @@
-"""The metrics of the serving contract, on Triton's metrics port. Fed and flushed by `triton.service`.
+"""The metrics of the serving contract, on Triton's metrics port.
 
-Reaching Triton costs a round trip between processes for every value, so values are gathered here and handed over once
-in a while. A new metric is one entry in `METRICS` and a call that feeds it.
+Each value costs a round trip to Triton's process, so values are gathered here and handed over now and then. A new
+metric is one entry in `METRICS` and a call that feeds it.
 
-A histogram is counters to Triton: `_sum`, `_count` and, by the label `le`, `_bucket`, as Prometheus stores one. Its own
-histograms take one observation a call, which for the time of each token is a call a token; and an old Triton has none.
+A histogram is made of counters: `_sum`, `_count` and, by the label `le`, `_bucket`, as Prometheus stores one. Triton's
+own histograms take one observation a call, so a call for each token, and an old Triton has none.
 
 A model with several instances has several stub processes, and Triton gives those that declare the same name and labels
 one value between them. Counters and histograms are added to, so they are the model's sums. A gauge is set, so each
@@ -118,9 +118,8 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
 )
 
-# Counters of the engine, by the field of `EngineStats` that they follow. Tokens of prompts and answers are counted by
-# the frontend instead: a prompt once however many completions it has, and of an answer what belongs to it, so without
-# what was generated past a stop string.
+# Counters of the engine, by the field of `EngineStats` that they follow. Tokens of prompts and answers are counted on
+# this side: a prompt once for all its completions, and an answer without the tokens past a stop string.
 _ENGINE_COUNTERS = {
     "prefix_cache_queries": "dflash:prefix_cache_queries_total",
     "prefix_cache_hits": "dflash:prefix_cache_hits_total",

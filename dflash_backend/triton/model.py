@@ -59,9 +59,8 @@ class TritonPythonModel:
             self._service.submit(request)
 
     def is_ready(self) -> bool:
-        """Whether the engine takes requests. Asked by Triton's readiness end points since its Python backend knows this
-        method (python_backend pull request 430, 2026); an older Triton reports ready for as long as the stub lives, and
-        `dflash:engine_ready` on its metrics page is what tells."""
+        """Whether the engine takes requests, for Triton's readiness end points (python_backend pull request 430, 2026).
+        An older Triton reports ready for as long as the stub lives; there the metric `dflash:engine_ready` is right."""
         return self._service.ready
 
     def finalize(self) -> None:

@@ -1,8 +1,8 @@
-"""Sends the responses of one request to Triton, and keeps every failure of that to this request.
+"""Sends the responses of one request to Triton; a failure concerns this request alone.
 
-Whatever reaches Triton can fail: a response goes through shared memory, which may be full. Triton's own sender counts a
-response as the last one before it tries to store it, so a last response that fails leaves no way to answer. The room
-that a last response needs is therefore looked at first, while an error can still be sent in its place.
+Every call to Triton can fail: a response goes through shared memory, which may be full. Triton's sender closes before
+it stores a last response, so a last response that fails leaves no way to answer. Its size is therefore compared with the
+free shared memory first, while an error can still be sent in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHARED_MEMORY = "/dev/shm"
 GROWTH_BYTES = 2 << 20
 OVERHEAD_BYTES = 64 << 10
 
-Room = Callable[[int], bool]
+HasRoom = Callable[[int], bool]
 
 
 class Response(NamedTuple):
@@ -34,9 +34,9 @@ class SendFailed(Exception):
 class Responder:
     """The responses of one request. `fail` raises nothing; `send` and `is_cancelled` only `SendFailed`."""
 
-    def __init__(self, sender: Any, error: Callable[[str, str], Any], final: int, has_room: Room) -> None:
-        """`sender` is Triton's response sender, `error` makes a response of a status and a message, `final` is Triton's
-        flag of a last response, and `has_room` says whether so many bytes fit the shared memory."""
+    def __init__(self, sender: Any, error: Callable[[str, str], Any], final: int, has_room: HasRoom) -> None:
+        """`sender`: Triton's response sender. `error`: makes a response of a status and a message. `final`: Triton's
+        flag of a last response. `has_room`: whether this many bytes fit the shared memory."""
         self._sender = sender
         self._error = error
         self._final = final
@@ -44,7 +44,7 @@ class Responder:
         self.num_bytes_sent = 0
 
     def send(self, response: Response, final: bool) -> None:
-        """Send one response; `final` says that it is the last."""
+        """Send one response; `final`: the last."""
         if final and not self._has_room(response.num_bytes):
             raise SendFailed(
                 f"an answer of {response.num_bytes / 1e6:.1f} MB does not fit the shared memory between Triton and the "
@@ -58,10 +58,10 @@ class Responder:
         self.num_bytes_sent += response.num_bytes
 
     def fail(self, status: str, message: str) -> bool:
-        """End the request with an error; where even that fails, without a word. Whether the client was told."""
+        """End the request with an error, or without a message if that fails. Returns whether the client was told."""
         try:
             self._sender.send(self._error(status, message), flags=self._final)
-        except Exception:  # noqa: BLE001 - nothing is left but to close the request
+        except Exception:  # noqa: BLE001 - the request can only be closed
             try:
                 self._sender.send(flags=self._final)
             except Exception:  # noqa: BLE001 - Triton has closed it, or cannot be reached at all
@@ -78,14 +78,14 @@ class Responder:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line, without the name of the shared memory, which is nobody's business outside the server."""
+    """An error as one line, without the name of the shared memory, which clients must not see."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text.partition(' for key ')[0]}"
 
 
-def shared_memory_room() -> Room:
-    """Whether so many bytes fit: the shared memory can grow by them, or Triton's pool has twice as many free, since
-    what is free in it need not lie together."""
+def shared_memory_check() -> HasRoom:
+    """A check whether this many bytes fit: the shared memory can grow by them, or Triton's pool has twice as many free,
+    since its free memory may be fragmented."""
     try:
         pool = importlib.import_module("c_python_backend_utils").shared_memory
     except (ImportError, AttributeError):  # outside Triton's stub

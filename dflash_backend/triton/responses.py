@@ -33,17 +33,17 @@ class ResponseBuilder:
     """Makes `InferenceResponse` objects. `pb_utils` is Triton's module, which exists only inside its stub."""
 
     def __init__(self, pb_utils: ModuleType, report_cached_tokens: bool = False) -> None:
-        """`report_cached_tokens` tells how much of a prompt was cached also to those that share the cache with all."""
+        """`report_cached_tokens`: report the cached tokens of a prompt also without a cache salt."""
         self._pb = pb_utils
         self._report_cached_tokens = report_cached_tokens
         self.final: int = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
     def output(self, state: RequestState) -> Response:
-        """A response with what is new of a request: text, and the outputs that were asked for.
+        """A response with the new output of a request: text, and the outputs that were asked for.
 
-        Outputs have an element for each of the n completions, and counts and ids of tokens are those new in this one.
-        `token_ids` holds the ids of all completions, one after the other; `num_output_tokens` has their lengths.
-        `spec_stats` belong to the response that ends the request.
+        Outputs have an element for each of the n completions. Token counts and ids are those of the new tokens:
+        `token_ids` holds the ids of all completions, concatenated; `num_output_tokens` has their lengths. Only the last
+        response has `spec_stats`.
         """
         returns, completions = state.parsed.returns, state.completions
         outputs: dict[str, Array] = {"text_output": _texts(["".join(one.text) for one in completions])}
@@ -64,8 +64,8 @@ class ResponseBuilder:
             ids = [token_id for one in completions for token_id in one.token_ids]
             outputs["token_ids"] = np.array(ids, dtype=np.int32)
         if returns.spec_stats and state.finished:
-            tell = self._report_cached_tokens or bool(state.parsed.sampling.cache_salt)
-            stats = [spec_stats_json(one.stats, tell) for one in completions if one.stats is not None]
+            report_cached = self._report_cached_tokens or bool(state.parsed.sampling.cache_salt)
+            stats = [spec_stats_json(one.stats, report_cached) for one in completions if one.stats is not None]
             outputs["spec_stats"] = _texts(stats)
         tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
         return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
@@ -73,9 +73,8 @@ class ResponseBuilder:
     def error(self, status: str, message: str) -> Any:
         """A response that is an error. `status` is a gRPC status name.
 
-        The text begins with it: HTTP answers every error of a model with 400, and a gRPC stream carries an error's
-        text alone, so the text is all that tells a client what kind it is. The texts that clients of Triton's vLLM
-        backend compare as a whole come as they are there.
+        The text begins with the status: HTTP answers every error of a model with 400, and a gRPC stream carries only
+        the text of an error. Texts that clients of Triton's vLLM backend compare as a whole are the same as there.
         """
         code = getattr(self._pb.TritonError, _ERROR_CODES[status])
         text = message if message in VERBATIM_ERRORS else f"{status}: {message}"
@@ -93,17 +92,17 @@ def _num_bytes(values: Array) -> int:
     return int(values.nbytes)
 
 
-def spec_stats_json(stats: RequestStats, tell_cached_tokens: bool) -> str:
-    """The `spec_stats` output: what speculation, the prefix cache and preemption did for a request.
+def spec_stats_json(stats: RequestStats, report_cached_tokens: bool) -> str:
+    """The `spec_stats` output: a request's counts of speculation, cached prompt tokens and preemptions.
 
-    Without `tell_cached_tokens` the number of cached prompt tokens is null: among requests that share the cache it says
-    what others have sent, token by token.
+    Without `report_cached_tokens` the number of cached prompt tokens is null: among requests that share the cache it
+    would reveal what others have sent, token by token.
     """
     return json.dumps(
         {
             **msgspec.structs.asdict(stats.spec_decoding),
             "acceptance_length": round(stats.spec_decoding.acceptance_length, 4),
-            "num_cached_tokens": stats.num_cached_tokens if tell_cached_tokens else None,
+            "num_cached_tokens": stats.num_cached_tokens if report_cached_tokens else None,
             "num_preemptions": stats.num_preemptions,
         }
     )

@@ -1,7 +1,7 @@
 """Watches the memory of `tritonserver`, which keeps every response until its client has read it.
 
-Triton tells a model neither that a client does not read nor how much waits for it, so what can be seen is the whole:
-once it is above a limit and still grows, `triton.service` ends the stream that was sent the most.
+Triton does not report clients that do not read, nor how much waits for them, so only the total is known. While it is
+above a limit and grows, the stream that was sent the most is ended.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 INTERVAL_S = 1.0
-# What was given back is used again before more is asked for, so memory that only stays high is no reason to act.
+# The allocator reuses freed memory before it asks for more, so memory that only stays high is no reason to act.
 STEP_BYTES = 32 << 20
 # Ending a stream that was sent less would free next to nothing.
 SMALLEST_STREAM_BYTES = 1 << 20
 
 
 def private_memory(pid: int) -> int:
-    """Resident bytes of a process without what it shares with others; 0 when it has ended."""
+    """Resident bytes of a process that it does not share with others; 0 when it has ended."""
     try:
         _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -27,7 +27,7 @@ def private_memory(pid: int) -> int:
 
 
 class ServerMemory:
-    """Says when a stream must end. Owned by one thread."""
+    """Decides when a stream must end. Owned by one thread."""
 
     def __init__(self, limit_bytes: int, read: Callable[[], int]) -> None:
         """`read` gives the memory in bytes; a limit of 0 is none."""

@@ -34,7 +34,7 @@ from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
 from dflash_backend.triton.reporter import FINISHED_S, Reporter
-from dflash_backend.triton.responder import Responder, one_line, shared_memory_room
+from dflash_backend.triton.responder import Responder, one_line, shared_memory_check
 from dflash_backend.triton.responses import ResponseBuilder
 from dflash_backend.triton.running_requests import RESTARTING, RunningRequests, TritonRequest
 from dflash_backend.triton.server_memory import ServerMemory, private_memory
@@ -80,7 +80,7 @@ class TritonService:
         self._config = config
         self._abandon = abandon
         self._responses = ResponseBuilder(pb_utils, config.report_cached_tokens)
-        self._has_room = shared_memory_room()
+        self._has_room = shared_memory_check()
         self._heartbeat = Heartbeat(os.environ.get(HEARTBEAT_FILE), self._log.warning)
         self._ids = map(str, itertools.count())
         self._closing = False

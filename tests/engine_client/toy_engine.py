@@ -1,8 +1,8 @@
 """An engine process without a model: it answers with the prompt's own tokens, over and over, three a step.
 
-Run as a module by the tests of the engine process and of the frontend. Prompts that begin with one of the ids below are
-special. A `max_model_len` of 13 fails the load, one of 14 dies in it. TOY_ENGINE_LIVES in the environment names a file
-with a line for each start: `fail` and `die` while loading, `end` with the first request, anything else lives.
+Tests run it as a module. Prompts that begin with one of the ids below are special. A `max_model_len` of 13 fails
+the load, one of 14 dies in it. TOY_ENGINE_LIVES in the environment names a file with a line for each start: `fail` and
+`die` while loading, `end` with the first request, anything else lives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GIVE_UP = 1005  # the step ends the request with an error
 BREAK_IN_QUEUEING = 1006  # add_request raises what it should not
 DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
-NUM_ROWS = 2  # that are free, whoever runs
+NUM_ROWS = 2  # free rows, whatever runs
 
 
 @dataclass

@@ -138,7 +138,7 @@ def test_a_stop_that_is_a_number_says_how_to_write_it():
 
 
 class _Unreadable(list):
-    """A list whose items nobody may look at, besides the first few for a message."""
+    """A list of which only the first few items may be read, for a message."""
 
     def __iter__(self):
         raise AssertionError("the items were read before they were counted")

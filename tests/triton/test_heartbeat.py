@@ -1,4 +1,4 @@
-"""The file whose age says whether the output thread goes on."""
+"""The file whose age shows whether the output thread runs."""
 
 from __future__ import annotations
 

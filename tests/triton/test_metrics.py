@@ -70,7 +70,7 @@ def test_metrics_that_are_switched_off_reach_no_page():
     assert not triton.values
 
 
-def test_an_engine_that_is_gone_leaves_the_frontends_gauges_alone():
+def test_an_engine_that_is_gone_leaves_the_services_gauges_alone():
     triton = FakeTriton()
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
     metrics.follow(EngineStats(num_requests_running=4))
