@@ -5,8 +5,8 @@ Triton does not report cancellations. Each question costs a round trip between t
 times a second; with more, less often, but at least twice.
 
 gRPC reports to Triton at once that a client has left. Over HTTP, Triton reads nothing while a request runs
-(server issue 7077) and notices when it writes. So an HTTP request that does not stream, or has no token yet, runs on until then;
-`request_timeout_s` bounds that.
+(server issue 7077) and notices when it writes. So an HTTP request that does not stream, or has no token yet, runs on
+until then; `request_timeout_s` bounds that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sends the responses of one request to Triton; a failure concerns this request alone.
 
 Every call to Triton can fail: a response goes through shared memory, which may be full. Triton's sender closes before
-it stores a last response, so a last response that fails leaves no way to answer. Its size is therefore compared with the
-free shared memory first, while an error can still be sent in its place.
+it stores a last response, so a last response that fails leaves no way to answer. Its size is therefore compared with
+the free shared memory first, while an error can still be sent in its place.
 """
 
 from __future__ import annotations
