@@ -15,8 +15,8 @@ import torch
 from benchmarks.measure import Measurement, run_engine, run_transformers
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.checkpoints import resolve_pair
 from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
 

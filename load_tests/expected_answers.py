@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_backend.checkpoints import resolve_pair
 from dflash_backend.checkpoints.files import weight_files
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.drafters.resolve import resolve_pair
 from dflash_cli.commands.progress import Progress
 from load_tests.prompts import TURN_END
 from load_tests.workload import Question

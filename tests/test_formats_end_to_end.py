@@ -22,8 +22,8 @@ from checks.acceptance import shifted_drafter
 from checks.sampling import PROMPT, exact_distribution
 from dflash_backend import LLM
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.checkpoints import layer_ids as conversion
 from dflash_backend.config import asset_path
+from dflash_backend.drafters import layer_ids as conversion
 from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.messages import SamplingParams

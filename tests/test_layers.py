@@ -23,7 +23,7 @@ ALLOWED = {
     # Runs the engine's process and talks to it; it imports nothing of the engine.
     "engine_client": LEAVES,
     # What Triton's Python process runs: no torch, so nothing of the engine.
-    "triton": LEAVES | {"text", "engine_client"},
+    "triton": LEAVES | {"text", "engine_client", "drafters.resolve"},
     "core": LEAVES,
     "kernels": set(),
     "attention": LEAVES | {"kernels"},
@@ -33,15 +33,16 @@ ALLOWED = {
     # Of the core the worker knows the plan alone.
     "worker": LEAVES | {"core.plan", "core.scheduler_config", "sampling", "drafters", "models", "attention", "kernels"},
     "engine": LEAVES
-    | {"text", "core", "core.plan", "core.scheduler_config", "worker", "drafters", "models", "attention"},
+    | {"text", "core", "core.plan", "core.scheduler_config", "worker", "drafters", "drafters.resolve", "models"}
+    | {"attention"},
     # Whoever measures is a user of the offline API.
     "evaluation": {"config", "spec_stats", "text", "engine"},
     "dflash_client": set(),
     # The commands; those that need the engine import it when they run.
-    "dflash_cli": {"dflash_client", "config", "checkpoints", "text", "engine", "evaluation"},
+    "dflash_cli": {"dflash_client", "config", "checkpoints", "drafters.resolve", "text", "engine", "evaluation"},
 }
 # Modules that count as rooms of their own: what others may know of theirs.
-APART = ("core.plan", "core.scheduler_config")
+APART = ("core.plan", "core.scheduler_config", "drafters.resolve")
 FOLDERS = {"kernels": "kernels/dflash_kernels", "dflash_client": "client/dflash_client", "dflash_cli": "cli/dflash_cli"}
 
 

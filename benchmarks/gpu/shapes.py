@@ -1,6 +1,6 @@
 """Published shapes with random weights: what `make bench-gpu` runs, so that nothing has to be downloaded.
 
-A shape is a `TargetSpec` and a `DraftSpec` without files. The targets have the dimensions of the published models; the
+A shape is a `TargetSpec` and a `DFlashSpec` without files. The targets have the dimensions of the published models; the
 drafters have the target's widths, 5 layers and a block of 16, as z-lab's drafter of Qwen3-8B has. `RandomTensors`
 stands in for a checkpoint: a model reads its tensors from it one by one, and each is made when it is read.
 """
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from dflash_backend.checkpoints.spec import DecoderSpec, DraftSpec, MoeSpec, RopeSpec, TargetSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
+from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.model import DFlashWeights
 from dflash_backend.models.decoder import TargetWeights
 
@@ -30,7 +31,7 @@ class Shape:
 
     name: str
     target: TargetSpec
-    draft: DraftSpec
+    draft: DFlashSpec
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -94,13 +95,13 @@ def _target(architecture: str, decoder: DecoderSpec, vocab_size: int) -> TargetS
     return TargetSpec(NO_FILES, architecture, decoder, vocab_size, False, "bfloat16", eos_token_ids=())
 
 
-def _draft(target: TargetSpec, decoder: DecoderSpec, block_size: int, num_features: int) -> DraftSpec:
+def _draft(target: TargetSpec, decoder: DecoderSpec, block_size: int, num_features: int) -> DFlashSpec:
     """A z-lab style drafter: non-causal inside its block, without embedding and head of its own."""
     layers = target.decoder.num_layers
     # Evenly over the target, from its second layer to its third from last.
     first, last = min(1, layers - 1), max(layers - 3, layers // 2)
     step = (last - first) / max(num_features - 1, 1)
-    return DraftSpec(
+    return DFlashSpec(
         path=NO_FILES,
         format="zlab",
         decoder=decoder,

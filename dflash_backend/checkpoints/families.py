@@ -95,7 +95,7 @@ def _agreeing(config: JsonReader, windows: tuple[int | None, ...]) -> tuple[int 
 
 # Llama 2 and 3.x (arXiv 2307.09288 and 2407.21783).
 LLAMA = Family(windows=no_windows, max_positions=2048, reads_attention_bias=True, reads_mlp_bias=True)
-# Qwen3 (Qwen3 Technical Report, arXiv 2505.09388). The DFlash drafter has these layers too.
+# Qwen3 (Qwen3 Technical Report, arXiv 2505.09388). Drafters have these layers too.
 QWEN3 = Family(windows=qwen_windows, qk_norm=True, num_kv_heads=32, head_dim=128, reads_attention_bias=True)
 
 FAMILIES = {

@@ -1,6 +1,5 @@
-"""Drafters: what proposes the tokens that the target verifies."""
+"""Drafters: what proposes the tokens that the target verifies, from its checkpoint to its drafts.
 
-from dflash_backend.drafters.base import DraftBatch, Drafter
-from dflash_backend.drafters.dflash.drafter import DFlashDrafter
-
-__all__ = ["DFlashDrafter", "DraftBatch", "Drafter"]
+`registry` lists the methods. Reading a drafter's config (`resolve`, `registry`, a method's `config`) costs no torch;
+running one (`base`, a method's `model` and `drafter`) does.
+"""

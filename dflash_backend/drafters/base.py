@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dflash_backend.attention import RowLayout
+from dflash_backend.attention import AttentionBackend, AttentionPattern, KVLayer, RowLayout
+from dflash_backend.checkpoints.files import TensorHeader
+from dflash_backend.checkpoints.weights import Progress
+from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.models.interface import TargetModel
+from dflash_backend.models.ops import LayerOps
 from dflash_backend.sampling.filtering import SamplingTensors
 from dflash_backend.sampling.random import Stream
 from dflash_backend.sampling.vocabulary import VocabularyMap
@@ -104,7 +110,14 @@ class DraftSampler:
         return tokens
 
 
-class Drafter(Protocol):
+Spec = TypeVar("Spec", bound=DraftSpec, contravariant=True)
+
+DrafterFactory = Callable[[TargetModel, list[KVLayer], AttentionBackend, int], "Drafter[Any]"]
+"""The drafter beside a target, over its own layers of the paged K/V (under the target's block ids: TOGETHER), that can
+address so many positions."""
+
+
+class Drafter(Protocol[Spec]):
     """Proposes tokens and keeps its own context K/V in step with the target's."""
 
     lookahead_base: int
@@ -119,6 +132,25 @@ class Drafter(Protocol):
     mask_token_id: int
     """What `propose` has in the places of tokens to come."""
 
+    @classmethod
+    def check_weights(cls, spec: Spec) -> dict[str, TensorHeader]:
+        """The tensors that the drafter takes from its checkpoint, by the headers of its files. Raises
+        `CheckpointError` when they are not those that its config asks for."""
+        ...
+
+    @classmethod
+    def load(
+        cls,
+        spec: Spec,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        ops: LayerOps,
+    ) -> DrafterFactory:
+        """Load the drafter in `spec.path`, able to run positions below `max_positions`. Raises `CheckpointError`."""
+        ...
+
     def inject(
         self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
     ) -> None:
@@ -129,3 +161,9 @@ class Drafter(Protocol):
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
         """The drafts of all rows behind one another, int64 `[num_drafts]`, without a wait for the device."""
         ...
+
+
+def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:
+    """What the queries of each drafter layer see."""
+    layers = zip(spec.causal, spec.decoder.sliding_windows, strict=True)
+    return tuple(AttentionPattern(causal, window) for causal, window in layers)

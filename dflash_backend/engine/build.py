@@ -12,16 +12,19 @@ from pathlib import Path
 import torch
 
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
-from dflash_backend.checkpoints import CheckpointError, DraftSpec, ModelPair, TargetSpec, resolve_pair
-from dflash_backend.checkpoints.describe import draft_facts, target_facts, weight_bytes
+from dflash_backend.checkpoints import CheckpointError, TargetSpec
+from dflash_backend.checkpoints.describe import target_facts, weight_bytes
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
-from dflash_backend.drafters import DFlashDrafter
-from dflash_backend.drafters.dflash.model import DFlashModel, draft_patterns
+from dflash_backend.drafters.base import DrafterFactory, draft_patterns
+from dflash_backend.drafters.describe import draft_facts
+from dflash_backend.drafters.registry import drafter_class
+from dflash_backend.drafters.resolve import ModelPair, resolve_pair
+from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.engine.device import choose_device
 from dflash_backend.engine.sizing import Sizes, allocate_kv, at_length, cpu_room, gpu_room, model_bytes, settle_sizes
 from dflash_backend.messages import EngineReady
@@ -61,7 +64,7 @@ class LoadedModels:
 
     pair: ModelPair
     target: TargetModel
-    draft: DFlashModel | None
+    make_drafter: DrafterFactory | None
     backend: AttentionBackend
     device: torch.device
     dtype: torch.dtype
@@ -132,9 +135,9 @@ def _load_models(
     target = load_target(
         pair.target, num_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done), ops
     )
-    draft = None
+    make_drafter = None
     if pair.draft is not None:
-        draft = DFlashModel.load(
+        make_drafter = drafter_class(pair.draft).load(
             pair.draft,
             num_positions,
             dtype,
@@ -142,7 +145,7 @@ def _load_models(
             lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done),
             ops,
         )
-    return LoadedModels(pair, target, draft, backend, device, dtype)
+    return LoadedModels(pair, target, make_drafter, backend, device, dtype)
 
 
 def _measured_sizes(
@@ -179,8 +182,8 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
     """The worker for these models over this K/V."""
     pair, target, device = models.pair, models.target, models.device
     drafter = None
-    if models.draft is not None:
-        drafter = DFlashDrafter(models.draft, target, kv.draft, models.backend, _drafter_len(pair, sizes))
+    if models.make_drafter is not None:
+        drafter = models.make_drafter(target, kv.draft, models.backend, _drafter_len(pair, sizes))
     room = RunnerSizes(
         config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, pair.num_speculative_tokens
     )
@@ -229,7 +232,7 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         tenant_weights=parse_tenant_weights(config.tenant_weights),
         enable_prefix_caching=config.enable_prefix_caching,
         num_speculative_tokens=models.pair.num_speculative_tokens,
-        lookahead_base=DFlashDrafter.lookahead_base if models.draft is not None else 0,
+        lookahead_base=drafter_class(models.pair.draft).lookahead_base if models.pair.draft is not None else 0,
         drafter_max_len=_drafter_len(models.pair, sizes),
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],

@@ -15,16 +15,18 @@ import torch
 
 from dflash_backend.attention import AttentionPattern, Requirements
 from dflash_backend.attention.selection import BACKENDS, lacking
-from dflash_backend.checkpoints.describe import draft_facts, target_facts
-from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
-from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
-from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.checkpoints.resolve import find_model, is_drafter, read_draft
-from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, DraftSpec, TargetSpec
+from dflash_backend.checkpoints.describe import target_facts
+from dflash_backend.checkpoints.files import TensorHeader
+from dflash_backend.checkpoints.find import find_model
+from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.weights import TORCH_DTYPES, check_weights
 from dflash_backend.config import EngineConfig
-from dflash_backend.drafters.dflash import model as dflash
+from dflash_backend.drafters.base import draft_patterns
+from dflash_backend.drafters.describe import draft_facts
+from dflash_backend.drafters.pairing import check_pair
+from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft
+from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.models import decoder
 
 BLOCK_SIZE = EngineConfig().kv_block_size
@@ -133,21 +135,14 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
 
 def inspect_draft(spec: DraftSpec) -> CheckpointReport:
     """Raises `CheckpointError` when the weights are not those that the config asks for."""
-    headers = check_weights(
-        spec.path,
-        lambda source: dflash.DFlashWeights.read(source, spec),
-        ignored=lambda name: dflash.is_unused(spec, name),
-    )
-    if spec.has_mask_embedding:
-        load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
     return CheckpointReport(
         kind="drafter",
         path=spec.path,
         format=spec.format,
         facts=tuple(draft_facts(spec)),
-        weights=_weights(headers),
+        weights=_weights(drafter_class(spec).check_weights(spec)),
         kv=_kv(spec.decoder, spec.dtype),
-        attention=_attention(spec.decoder, set(dflash.draft_patterns(spec)), spec.dtype),
+        attention=_attention(spec.decoder, set(draft_patterns(spec)), spec.dtype),
     )
 
 

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import msgspec
 
-from dflash_backend.checkpoints import resolve_target_dir
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
+from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.build import BuiltEngine, Progress, build_engine
 from dflash_backend.messages import (
     EngineStats,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.checkpoints import ModelPair
 from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.cache_group import CacheGroup
+from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_backend.worker.memory import GIB, MemoryUse
 
@@ -124,7 +124,7 @@ def _num_blocks(config: EngineConfig, pair: ModelPair, room: Room, max_model_len
     block_bytes = _block_bytes(config, pair, dtype)
     num_blocks = int(room.num_bytes // block_bytes)
     if not room.is_wish:
-        lookahead = pair.draft.block_size if pair.draft else 0
+        lookahead = pair.draft.max_speculative_tokens + 1 if pair.draft else 0
         most = CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
         num_blocks = min(num_blocks, config.max_num_seqs * most)
     if num_blocks < 1:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from dflash_backend.checkpoints import resolve_target_dir
 from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor
 from dflash_backend.messages import StepOutputs

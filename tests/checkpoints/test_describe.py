@@ -6,10 +6,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.checkpoints import draft_facts, read_draft, read_target, target_facts
+from dflash_backend.checkpoints import read_target, target_facts
 from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.describe import draft_facts
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.engine.build import build_engine
-from tests.checkpoints.drafts import edit, make_speculators, put
+from tests.drafters.drafts import edit, make_speculators, put
 from tests.tiny_models import make_draft, make_target
 
 

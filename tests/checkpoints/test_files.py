@@ -13,9 +13,10 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.checkpoints import CheckpointError, read_draft, read_target
+from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.checkpoints.files import INDEX, check_files, read_header, weight_files
 from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from dflash_backend.text.tokenizer import Tokenizer
 from tests.tiny_models import make_draft, make_target

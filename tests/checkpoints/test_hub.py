@@ -17,14 +17,16 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from dflash_backend.checkpoints import CheckpointError, resolve_target_dir
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.hub import DownloadProgress
 from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.drafters.resolve import resolve_target_dir
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOAD = """
 import sys
-from dflash_backend.checkpoints import CheckpointError, resolve_target_dir
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.config import EngineConfig
 config = EngineConfig.from_values({"target_model": "some/model", "draft_model": "", "target_revision": sys.argv[1]})
 try:

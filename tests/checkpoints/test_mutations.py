@@ -16,7 +16,7 @@ import pytest
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
-from tests.checkpoints.drafts import make_speculators
+from tests.drafters.drafts import make_speculators
 from tests.scale import scaled
 from tests.tiny_models import make_draft, make_target
 

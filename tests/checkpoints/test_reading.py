@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.checkpoints import CheckpointError, resolve_pair
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
-from tests.checkpoints.drafts import edit
+from tests.drafters.drafts import edit
 from tests.tiny_models import MASK_TOKEN_ID, make_draft, make_target
 
 

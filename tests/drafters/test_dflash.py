@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_backend.attention.torch_backend import TorchBackend
-from dflash_backend.checkpoints import CheckpointError, DraftSpec, RopeSpec
-from dflash_backend.checkpoints.resolve import read_draft
-from dflash_backend.checkpoints.spec import LogitsSpec
+from dflash_backend.checkpoints import CheckpointError, RopeSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.drafters import DFlashDrafter
+from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
 from tests.models.dense_drafter import DenseDrafter
 from tests.models.drafting import KeepsLogits, draft_batch, slots, spans
@@ -115,7 +115,7 @@ def make_pair(directory: Path, variant: Variant) -> Pair:
     return Pair(drafter, dense_drafter(directory / "draft", spec, tensors, target))
 
 
-def variant_spec(plain: DraftSpec, variant: Variant) -> DraftSpec:
+def variant_spec(plain: DFlashSpec, variant: Variant) -> DFlashSpec:
     return dataclasses.replace(
         plain,
         decoder=dataclasses.replace(plain.decoder, **variant.decoder),
@@ -129,7 +129,7 @@ def variant_spec(plain: DraftSpec, variant: Variant) -> DraftSpec:
 
 
 def dense_drafter(
-    directory: Path, spec: DraftSpec, tensors: dict[str, torch.Tensor], target: TargetModel
+    directory: Path, spec: DFlashSpec, tensors: dict[str, torch.Tensor], target: TargetModel
 ) -> DenseDrafter:
     """The dense implementation over the checkpoint's raw tensors."""
     ids = list(range(VOCAB_SIZE))
@@ -205,7 +205,7 @@ def test_drafts_equal_a_dense_implementation_after_any_acceptance(name: str, tmp
         assert draft.tokens == draft.dense_tokens
 
 
-def with_decoder(spec: DraftSpec, **changes: Any) -> DraftSpec:
+def with_decoder(spec: DFlashSpec, **changes: Any) -> DFlashSpec:
     return dataclasses.replace(spec, decoder=dataclasses.replace(spec.decoder, **changes))
 
 
@@ -311,7 +311,7 @@ def test_an_anchor_that_is_the_mask_token_has_the_mask_embedding_and_no_other_to
     assert torch.equal(embeddings[changed[0]], vector)
 
 
-def cut_checkpoint(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> DraftSpec:
+def cut_checkpoint(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> DFlashSpec:
     """The spec of a drafter with a cut vocabulary whose tensors `change` has edited."""
     tensors = make_draft(directory)
     tensors["d2t"] = torch.arange(DRAFT_VOCAB) * 3

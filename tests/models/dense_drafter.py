@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.checkpoints.spec import DraftSpec, RopeSpec
+from dflash_backend.checkpoints.spec import RopeSpec
+from dflash_backend.drafters.dflash.config import DFlashSpec
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class DenseDrafter:
     them. mask: `[hidden]`, the embedding of the mask queries. target_ids: the target's id of each draft id.
     """
 
-    spec: DraftSpec
+    spec: DFlashSpec
     tensors: dict[str, torch.Tensor]
     embedding: torch.Tensor
     head: torch.Tensor

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant
 
-CHECKPOINTS = "dflash_backend/checkpoints"
-DRAFTER = "dflash_backend/drafters/dflash/drafter.py"
+DRAFTERS_ROOM = "dflash_backend/drafters"
+DFLASH = f"{DRAFTERS_ROOM}/dflash"
+DRAFTER = f"{DFLASH}/drafter.py"
 LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_authors_code",)
 FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
-READ = "tests/checkpoints/test_drafters.py::"
-LAYER_IDS = ("tests/checkpoints/test_layer_ids.py",)
+READ = "tests/drafters/test_dflash_config.py::"
+LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
 
 DRAFTERS = (
@@ -33,56 +34,56 @@ DRAFTERS = (
     ),
     Mutant(
         "layers that slide by max_window_layers are not causal",
-        f"{CHECKPOINTS}/drafter_fields.py",
+        f"{DFLASH}/config.py",
         "return tuple(window is not None for window in qwen_windows(config, num_layers))",
         "return (False,) * num_layers",
         LOGITS,
     ),
     Mutant(
         "the last of several fields names the layers",
-        f"{CHECKPOINTS}/layer_ids.py",
+        f"{DRAFTERS_ROOM}/layer_ids.py",
         "chosen, name = found[0]",
         "chosen, name = found[-1]",
         LAYER_IDS,
     ),
     Mutant(
         "dflash_config.layer_ids are read as layer ids",
-        f"{CHECKPOINTS}/layer_ids.py",
+        f"{DFLASH}/config.py",
         '("dflash_config", "layer_ids", BOUNDARY)',
         '("dflash_config", "layer_ids", LAYER)',
         LAYER_IDS,
     ),
     Mutant(
         "default layers are taken without a word",
-        f"{CHECKPOINTS}/zlab.py",
+        f"{DFLASH}/zlab.py",
         "return ids, (note,)",
         "return ids, ()",
         DESCRIBED,
     ),
     Mutant(
         "unknown fields are passed over without a word",
-        f"{CHECKPOINTS}/drafter_fields.py",
+        f"{DRAFTERS_ROOM}/fields.py",
         "    if not found:\n",
         "    if True:\n",
         DESCRIBED,
     ),
     Mutant(
         "a k of the whole block is kept",
-        f"{CHECKPOINTS}/speculators.py",
+        f"{DFLASH}/speculators.py",
         "return possible, (note,)",
         "return k, (note,)",
         (READ + "test_what_a_config_says_is_read",),
     ),
     Mutant(
         "windows at the top level of a speculators config are not read",
-        f"{CHECKPOINTS}/speculators.py",
+        f"{DRAFTERS_ROOM}/speculators.py",
         "JsonReader({**layer.data, **outer}, layer.where)",
         "layer",
         (READ + "test_what_a_config_says_is_read",),
     ),
     Mutant(
         "use_aux_hidden_state is not read",
-        f"{CHECKPOINTS}/drafter_fields.py",
+        f"{DFLASH}/config.py",
         'if not config.boolean("use_aux_hidden_state", default=True):',
         "if False:",
         (READ + "test_what_would_be_misread_is_refused_by_field",),

@@ -12,11 +12,11 @@ import torch
 
 from dflash_backend import LLM
 from dflash_backend.attention.torch_backend import TorchBackend
-from dflash_backend.checkpoints import read_draft, read_target
-from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.drafters import DFlashDrafter
-from dflash_backend.drafters.dflash.drafter import captured_layers
+from dflash_backend.checkpoints import read_target
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter, captured_layers
 from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.pairing import check_pair
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.spec_stats import SpecDecodingStats
 from tests.models.drafting import KeepsLogits, draft_batch, slots, spans

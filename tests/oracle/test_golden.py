@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend import LLM
-from dflash_backend.checkpoints import read_draft
+from dflash_backend.drafters.registry import read_draft
 from tests.oracle import cases, ours
 from tests.oracle.write_golden import FEATURE_LAYERS, GOLDEN, NUM_FEATURE_TOKENS, golden_json
 

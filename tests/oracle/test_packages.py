@@ -90,7 +90,7 @@ def test_the_name_dflash_is_the_authors_package() -> None:
 
 @needs("speculators")
 def test_a_checkpoint_that_the_library_saves_is_read_without_a_warning(tmp_path: Path) -> None:
-    from dflash_backend.checkpoints import read_draft
+    from dflash_backend.drafters.registry import read_draft
 
     target = cases.write_target(tmp_path / "target")
     speculators_library.build(cases.SPECULATORS["causal window"], target).save_pretrained(str(tmp_path / "draft"))

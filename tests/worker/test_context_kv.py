@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
-from dflash_backend.drafters import DFlashDrafter
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams
 from dflash_backend.worker.kv_cache import PagedKVCache
 

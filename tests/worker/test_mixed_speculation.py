@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.drafters import DFlashDrafter
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
-from dflash_backend.drafters import DFlashDrafter
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import LogitsProcessors

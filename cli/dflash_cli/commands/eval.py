@@ -201,8 +201,9 @@ def _encoder(target: str) -> Encode:
     from dflash_backend.evaluation import EvaluationError, ModelRequest
 
     try:
-        from dflash_backend.checkpoints import CheckpointError, resolve_target_dir
+        from dflash_backend.checkpoints import CheckpointError
         from dflash_backend.config import EngineConfig
+        from dflash_backend.drafters.resolve import resolve_target_dir
         from dflash_backend.evaluation.engine import encode
         from dflash_backend.text.tokenizer import Tokenizer
     except ImportError as error:

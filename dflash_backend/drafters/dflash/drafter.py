@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionBackend, KVLayer
-from dflash_backend.checkpoints.spec import DraftSpec
-from dflash_backend.drafters.base import DraftBatch, DraftSampler
-from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
+from dflash_backend.checkpoints.weights import Progress, check_weights
+from dflash_backend.drafters.base import DraftBatch, Drafter, DrafterFactory, DraftSampler
+from dflash_backend.drafters.dflash.config import DFlashSpec
+from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
+from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
+from dflash_backend.models.ops import LayerOps
 from dflash_backend.sampling.vocabulary import VocabularyMap
 
 
-class DFlashDrafter:
+class DFlashDrafter(Drafter[DFlashSpec]):
     """See `Drafter` for the interface. `caches` are the drafter's layers of the paged K/V, under the target's block
     ids (TOGETHER).
 
@@ -36,6 +42,29 @@ class DFlashDrafter:
         self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
         own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
         self.lm_head = model.lm_head or own_head
+
+    @classmethod
+    def check_weights(cls, spec: DFlashSpec) -> dict[str, TensorHeader]:
+        headers = check_weights(
+            spec.path,
+            lambda source: DFlashWeights.read(source, spec),
+            ignored=lambda name: is_unused(spec, name),
+        )
+        if spec.has_mask_embedding:
+            load_mask_embedding(spec.path / MASK_EMBEDDING, spec.mask_token_id, spec.decoder.hidden_size)
+        return headers
+
+    @classmethod
+    def load(
+        cls,
+        spec: DFlashSpec,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        ops: LayerOps,
+    ) -> DrafterFactory:
+        return partial(cls, DFlashModel.load(spec, max_positions, dtype, device, progress, ops))
 
     def inject(
         self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
@@ -81,7 +110,7 @@ class DFlashDrafter:
         return logits if form.scale == 1 else logits * form.scale
 
 
-def captured_layers(spec: DraftSpec, num_target_layers: int) -> tuple[int, ...]:
+def captured_layers(spec: DFlashSpec, num_target_layers: int) -> tuple[int, ...]:
     """What a drafter wants captured, as `TargetModel.forward` counts: layer ids, and the number of layers for the last
     layer's output after the final norm."""
     last = num_target_layers - 1

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, read_headers
-from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
-from dflash_backend.checkpoints.spec import CheckpointError, DraftSpec
+from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
+from dflash_backend.drafters.base import draft_patterns
+from dflash_backend.drafters.dflash.config import DFlashSpec
+from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
@@ -41,7 +43,7 @@ class DFlashWeights:
     d2t: torch.Tensor | None
 
     @classmethod
-    def read(cls, source: WeightSource, spec: DraftSpec) -> DFlashWeights:
+    def read(cls, source: WeightSource, spec: DFlashSpec) -> DFlashWeights:
         """Read every tensor of a drafter."""
         decoder = spec.decoder
         hidden, draft_vocab = decoder.hidden_size, spec.draft_vocab_size
@@ -64,7 +66,7 @@ class DFlashModel:
     """
 
     def __init__(
-        self, spec: DraftSpec, weights: DFlashWeights, max_positions: int, ops: LayerOps | None = None
+        self, spec: DFlashSpec, weights: DFlashWeights, max_positions: int, ops: LayerOps | None = None
     ) -> None:
         """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
         self.spec = spec
@@ -96,7 +98,7 @@ class DFlashModel:
     @classmethod
     def load(
         cls,
-        spec: DraftSpec,
+        spec: DFlashSpec,
         max_positions: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -148,19 +150,13 @@ class DFlashModel:
         return normed
 
 
-def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:
-    """What the queries of each drafter layer see."""
-    layers = zip(spec.causal, spec.decoder.sliding_windows, strict=True)
-    return tuple(AttentionPattern(causal, window) for causal, window in layers)
-
-
-def is_unused(spec: DraftSpec, name: str) -> bool:
+def is_unused(spec: DFlashSpec, name: str) -> bool:
     """Whether a tensor of the checkpoint has no part in serving: what only training needs, and maps from a vocabulary
     to itself."""
     return name == "t2d" or name.startswith("verifier_") or (name == "d2t" and not spec.maps_vocabulary)
 
 
-def vocabulary_map(spec: DraftSpec, offsets: torch.Tensor) -> torch.Tensor:
+def vocabulary_map(spec: DFlashSpec, offsets: torch.Tensor) -> torch.Tensor:
     """The target's id of each draft id, from `d2t` (int64 `[draft_vocab_size]`, what to add to a draft id).
 
     Raises `CheckpointError` when an id is outside the target's vocabulary or two draft ids share one: the draft's
@@ -187,5 +183,5 @@ def vocabulary_map(spec: DraftSpec, offsets: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def _file_of_map(spec: DraftSpec) -> Path:
+def _file_of_map(spec: DFlashSpec) -> Path:
     return read_headers(spec.path)["d2t"].file

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_backend.checkpoints.files import check_files
-from dflash_backend.checkpoints.hub import Report, from_hub
-from dflash_backend.checkpoints.json_reader import JsonReader, shown
-from dflash_backend.checkpoints.pairing import check_pair
-from dflash_backend.checkpoints.spec import CheckpointError, DraftSpec, TargetSpec
-from dflash_backend.checkpoints.speculators import MODEL_TYPE, is_speculators, read_speculators, verifier_name
+from dflash_backend.checkpoints.find import find_model
+from dflash_backend.checkpoints.hub import Report
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.checkpoints.zlab import ARCHITECTURE, read_zlab
 from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.drafters.pairing import check_pair
+from dflash_backend.drafters.registry import is_drafter, read_draft
+from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.speculators import is_speculators, verifier_name
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,6 @@ def verifier_dir(directory: Path, revision: str = "", report: Report | None = No
     return find_model(name, where, revision, report)
 
 
-def is_drafter(directory: Path) -> bool:
-    """Whether a directory holds a drafter of a known format or a model of the speculators library."""
-    config = JsonReader.load(directory / "config.json")
-    return is_speculators(config) or ARCHITECTURE in config.strings("architectures")
-
-
 def _names_verifier(directory: Path) -> bool:
     """Whether a drafter directory says which target it was made for."""
     config = JsonReader.load(directory / "config.json")
@@ -123,57 +119,8 @@ def _names_verifier(directory: Path) -> bool:
 
 def _speculative_tokens(config: EngineConfig, draft: DraftSpec) -> int:
     wanted = config.num_speculative_tokens
-    possible = draft.max_speculative_tokens
     if wanted is None:
         return draft.num_speculative_tokens
-    if wanted > possible:
-        raise CheckpointError(
-            f"num_speculative_tokens is {wanted}; the drafter in {draft.path} was trained for blocks of "
-            f"{draft.block_size}, so at most {possible} are possible: the anchor takes one place"
-        )
+    if wanted > draft.max_speculative_tokens:
+        raise CheckpointError(f"num_speculative_tokens is {wanted}; the drafter in {draft.path} {draft.limit_in_words}")
     return wanted
-
-
-def find_model(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:
-    """A directory, or a hub id that the hub or its local cache has, with its files checked. `revision` is a branch, a
-    tag or a commit of the hub's. Raises `CheckpointError`."""
-    path = _find(name, setting, revision, report)
-    check_files(path)
-    return path
-
-
-def _find(name: str, setting: str, revision: str, report: Report | None) -> Path:
-    try:
-        path = Path(name).expanduser()
-        is_dir, exists = path.is_dir(), path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, no such user
-        raise CheckpointError(f"{setting} is {shown(name)}, which cannot be a path ({error})") from None
-    if is_dir and revision:
-        raise CheckpointError(
-            f"{setting} is '{name}', a directory, which has no revision '{revision}'; only a model of the hub has some"
-        )
-    if is_dir:
-        return path
-    if exists:
-        raise CheckpointError(f"{setting} is '{name}', which is a file; expected a model directory or a hub id")
-    looks_like_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not looks_like_id:
-        raise CheckpointError(f"{setting} is '{name}', but there is no such directory; check the path")
-    return from_hub(name, setting, revision, report)
-
-
-def read_draft(directory: Path, causal: bool | None = None) -> DraftSpec:
-    """Read a drafter of any supported format. `causal` is the server's setting, None for auto. Raises
-    `CheckpointError`."""
-    check_files(directory)
-    config = JsonReader.load(directory / "config.json")
-    if is_speculators(config):
-        return read_speculators(directory, config, causal)
-    architectures = config.strings("architectures")
-    if ARCHITECTURE in architectures:
-        return read_zlab(directory, config, causal)
-    code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
-    raise CheckpointError(
-        f"{config.where}: architectures is {shown(list(architectures))}; a drafter in the z-lab format has "
-        f"'{ARCHITECTURE}', one of speculators has {MODEL_TYPE} 'dflash'{code}"
-    )

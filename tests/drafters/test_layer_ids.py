@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash_backend.checkpoints import CheckpointError, read_draft
-from dflash_backend.checkpoints.layer_ids import default_layer_ids, to_boundary_ids, to_layer_ids
-from tests.checkpoints.drafts import edit, make_speculators, put
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.drafters.dflash.zlab import default_layer_ids
+from dflash_backend.drafters.layer_ids import to_boundary_ids, to_layer_ids
+from dflash_backend.drafters.registry import read_draft
+from tests.drafters.drafts import edit, make_speculators, put
 from tests.tiny_models import TARGET_LAYERS, make_draft, make_target
 
 
@@ -55,9 +57,8 @@ def test_no_other_file_of_the_package_converts_layer_ids() -> None:
         for path in package.rglob("*.py")
         if "boundary_id" in path.read_text() or "aux_hidden_state_layer_ids" in path.read_text()
     }
-    readers = {"layer_ids.py", "pairing.py", "describe.py"}
-    assert {user for user in users if user.startswith("checkpoints/")} == {f"checkpoints/{name}" for name in readers}
-    assert all(user.startswith("checkpoints/") for user in users)
+    readers = {"layer_ids.py", "pairing.py", "describe.py", "dflash/config.py"}
+    assert users == {f"drafters/{name}" for name in readers}
 
 
 # Each name under which configs are published, with its convention; the ids given name the layers 1 and 3.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dflash_backend.checkpoints.layer_ids import to_boundary_ids
-from dflash_backend.checkpoints.spec import CheckpointError, DraftSpec, TargetSpec
+from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
+from dflash_backend.drafters.layer_ids import to_boundary_ids
+from dflash_backend.drafters.spec import DraftSpec
 
 
 def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
@@ -46,6 +47,4 @@ def _vocabulary_mismatch(target: TargetSpec, draft: DraftSpec) -> str | None:
         return f"vocab_size is {draft.vocab_size}, the target's is {target.vocab_size}"
     if draft.draft_vocab_size > target.vocab_size:
         return f"draft_vocab_size is {draft.draft_vocab_size}, more than the target's {target.vocab_size} tokens"
-    if draft.mask_token_id >= target.vocab_size:
-        return f"mask_token_id is {draft.mask_token_id}, the target's vocabulary has {target.vocab_size} tokens"
-    return None
+    return draft.mismatch(target)

@@ -1,8 +1,7 @@
-"""The two ways to number the layers whose outputs are the target features, and the fields that name them. Only this
-file converts them.
+"""The two ways to number the layers whose outputs are the target features. Only this file converts them.
 
-A layer id i (DFlash, ours everywhere else) is the output of decoder layer i, 0-based. A boundary id i (EAGLE and
-speculators) is the hidden state after i layers have run. Layer id i and boundary id i + 1 are the same features.
+A layer id i (ours everywhere else) is the output of decoder layer i, 0-based. A boundary id i (EAGLE and speculators)
+is the hidden state after i layers have run. Layer id i and boundary id i + 1 are the same features.
 """
 
 from __future__ import annotations
@@ -18,17 +17,7 @@ MAX_LAYER_IDS = 1024
 
 LAYER, BOUNDARY = "layer ids", "boundary ids"
 
-# Where z-lab configs name the layers, first match first: (object, field, convention). Object "" is the top level. The
-# order and the conventions are those of vLLM's `get_eagle3_aux_layers_from_config`; the authors' own code reads the
-# second and the third. The last is the name that speculators uses.
-ZLAB_FIELDS = (
-    ("", "eagle_aux_hidden_state_layer_ids", BOUNDARY),
-    ("dflash_config", "target_layer_ids", LAYER),
-    ("", "target_layer_ids", LAYER),
-    ("dflash_config", "layer_ids", BOUNDARY),
-    ("eagle_config", "layer_ids", BOUNDARY),
-    ("", "aux_hidden_state_layer_ids", BOUNDARY),
-)
+# Where speculators configs name the layers, as `named_layers` takes them.
 SPECULATORS_FIELDS = (
     ("", "aux_hidden_state_layer_ids", BOUNDARY),
     ("", "eagle_aux_hidden_state_layer_ids", BOUNDARY),
@@ -52,8 +41,11 @@ class NamedLayers:
 
 
 def named_layers(config: JsonReader, fields: Sequence[tuple[str, str, str]]) -> NamedLayers | None:
-    """The layers that the first of `fields` names; None where none is there. Raises `CheckpointError` for a field that
-    holds no ids, whether it decides or not."""
+    """The layers that the first of `fields` names; None where none is there.
+
+    fields: (object, field, convention); object "" is the top level. Raises `CheckpointError` for a field that holds no
+    ids, whether it decides or not.
+    """
     found: list[tuple[NamedLayers, str]] = []
     for holder, field, convention in fields:
         reader = config.object(holder) if holder else config
@@ -83,17 +75,3 @@ def to_layer_ids(boundary_ids: Sequence[int]) -> tuple[int, ...]:
 def to_boundary_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
     """Boundary ids of layer ids."""
     return tuple(layer + 1 for layer in layer_ids)
-
-
-def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The layer ids that the method takes where a checkpoint names none: the middle layer for a one-layer drafter,
-    else one for each drafter layer, evenly spaced from 1 to N - 3 (DFlash, arXiv 2602.06036)."""
-    if num_draft_layers == 1:
-        return (num_target_layers // 2,)
-    first, last = 1, num_target_layers - 3
-    if last < first:
-        raise CheckpointError(
-            f"target_layer_ids is missing and has no default for a target of {num_target_layers} layers; name them"
-        )
-    step = (last - first) / (num_draft_layers - 1)
-    return tuple(round(first + i * step) for i in range(num_draft_layers))

@@ -1,27 +1,40 @@
-"""What both drafter formats share: windows and causality of the layers, scales, the fields of a config that are read,
-refused or passed over, tensors that a checkpoint may ship."""
+"""A DFlash drafter's config: what both formats, z-lab's and that of speculators, share, and the spec that they make."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack, read_decoder, refuse_unsupported
+from dflash_backend.checkpoints.decoder_fields import read_decoder, refuse_unsupported
+from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.families import LLAMA, QWEN3, SLIDING, Family, qwen_windows, read_layer_types
-from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader, read_headers
-from dflash_backend.checkpoints.json_reader import JsonReader, shown
-from dflash_backend.checkpoints.layer_ids import ZLAB_FIELDS
-from dflash_backend.checkpoints.spec import DecoderSpec, LogitsSpec
+from dflash_backend.checkpoints.files import MASK_EMBEDDING
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
+from dflash_backend.drafters.fields import read_scale
+from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER
+from dflash_backend.drafters.spec import DraftSpec
 
-EMBEDDING = "embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
-MAX_BLOCK_SIZE = 256
 DFLASH = "dflash"
+MAX_BLOCK_SIZE = 256
 
 # The layer is Qwen3's either way; the two config classes differ in what they give to missing fields.
 LAYERS = {"qwen3": QWEN3, "llama": dataclasses.replace(LLAMA, qk_norm=True, reads_mlp_bias=False)}
+
+# Where z-lab configs name the target's layers, for `layer_ids.named_layers`. The order and the conventions are those of
+# vLLM's `get_eagle3_aux_layers_from_config`; the authors' own code reads the second and the third. The last is the name
+# that speculators uses.
+ZLAB_FIELDS = (
+    ("", "eagle_aux_hidden_state_layer_ids", BOUNDARY),
+    ("dflash_config", "target_layer_ids", LAYER),
+    ("", "target_layer_ids", LAYER),
+    ("dflash_config", "layer_ids", BOUNDARY),
+    ("eagle_config", "layer_ids", BOUNDARY),
+    ("", "aux_hidden_state_layer_ids", BOUNDARY),
+)
 
 # Fields of related methods whose arithmetic is not DFlash's.
 OTHER_METHODS = {
@@ -38,33 +51,77 @@ OTHER_METHODS = {
     "norm_output": "a norm of the output, as EAGLE-3 has it,",
 }
 
-
-# The log names the fields that are in none of the following: what they change would only show as lower acceptance.
-# Read as part of the decoder's shape, or refused.
-DECODER = """
-hidden_act hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers
-max_position_embeddings rms_norm_eps attention_bias mlp_bias rope_theta rope_scaling rope_parameters
-partial_rotary_factor layer_types sliding_window use_sliding_window max_window_layers vocab_size dtype torch_dtype
-is_neox_style original_max_position_embeddings
-"""
 # Read wherever a drafter's format has them.
-DRAFTER = """
-architectures model_type block_size num_target_layers dflash_config eagle_config mask_token_id mask_token
-draft_vocab_size target_hidden_size is_causal causal use_swa swa_window_size sample_from_anchor projector_type
-use_aux_hidden_state input_embedding_scale output_multiplier final_logit_softcapping logit_scale has_own_lm_head
-speculators_model_type speculators_config transformer_layer_config sliding_window_non_causal
+READ = """
+block_size dflash_config eagle_config mask_token_id mask_token is_causal causal use_swa swa_window_size
+sample_from_anchor projector_type use_aux_hidden_state input_embedding_scale output_multiplier final_logit_softcapping
+logit_scale sliding_window_non_causal
 """
-# What trains, names or saves a model, and what `transformers` gives to every config.
-HARMLESS = """
-auto_map transformers_version speculators_version _name_or_path name_or_path bos_token_id eos_token_id pad_token_id
-sep_token_id cls_token_id decoder_start_token_id initializer_range use_cache attention_dropout pretraining_tp
-output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder is_decoder id2label
-label2id problem_type torchscript tokenizer_class tie_word_embeddings _attn_implementation attn_implementation
-"""
-KNOWN = frozenset(
-    [*DECODER.split(), *DRAFTER.split(), *HARMLESS.split(), *UNSUPPORTED, *OTHER_METHODS]
-    + [field for _, field, _ in ZLAB_FIELDS]
-)
+KNOWN = frozenset([*READ.split(), *OTHER_METHODS, *(field for _, field, _ in ZLAB_FIELDS)])
+
+
+@dataclass(frozen=True)
+class LogitsSpec:
+    """What becomes of a drafter's logits after its head: times `multiplier`, then `softcap * tanh(logits / softcap)`
+    where there is one, then times `scale`.
+
+    multiplier, softcap: `output_multiplier` and `final_logit_softcapping` of the DFlash authors' code. scale:
+    `logit_scale`, as vLLM's drafter applies it.
+    """
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashSpec(DraftSpec):
+    """A DFlash drafter.
+
+    block_size: 1 + the largest k, since the anchor takes one place. mask_token_id: the token of the queries behind the
+    anchor. has_mask_embedding: a file `mask_embedding.pt` lies beside the weights. input_embedding_scale: what the
+    embeddings of a block are multiplied by. logits: what becomes of its logits.
+    """
+
+    method = DFLASH
+
+    block_size: int
+    mask_token_id: int
+    has_mask_embedding: bool
+    input_embedding_scale: float = 1.0
+    logits: LogitsSpec = LogitsSpec()
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        return self.block_size - 1
+
+    @property
+    def limit_in_words(self) -> str:
+        return (
+            f"was trained for blocks of {self.block_size}, so at most {self.max_speculative_tokens} are possible: the "
+            "anchor takes one place"
+        )
+
+    def facts(self) -> Facts:
+        mask = str(self.mask_token_id)
+        if self.has_mask_embedding:
+            mask += f", with an embedding of its own ({MASK_EMBEDDING})"
+        facts = [
+            ("block", f"{self.block_size} places: the anchor and up to {self.max_speculative_tokens} drafts"),
+            ("mask token", mask),
+        ]
+        if self.input_embedding_scale != 1:
+            facts.append(("input embedding scale", f"{self.input_embedding_scale:g}"))
+        form = self.logits
+        steps = [f"times {form.multiplier:g}"] if form.multiplier != 1 else []
+        steps += [f"soft-capped at {form.softcap:g}"] if form.softcap is not None else []
+        steps += [f"times {form.scale:g}"] if form.scale != 1 else []
+        return facts + ([("logits", ", then ".join(steps))] if steps else [])
+
+    def mismatch(self, target: TargetSpec) -> str | None:
+        if self.mask_token_id < target.vocab_size:
+            return None
+        return f"mask_token_id is {self.mask_token_id}, the target's vocabulary has {target.vocab_size} tokens"
 
 
 def read_drafter_decoder(config: JsonReader, dflash: JsonReader, family: Family) -> DecoderSpec:
@@ -129,12 +186,6 @@ def read_logits(*configs: JsonReader) -> LogitsSpec:
     return LogitsSpec(read_scale("output_multiplier", *configs), softcap, read_scale("logit_scale", *configs))
 
 
-def read_scale(field: str, *configs: JsonReader) -> float:
-    """A factor above 0, from the first of `configs` that has it, else 1. Raises `CheckpointError`."""
-    reader = next((config for config in configs if config.given(field)), None)
-    return 1.0 if reader is None else reader.number(field)
-
-
 def refuse_other_methods(*configs: JsonReader) -> None:
     """Raise `CheckpointError` for fields of related methods, whose drafts would be wrong here."""
     for config in configs:
@@ -161,20 +212,6 @@ def read_mask_token(*configs: JsonReader) -> int:
         if config.given("mask_token"):
             raise config.fail("mask_token", "an id in mask_token_id: the token's id in the target's tokenizer")
     raise configs[0].fail("mask_token_id", "an integer from 0 to 2147483648")
-
-
-def read_tensors(directory: Path, config: JsonReader, decoder: DecoderSpec) -> Mapping[str, TensorHeader]:
-    """The headers of a drafter's tensors, checked against the stack that its config describes."""
-    tensors = read_headers(directory)
-    check_stack(config, decoder, "layers.", tensors)
-    return tensors
-
-
-def check_own_head(config: JsonReader, has_lm_head: bool) -> None:
-    """Raise `CheckpointError` where `has_own_lm_head` says otherwise than the weights."""
-    if config.given("has_own_lm_head") and config.boolean("has_own_lm_head", default=False) != has_lm_head:
-        found = f"a tensor '{LM_HEAD}'" if has_lm_head else f"no tensor '{LM_HEAD}'"
-        raise config.fail("has_own_lm_head", f"{str(has_lm_head).lower()}, as the weights beside it have {found}")
 
 
 def has_mask_embedding(directory: Path) -> bool:
@@ -205,17 +242,3 @@ def layer_causality(
     if dflash.given("causal"):
         return (dflash.boolean("causal", default=False),) * len(sliding)
     return tuple(is_sliding and sliding_causal for is_sliding in sliding)
-
-
-def unknown_fields(*configs: tuple[str, JsonReader]) -> tuple[str, ...]:
-    """A sentence for the log that names the fields which nothing here knows; none where all are known. `configs`: what
-    goes before a field's name (`dflash_config.`), and the object. Fields that are null or false say nothing."""
-    found = [
-        f"{prefix}{field} = {shown(value)}"
-        for prefix, config in configs
-        for field, value in config.data.items()
-        if field not in KNOWN and value is not None and value is not False
-    ]
-    if not found:
-        return ()
-    return (f"not known here and not read: {', '.join(found)}; drafts are worse if one changes the arithmetic",)

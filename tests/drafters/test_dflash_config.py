@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.checkpoints import CheckpointError, RopeSpec, read_draft
-from dflash_backend.checkpoints.spec import LogitsSpec
-from tests.checkpoints.drafts import DRAFT_VOCAB_SIZE, edit, make_speculators, put
+from dflash_backend.checkpoints import CheckpointError, RopeSpec
+from dflash_backend.drafters.dflash.config import LogitsSpec
+from dflash_backend.drafters.registry import read_draft
+from tests.drafters.drafts import DRAFT_VOCAB_SIZE, edit, make_speculators, put
 from tests.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft
 
 SLIDING, FULL = "sliding_attention", "full_attention"

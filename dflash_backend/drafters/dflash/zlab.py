@@ -6,32 +6,30 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import MAX_LAYERS, read_dtype
-from dflash_backend.checkpoints.drafter_fields import (
-    EMBEDDING,
-    LM_HEAD,
+from dflash_backend.checkpoints.families import QWEN3
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.drafters.dflash.config import (
+    KNOWN,
     MAX_BLOCK_SIZE,
-    check_own_head,
+    ZLAB_FIELDS,
+    DFlashSpec,
     has_mask_embedding,
     layer_causality,
     read_drafter_decoder,
     read_logits,
     read_mask_token,
-    read_scale,
-    read_tensors,
     sliding_layers,
-    unknown_fields,
     window_notes,
 )
-from dflash_backend.checkpoints.families import QWEN3
-from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.layer_ids import LAYER, ZLAB_FIELDS, default_layer_ids, named_layers
-from dflash_backend.checkpoints.spec import DraftSpec
+from dflash_backend.drafters.fields import EMBEDDING, LM_HEAD, check_own_head, read_scale, read_tensors, unknown_fields
+from dflash_backend.drafters.layer_ids import LAYER, named_layers
 
 ARCHITECTURE = "DFlashDraftModel"
 DEFAULT_BLOCK_SIZE = 16
 
 
-def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -> DraftSpec:
+def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
     """Read a z-lab drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`.
 
     A field that may lie in `dflash_config` or at the top level is taken from `dflash_config` first, as by the authors'
@@ -48,7 +46,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     for reader in (config, dflash):
         check_own_head(reader, LM_HEAD in tensors)
     configs = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
-    return DraftSpec(
+    return DFlashSpec(
         path=directory,
         format="z-lab",
         decoder=decoder,
@@ -69,7 +67,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
         normed_last_layer=num_target_layers - 1 in layer_ids,
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config),
         logits=read_logits(dflash, config),
-        notes=layer_notes + block_notes + window_notes(config) + unknown_fields(*configs),
+        notes=layer_notes + block_notes + window_notes(config) + unknown_fields(KNOWN, *configs),
     )
 
 
@@ -100,3 +98,17 @@ def _block_size(config: JsonReader, dflash: JsonReader) -> tuple[int, tuple[str,
     if len(set(sizes)) == 1:
         return sizes[0], ()
     return sizes[0], (f"dflash_config.block_size is {sizes[0]} and is used; block_size is {sizes[1]}",)
+
+
+def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The layer ids that the method takes where a checkpoint names none: the middle layer for a one-layer drafter,
+    else one for each drafter layer, evenly spaced from 1 to N - 3 (DFlash, arXiv 2602.06036)."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, num_target_layers - 3
+    if last < first:
+        raise CheckpointError(
+            f"target_layer_ids is missing and has no default for a target of {num_target_layers} layers; name them"
+        )
+    step = (last - first) / (num_draft_layers - 1)
+    return tuple(round(first + i * step) for i in range(num_draft_layers))

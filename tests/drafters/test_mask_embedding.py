@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.checkpoints.mask_embedding import load_mask_embedding
+from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 
 HIDDEN = 8
 MASK_TOKEN_ID = 96

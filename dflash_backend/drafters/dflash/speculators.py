@@ -1,52 +1,38 @@
-"""Drafter checkpoints of the speculators library: `speculators_model_type: "dflash"`, the decoder's own config in
-`transformer_layer_config`, layers named by boundary ids, and often the target's name, so that such a directory given
-alone is enough."""
+"""DFlash drafters of the speculators library: `speculators_model_type: "dflash"`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import read_dtype, refuse_unsupported
-from dflash_backend.checkpoints.drafter_fields import (
-    DFLASH,
-    EMBEDDING,
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.drafters.dflash.config import (
+    KNOWN,
     LAYERS,
-    LM_HEAD,
     MAX_BLOCK_SIZE,
-    check_own_head,
+    DFlashSpec,
     has_mask_embedding,
     layer_causality,
     read_drafter_decoder,
     read_logits,
     read_mask_token,
-    read_scale,
-    read_tensors,
     refuse_other_methods,
     sliding_layers,
-    unknown_fields,
     window_notes,
 )
-from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.layer_ids import SPECULATORS_FIELDS, named_layers
-from dflash_backend.checkpoints.spec import DraftSpec
-
-MODEL_TYPE = "speculators_model_type"
-# The library nests these in `transformer_layer_config`; where they stand at the top level, vLLM lets those win.
-TOP_LEVEL_WINDOWS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+from dflash_backend.drafters.fields import EMBEDDING, LM_HEAD, check_own_head, read_scale, read_tensors, unknown_fields
+from dflash_backend.drafters.layer_ids import SPECULATORS_FIELDS, NamedLayers, named_layers
+from dflash_backend.drafters.speculators import layer_config, verifier_name
 
 
-def is_speculators(config: JsonReader) -> bool:
-    """Whether `config.json` was written by the speculators library, for a method of any kind."""
-    return config.given(MODEL_TYPE)
-
-
-def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DraftSpec:
+def read_speculators(directory: Path, config: JsonReader, causal: bool | None = None) -> DFlashSpec:
     """Read a speculators drafter. `causal` is the server's setting, None for auto. Raises `CheckpointError`.
 
     The feature of the target's last layer is taken before the final norm: the library trains on what vLLM captures.
     """
-    _check_method(config)
-    layer = _layer_config(config)
+    refuse_unsupported(config)
+    refuse_other_methods(config)
+    layer = layer_config(config)
     dflash = config.object("dflash_config")
     kind = layer.string("model_type", default="qwen3")
     if kind not in LAYERS:
@@ -54,15 +40,12 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     decoder = read_drafter_decoder(layer, dflash, LAYERS[kind])
     block_size = config.integer("block_size", low=2, high=MAX_BLOCK_SIZE)
     vocab_size = layer.integer("vocab_size", low=2)
-    layers = named_layers(config, SPECULATORS_FIELDS)
-    if layers is None:
-        expected = "the boundary ids of the target's layers that the drafter reads, each at least 1"
-        raise config.fail(SPECULATORS_FIELDS[0][1], expected)
+    layers = _layers(config)
     tensors = read_tensors(directory, layer, decoder)
     check_own_head(config, LM_HEAD in tensors)
     k, k_notes = _speculative_tokens(config, block_size)
     configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
-    return DraftSpec(
+    return DFlashSpec(
         path=directory,
         format="speculators",
         decoder=decoder,
@@ -88,29 +71,16 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
         dtype=read_dtype(config, layer),
         input_embedding_scale=read_scale("input_embedding_scale", dflash, config, layer),
         logits=read_logits(dflash, config, layer),
-        notes=layers.notes + k_notes + window_notes(layer) + unknown_fields(*configs),
+        notes=layers.notes + k_notes + window_notes(layer) + unknown_fields(KNOWN, *configs),
     )
 
 
-def verifier_name(config: JsonReader) -> str | None:
-    """The target that a drafter was made for, a path or a hub id; None where the checkpoint does not say."""
-    verifier = config.object("speculators_config").object("verifier")
-    return verifier.string("name_or_path", default="") or None
-
-
-def _check_method(config: JsonReader) -> None:
-    """Refuse other methods of the library by name, and forms of DFlash that are computed otherwise."""
-    if config.string(MODEL_TYPE) != DFLASH:
-        raise config.fail(MODEL_TYPE, f"'{DFLASH}': drafters of other methods are not supported")
-    refuse_unsupported(config)
-    refuse_other_methods(config)
-
-
-def _layer_config(config: JsonReader) -> JsonReader:
-    """`transformer_layer_config`, with the fields of windows that stand at the top level in place of its own."""
-    layer = config.object("transformer_layer_config", required=True)
-    outer = {field: config.data[field] for field in TOP_LEVEL_WINDOWS if config.given(field)}
-    return JsonReader({**layer.data, **outer}, layer.where)
+def _layers(config: JsonReader) -> NamedLayers:
+    layers = named_layers(config, SPECULATORS_FIELDS)
+    if layers is None:
+        expected = "the boundary ids of the target's layers that the drafter reads, each at least 1"
+        raise config.fail(SPECULATORS_FIELDS[0][1], expected)
+    return layers
 
 
 def _speculative_tokens(config: JsonReader, block_size: int) -> tuple[int, tuple[str, ...]]:

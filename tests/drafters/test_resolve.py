@@ -8,9 +8,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from dflash_backend.checkpoints import CheckpointError, ModelPair, find_model, resolve_pair, resolve_target_dir
+from dflash_backend.checkpoints import CheckpointError, find_model
 from dflash_backend.config import EngineConfig, asset_path
-from tests.checkpoints.drafts import edit, make_speculators, put
+from dflash_backend.drafters.resolve import ModelPair, resolve_pair, resolve_target_dir
+from tests.drafters.drafts import edit, make_speculators, put
 from tests.tiny_models import make_draft, make_target
 
 

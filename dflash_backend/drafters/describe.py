@@ -1,0 +1,51 @@
+"""What a drafter's checkpoint is and how it was read, in words."""
+
+from __future__ import annotations
+
+from dflash_backend.checkpoints.describe import Facts, decoder_facts, file_facts, runs
+from dflash_backend.drafters.layer_ids import to_boundary_ids
+from dflash_backend.drafters.spec import DraftSpec
+
+
+def draft_facts(spec: DraftSpec) -> Facts:
+    """Label and text of what was read of a drafter. Raises `CheckpointError` when its files are gone."""
+    return [
+        ("directory", str(spec.path)),
+        ("format", spec.format),
+        ("made for", _made_for(spec)),
+        *decoder_facts(spec.decoder),
+        ("causality", runs(["causal" if causal else "not causal" for causal in spec.causal])),
+        ("features", _features(spec)),
+        ("speculative tokens", f"{spec.num_speculative_tokens}, as the checkpoint asks"),
+        ("vocabulary", _vocabulary(spec)),
+        ("embedding", "its own" if spec.has_embedding else "the target's"),
+        ("LM head", _lm_head(spec)),
+        *spec.facts(),
+        *file_facts(spec.path, spec.dtype),
+        # Each with a label of its own, as facts become an object in JSON.
+        *((f"warning {i}" if i > 1 else "warning", note) for i, note in enumerate(spec.notes, 1)),
+    ]
+
+
+def _made_for(spec: DraftSpec) -> str:
+    layers = f"a target of {spec.num_target_layers} layers" if spec.num_target_layers else "a target"
+    width = f"hidden size {spec.target_hidden_size}"
+    return f"{spec.target_name or layers}, {width}, {spec.vocab_size} tokens"
+
+
+def _features(spec: DraftSpec) -> str:
+    boundaries = list(to_boundary_ids(spec.target_layer_ids))
+    last = "; the last layer's after the final norm" if spec.normed_last_layer else ""
+    return f"layer ids {list(spec.target_layer_ids)} of the target, which are boundary ids {boundaries}{last}"
+
+
+def _lm_head(spec: DraftSpec) -> str:
+    if spec.has_lm_head:
+        return "its own"
+    return f"the target's, {spec.draft_vocab_size} rows of it" if spec.maps_vocabulary else "the target's"
+
+
+def _vocabulary(spec: DraftSpec) -> str:
+    if spec.maps_vocabulary:
+        return f"proposes {spec.draft_vocab_size} of {spec.vocab_size} tokens, mapped by d2t"
+    return f"all {spec.vocab_size} tokens"

@@ -1,0 +1,82 @@
+"""The drafting methods that there are: how a checkpoint of each is recognised and read, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_backend.checkpoints.files import check_files
+from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.drafters.dflash.config import DFLASH
+from dflash_backend.drafters.dflash.speculators import read_speculators
+from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
+from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.speculators import MODEL_TYPE, is_speculators
+
+if TYPE_CHECKING:
+    from dflash_backend.drafters.base import Drafter
+
+Read = Callable[[Path, JsonReader, bool | None], DraftSpec]
+"""Reads a drafter of one format: its directory, its `config.json`, the server's `causal` (None for auto)."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method.
+
+    architecture: names it in `architectures`, in the z-lab format. read: for that format. read_speculators: for that of
+    speculators. drafter: gives its class, and imports torch.
+    """
+
+    architecture: str
+    read: Read
+    read_speculators: Read
+    drafter: Callable[[], type[Drafter]]
+
+
+def _dflash() -> type[Drafter]:
+    from dflash_backend.drafters.dflash.drafter import DFlashDrafter
+
+    return DFlashDrafter
+
+
+METHODS: Mapping[str, Method] = {DFLASH: Method(ARCHITECTURE, read_zlab, read_speculators, _dflash)}
+"""By the names that `speculators_model_type` has for them."""
+
+
+def is_drafter(directory: Path) -> bool:
+    """Whether a directory holds a drafter of a known format or a model of the speculators library."""
+    config = JsonReader.load(directory / "config.json")
+    architectures = config.strings("architectures")
+    return is_speculators(config) or any(method.architecture in architectures for method in METHODS.values())
+
+
+def read_draft(directory: Path, causal: bool | None = None) -> DraftSpec:
+    """Read a drafter of any method and format. `causal` is the server's setting, None for auto. Raises
+    `CheckpointError`."""
+    check_files(directory)
+    config = JsonReader.load(directory / "config.json")
+    names = ", ".join(f"'{name}'" for name in METHODS)
+    if is_speculators(config):
+        method = METHODS.get(config.string(MODEL_TYPE))
+        if method is None:
+            raise config.fail(MODEL_TYPE, f"{names}: drafters of other methods are not supported")
+        return method.read_speculators(directory, config, causal)
+    architectures = config.strings("architectures")
+    for method in METHODS.values():
+        if method.architecture in architectures:
+            return method.read(directory, config, causal)
+    known = ", ".join(f"'{method.architecture}'" for method in METHODS.values())
+    code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
+    raise CheckpointError(
+        f"{config.where}: architectures is {shown(list(architectures))}; a drafter in the z-lab format has "
+        f"{known}, one of speculators has {MODEL_TYPE} {names}{code}"
+    )
+
+
+def drafter_class(spec: DraftSpec) -> type[Drafter]:
+    """What runs the drafter of `spec`."""
+    return METHODS[spec.method].drafter()

@@ -1,0 +1,71 @@
+"""What the rest of the project knows of a drafter's checkpoint, whatever its method and format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dflash_backend.checkpoints.describe import Facts
+from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec(ABC):
+    """A drafter. Each method has a subclass.
+
+    method: its name in `registry.METHODS`. format: of its files.
+    num_speculative_tokens: k that the checkpoint asks for.
+    target_layer_ids: in the layer-id convention: i is the output of target decoder layer i, 0-based.
+    causal: per drafter layer, whether a query sees only positions up to its own.
+    vocab_size: the target's, as the drafter's config has it. draft_vocab_size: tokens that the drafter can propose;
+    fewer than vocab_size are mapped to the target's ids by the checkpoint's `d2t`.
+    target_hidden_size: width of one feature. num_target_layers, target_name: of the target that it was made for; None
+    where the checkpoint does not say.
+    has_embedding, has_lm_head: the checkpoint ships its own; else the target's serve.
+    normed_last_layer: the feature of the target's last layer is taken after the final norm, else before it.
+    notes: sentences on what the checkpoint leaves open or says twice, and how it was read; for the log.
+    """
+
+    method: ClassVar[str]
+
+    path: Path
+    format: str
+    decoder: DecoderSpec
+    num_speculative_tokens: int
+    target_layer_ids: tuple[int, ...]
+    causal: tuple[bool, ...]
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    num_target_layers: int | None
+    target_name: str | None
+    has_embedding: bool
+    has_lm_head: bool
+    dtype: str
+    normed_last_layer: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def max_speculative_tokens(self) -> int:
+        """The largest k."""
+
+    @property
+    @abstractmethod
+    def limit_in_words(self) -> str:
+        """Why k is at most `max_speculative_tokens`, to follow the drafter's name."""
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft token ids differ from the target's."""
+        return self.draft_vocab_size < self.vocab_size
+
+    def facts(self) -> Facts:
+        """Label and text of what is particular to the method."""
+        return []
+
+    def mismatch(self, target: TargetSpec) -> str | None:
+        """What of the method does not fit the target; None where all does."""
+        return None
