@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from dflash_backend.sampling.random import Stream
-from dflash_kernels.cut_softmax import cut_softmax_reference
 from dflash_kernels.draw import draw_reference
+from dflash_kernels.filtered_softmax import filtered_softmax_reference
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class SamplingTensors:
 
 def probabilities(logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
     """The distribution that a request samples from: `[n, vocab]` logits -> float32 probabilities. See
-    `dflash_kernels.cut_softmax`."""
+    `dflash_kernels.filtered_softmax`."""
     p = parameters
-    return cut_softmax_reference(logits, p.temperature, p.top_k, p.top_p, p.min_p, p.any_top_k_or_p, p.any_min_p)
+    return filtered_softmax_reference(logits, p.temperature, p.top_k, p.top_p, p.min_p, p.any_top_k_or_p, p.any_min_p)
 
 
 def draw(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:

@@ -19,4 +19,4 @@ class Stream(enum.IntEnum):
 
     TARGET = 1  # the token that the target adds: first token, residual or bonus
     DRAFT = 2  # the draft token
-    ACCEPT = 3  # whether a draft token stands
+    ACCEPT = 3  # whether a draft token is accepted

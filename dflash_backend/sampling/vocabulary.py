@@ -1,7 +1,4 @@
-"""Draft token ids in the target's vocabulary, for drafters that propose only the target's most frequent tokens.
-
-Built by a drafter, used by `DraftSampler`.
-"""
+"""Draft token ids in the target's vocabulary, for drafters that propose only the target's most frequent tokens."""
 
 from __future__ import annotations
 

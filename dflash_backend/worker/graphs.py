@@ -1,10 +1,10 @@
 """Decode steps of fixed shapes, each captured as a CUDA graph: a few numbers go in, and one launch runs the step.
 
-A graph has a number of rows from a ladder, each with 1 + k places. A step with fewer rows is filled up with padding
-rows, which read and write nothing (trap 7). There are two kinds: for steps of greedy requests alone, and for steps with
+A graph has a number of rows of `capture_sizes`, each with 1 + k tokens. A step with fewer rows is filled up with
+padding rows, which read and write nothing. There are two kinds: for steps of greedy requests alone, and for steps with
 sampled ones. Whatever else a step asks for is run without a graph.
 
-Built and used by the device runner. Without graphs the same padded steps run operation by operation.
+Without graphs the same padded steps run operation by operation.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dflash_backend.worker.step import ModelStep
 
 logger = logging.getLogger(__name__)
 
-# Ladder steps are this far apart from the first multiple on.
+# Capture sizes are this far apart from the first multiple on.
 CAPTURE_STRIDE = 8
 # Padding costs arithmetic and a launch without a graph costs the host's time: rows are padded to twice their number at
 # the most, or by this many.
 ALWAYS_WORTH_PADDING = CAPTURE_STRIDE
-# And a step to twice its tokens at the most, or to so many, for which a GPU still spends its time on reading weights.
+# And a step to twice its tokens at the most, or to this many, for which a GPU still spends its time on reading weights.
 # Rows without drafts are much narrower than their places.
 CHEAP_TOKENS = 128
 # Left free for what steps without a graph allocate.
@@ -66,7 +66,7 @@ class EagerStep:
         self._step = step
 
     def replay(self) -> torch.Tensor:
-        """See `PaddedStep.replay`."""
+        """As `PaddedStep.replay`."""
         return self._step.run(self.inputs).numbers
 
 
@@ -85,7 +85,7 @@ class CapturedStep:
             self._result = step.finish(inputs, step.verify(inputs)).numbers
 
     def replay(self) -> torch.Tensor:
-        """See `PaddedStep.replay`."""
+        """As `PaddedStep.replay`."""
         self._graph.replay()
         return self._result
 
@@ -100,7 +100,7 @@ class GraphCapturer:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, inputs: StepInputs) -> CapturedStep | None:
-        """See `MakeStep`."""
+        """Capture a step; None when memory does not suffice."""
         if torch.cuda.mem_get_info()[0] < RESERVED_BYTES:
             return None
         self._layouts.send_nothing(inputs.num_rows, self._step.width)
@@ -143,7 +143,7 @@ class GraphRunner:
 
     def make(self, make: MakeStep, sizes: Sequence[int], sampled: bool, progress: Progress) -> None:
         """Make the steps with these numbers of rows, in place of those that there were: greedy ones, and with `sampled`
-        also those for sampled requests. `progress` hears `(message, fraction)`.
+        also those for sampled requests. `progress` is called with `(message, fraction)`.
 
         The largest and the sampled ones come first: the others then share the memory that these took. Those that memory
         does not suffice for are left out, which the log says.

@@ -1,7 +1,8 @@
 """What the device's memory goes to, measured after the models are loaded: the KV cache gets what is left.
 
-`measure_use` runs the largest steps that the scheduler can make (`largest_steps.py`) and looks at the peak. `build`
-calls it on a GPU, before it allocates the pool of blocks; a CPU's memory is not measured.
+`measure_use` runs the steps that take the most memory of those that the scheduler can make, and looks at the peak.
+There is no KV cache by then, so every row of these steps names block 0 over and over; what its tokens are does not
+matter. A CPU's memory is not measured.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from typing import Protocol
 import torch
 
 from dflash_backend.config import ConfigError
-from dflash_backend.core.plan import StepOutOfMemory, StepPlan
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.worker.largest_steps import decode_step, prefill_step
+from dflash_backend.messages import SamplingParams
 
 GIB = 1024**3
 
-# What a ladder of captured graphs takes beside the tensors of its largest step: nodes, parameters and what the driver
-# keeps for them. An allowance that was not measured; `worker.graphs` captures no more than fits.
+# What captured graphs take beside the tensors of their largest step: nodes, parameters and what the driver keeps for
+# them. An allowance that was not measured; `worker.graphs` captures no more than fits.
 GRAPH_OVERHEAD_BYTES = GIB // 2
+
+# Requests of the largest steps. Sampling takes more memory than a greedy request's logits, and filtering sorts where
+# there are no kernels.
+LARGEST_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9)
 
 RunStep = Callable[[StepPlan], object]
 """Runs a step to its end."""
@@ -63,28 +68,28 @@ class CudaMemory:
         self._device = device
 
     def total(self) -> int:
-        """See `MemoryProbe.total`."""
+        """As `MemoryProbe.total`."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def in_use(self) -> int:
-        """See `MemoryProbe.in_use`."""
+        """As `MemoryProbe.in_use`."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def allocated(self) -> int:
-        """See `MemoryProbe.allocated`."""
+        """As `MemoryProbe.allocated`."""
         return torch.cuda.memory_allocated(self._device)
 
     def reset_peak(self) -> None:
-        """See `MemoryProbe.reset_peak`."""
+        """As `MemoryProbe.reset_peak`."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """See `MemoryProbe.peak`."""
+        """As `MemoryProbe.peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
-        """See `MemoryProbe.release`."""
+        """As `MemoryProbe.release`."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -127,7 +132,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def expected_use(probe: MemoryProbe, weights: int) -> MemoryUse:
-    """The use as far as it is known before the models are loaded, whose weights will take so many bytes: no more than
+    """The use as far as it is known before the models are loaded, whose weights take `weights` bytes: no more than
     it will be."""
     probe.release()
     return MemoryUse(probe.total(), weights, probe.in_use())
@@ -175,3 +180,47 @@ def _step_does_not_fit(probe: MemoryProbe, weights: int, config: SchedulerConfig
         f"models' weights take {_gib(weights)}: lower either setting, or free memory that other programs hold "
         f"({reason})"
     )
+
+
+def prefill_step(config: SchedulerConfig) -> StepPlan:
+    """The last chunks of as many prompts as there may be requests, with as many tokens as a step may have: the first is
+    the longest request, then come more while there are tokens left for them, each with one at least."""
+    longest = config.max_model_len - 1
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    left = config.max_num_batched_tokens
+    rows = []
+    for index in range(num_rows):
+        num_new = min(left - (num_rows - 1 - index), longest)
+        left -= num_new
+        rows.append(_row(config, f"prefill-{index}", longest - num_new if index == 0 else 0, num_new, 0))
+    return StepPlan(0, rows, [_request(row) for row in rows])
+
+
+def decode_step(config: SchedulerConfig, before: StepPlan) -> StepPlan:
+    """The step after `before`, whose requests are removed: a decode row with all its drafts for each request there
+    may be, the first one as long as drafts are made."""
+    k = config.num_speculative_tokens
+    # The row's own 1 + k tokens, the anchor that follows, and its k masks (WINDOW).
+    if config.max_drafting_len < 2 * k + 2:
+        k = 0
+    longest = config.max_drafting_len - 2 * k - 2 if k else config.max_model_len - 2
+    num_rows = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (1 + k)))
+    starts = [longest] + [min(1, longest)] * (num_rows - 1)
+    step_id = before.step_id + 1
+    rows = [_row(config, f"decode-{step_id}-{index}", start, 1, k) for index, start in enumerate(starts)]
+    return StepPlan(step_id, rows, [_request(row) for row in rows], [row.request_id for row in before.rows])
+
+
+def _row(config: SchedulerConfig, request_id: str, start: int, num_new: int, num_draft: int) -> ScheduledRequest:
+    """A row that samples, and drafts where that fits (WINDOW)."""
+    k = config.num_speculative_tokens
+    end = start + num_new + num_draft
+    num_next = k if k and config.drafts_fit(end + 1, k) else 0
+    num_blocks = config.cache_group.blocks_for(end + config.lookahead(num_next))
+    return ScheduledRequest(request_id, start, num_new, num_draft, True, num_next, [0] * num_blocks)
+
+
+def _request(row: ScheduledRequest) -> NewRequest:
+    """The request of a row, as it is when the row's drafts are not verified yet."""
+    known = row.num_computed + row.num_new
+    return NewRequest(row.request_id, [0] * known, known, LARGEST_SAMPLING, (), 0)

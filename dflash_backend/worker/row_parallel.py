@@ -1,10 +1,10 @@
-"""Uses a CPU's cores for rows instead of within operations. Owned by the model runner.
+"""Uses a CPU's cores for rows instead of within operations.
 
 With a model so small that its weights stay in the cores' caches, an operation on a step's rows takes some tens of
 microseconds, less than it costs to wake a second thread for it and to wait for both, hundreds of times a step. So the
 rows of a step are cut into as many parts as there are cores, and each part runs verify, accept, inject and draft on a
-thread of its own. The parts share nothing but what nobody writes in a step: weights and published blocks (OWN). They
-meet once a step, so a core that is busy with something else costs its share and no more.
+thread of its own. The parts share only what no step writes: weights and published blocks (OWN). They meet once a step,
+so a core that is busy with something else costs its share and no more.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowPool:
         before = 0
         for row in ordered:
             size = row.num_new + row.num_draft
-            # The part in which the middle of the row falls.
+            # The part that the middle of the row lies in.
             parts[min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))].append(row)
             before += size
         return [part for part in parts if part]

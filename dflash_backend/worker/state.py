@@ -254,8 +254,8 @@ class RequestStates:
         if new:
             arrays += [indices, *(host[indices] for _, host in parameters)]
             arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
-        places, ids, rows, counts, *sent = self._send(arrays)
-        state.blocks.view(-1).index_copy_(0, places, ids)
+        positions, ids, rows, counts, *sent = self._send(arrays)
+        state.blocks.view(-1).index_copy_(0, positions, ids)
         state.num_blocks.index_copy_(0, rows, counts)
         if new:
             where, values, tokens = sent[0], sent[1 : 1 + len(parameters)], sent[1 + len(parameters) :]

@@ -20,7 +20,7 @@ from dflash_backend.sampling.filtering import SamplingTensors, probabilities
 from dflash_backend.sampling.random import Stream
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
-from dflash_kernels import accept, argmax, cut_softmax, prepare_draft, prepare_step
+from dflash_kernels import accept, argmax, filtered_softmax, prepare_draft, prepare_step
 from dflash_kernels import draw as sample
 from dflash_kernels.dispatch import use_triton
 
@@ -98,7 +98,7 @@ class DeviceStepOps:
 
     def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
         """What each row samples from: `[n, vocab]` logits -> float32, as `sampling.filtering.probabilities`."""
-        return cut_softmax.cut_softmax(
+        return filtered_softmax.filtered_softmax(
             logits, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
         )
 

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for.
+"""Copies between host and device without a wait for them.
 
 A copy runs when the device comes to it, from memory that the device can read by itself (pinned). So the host's side of
 a copy must stay as it is until then: there are as many buffers as steps can be in flight, used in turn.
@@ -57,7 +57,7 @@ class Uploader:
         for array in arrays:
             starts.append(end)
             end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        self._make_room(end)
+        self._reserve(end)
         turn = self._turns[self._next]
         self._next = (self._next + 1) % len(self._turns)
         turn.wait()
@@ -75,7 +75,7 @@ class Uploader:
             for start, array in zip(starts, arrays, strict=True)
         ]
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _reserve(self, num_bytes: int) -> None:
         if num_bytes <= len(self.buffer):
             return
         if not self._grows:

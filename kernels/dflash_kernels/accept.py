@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.argmax import WARPS
-from dflash_kernels.draw import RACE_TILE, draw_reference
+from dflash_kernels.draw import GUMBEL_TILE, draw_reference
 from dflash_kernels.random_numbers import uniform
 
 try:
@@ -24,8 +24,8 @@ except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
 if triton is not None:
-    from dflash_kernels.argmax import best_of_tiles, tile_buffers
-    from dflash_kernels.draw import race
+    from dflash_kernels.argmax import argmax_of_tiles, tile_buffers
+    from dflash_kernels.draw import gumbel_max
     from dflash_kernels.random_numbers import state_bits, uniform_of
 
 
@@ -170,7 +170,7 @@ if triton is not None:
         tokens_ptr, computed_ptr, count_ptr, out_ptr, row, req_idx, first, logits_row, count, following, k, max_len,
         COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """Write what a row has come to: its new tokens, and its state."""
+        """Write a row's outcome: its new tokens, and its state."""
         column = tl.arange(0, COLUMNS)
         drafts = _read_drafts(tokens_ptr, req_idx, first, column, max_len)
         following = tl.where(logits_row >= 0, following, 0)
@@ -238,7 +238,7 @@ if triton is not None:
         value_ptr, index_ptr, target_stream, k, max_len, vocab, num_rows, num_tiles,
         DRAWN: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program runs the race for the token that follows, in one tile of one sampled row.
+        """One program draws the token that follows, in one tile of one sampled row.
 
         Twice: by the residual, and by p for the case that nothing is left of it, which only all tiles together know.
         """
@@ -258,13 +258,13 @@ if triton is not None:
                     left = tl.maximum(p - tl.load(draft_probs_ptr + place, mask=inside, other=0.0), 0.0)
                 else:
                     left = tl.where(offsets == _read_drafts(tokens_ptr, req_idx, end, 0, max_len), 0.0, p)
-            argmax, index = race(left, state, offsets, vocab)
+            value, index = gumbel_max(left, state, offsets, vocab)
             place = row.to(tl.int64) * num_tiles + tile
-            tl.store(value_ptr + place, argmax)
+            tl.store(value_ptr + place, value)
             tl.store(index_ptr + place, index)
-            argmax, index = race(p, state, offsets, vocab)
+            value, index = gumbel_max(p, state, offsets, vocab)
             place = (num_rows + row).to(tl.int64) * num_tiles + tile
-            tl.store(value_ptr + place, argmax)
+            tl.store(value_ptr + place, value)
             tl.store(index_ptr + place, index)
 
     @triton.jit(do_not_specialize=["num_rows"])
@@ -273,16 +273,16 @@ if triton is not None:
         req_idx_ptr, starts_ptr, num_new_ptr, logits_start_ptr, sampled_ptr, count_ptr, value_ptr, index_ptr, out_ptr,
         k, max_len, num_rows, num_tiles, COLUMNS: tl.constexpr, TILES: tl.constexpr,
     ):  # fmt: skip
-        """One program finds one row's following token and writes what the row has come to."""
+        """One program finds one row's following token and writes the outcome."""
         row = tl.program_id(0)
         req_idx, logits_row = tl.load(req_idx_ptr + row), tl.load(logits_start_ptr + row)
         first = tl.load(starts_ptr + row) + tl.load(num_new_ptr + row)
         count = tl.load(count_ptr + row)
         following = tl.load(argmax_ptr + logits_row + count, mask=logits_row >= 0, other=0)
         if (logits_row >= 0) & (tl.load(sampled_ptr + row) > 0):
-            value, following = best_of_tiles(value_ptr, index_ptr, row, num_tiles, TILES)
+            value, following = argmax_of_tiles(value_ptr, index_ptr, row, num_tiles, TILES)
             if value < 0.0:
-                _, following = best_of_tiles(value_ptr, index_ptr, num_rows + row, num_tiles, TILES)
+                _, following = argmax_of_tiles(value_ptr, index_ptr, num_rows + row, num_tiles, TILES)
         _write_outcome(
             tokens_ptr, computed_ptr, count_ptr, out_ptr, row, req_idx, first, logits_row, count, following,
             k, max_len, COLUMNS,
@@ -304,7 +304,7 @@ if triton is not None:
         sampled: torch.Tensor,
         accept_stream: int,
         target_stream: int,
-        tile: int = RACE_TILE,
+        tile: int = GUMBEL_TILE,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `accept_reference`, up to the rounding of a logarithm, for contiguous tensors."""
         num_rows, device, max_len = len(req_idx), tokens.device, tokens.shape[1]

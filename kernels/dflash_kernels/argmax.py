@@ -28,52 +28,52 @@ def argmax_reference(values: torch.Tensor) -> torch.Tensor:
 if triton is not None:
 
     @triton.jit
-    def best_in_tile(values, offsets, size):
+    def argmax_in_tile(values, offsets, size):
         """The largest of float32 `values` and its offset, the lowest among equals. Offsets from `size` on do not
         count; the offset is below `size` whatever the values are, since a token id is looked up next."""
         values = tl.where(values != values, float("inf"), values)
         values = tl.where(offsets < size, values, float("-inf"))
-        best, place = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        return best, (tl.min(offsets, axis=0) + place).to(tl.int32)
+        largest, place = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        return largest, (tl.min(offsets, axis=0) + place).to(tl.int32)
 
     @triton.jit
-    def best_of_tiles(values_ptr, index_ptr, row, num_tiles, TILES: tl.constexpr):
-        """The best value of a row's tiles and its index, from `[n, num_tiles]` of both. Lower tiles win ties."""
+    def argmax_of_tiles(values_ptr, index_ptr, row, num_tiles, TILES: tl.constexpr):
+        """The largest value of a row's tiles and its index, from `[n, num_tiles]` of both. Lower tiles win ties."""
         tiles = tl.arange(0, TILES)
         values = tl.load(values_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
-        best, tile = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        return best, tl.load(index_ptr + row.to(tl.int64) * num_tiles + tile).to(tl.int64)
+        largest, tile = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        return largest, tl.load(index_ptr + row.to(tl.int64) * num_tiles + tile).to(tl.int64)
 
     @triton.jit
-    def _tile_kernel(values_ptr, best_ptr, index_ptr, vocab, stride, num_tiles, BLOCK: tl.constexpr):
-        """One program finds the best of one tile of one row."""
+    def _tile_kernel(values_ptr, max_ptr, index_ptr, vocab, stride, num_tiles, BLOCK: tl.constexpr):
+        """One program finds the largest of one tile of one row."""
         row, tile = tl.program_id(0), tl.program_id(1)
         offsets = tile * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(values_ptr + row.to(tl.int64) * stride + offsets, mask=offsets < vocab, other=0.0)
-        best, index = best_in_tile(values.to(tl.float32), offsets, vocab)
+        largest, index = argmax_in_tile(values.to(tl.float32), offsets, vocab)
         place = row.to(tl.int64) * num_tiles + tile
-        tl.store(best_ptr + place, best)
+        tl.store(max_ptr + place, largest)
         tl.store(index_ptr + place, index)
 
     @triton.jit
-    def _best_kernel(best_ptr, index_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
-        """One program finds the best tile of one row."""
+    def _reduce_kernel(max_ptr, index_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
+        """One program finds the largest tile of one row."""
         row = tl.program_id(0)
-        _, index = best_of_tiles(best_ptr, index_ptr, row, num_tiles, TILES)
+        _, index = argmax_of_tiles(max_ptr, index_ptr, row, num_tiles, TILES)
         tl.store(out_ptr + row, index)
 
-    def best_tiles(best: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """`index` (int32) where `best` (float32) is largest, both `[n, num_tiles]`: int64 `[n]`."""
-        num_rows, num_tiles = best.shape
-        out = torch.empty(num_rows, dtype=torch.int64, device=best.device)
+    def reduce_tiles(largest: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`index` (int32) where `largest` (float32) is largest, both `[n, num_tiles]`: int64 `[n]`."""
+        num_rows, num_tiles = largest.shape
+        out = torch.empty(num_rows, dtype=torch.int64, device=largest.device)
         if num_rows > 0:
-            _best_kernel[(num_rows,)](best, index, out, num_tiles, TILES=triton.next_power_of_2(num_tiles))
+            _reduce_kernel[(num_rows,)](largest, index, out, num_tiles, TILES=triton.next_power_of_2(num_tiles))
         return out
 
     def tile_buffers(
         num_rows: int, vocab: int, tile: int, device: torch.device, copies: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the best value (float32) and its index (int32) of each tile: `[copies * num_rows, num_tiles]`."""
+        """For the largest value (float32) and its index (int32) of each tile: `[copies * num_rows, num_tiles]`."""
         shape = (copies * num_rows, triton.cdiv(vocab, tile))
         return (
             torch.empty(shape, dtype=torch.float32, device=device),
@@ -82,9 +82,9 @@ if triton is not None:
 
     def argmax(values: torch.Tensor, tile: int = TILE) -> torch.Tensor:
         """As `argmax_reference`, for floating-point `values` whose rows are contiguous."""
-        best, index = tile_buffers(len(values), values.shape[1], tile, values.device)
+        largest, index = tile_buffers(len(values), values.shape[1], tile, values.device)
         if len(values) > 0:
-            _tile_kernel[best.shape](
-                values, best, index, values.shape[1], values.stride(0), best.shape[1], BLOCK=tile, num_warps=WARPS
+            _tile_kernel[largest.shape](
+                values, largest, index, values.shape[1], values.stride(0), largest.shape[1], BLOCK=tile, num_warps=WARPS
             )
-        return best_tiles(best, index)
+        return reduce_tiles(largest, index)

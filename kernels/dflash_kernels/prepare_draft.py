@@ -77,7 +77,7 @@ def store_drafts_reference(
 
     drafts: int64 `[R, k]`, or without padding `[sum(num_next)]`.
     """
-    rows, columns = _places(req_idx, num_next)
+    rows, columns = _draft_indices(req_idx, num_next)
     values = drafts.numpy() if drafts.dim() == 1 else drafts.numpy()[rows, columns]
     index = req_idx.numpy()[rows]
     positions = computed.numpy()[index] + 1 + columns
@@ -94,12 +94,12 @@ def store_probs_reference(
     probs: float32 `[R, k', vocab]` with k' at most k, of which a row has its first `num_next`; or without padding
     `[drafts of the sampled rows, vocab]`.
     """
-    rows, columns = _places(req_idx, num_next * (sampled > 0))
+    rows, columns = _draft_indices(req_idx, num_next * (sampled > 0))
     values = probs.numpy() if probs.dim() == 2 else probs.numpy()[rows, columns]
     draft_probs.numpy()[req_idx.numpy()[rows], columns] = values
 
 
-def _places(req_idx: torch.Tensor, num_next: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _draft_indices(req_idx: torch.Tensor, num_next: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Row and column of each draft, row by row: int64 `[n]`."""
     lens = np.where(req_idx.numpy() >= 0, num_next.numpy(), 0)
     rows = np.repeat(np.arange(len(lens)), lens)
@@ -151,11 +151,11 @@ if triton is not None:
         drafts = (req_idx >= 0) & (num_next > 0)
         query_len = tl.where(drafts, num_next + 1, 0)
         anchor = tl.load(computed_ptr + req_idx, mask=drafts, other=0)
-        room = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
+        capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
 
         column = tl.arange(0, COLUMNS)
         positions = anchor + column
-        covered = (column < query_len) & (positions < room)
+        covered = (column < query_len) & (positions < capacity)
         req_indices = req_idx + tl.zeros_like(column)
         ids, positions, slots = look_up(
             tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_indices, positions, covered
@@ -166,7 +166,7 @@ if triton is not None:
         tl.store(positions_ptr + place, positions, mask=column < WIDTH)
         tl.store(slots_ptr + place, slots, mask=column < WIDTH)
         tl.store(query_lens_ptr + row, query_len)
-        tl.store(seq_lens_ptr + row, tl.minimum(anchor + query_len, room))
+        tl.store(seq_lens_ptr + row, tl.minimum(anchor + query_len, capacity))
 
     def prepare_draft(
         tokens: torch.Tensor,

@@ -128,9 +128,9 @@ if triton is not None:
             req_idx = tl.load(req_idx_ptr + row, mask=real, other=-1)
             start = _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, real)
             position = start + token - tl.load(query_start_ptr + row, mask=real, other=0)
-            room = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
+            capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
             ids, positions, slots = look_up(
-                tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_idx, position, position < room
+                tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_idx, position, position < capacity
             )
             tl.store(ids_ptr + token, ids, mask=inside)
             tl.store(positions_ptr + token, positions, mask=inside)
@@ -141,9 +141,9 @@ if triton is not None:
             req_idx = tl.load(req_idx_ptr + row, mask=inside, other=-1)
             start = _row_start(start_ptr, num_unverified_ptr, computed_ptr, row, req_idx, inside)
             end = start + tl.load(query_lens_ptr + row, mask=inside, other=0)
-            room = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
+            capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
             tl.store(starts_ptr + row, start, mask=inside)
-            tl.store(seq_lens_ptr + row, tl.minimum(end, room), mask=inside)
+            tl.store(seq_lens_ptr + row, tl.minimum(end, capacity), mask=inside)
 
     def prepare(
         tokens: torch.Tensor,

@@ -21,9 +21,9 @@ KERNELS = {
     "step_launches": {
         "_prepare_kernel",
         "_tile_kernel",
-        "_best_kernel",
-        "_cut_softmax_kernel",
-        "_race_kernel",
+        "_reduce_kernel",
+        "_filtered_softmax_kernel",
+        "_draw_kernel",
         "_accept_greedy_kernel",
         "_count_kernel",
         "_replace_kernel",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dflash_kernels.argmax import argmax, argmax_reference
-from dflash_kernels.cut_softmax import cut_softmax, cut_softmax_reference
 from dflash_kernels.draw import draw, draw_reference
+from dflash_kernels.filtered_softmax import filtered_softmax, filtered_softmax_reference
 from tests.kernels.inputs import DEVICE
 
 TILE = 64
@@ -48,7 +48,7 @@ def test_rows_may_be_part_of_a_wider_tensor() -> None:
     assert torch.equal(argmax(wide[:, :150], TILE), wide[:, :150].argmax(-1))
     parameters = [tensor.to(DEVICE) for tensor in cuts(4)]
     torch.testing.assert_close(
-        cut_softmax(wide[:, :150], *parameters, TILE), cut_softmax_reference(wide[:, :150], *parameters)
+        filtered_softmax(wide[:, :150], *parameters, TILE), filtered_softmax_reference(wide[:, :150], *parameters)
     )
 
 
@@ -119,8 +119,8 @@ def test_no_rows_and_a_vocabulary_of_one_token_are_taken() -> None:
 
 def assert_same_distribution(logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
     """The kernel's result, which equals the reference's and hides the same tokens."""
-    probs = cut_softmax(logits.to(DEVICE), *(tensor.to(DEVICE) for tensor in parameters), TILE).cpu()
-    expected = cut_softmax_reference(logits, *parameters)
+    probs = filtered_softmax(logits.to(DEVICE), *(tensor.to(DEVICE) for tensor in parameters), TILE).cpu()
+    expected = filtered_softmax_reference(logits, *parameters)
     torch.testing.assert_close(probs, expected, rtol=2e-5, atol=1e-9)
     assert torch.equal(probs > 1e-30, expected > 1e-30)
     return probs

@@ -18,11 +18,8 @@ EXEMPT = (
     "dflash_backend/engine/",
     "dflash_backend/engine_client/",
     "dflash_backend/messages.py",
-    "dflash_backend/sampling/",
     "dflash_backend/text/",
     "dflash_backend/triton/",
-    "dflash_backend/worker/",
-    "kernels/",
     "load_tests/",
 )
 

@@ -32,15 +32,15 @@ _UNSEEN = (
     ),
     Mutant(
         "min_p is judged before the temperature",
-        "kernels/dflash_kernels/cut_softmax.py",
+        "kernels/dflash_kernels/filtered_softmax.py",
         "probs = scaled.softmax(dim=-1)",
         "probs = logits.float().softmax(dim=-1)",
         ("tests/kernels/test_sampling.py::test_the_cuts_see_the_probabilities_at_the_temperature",),
         (
             (
-                "kernels/dflash_kernels/cut_softmax.py",
-                "cut = tl.maximum(cut, top + temperature * tl.log(min_p))",
-                "cut = tl.maximum(cut, top + tl.log(min_p))",
+                "kernels/dflash_kernels/filtered_softmax.py",
+                "lowest_kept = tl.maximum(lowest_kept, top + temperature * tl.log(min_p))",
+                "lowest_kept = tl.maximum(lowest_kept, top + tl.log(min_p))",
             ),
         ),
     ),

@@ -1,9 +1,9 @@
-"""The distribution that a row samples from: its logits at a temperature, cut by min-p, top-k and top-p. Called by
-`worker.step_ops` and, in the torch form, by `dflash_backend.sampling.filtering`.
+"""The distribution that a row samples from: its logits at a temperature, filtered by min-p, top-k and top-p.
 
-Each cut keeps the tokens from some logit on, so all that has to be found is that logit. The reference sorts; the kernel
-searches, since sorting a large vocabulary costs more than reading it a dozen times, and since a search needs no memory
-beside. Tokens with equal logits are kept or hidden together, so the result does not depend on how something was sorted.
+Each filter keeps the tokens from some logit on, so all that has to be found is that logit. The reference sorts; the
+kernel searches, since sorting a large vocabulary costs more than reading it a dozen times, and since a search needs no
+memory beside. Tokens with equal logits are kept or hidden together, so the result does not depend on how something was
+sorted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ try:
 except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
-# Elements that a program reads at a time, with so many warps: it reads a whole row, many times, from the cache.
+# Elements that a program reads at a time, and its warps: it reads a whole row, many times, from the cache.
 TILE = 8192
 WARPS = 16
 
 
-def cut_softmax_reference(
+def filtered_softmax_reference(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -30,7 +30,7 @@ def cut_softmax_reference(
     any_top_k_or_p: bool = True,
     any_min_p: bool = True,
 ) -> torch.Tensor:
-    """Probabilities of `logits` (`[n, vocab]`, any floating-point dtype): float32, 0 for tokens that are cut.
+    """Probabilities of `logits` (`[n, vocab]`, any floating-point dtype): float32, 0 for tokens that are filtered out.
 
     temperature (above 0), top_p (1: all), min_p (0: all): float32 `[n]`. top_k (0: all): int64 `[n]`. The flags say
     whether any row needs the step. The order is vLLM's: temperature, min-p, top-k, top-p; what is left is renormalised.
@@ -85,13 +85,13 @@ if triton is not None:
         return tl.min(low, axis=0), tl.max(top, axis=0)
 
     @triton.jit
-    def _total(row_ptr, vocab, cut, top, scale, BLOCK: tl.constexpr):
-        """The weights of all logits from `cut` on, and the lowest of these."""
+    def _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK: tl.constexpr):
+        """The weights of all logits from `lowest_kept` on, and the lowest of these."""
         total = tl.zeros([BLOCK], tl.float32)
         low = tl.full([BLOCK], float("inf"), tl.float32)
         for base in range(0, vocab, BLOCK):
             logits = _tile(row_ptr, base, vocab, BLOCK)
-            kept = logits >= cut
+            kept = logits >= lowest_kept
             total += tl.where(kept, _weight(logits, top, scale), 0.0)
             low = tl.minimum(low, tl.where(kept, logits, float("inf")))
         return tl.sum(total, axis=0), tl.min(low, axis=0)
@@ -140,32 +140,32 @@ if triton is not None:
         return low
 
     @triton.jit
-    def _cut_softmax_kernel(
+    def _filtered_softmax_kernel(
         logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, vocab, stride, BLOCK: tl.constexpr
     ):  # fmt: skip
-        """One program finds where one row is cut, and writes its probabilities."""
+        """One program finds the lowest logit that is kept of one row, and writes its probabilities."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr = logits_ptr + row * stride
         temperature = tl.load(temperature_ptr + row)
         scale = 1.4426950408889634 / temperature
         low, top = _ends(row_ptr, vocab, BLOCK)
-        cut = low
+        lowest_kept = low
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         if (top_k > 0) & (top_k < vocab):
-            cut = _search(row_ptr, vocab, low, top, top_k.to(tl.float32), top, scale, False, BLOCK)
+            lowest_kept = _search(row_ptr, vocab, low, top, top_k.to(tl.float32), top, scale, False, BLOCK)
         if min_p > 0.0:
-            cut = tl.maximum(cut, top + temperature * tl.log(min_p))
+            lowest_kept = tl.maximum(lowest_kept, top + temperature * tl.log(min_p))
         if top_p < 1.0:
-            total, low = _total(row_ptr, vocab, cut, top, scale, BLOCK)
-            cut = _search(row_ptr, vocab, low, top, top_p * total, top, scale, True, BLOCK)
-        total, _ = _total(row_ptr, vocab, cut, top, scale, BLOCK)
+            total, low = _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK)
+            lowest_kept = _search(row_ptr, vocab, low, top, top_p * total, top, scale, True, BLOCK)
+        total, _ = _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK)
         for base in range(0, vocab, BLOCK):
             logits = _tile(row_ptr, base, vocab, BLOCK)
-            probs = tl.where(logits >= cut, _weight(logits, top, scale) / total, 0.0)
+            probs = tl.where(logits >= lowest_kept, _weight(logits, top, scale) / total, 0.0)
             offsets = base + tl.arange(0, BLOCK)
             tl.store(out_ptr + row * vocab + offsets, probs, mask=offsets < vocab)
 
-    def cut_softmax(
+    def filtered_softmax(
         logits: torch.Tensor,
         temperature: torch.Tensor,
         top_k: torch.Tensor,
@@ -173,12 +173,13 @@ if triton is not None:
         min_p: torch.Tensor,
         tile: int = TILE,
     ) -> torch.Tensor:
-        """As `cut_softmax_reference`, up to rounding, which matters where a token lies on the edge of a cut. Rows of
-        `logits` must be contiguous. A row's result depends on nothing but the row."""
+        """As `filtered_softmax_reference`, up to rounding, which matters where a token lies on the edge of a filter.
+
+        Rows of `logits` must be contiguous. A row's result depends on nothing but the row."""
         num_rows, vocab = logits.shape
         out = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits.device)
         if num_rows > 0:
-            _cut_softmax_kernel[(num_rows,)](
+            _filtered_softmax_kernel[(num_rows,)](
                 logits, temperature, top_k, top_p, min_p, out, vocab, logits.stride(0), BLOCK=tile, num_warps=WARPS
             )
         return out
