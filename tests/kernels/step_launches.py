@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from dflash_backend.sampling.random import Stream
-from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
 
@@ -17,15 +18,17 @@ def launches() -> None:
     ops = DeviceStepOps()
     state = StateTensors.allocate(ROWS, 100, K, 16, torch.device("cpu"))
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
+    ends = np.full(ROWS, 100)
+    bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
+    inputs = StepInputs(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True))
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
-    parameters = state.sampling_tensors(rows.req_idx, False, False)
-    prepared = ops.prepare(rows, state)
-    best, probs = ops.argmax(logits), ops.probabilities(logits, parameters)
+    prepared = ops.prepare(inputs, state)
+    argmax, probs = ops.argmax(logits), ops.target_probs(logits, inputs, state)
     ops.draw(probs[:ROWS], state.seeds, state.seeds, Stream.TARGET)
     for target in (None, probs):
-        ops.accept(best, target, rows, prepared, state)
+        ops.accept(argmax, target, rows, prepared, state)
     state.allocate_draft_probs(VOCAB)
-    ops.accept(best, probs, rows, prepared, state)
-    ops.inject_slots(rows, prepared, state)
-    queries = ops.prepare_draft(rows, state, 3)
-    ops.store_drafts(queries.token_ids[:, 1:], rows, state, torch.zeros(ROWS, K, VOCAB))
+    ops.accept(argmax, probs, rows, prepared, state)
+    ops.final_tokens(rows, prepared, state)
+    draft = ops.prepare_draft(inputs, state, 3)
+    ops.store_drafts(draft.of_masks(draft.token_ids), rows, state, torch.zeros(ROWS * K, VOCAB))
