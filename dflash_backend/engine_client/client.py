@@ -60,7 +60,12 @@ REAP_S = 1.0
 
 
 class EngineError(Exception):
-    """The engine process could not start, or has died. The message is for the operator."""
+    """The engine process could not start, or has died. The message is for the operator. `setup_error`: the settings or
+    files are at fault."""
+
+    def __init__(self, message: str, setup_error: bool = False) -> None:
+        super().__init__(message)
+        self.setup_error = setup_error
 
 
 def engine_command(module: str = ENGINE_MODULE) -> list[str]:
@@ -145,18 +150,24 @@ class EngineClient:
         deadline = time.monotonic() + timeout_s
         try:
             while (remaining := deadline - time.monotonic()) > 0:
-                for message in self.receive(int(remaining * 1000) + 1):
-                    if isinstance(message, EngineReady):
-                        self.settle()
-                        return message
-                    if isinstance(message, EngineFailed):
-                        raise EngineError(message.message)
-                    if isinstance(message, LoadProgress):
-                        on_progress(message.message, message.fraction)
+                if (ready := self.poll_ready(on_progress, int(remaining * 1000) + 1)) is not None:
+                    return ready
             raise EngineError(f"the engine was not ready within {timeout_s:g} s")
         except EngineError:
             self.close()
             raise
+
+    def poll_ready(self, on_progress: Callable[[str, float], None], timeout_ms: int) -> EngineReady | None:
+        """Follow the loading for at most `timeout_ms`; None while it goes on. Raises `EngineError` when it fails."""
+        for message in self.receive(timeout_ms):
+            if isinstance(message, EngineReady):
+                self._settle()
+                return message
+            if isinstance(message, EngineFailed):
+                raise EngineError(message.message, message.setup_error)
+            if isinstance(message, LoadProgress):
+                on_progress(message.message, message.fraction)
+        return None
 
     @property
     def num_waiting(self) -> int:
@@ -255,7 +266,7 @@ class EngineClient:
         self._release()
         return ended
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """After the engine's `EngineReady`: wait until its input is connected, then remove the sockets' folder.
         Connections stay, and no file is left however both processes end. Raises `EngineError` without a connection."""
         if not self._inputs.poll(CONNECT_MS, zmq.POLLOUT):

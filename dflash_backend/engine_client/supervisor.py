@@ -19,14 +19,7 @@ from typing import Protocol
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, EngineError
-from dflash_backend.messages import (
-    AbortRequests,
-    EngineFailed,
-    EngineInput,
-    EngineReady,
-    LoadProgress,
-    StepOutputs,
-)
+from dflash_backend.messages import AbortRequests, EngineFailed, EngineInput, EngineReady, StepOutputs
 
 LOAD_TIMEOUT_S = 3600.0
 FIRST_DELAY_S = 1.0
@@ -94,9 +87,14 @@ class EngineSupervisor:
         self._server_pid = server_pid
         self._backoff = Backoff()
         self._woken = threading.Event()
-        # The process that exists, in whatever state, and the one that takes requests: the same or None.
+        # The engine that takes requests now, or None; another object after every restart.
+        self.engine: EngineClient | None = None
+        # How the last engine that took requests was lost: set before `engine` becomes None; None if none was lost.
+        self.lost: EngineLost | None = None
+        # Processes that were started after the first.
+        self.num_restarts = 0
+        # The process that exists, in whatever state.
         self._process: EngineClient | None = None
-        self._serving: EngineClient | None = None
         self._ready: EngineReady | None = None
         self._served = False
         self._dead = False
@@ -106,20 +104,8 @@ class EngineSupervisor:
         self._polled_at = 0.0
         # The error that the engine reported before it ended.
         self._exit_reason: str | None = None
-        self._lost: EngineLost | None = None
         self._started_at = 0.0
         self._next_start_at = 0.0
-        self._num_restarts = 0
-
-    @property
-    def engine(self) -> EngineClient | None:
-        """The engine that takes requests now, or None. Another object after every restart."""
-        return self._serving
-
-    @property
-    def lost(self) -> EngineLost | None:
-        """How the last engine that took requests was lost: set before `engine` becomes None, None if none was lost."""
-        return self._lost
 
     @property
     def ready(self) -> EngineReady:
@@ -128,14 +114,9 @@ class EngineSupervisor:
         return self._ready
 
     @property
-    def num_restarts(self) -> int:
-        """Processes that were started after the first."""
-        return self._num_restarts
-
-    @property
     def silence_s(self) -> float:
         """Seconds since the engine that takes requests last sent something; 0 without one."""
-        return self._silence_s if self._serving is not None else 0.0
+        return self._silence_s if self.engine is not None else 0.0
 
     def start(self) -> None:
         """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""
@@ -153,8 +134,7 @@ class EngineSupervisor:
         if isinstance(message, AbortRequests) and message.num_output_tokens:
             # A stop string ended them: no delta with a finish reason follows.
             self._served = True
-        engine = self._serving
-        if engine is not None:
+        if (engine := self.engine) is not None:
             engine.send(message)
 
     def receive(self, timeout_ms: int) -> list[StepOutputs]:
@@ -162,8 +142,8 @@ class EngineSupervisor:
 
         Raises `EngineLost` once for each engine that took requests and has died or hangs.
         """
-        if self._serving is not None:
-            return self._poll(self._serving, timeout_ms)
+        if self.engine is not None:
+            return self._poll(self.engine, timeout_ms)
         if self._dead:
             self._reap()
         elif self._process is not None:
@@ -181,7 +161,7 @@ class EngineSupervisor:
 
     def close(self) -> None:
         """End the process, if there is one. No call of `receive` may follow."""
-        self._serving = None
+        self.engine = None
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -201,8 +181,8 @@ class EngineSupervisor:
                     outputs.append(message)
         except EngineError as error:
             # First refuse new requests, then answer those that run; the next poll waits for the process to end.
-            self._lost = lost = EngineLost(str(error), engine, self._exit_reason is not None)
-            self._serving = self._exit_reason = None
+            self.lost = lost = EngineLost(str(error), engine, self._exit_reason is not None)
+            self.engine = self._exit_reason = None
             self._dead = True
             self._plan_restart(str(error), self._served, setup_error=False)
             raise lost from error
@@ -223,7 +203,7 @@ class EngineSupervisor:
 
     def _take_over(self, process: EngineClient) -> None:
         self._silence_s, self._polled_at = 0.0, self._clock()
-        self._serving = process
+        self.engine = process
 
     def _reap(self) -> None:
         assert self._process is not None
@@ -242,7 +222,7 @@ class EngineSupervisor:
             self._woken.wait(min(remaining, timeout_ms / 1000))
             self._woken.clear()
             return
-        self._num_restarts += 1
+        self.num_restarts += 1
         self._served = False
         self._started_at = self._clock()
         try:
@@ -251,28 +231,22 @@ class EngineSupervisor:
             self._plan_restart(str(error), served=False, setup_error=False)
 
     def _follow_loading(self, process: EngineClient, timeout_ms: int) -> None:
-        setup_error = False
         try:
             if self._clock() - self._started_at > LOAD_TIMEOUT_S:
                 raise EngineError(f"the engine was not ready within {LOAD_TIMEOUT_S:g} s")
-            for message in process.receive(timeout_ms):
-                if isinstance(message, EngineReady):
-                    process.settle()
-                    self._take_ready(process, message)
-                elif isinstance(message, EngineFailed):
-                    setup_error = message.setup_error
-                    raise EngineError(message.message)
-                elif isinstance(message, LoadProgress):
-                    self._log_progress(message.message, message.fraction)
+            ready = process.poll_ready(self._log_progress, timeout_ms)
         except EngineError as error:
             self._dead = True
-            self._plan_restart(str(error), served=False, setup_error=setup_error)
+            self._plan_restart(str(error), served=False, setup_error=error.setup_error)
+            return
+        if ready is not None:
+            self._take_ready(process, ready)
 
     def _take_ready(self, process: EngineClient, ready: EngineReady) -> None:
         self._ready = ready
         self._take_over(process)
         took = self._clock() - self._started_at
-        self._log.info(f"the engine is ready again after {took:.1f} s (restart {self._num_restarts})")
+        self._log.info(f"the engine is ready again after {took:.1f} s (restart {self.num_restarts})")
 
     def _plan_restart(self, reason: str, served: bool, setup_error: bool) -> None:
         delay = self._backoff.delay_s(served, setup_error)
