@@ -15,8 +15,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.error_text import shown
 
 # What we and the tokenizer read, as patterns of a hub download.
 MASK_EMBEDDING = "mask_embedding.pt"

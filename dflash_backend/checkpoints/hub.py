@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dflash_backend.checkpoints.files import READ_PATTERNS
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.error_text import first_line
 
 # Seconds between two reports on a download.
 REPORT_S = 2.0
@@ -29,11 +30,10 @@ def from_hub(name: str, setting: str, revision: str = "", report: Report | None 
         with _reported(name, revision, report):
             return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(READ_PATTERNS)))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().partition("\n")[0]
         of = f" in revision '{revision}'" if revision else ""
         raise CheckpointError(
-            f"{setting} is '{name}': no such directory, and the hub gave no model of that id{of} ({reason}); "
-            "check the name, or download the model and give its directory"
+            f"{setting} is '{name}': no such directory, and the hub gave no model of that id{of} "
+            f"({first_line(error)}); check the name, or download the model and give its directory"
         ) from None
 
 

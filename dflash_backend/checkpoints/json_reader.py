@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.error_text import shown
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
-MAX_SHOWN = 120
 
 
 class JsonReader:
@@ -132,11 +132,3 @@ class JsonReader:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.fail(field, "a list of objects")
         return tuple(JsonReader(item, f"{self.where}: {field}[{i}]") for i, item in enumerate(value))
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it, shortened to `MAX_SHOWN` characters."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**MAX_SHOWN:
-        return f"an integer of more than {MAX_SHOWN} digits"
-    text = json.dumps(value, default=str) if isinstance(value, dict | list) else repr(value)
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

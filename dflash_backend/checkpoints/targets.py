@@ -7,8 +7,9 @@ from pathlib import Path
 from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, read_eos
 from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES
 from dflash_backend.checkpoints.files import check_files, read_headers
-from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
+from dflash_backend.error_text import shown
 
 
 def read_target(directory: Path) -> TargetSpec:

@@ -27,6 +27,7 @@ from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.engine.device import choose_device
 from dflash_backend.engine.sizing import Sizes, allocate_kv, at_length, cpu_room, gpu_room, model_bytes, settle_sizes
+from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
@@ -96,7 +97,7 @@ def build_engine(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the models do not fit the GPU's memory while they are loaded: free memory that other programs hold, or "
-            f"take smaller models ({str(error).partition(chr(10))[0]})"
+            f"take smaller models ({first_line(error)})"
         ) from None
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.error_text import first_line
 
 # Either is there when the NVIDIA driver is, whether or not this torch can use it.
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"))
@@ -49,7 +50,7 @@ def _reason() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().partition("\n")[0]
+        return first_line(error)
     return "it found no device"
 
 

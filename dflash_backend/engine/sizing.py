@@ -18,6 +18,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.cache_group import CacheGroup
 from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.error_text import first_line
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_backend.worker.memory import GIB, MemoryUse
 
@@ -182,5 +183,5 @@ def allocate_kv(
         lower = "kv_cache_gb" if device.type == "cpu" else "kv_cache_gb or gpu_memory_utilization"
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks of {config.kv_block_size} tokens takes {size / GIB:.1f} GiB, which "
-            f"{device} does not have; lower {lower} ({str(error).partition(chr(10))[0]})"
+            f"{device} does not have; lower {lower} ({first_line(error)})"
         ) from None

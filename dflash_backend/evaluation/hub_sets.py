@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_backend.error_text import first_line
 from dflash_backend.evaluation.errors import EvaluationError
 from dflash_backend.evaluation.questions import Question, Row, category_of, read_rows
 from dflash_backend.evaluation.scoring import is_number
@@ -138,9 +139,8 @@ def _fetch(hub_set: HubSet) -> Iterator[Row]:
     try:
         rows = load_dataset(hub_set.repository, hub_set.config, split=hub_set.split)
     except (OSError, ValueError, RuntimeError, DatasetsError, *HfHubHTTPError.__bases__) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EvaluationError(
-            f"{name} ({hub_set.repository}) cannot be had from the hub ({reason}); connect to it, {instead}"
+            f"{name} ({hub_set.repository}) cannot be had from the hub ({first_line(error)}); connect to it, {instead}"
         ) from None
     for number, data in enumerate(rows, 1):
         yield Row(data, f"{hub_set.repository}, row {number}")

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.files import check_files
+from dflash_backend.error_text import first_line
 from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_roles, join_parts
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -30,7 +31,6 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-MAX_REASON_CHARS = 200
 # A text may have this many tokens fewer than its pieces, tokenised by themselves, for each border between them.
 TOKENS_LOST_AT_A_CUT = 256
 # A text that no template contains.
@@ -75,9 +75,8 @@ class Tokenizer:
         try:
             template = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # what the Rust tokenizers raise is a plain Exception
-            reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
-                f"{directory}: no tokenizer can be read from it ({reason}); it needs {NEEDED}"
+                f"{directory}: no tokenizer can be read from it ({first_line(error)}); it needs {NEEDED}"
             ) from error
         if not getattr(template, "is_fast", False):
             raise CheckpointError(f"{directory}: the tokenizer has no fast version; it needs a tokenizer.json")
@@ -126,7 +125,7 @@ class Tokenizer:
                 self._template.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, **variables)
             )
         except _TEMPLATE_ERRORS as error:
-            raise PromptError(f"the chat template refuses these messages: {_first_line(error)}") from error
+            raise PromptError(f"the chat template refuses these messages: {first_line(error)}") from error
         return ChatText((text,) if mark is None else tuple(text.split(mark)))
 
     @cached_property
@@ -156,7 +155,3 @@ class Tokenizer:
         depend on what follows it, and could not be streamed.
         """
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dflash_backend.error_text import first_line
+
 SHARED_MEMORY = "/dev/shm"
 # The pool of Triton's Python backend grows by whole steps of 1 MiB; and a response is more than its outputs.
 GROWTH_BYTES = 2 << 20
@@ -79,8 +81,7 @@ class Responder:
 
 def one_line(error: BaseException) -> str:
     """An error as one line, without the name of the shared memory, which clients must not see."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text.partition(' for key ')[0]}"
+    return f"{type(error).__name__}: {first_line(error).partition(' for key ')[0]}"
 
 
 def shared_memory_check() -> HasRoom:

@@ -17,6 +17,7 @@ import torch
 from dflash_backend.config import ConfigError
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.error_text import first_line
 from dflash_backend.messages import SamplingParams
 
 GIB = 1024**3
@@ -153,7 +154,7 @@ def measure_use(
     try:
         step, decode = _run_largest(probe, make_runner(), config)
     except (torch.OutOfMemoryError, StepOutOfMemory) as error:
-        raise ConfigError(_step_does_not_fit(probe, weights, config, str(error).partition("\n")[0])) from None
+        raise ConfigError(_step_does_not_fit(probe, weights, config, first_line(error))) from None
     probe.release()
     graphs = decode + GRAPH_OVERHEAD_BYTES if captures else 0
     return MemoryUse(probe.total(), weights, max(probe.in_use() - weights, 0), step - weights, graphs)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.error_text import first_line, shown
 
 VECTOR_KEYS = ("embedding", "mask_embedding")
 # Beyond the vector itself, at most 8 bytes for each number: pickle, archive, notes of the training script. Small enough
@@ -57,7 +58,7 @@ def load_mask_embedding(path: Path, mask_token_id: int, hidden_size: int) -> tor
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise CheckpointError(
-            f"{path} cannot be read: {_first_line(error)}; {_expected(mask_token_id, hidden_size)}"
+            f"{path} cannot be read: {first_line(error)}; {_expected(mask_token_id, hidden_size)}"
         ) from None
     vector = _vector(path, content, mask_token_id, hidden_size)
     if vector.shape not in ((hidden_size,), (1, hidden_size)):
@@ -74,10 +75,10 @@ def _vector(path: Path, content: object, mask_token_id: int, hidden_size: int) -
         if isinstance(found, torch.Tensor) and found.numel() == 1 and not found.is_meta:
             found = found.item()
         if type(found) is not int or found != mask_token_id:
-            raise _wrong(path, f"a mask_token_id of {_short(found)}", mask_token_id, hidden_size)
+            raise _wrong(path, f"a mask_token_id of {shown(found)}", mask_token_id, hidden_size)
         keys = [key for key in VECTOR_KEYS if key in content]
         if len(keys) != 1:
-            names = ", ".join(_short(key) for key in list(content)[:8])
+            names = ", ".join(shown(key) for key in list(content)[:8])
             raise _wrong(path, f"a dictionary with the keys {names or '(none)'}", mask_token_id, hidden_size)
         content = content[keys[0]]
     if not isinstance(content, torch.Tensor):
@@ -96,14 +97,3 @@ def _expected(mask_token_id: int, hidden_size: int) -> str:
 
 def _wrong(path: Path, found: str, mask_token_id: int, hidden_size: int) -> CheckpointError:
     return CheckpointError(f"{path} holds {found}; {_expected(mask_token_id, hidden_size)}")
-
-
-def _short(value: object) -> str:
-    """A value that came from the file, fit for a message."""
-    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
-    return text if len(text) <= 60 else text[:60] + "..."
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip()[:200] if lines else type(error).__name__
