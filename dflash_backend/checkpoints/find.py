@@ -6,8 +6,8 @@ from pathlib import Path
 
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.hub import Report, from_hub
-from dflash_backend.checkpoints.json_reader import shown
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.error_text import shown
 
 
 def find_model(name: str, setting: str, revision: str = "", report: Report | None = None) -> Path:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack
 from dflash_backend.checkpoints.files import TensorHeader, read_headers
-from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.error_text import shown
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

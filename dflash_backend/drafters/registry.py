@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_backend.checkpoints.files import check_files
-from dflash_backend.checkpoints.json_reader import JsonReader, shown
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.drafters.dflash.config import DFLASH
 from dflash_backend.drafters.dflash.speculators import read_speculators
 from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
 from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.drafters.speculators import MODEL_TYPE, is_speculators
+from dflash_backend.error_text import shown
 
 if TYPE_CHECKING:
     from dflash_backend.drafters.base import Drafter
