@@ -218,25 +218,22 @@ def _typed_biases(value: TokenBiases, vocab_size: int | None) -> dict[int, float
     return dict(zip(value, biases.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
 
 
-def _int_from(low: int, high: int = INT64_MAX) -> Callable[[Any], int | None]:
-    def read(value: Any) -> int | None:
-        number = _read_int(value)
+def _within(read: Callable[[Any], Any], low: float, high: float) -> Callable[[Any], Any]:
+    """`read`, but None for numbers outside of `low` to `high`."""
+
+    def read_within(value: Any) -> Any:
+        number = read(value)
         return number if number is not None and low <= number <= high else None
 
-    return read
+    return read_within
 
 
-def _float_within(low: float, high: float = math.inf) -> Callable[[Any], float | None]:
-    def read(value: Any) -> float | None:
-        number = _read_float(value)
-        return number if number is not None and low <= number <= high else None
-
-    return read
+def _int_from(low: int, high: int = INT64_MAX) -> Callable[[Any], Any]:
+    return _within(_read_int, low, high)
 
 
-def _read_top_p(value: Any) -> float | None:
-    number = _read_float(value)
-    return number if number is not None and 0 < number <= 1 else None
+def _float_within(low: float, high: float = math.inf) -> Callable[[Any], Any]:
+    return _within(_read_float, low, high)
 
 
 _PENALTY = "a number from -2 to 2 (0 is none)"
@@ -247,7 +244,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("max_tokens", _int_from(1), "an integer from 1 to 2^63 - 1, or null for as many as fit"),
     Parameter("min_tokens", _int_from(0), "an integer from 0 to max_tokens"),
     Parameter("temperature", _float_within(0), "a finite number of at least 0 (0 is greedy)"),
-    Parameter("top_p", _read_top_p, "a number above 0 and at most 1"),
+    Parameter("top_p", _float_within(math.ulp(0.0), 1), "a number above 0 and at most 1"),
     Parameter("top_k", _int_from(-1), "an integer from 1 to 2^63 - 1, or 0 or -1 for all tokens"),
     Parameter("min_p", _float_within(0, 1), "a number from 0 to 1"),
     Parameter("presence_penalty", _float_within(-2, 2), _PENALTY),

@@ -39,30 +39,17 @@ def test_outputs_that_were_asked_for_count_what_is_new_in_each_response(service)
     assert json.loads(outputs[-1]["spec_stats"])["acceptance_length"] == 3.5
 
 
-def test_a_stop_string_ends_the_request_with_its_stats(service):
-    sampling = {"stop": "d"}
-    responses = submit(
-        service, "abcdef", 10**6, stream=True, sampling=sampling, return_finish_reason=True, return_spec_stats=True
-    ).all()
+def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past_it(service):
+    flags = ("finish_reason", "num_output_tokens", "token_ids", "logprobs", "spec_stats")
+    asked = {f"return_{flag}": True for flag in flags}
+    responses = submit(service, "abcdef", 10**6, stream=True, sampling={"stop": "de", "logprobs": 0}, **asked).all()
+    outputs = [response.outputs for response in responses]
     assert joined(responses) == "abc"
-    assert responses[-1].outputs["finish_reason"] == "stop"
-    assert json.loads(responses[-1].outputs["spec_stats"])["num_drafts"] == 4
-
-
-def test_no_token_past_the_one_that_completes_a_stop_string_leaves(service):
-    flags = {"return_num_output_tokens": True, "return_token_ids": True, "return_logprobs": True}
-    sampling = {"stop": "de", "logprobs": 0}
-    (whole,) = submit(service, "abcdef", 100, exclude_input_in_output=True, sampling=sampling, **flags).all()
-    assert whole.outputs["text_output"] == "abc"
-    assert whole.outputs["token_ids"] == list(b"abcde")
-    assert whole.outputs["num_output_tokens"] == [5]
-    assert len(json.loads(whole.outputs["logprobs"])) == 5
-
-
-def test_what_a_stop_string_ends_comes_in_one_last_response_with_its_tokens(service):
-    flags = {"return_num_output_tokens": True, "return_spec_stats": True}
-    responses = submit(service, "abcdef", 10**6, stream=True, sampling={"stop": "f"}, **flags).all()
-    assert all(response.outputs["num_output_tokens"][0] > 0 for response in responses)
+    assert [token_id for output in outputs for token_id in output["token_ids"]] == list(b"abcde")
+    assert sum(len(json.loads(output["logprobs"])) for output in outputs) == 5
+    assert all(output["num_output_tokens"][0] > 0 for output in outputs), "the end comes with the last tokens"
+    assert outputs[-1]["finish_reason"] == "stop"
+    assert json.loads(outputs[-1]["spec_stats"])["num_drafts"] == 4
 
 
 def test_completions_of_one_request_come_together(service):

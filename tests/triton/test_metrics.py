@@ -2,15 +2,19 @@
 
 import math
 
+import pytest
+
 from dflash_backend.messages import EngineStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton.metrics import METRICS, Metrics
-from tests.triton.fake_triton import FakeTriton
 
 
-def test_counters_follow_the_engine_by_what_was_added():
-    triton = FakeTriton()
-    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+@pytest.fixture
+def metrics(triton):
+    return Metrics(triton, "m", "m_0_0", triton.lines.append)
+
+
+def test_counters_follow_the_engine_by_what_was_added(triton, metrics):
     for drafts in (3, 3, 10):
         metrics.follow(EngineStats(spec_decoding=SpecDecodingStats(drafts, 0, 0, [drafts, 1]), kv_cache_usage=0.5))
         metrics.flush()
@@ -20,17 +24,13 @@ def test_counters_follow_the_engine_by_what_was_added():
     assert triton.values["dflash:kv_cache_usage_perc", "m_0_0"] == 0.5
 
 
-def test_every_metric_without_further_labels_is_there_from_the_start():
-    triton = FakeTriton()
-    Metrics(triton, "m", "m_0_0", triton.lines.append)
+def test_every_metric_without_further_labels_is_there_from_the_start(triton, metrics):
     assert triton.values["dflash:num_preemptions_total",] == 0
     assert ("dflash:e2e_request_latency_seconds_count",) in triton.values
     assert set(triton.buckets("dflash:request_params_n")) == {"1", "2", "5", "10", "20", "50", "+Inf"}
 
 
-def test_a_histogram_is_counters_of_what_is_not_above_each_bound():
-    triton = FakeTriton()
-    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+def test_a_histogram_is_counters_of_what_is_not_above_each_bound(triton, metrics):
     metrics.observe("dflash:request_params_n", 2)
     metrics.observe("dflash:request_params_n", 7, times=3)
     metrics.flush()
@@ -42,9 +42,7 @@ def test_a_histogram_is_counters_of_what_is_not_above_each_bound():
     }  # fmt: skip
 
 
-def test_every_bucket_of_a_histogram_by_label_is_there_with_its_first_observation():
-    triton = FakeTriton()
-    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+def test_every_bucket_of_a_histogram_by_label_is_there_with_its_first_observation(triton, metrics):
     metrics.observe_step({"verify": 0.03})
     metrics.flush()
     buckets = {
@@ -54,14 +52,12 @@ def test_every_bucket_of_a_histogram_by_label_is_there_with_its_first_observatio
     assert len(buckets) == 14
 
 
-def test_every_metric_has_the_models_name_and_version():
-    triton = FakeTriton()
+def test_every_metric_has_the_models_name_and_version(triton):
     Metrics(triton, "m", "m_0_0", triton.lines.append, version="3")
     assert {(labels["model"], labels["version"]) for labels in triton.labels} == {("m", "3")}
 
 
-def test_metrics_that_are_switched_off_reach_no_page():
-    triton = FakeTriton()
+def test_metrics_that_are_switched_off_reach_no_page(triton):
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, enabled=False)
     metrics.count("dflash:engine_restarts_total")
     metrics.observe_step({"verify": 0.03})
@@ -70,9 +66,7 @@ def test_metrics_that_are_switched_off_reach_no_page():
     assert not triton.values
 
 
-def test_an_engine_that_is_gone_leaves_the_services_gauges_alone():
-    triton = FakeTriton()
-    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+def test_an_engine_that_is_gone_leaves_the_services_gauges_alone(triton, metrics):
     metrics.follow(EngineStats(num_requests_running=4))
     metrics.set("dflash:frontend_heartbeat_timestamp_seconds", 1.7e9)
     metrics.forget_engine()
@@ -81,7 +75,7 @@ def test_an_engine_that_is_gone_leaves_the_services_gauges_alone():
     assert triton.values["dflash:frontend_heartbeat_timestamp_seconds", "m_0_0"] == 1.7e9
 
 
-def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it():
+def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(triton, metrics):
     """Each figure is another number, so that two that change places are noticed."""
     stats = EngineStats(
         num_requests_running=101,
@@ -92,8 +86,6 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it():
         prefix_cache_hits=106,
         spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
     )
-    triton = FakeTriton()
-    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
     metrics.follow(stats)
     metrics.flush()
     found = {name: value for name, value in triton.values.items() if value}
@@ -112,9 +104,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it():
     }
 
 
-def test_histograms_have_the_buckets_of_the_table_in_their_own_unit():
-    triton = FakeTriton()
-    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append)
+def test_histograms_have_the_buckets_of_the_table_in_their_own_unit(triton, metrics):
     metrics.observe_step({"verify": 0.1})
     metrics.flush()
     shown = {spec.name: triton.bounds(spec.name) for spec in METRICS if spec.kind == "histogram"}
@@ -127,8 +117,7 @@ def test_histograms_have_the_buckets_of_the_table_in_their_own_unit():
         assert 1.0 <= bounds[-1] <= 600.0, name
 
 
-def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_parameter_asks_for_them():
-    triton = FakeTriton()
+def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_parameter_asks_for_them(triton):
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
     metrics.count("dflash:prompt_tokens_total", 18)
     metrics.observe("dflash:inter_token_latency_seconds", 0.02, times=15)
@@ -143,14 +132,11 @@ def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_p
     assert set(triton.buckets("vllm:request_params_n")) == set(triton.buckets("dflash:request_params_n"))
 
 
-def test_without_it_there_is_one_name_for_each_metric():
-    triton = FakeTriton()
-    Metrics(triton, "m", "m_0_0", triton.lines.append)
+def test_without_it_there_is_one_name_for_each_metric(triton, metrics):
     assert not [key for key in triton.values if key[0].startswith("vllm:")]
 
 
-def test_what_triton_did_not_take_under_one_name_is_not_counted_twice_under_the_other():
-    triton = FakeTriton()
+def test_what_triton_did_not_take_under_one_name_is_not_counted_twice_under_the_other(triton):
     metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=True)
     metrics.count("dflash:generation_tokens_total", 5)
     triton.metrics_fail = True
