@@ -73,7 +73,8 @@ def make_load(
             host=f"{target.protocol}://{target.url}",
             stop_timeout=DRAIN_S,
         )
-        with _reports(environment, out), _interruptible(controller, environment, log), _watched(observer):
+        # The server is observed to the end, also while the reports are closed.
+        with _watched(observer), _reports(environment, out), _interruptible(controller, environment, log):
             runner = environment.runner
             assert runner is not None
             runner.start_shape()
@@ -88,9 +89,11 @@ def make_load(
 def _watched(observer: Observer) -> Iterator[None]:
     """Observe the server in the block. Raises what ended an observation before its time."""
     watches = [gevent.spawn(observer.watch), gevent.spawn(observer.watch_lag)]
-    yield
+    try:
+        yield
+    finally:
+        gevent.killall(watches)
     for watch in watches:
-        watch.kill()
         watch.get()
 
 
