@@ -1,0 +1,27 @@
+"""docs/architecture.md: each file and function that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.docs.conftest import ROOT, page
+
+PAGES = ("architecture.md", "dflash.md", "contributing.md")
+REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
+
+
+def test_files_and_functions_that_the_page_names_exist() -> None:
+    references = {match for name in PAGES for match in REFERENCE.findall(page(name))}
+    assert len(references) > 50
+    missing = sorted(f"{file}:{name}" for file, name in references if not _is_defined(file, name))
+    assert not missing
+
+
+def _is_defined(file: str, name: str) -> bool:
+    for folder in (ROOT, ROOT / "dflash_backend"):
+        path = folder / file
+        if path.is_file():
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            return not name or any(getattr(node, "name", None) == name for node in ast.walk(tree))
+    return False
