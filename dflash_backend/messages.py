@@ -29,7 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
     those of the new tokens, of m also those of the m most likely ones. The engine runs one completion a request: for
-    `n` of them, whoever takes the request in sends it n times (`dflash_backend.text.sampling_params.child`).
+    `n` of them, the frontend sends the request n times (`dflash_backend.text.sampling_params.child`).
 
     `tenant` is whose share of the server the request takes, by default that of all who name none. `priority` orders the
     requests of one tenant, the lowest first; 0 is `DEFAULT_PRIORITY`. `timeout` in microseconds ends the request with
@@ -128,7 +128,7 @@ class RequestStats(msgspec.Struct, frozen=True):
     num_preemptions: int
     queue_time_s: float
 
-    def with_last_step_cut(self, num_tokens: int, num_kept: int) -> RequestStats:
+    def with_last_step_trimmed(self, num_tokens: int, num_kept: int) -> RequestStats:
         """The same, when only `num_kept` of the `num_tokens` tokens of the last delta belong to the answer. A delta is
         that of one step, except for rare ones of several; then no more is taken off than one step can have added."""
         spec = self.spec_decoding
@@ -249,7 +249,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; `message` is for the operator. `setup_error` says that its settings or files
-    are at fault, so that it will fail again until somebody changes them."""
+    are at fault, so that it will fail again until they are changed."""
 
     message: str
     setup_error: bool = False

@@ -31,7 +31,7 @@ def request_to_make_way(
     When `tenant` runs already, its service must be `min_lag` behind, or two tenants would preempt each other by turns.
     """
     most = tenant.service + (min_lag if tenant.running else 0.0)
-    best: tuple[float, int, Request] | None = None
+    chosen: tuple[float, int, Request] | None = None
     for other in tenants:
         if other is tenant or other.service < most or (victim := other.latest(but=oldest)) is None:
             continue
@@ -41,6 +41,6 @@ def request_to_make_way(
         else:
             left = (len(other.running) - 1) / other.weight
             then = (len(tenant.running) + 1) / tenant.weight
-        if left >= then and (best is None or (left, victim.arrival) > best[:2]):
-            best = left, victim.arrival, victim
-    return None if best is None else best[2]
+        if left >= then and (chosen is None or (left, victim.arrival) > chosen[:2]):
+            chosen = left, victim.arrival, victim
+    return None if chosen is None else chosen[2]

@@ -156,10 +156,10 @@ class Request:
         excess = self.num_output_tokens - num_kept
         while excess > 0 and self.yields:
             num_draft, num_tokens = self.yields.pop()
-            cut = min(excess, num_tokens)
-            excess -= cut
+            num_trimmed = min(excess, num_tokens)
+            excess -= num_trimmed
             if num_draft:
-                trimmed.append((num_draft, num_tokens, num_tokens - cut))
+                trimmed.append((num_draft, num_tokens, num_tokens - num_trimmed))
         return trimmed
 
     def to_new_request(self) -> NewRequest:

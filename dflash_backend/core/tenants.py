@@ -152,7 +152,7 @@ class FairQueue:
             tenant.has_turn = True
 
     def settle(self) -> None:
-        """Find the lowest counter anew, after a step was charged. It never falls."""
+        """Find the lowest counter anew, after a step was charged. It never decreases."""
         first = self.next_turn()
         lowest = [tenant.service for tenant in self.running_tenants.values()]
         if first is not None:

@@ -42,7 +42,7 @@ class CompletionState:
     """One completion: its new output since the last `clear`, and totals.
 
     text: pieces of text, the first one the request's `prefix`. logprobs: an entry a token; logprobs_json: the same as
-    JSON text of the serving contract. num_bytes: of all of these. cumulative_logprob, num_tokens: totals.
+    JSON text, as clients get it. num_bytes: of all of these. cumulative_logprob, num_tokens: totals.
     """
 
     def __init__(self, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool) -> None:
@@ -80,7 +80,7 @@ class CompletionState:
         self.token_ids += delta.token_ids[:count]
         if self._stopped or delta.finish_reason is not None:
             self.finish_reason, self.finished_at = "stop" if self._stopped else delta.finish_reason, now
-            self.stats = delta.stats and delta.stats.with_last_step_cut(len(delta.token_ids), count)
+            self.stats = delta.stats and delta.stats.with_last_step_trimmed(len(delta.token_ids), count)
         stopped_at = self.num_tokens if self._stopped and delta.finish_reason is None else None
         if not count:
             return AddedTokens(stopped_at=stopped_at)

@@ -32,7 +32,7 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 # A text may have this many tokens fewer than its pieces, tokenised by themselves, for each border between them.
-TOKENS_LOST_AT_A_CUT = 256
+TOKENS_LOST_AT_A_BORDER = 256
 # A text that no template contains.
 PROBE = "f3a9c1"
 # Characters that a piece has for each token that is allowed. Most text has fewer than this for each of its tokens.
@@ -92,13 +92,13 @@ class Tokenizer:
 
         The cost is about that of a prompt of `limit` tokens, however long the text is.
         """
-        size = PIECE_CHARS_PER_TOKEN * limit + TOKENS_LOST_AT_A_CUT
+        size = PIECE_CHARS_PER_TOKEN * limit + TOKENS_LOST_AT_A_BORDER
         if len(text) <= size:
             return False
         num_tokens = 0
         for start in range(0, len(text), size):
             num_tokens += len(self._encode([text[start : start + size]], add_special_tokens=False))
-            num_tokens -= TOKENS_LOST_AT_A_CUT
+            num_tokens -= TOKENS_LOST_AT_A_BORDER
             if num_tokens > limit:
                 return True
         return False

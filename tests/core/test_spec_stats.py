@@ -72,6 +72,6 @@ def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> No
 
 def test_a_last_step_is_cut_where_its_text_ended() -> None:
     stats = RequestStats(9, 9, 0, SpecDecodingStats(2, 6, 6, [2, 2, 2]), 0, 0.0)
-    cut = stats.with_last_step_cut(4, 2)
+    cut = stats.with_last_step_trimmed(4, 2)
     assert (cut.num_output_tokens, cut.spec_decoding) == (7, SpecDecodingStats(2, 6, 4, [2, 1, 1]))
-    assert stats.with_last_step_cut(4, 4) == stats
+    assert stats.with_last_step_trimmed(4, 4) == stats

@@ -21,6 +21,7 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "cli/dflash_cli/launcher/server.py:__init__",
+    "dflash_backend/triton/service.py:__init__",
     "kernels/dflash_kernels/accept.py:accept_reference",
     "kernels/dflash_kernels/paged_attention.py:_attend_kernel",
     "tests/tiny_models.py:make_draft",

@@ -13,12 +13,7 @@ EXEMPT = (
     "checks/",
     "cli/",
     "client/",
-    "dflash_backend/core/",
-    "dflash_backend/drafters/",
     "dflash_backend/engine/",
-    "dflash_backend/engine_client/",
-    "dflash_backend/messages.py",
-    "dflash_backend/text/",
     "dflash_backend/triton/",
     "load_tests/",
 )

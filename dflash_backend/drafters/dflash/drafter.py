@@ -69,7 +69,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     def inject(
         self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
     ) -> None:
-        """See `Drafter.inject`."""
+        """Project the features to every layer's K/V and write them to the drafter's cache."""
         self.model.inject(features, positions, slots, self.caches, padded)
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
