@@ -377,6 +377,13 @@ _SEEN = (
         ("tests/core/test_engine_core.py",),
     ),
     Mutant(
+        "the engine is not told how many tokens count before a stop string",
+        f"{TRITON}/running_requests.py",
+        "AbortRequests([*aborted, *stopped_at], stopped_at)",
+        "AbortRequests([*aborted, *stopped_at])",
+        ("tests/triton/test_answers.py",),
+    ),
+    Mutant(
         "the engine is not told of a cancelled request",
         f"{TRITON}/running_requests.py",
         "self._engine.send(AbortRequests(request.state.engine_ids))",

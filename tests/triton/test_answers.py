@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dflash_backend.messages import AbortRequests
 from tests.engine_client import toy_engine
 from tests.triton.fake_triton import Request
 from tests.triton.serving import TEXT, joined, submit
@@ -39,7 +40,9 @@ def test_outputs_that_were_asked_for_count_what_is_new_in_each_response(service)
     assert json.loads(outputs[-1]["spec_stats"])["acceptance_length"] == 3.5
 
 
-def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past_it(service):
+def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past_it(service, monkeypatch):
+    sent, send = [], service._engine.send
+    monkeypatch.setattr(service._engine, "send", lambda message: (sent.append(message), send(message)))
     flags = ("finish_reason", "num_output_tokens", "token_ids", "logprobs", "spec_stats")
     asked = {f"return_{flag}": True for flag in flags}
     responses = submit(service, "abcdef", 10**6, stream=True, sampling={"stop": "de", "logprobs": 0}, **asked).all()
@@ -50,6 +53,7 @@ def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past
     assert all(output["num_output_tokens"][0] > 0 for output in outputs), "the end comes with the last tokens"
     assert outputs[-1]["finish_reason"] == "stop"
     assert json.loads(outputs[-1]["spec_stats"])["num_drafts"] == 4
+    assert sent[0] == AbortRequests(["0"], {"0": 5}), "the engine must not count what lies past it"
 
 
 def test_completions_of_one_request_come_together(service):

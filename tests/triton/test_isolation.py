@@ -30,6 +30,8 @@ def test_a_cancelled_request_ends_whether_it_yields_tokens_or_not(service, promp
     assert sender.all()[0].error.code == "CANCELLED"
     (after,) = submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()
     assert after.outputs["text_output"] == "aa"
+    service.close()
+    assert service._metrics._last.num_requests_running == 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"n": 3}])
