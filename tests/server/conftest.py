@@ -39,8 +39,14 @@ def new_server(settings: dict[str, str] | None = None, **options: Any) -> Triton
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[TritonServer]:
-    with new_server() as running:
+def server_log() -> list[str]:
+    """What `server` has logged."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def server(server_log: list[str]) -> Iterator[TritonServer]:
+    with new_server(on_log=lambda line: server_log.append(line.text)) as running:
         yield running
 
 

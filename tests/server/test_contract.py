@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from dflash_backend.config import asset_path
+from dflash_backend.config import SETTINGS, asset_path
 from dflash_backend.text.tokenizer import Tokenizer
 from tests.server.raw_grpc import infer, inputs_of, text_of
 
@@ -324,3 +324,12 @@ def test_token_ids_are_what_was_generated(ask, tokenizer):
     outputs = ask(SAMPLED, return_token_ids=True)
     assert np.array(outputs["token_ids"]).shape == (24,)
     assert tokenizer.decode(outputs["token_ids"]) == outputs["text_output"][0].decode()
+
+
+def test_the_log_names_every_setting_at_the_start_and_never_a_prompt(server_log, ask):
+    ask({"max_tokens": 2}, text_input="xyzzy plugh")
+    (settings,) = [line for line in server_log if line.startswith("dflash: settings: ")]
+    names = [part.partition("=")[0] for part in settings.removeprefix("dflash: settings: ").split()]
+    assert names == sorted(setting.name for setting in SETTINGS)
+    assert "max_num_seqs=8" in settings
+    assert not any("xyzzy" in line for line in server_log)

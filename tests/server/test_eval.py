@@ -18,13 +18,10 @@ def overall(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
     return figures
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_a_server_is_measured_as_the_engine_is(
-    server: TritonServer, protocol: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = server.grpc_url if protocol == "grpc" else server.http_url
-    there = ["--url", url, "--protocol", protocol]
+def test_a_server_is_measured_as_the_engine_is(server: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(asset_path("demo", "pair", "target"))
     here = overall(capsys, "--set", "max_model_len=1024")
-    assert overall(capsys, *there) == here
-    assert overall(capsys, *there, "--target", target, "--concurrency", "1") == here
+    for protocol, url in (("grpc", server.grpc_url), ("http", server.http_url)):
+        there = ["--url", url, "--protocol", protocol]
+        assert overall(capsys, *there) == here
+        assert overall(capsys, *there, "--target", target, "--concurrency", "1") == here

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 
 from checks import chaos
 from checks.server_state import MetricsPage, engine_pids, processes_by_role
-from dflash_backend.config import SETTINGS
 from dflash_cli.launcher.processes import Process, family, gone
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
@@ -23,7 +23,7 @@ from dflash_client.errors import ClientError, Unavailable
 from tests.scale import scaled
 from tests.server.conftest import eventually, new_server
 
-ROUNDS = scaled(3)
+ROUNDS = scaled(2)
 
 
 @pytest.fixture
@@ -55,8 +55,11 @@ def test_every_stream_of_a_killed_engine_gets_internal_and_the_next_answers_are_
     assert not (left := count.since(members)), left
 
 
-def test_readiness_falls_with_the_engine_and_returns(short_tmp):
-    with new_server() as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
+def test_an_engine_that_dies_or_hangs_is_replaced_and_readiness_follows(short_tmp):
+    with (
+        new_server({"engine_hang_timeout_s": "4"}) as server,
+        DFlashClient(server.http_url, "http", timeout_s=60) as client,
+    ):
         assert gauge(server, "dflash:engine_ready") == 1
         # Before it has served, so that the restart waits for a second.
         os.kill(engine_pids(server.pid)[0], signal.SIGKILL)
@@ -65,6 +68,15 @@ def test_readiness_falls_with_the_engine_and_returns(short_tmp):
             client.generate("Hello", max_tokens=1)
         eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
         assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+        # Now it is idle.
+        (hanging,) = engine_pids(server.pid)
+        os.kill(hanging, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="the engine is being restarted"):
+            client.generate("Hello", max_tokens=1)
+        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
+        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
+        assert not Path(f"/proc/{hanging}").exists()
+        assert gauge(server, "dflash:engine_restarts_total") == 2
 
 
 def test_a_killed_stub_takes_its_engine_along_and_nothing_stays(short_tmp):
@@ -77,22 +89,6 @@ def test_a_killed_stub_takes_its_engine_along_and_nothing_stays(short_tmp):
         assert psutil.wait_procs([engine], timeout=5.0)[1] == [], "the engine outlived its stub"
         server.hurry()
     assert not (left := count.since(members)), left
-
-
-def test_an_engine_that_hangs_while_idle_is_replaced(short_tmp):
-    with (
-        new_server({"engine_hang_timeout_s": "4"}) as server,
-        DFlashClient(server.http_url, "http", timeout_s=60) as client,
-    ):
-        client.generate("Hello", max_tokens=1)
-        (hanging,) = engine_pids(server.pid)
-        os.kill(hanging, signal.SIGSTOP)
-        with pytest.raises(Unavailable, match="the engine is being restarted"):
-            client.generate("Hello", max_tokens=1)
-        eventually(lambda: gauge(server, "dflash:engine_ready") == 1, "ready again")
-        assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
-        assert not Path(f"/proc/{hanging}").exists()
-        assert gauge(server, "dflash:engine_restarts_total") == 1
 
 
 def test_nothing_outlives_a_tritonserver_that_is_killed_with_requests_in_flight(short_tmp):
@@ -122,24 +118,35 @@ def test_an_unread_stream_ends_when_tritonserver_holds_too_much(short_tmp):
         assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_told_to_end_finishes_what_runs_and_takes_nothing_new(short_tmp, number):
+@pytest.mark.parametrize(("how", "level"), [("SIGTERM", "debug"), ("stop", "warning")])
+def test_a_server_that_is_told_to_end_finishes_what_runs_takes_nothing_new_and_logs_at_its_level(short_tmp, how, level):
+    """By a signal or by its launcher, which sends SIGINT."""
     count = chaos.LeftoverCount(short_tmp)
-    server = new_server(exit_timeout_s=20)
+    log: list[str] = []
+    server = new_server({"log_level": level}, exit_timeout_s=20, on_log=lambda line: log.append(line.text))
     with server, DFlashClient(server.http_url, "http", timeout_s=30) as client:
         members = family(server.pid)
         stream = client.stream("Tell me a story.", temperature=0, max_tokens=600, ignore_eos=True)
         deltas = [next(stream)]
-        os.kill(server.pid, number)
+        process = psutil.Process(server.pid)
+        ending = threading.Thread(target=process.terminate if how == "SIGTERM" else server.stop)
+        ending.start()
         refused = first_refusal(client)
         deltas += stream
-        server.wait()
+        ending.join()
+        if how == "SIGTERM":
+            server.wait()
         left = {p.pid for p in members if not gone({p}, 2.0)}
     assert deltas[-1].finish_reason == "length"
     assert sum(delta.num_output_tokens for delta in deltas) == 600
     assert refused.status in ("UNAVAILABLE", "CONNECTION_FAILED", "CONNECTION_LOST"), refused
     assert left == set()
     assert not (rest := count.since(members)), rest
+    ours = [line for line in log if line.startswith("dflash: ")]
+    if level == "debug":
+        assert any(line.startswith("dflash: debug: request ") and "Tell me a story." in line for line in ours)
+    else:
+        assert ours == []
 
 
 def first_refusal(client: DFlashClient) -> ClientError:
@@ -151,33 +158,3 @@ def first_refusal(client: DFlashClient) -> ClientError:
         except ClientError as error:
             return error
     raise AssertionError("the server goes on taking requests")
-
-
-def log_of_one_request(prompt: str, **settings: str) -> list[str]:
-    """The lines of a server that has answered one request."""
-    lines: list[str] = []
-    with (
-        new_server(settings, on_log=lambda line: lines.append(line.text)) as server,
-        DFlashClient(server.http_url, "http", timeout_s=60) as client,
-    ):
-        client.generate(prompt, max_tokens=2)
-    return lines
-
-
-def test_the_log_names_every_setting_at_the_start_and_never_a_prompt():
-    lines = log_of_one_request("xyzzy plugh")
-    (settings,) = [line for line in lines if line.startswith("dflash: settings: ")]
-    names = [part.partition("=")[0] for part in settings.removeprefix("dflash: settings: ").split()]
-    assert names == sorted(setting.name for setting in SETTINGS)
-    assert "max_num_seqs=8" in settings
-    assert not any("xyzzy" in line for line in lines)
-
-
-def test_a_prompt_is_logged_at_the_debug_level():
-    lines = log_of_one_request("xyzzy plugh", log_level="debug")
-    assert any(line.startswith("dflash: debug: request ") and "xyzzy plugh" in line for line in lines)
-
-
-def test_a_higher_level_keeps_information_out_of_the_log():
-    lines = log_of_one_request("Hello", log_level="warning")
-    assert not any(line.startswith("dflash: ") for line in lines)
