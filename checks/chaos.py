@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from checks.server_state import engine_pids
 from dflash_cli.launcher.processes import Process, family
-from dflash_cli.launcher.server import SEGMENT_PREFIX, TritonServer
+from dflash_cli.launcher.server import TritonServer
+from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Internal, Unavailable
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from dflash_backend.engine.llm import LLM, RequestOutput
-from dflash_backend.evaluation.errors import EvaluationError
+from dflash_backend.config import ConfigError, EngineConfig, environment_settings
+from dflash_backend.drafters.resolve import resolve_target_dir
+from dflash_backend.engine.build import LOAD_ERRORS, CheckpointError
+from dflash_backend.engine.llm import LLM, RequestError, RequestOutput
+from dflash_backend.evaluation.errors import EvaluationError, InvalidSetting
+from dflash_backend.evaluation.measure import Model
 from dflash_backend.evaluation.run import Answer, ModelRequest, OnAnswer
 from dflash_backend.spec_stats import SpecDecodingStats
+from dflash_backend.text.sampling_params import ParameterError
 from dflash_backend.text.tokenizer import PromptError, Tokenizer
 
 
@@ -31,6 +39,45 @@ class EngineAnswerer:
             [request.sampling for request in requests],
             on_finished=lambda index, output: on_answer(index, _answer(output)),
         )
+
+
+@contextmanager
+def engine_model(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Model]:
+    """The engine in this process, with the settings of the environment and over them those `given` on the command line.
+
+    `say` gets a line on how the load goes. Raises `ConfigError`, `InvalidSetting` and `EvaluationError`.
+    """
+    environment = environment_settings(os.environ)
+    # Each layer is checked with the name of where it comes from; `LLM` only knows arguments.
+    EngineConfig.from_layers([("environment", environment), ("command line", given)])
+    try:
+        llm = LLM(progress=lambda message, fraction: say(message), **{**environment, **given})
+    except ConfigError:
+        raise
+    except LOAD_ERRORS as error:
+        raise EvaluationError(str(error)) from None
+    ready = llm.engine.ready
+    try:
+        yield (
+            EngineAnswerer(llm),
+            {
+                "engine": ready.description,
+                "num_speculative_tokens": ready.num_speculative_tokens,
+            },
+        )
+    except ParameterError as error:
+        raise InvalidSetting(str(error)) from None
+    except (RequestError, CheckpointError) as error:
+        raise EvaluationError(str(error)) from None
+
+
+def encoder(target: str) -> Callable[[ModelRequest], list[int]]:
+    """What turns a request into token ids with the tokenizer of `target`. Raises `EvaluationError`."""
+    try:
+        tokenizer = Tokenizer.load(resolve_target_dir(EngineConfig.from_values({"target_model": target})))
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from None
+    return lambda request: encode(tokenizer, request)
 
 
 def encode(tokenizer: Tokenizer, request: ModelRequest) -> list[int]:

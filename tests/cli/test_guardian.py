@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.launcher.processes import Process, family, gone, marked, named, send
-from dflash_cli.launcher.server import SEGMENT_PREFIX
+from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
 
@@ -98,7 +98,7 @@ def test_a_guardian_that_is_killed_is_replaced(abandoned: Abandoned) -> None:
 @pytest.mark.server
 def test_nothing_stays_of_a_server_that_is_killed() -> None:
     with toy_server({"TOY_CHILD": "1"}) as server:
-        members, folder, env_folders = family(server.pid), server.folder, server._env_folders
+        members, folder, env_folders = family(server.pid), server.folder, server._running_files()._env_folders
         assert env_folders, "Triton's Python backend makes one, which it removes only when it ends by itself"
         os.kill(server.pid, signal.SIGKILL)
     assert gone(members, 0)

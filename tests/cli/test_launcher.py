@@ -13,7 +13,8 @@ import pytest
 
 from dflash_backend.config import ConfigError
 from dflash_cli.launcher.processes import family
-from dflash_cli.launcher.server import LONGEST_FOLDER, SEGMENT_PREFIX, LauncherError, TritonServer
+from dflash_cli.launcher.server import LauncherError, TritonServer
+from dflash_cli.launcher.server_files import LONGEST_FOLDER, SEGMENT_PREFIX
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from tests.client.conftest import TOY_REPOSITORY, toy_server

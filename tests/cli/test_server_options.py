@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import socket
 import stat
 import subprocess
@@ -18,7 +19,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from dflash_cli.commands.serve import warnings
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.ports import is_loopback
-from dflash_cli.launcher.server import SEGMENT_PREFIX, GrpcTls, LauncherError, TritonServer
+from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
+from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_cli.launcher.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, checked_extra
 from dflash_cli.main import main, parser
 from dflash_client import DFlashClient
@@ -138,12 +140,13 @@ def test_shared_memory_is_the_owners_alone_also_after_a_reload_and_has_the_prefi
                     assert httpx.post(url, json={}, timeout=60, trust_env=False).is_success
                 server.keep_safe()
             assert client.generate("x" * (3 << 20), max_tokens=1).text == "x"
-            segments = server._segments()
+            pattern = server._running_files().segments_pattern
+            segments = [Path(name) for name in glob.glob(pattern)]
             assert segments
             for segment in segments:
                 assert stat.S_IMODE(segment.stat().st_mode) == 0o600
                 assert segment.name.startswith("triton_python_backend_shm_region_")
-    assert list(Path("/dev/shm").glob(server._shared_memory_prefix + "*")) == []
+    assert glob.glob(pattern) == []
     assert SEGMENT_PREFIX.startswith("triton_python_backend_shm_region_")
 
 

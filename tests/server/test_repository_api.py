@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import psutil
@@ -67,7 +67,7 @@ def held_by(server: TritonServer) -> dict[str, int]:
     return {
         "processes": len(family(server.pid)),
         "descriptors": process.num_fds(),
-        "segments": len(list(Path("/dev/shm").glob(server._shared_memory_prefix + "*"))),
+        "segments": len(glob.glob(server._running_files().segments_pattern)),
         "rss": process.memory_info().rss >> 10,
     }
 
@@ -140,7 +140,7 @@ def test_a_model_that_is_loaded_again_while_it_serves_is_replaced_and_its_counte
 
 
 def test_a_load_that_fails_leaves_the_model_that_serves_and_the_server_alone(explicit, client):
-    config = explicit._directory / "models" / "dflash" / "config.pbtxt"
+    config = explicit.folder / "models" / "dflash" / "config.pbtxt"
     good = config.read_text(encoding="utf-8")
     bad = good.replace(
         'key: "target_model" value { string_value: "" }', 'key: "target_model" value { string_value: "/etc" }'
@@ -167,7 +167,7 @@ def test_a_load_that_fails_leaves_the_model_that_serves_and_the_server_alone(exp
 
 def touch_model(server: TritonServer) -> None:
     """Change the model's files, which makes Triton load it anew."""
-    config = server._directory / "models" / "dflash" / "config.pbtxt"
+    config = server.folder / "models" / "dflash" / "config.pbtxt"
     config.write_text(config.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     (config.parent / "1" / "model.py").touch()
 

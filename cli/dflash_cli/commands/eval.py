@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
@@ -22,17 +22,9 @@ from dflash_cli.commands.packages import engine_missing
 from dflash_cli.commands.progress import Progress
 
 if TYPE_CHECKING:
-    from dflash_backend.evaluation import Answerer, Evaluation, Question
-    from dflash_backend.evaluation.datasets import Source
-    from dflash_cli.server_backend import Encode
-
-    Model = tuple[Answerer, dict[str, Any]]
+    from dflash_backend.evaluation.measure import Model
 
 SERVER_CONCURRENCY = 16
-
-
-class _UsageError(Exception):
-    """The options do not go together, or one has a value that makes no sense."""
 
 
 def add_parser(commands: Any) -> None:
@@ -84,37 +76,27 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
     from dflash_backend.config import ConfigError
-    from dflash_backend.evaluation import EvaluationError
+    from dflash_backend.evaluation import EvaluationError, InvalidSetting
 
     try:
         return _run(arguments)
-    except (_UsageError, ConfigError) as error:
+    except (InvalidSetting, ConfigError) as error:
         return fail(str(error), status=2)
     except EvaluationError as error:
         return fail(str(error))
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Measure and show. Raises `_UsageError`, `ConfigError` or `EvaluationError`."""
-    from dflash_backend.evaluation import report
-    from dflash_backend.evaluation.datasets import load_questions
+    """Measure and show. Raises `ConfigError` or `EvaluationError`."""
+    from dflash_backend.evaluation import Sampling, report
+    from dflash_backend.evaluation.measure import EvaluationSettings, measure
 
     _check_usage(arguments)
-    questions = load_questions(_sources(arguments.datasets), arguments.limit, arguments.shuffle)
+    sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
+    settings = EvaluationSettings(arguments.datasets, arguments.limit, arguments.shuffle, sampling)
+    model = _server(arguments) if arguments.url is not None else _engine(arguments)
+    evaluation, about = measure(settings, model, Progress("answers", say).step, arguments.out)
     if arguments.out is not None:
-        report.prepare(arguments.out)
-    with _server(arguments) if arguments.url is not None else _engine(arguments) as (answerer, about):
-        evaluation = _evaluate(answerer, questions, arguments)
-    about |= {
-        "datasets": [group.name for group in evaluation.datasets],
-        "limit": arguments.limit,
-        "shuffled": arguments.shuffle,
-        "max_tokens": sorted({arguments.max_tokens or question.max_tokens for question in questions}),
-        "temperature": arguments.temperature,
-        "seed": arguments.seed,
-    }
-    if arguments.out is not None:
-        report.write(arguments.out, evaluation, about)
         say(f"wrote eval.json, eval.md and eval.png to {arguments.out}")
     if arguments.json:
         show(json.dumps(report.as_dict(evaluation, about), ensure_ascii=False))
@@ -124,102 +106,46 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_usage(arguments: argparse.Namespace) -> None:
+    from dflash_backend.evaluation import InvalidSetting
+
     if arguments.url is not None and (arguments.draft is not None or arguments.settings):
         option = "--set" if arguments.settings else "--draft"
-        raise _UsageError(f"{option} is for an engine in this process, --url names one that runs; give one of them")
+        raise InvalidSetting(f"{option} is for an engine in this process, --url names one that runs; give one of them")
     if arguments.concurrency is not None and any(name == "max_num_seqs" for name, _ in arguments.settings):
-        raise _UsageError("--concurrency sets max_num_seqs; give one of them")
-
-
-def _sources(texts: list[str]) -> list[Source]:
-    from dflash_backend.evaluation.datasets import EMBEDDED_SETS, parse_source
-
-    try:
-        return [parse_source(text) for text in texts or EMBEDDED_SETS]
-    except ValueError as error:
-        raise _UsageError(str(error)) from None
-
-
-def _evaluate(answerer: Answerer, questions: list[Question], arguments: argparse.Namespace) -> Evaluation:
-    from dflash_backend.evaluation import Sampling, evaluate
-
-    sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
-    return evaluate(answerer, questions, sampling, Progress("answers", say).step)
+        raise InvalidSetting("--concurrency sets max_num_seqs; give one of them")
 
 
 @contextmanager
 def _engine(arguments: argparse.Namespace) -> Iterator[Model]:
     """The engine in this process. Settings come from the environment as a server's do, the command line over it."""
-    from dflash_backend.evaluation import EvaluationError
-
-    try:
-        from dflash_backend.config import ConfigError, EngineConfig, environment_settings
-        from dflash_backend.engine.build import LOAD_ERRORS, CheckpointError
-        from dflash_backend.engine.llm import LLM, RequestError
-        from dflash_backend.evaluation.engine import EngineAnswerer
-        from dflash_backend.text.sampling_params import ParameterError
-    except ImportError as error:
-        raise _engine_missing(error) from None
-    given = dict(arguments.settings)
     options = {"target_model": arguments.target, "draft_model": arguments.draft, "max_num_seqs": arguments.concurrency}
-    given |= {name: value for name, value in options.items() if value is not None}
-    settings = environment_settings(os.environ) | given
-    # Each layer is checked with the name of where it comes from; `LLM` only knows arguments.
-    EngineConfig.from_layers([("environment", environment_settings(os.environ)), ("command line", given)])
-    try:
-        llm = LLM(progress=lambda message, fraction: say(message), **settings)
-    except ConfigError:
-        raise
-    except LOAD_ERRORS as error:
-        raise EvaluationError(str(error)) from None
-    about = {"engine": llm.engine.ready.description, "num_speculative_tokens": llm.engine.ready.num_speculative_tokens}
-    try:
-        yield EngineAnswerer(llm), about
-    except ParameterError as error:
-        raise _UsageError(str(error)) from None
-    except (RequestError, CheckpointError) as error:
-        raise EvaluationError(str(error)) from None
+    given = dict(arguments.settings) | {name: value for name, value in options.items() if value is not None}
+    with _local().engine_model(given, say) as model:
+        yield model
 
 
 @contextmanager
 def _server(arguments: argparse.Namespace) -> Iterator[Model]:
     """A server that runs. `--target` names whose tokenizer renders conversations here, with thinking off."""
+    from dflash_backend.evaluation import InvalidSetting
     from dflash_cli.server_backend import ServerAnswerer
 
-    encode = None if arguments.target is None else _encoder(arguments.target)
+    encode = None if arguments.target is None else _local().encoder(arguments.target)
     try:
         client = client_of(arguments)
     except ValueError as error:
-        raise _UsageError(str(error)) from None
+        raise InvalidSetting(str(error)) from None
     with client:
         about = {"server": client.address, "protocol": client.protocol, "model": client.model}
         yield ServerAnswerer(client, arguments.concurrency or SERVER_CONCURRENCY, encode), about
 
 
-def _encoder(target: str) -> Encode:
-    """What turns a request into token ids with the tokenizer of `target`."""
-    from dflash_backend.evaluation import EvaluationError, ModelRequest
-
-    try:
-        from dflash_backend.checkpoints import CheckpointError
-        from dflash_backend.config import EngineConfig
-        from dflash_backend.drafters.resolve import resolve_target_dir
-        from dflash_backend.evaluation.engine import encode
-        from dflash_backend.text.tokenizer import Tokenizer
-    except ImportError as error:
-        raise _engine_missing(error) from None
-    try:
-        tokenizer = Tokenizer.load(resolve_target_dir(EngineConfig.from_values({"target_model": target})))
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from None
-
-    def encoder(request: ModelRequest) -> list[int]:
-        return encode(tokenizer, request)
-
-    return encoder
-
-
-def _engine_missing(error: ImportError) -> Exception:
+def _local() -> ModuleType:
+    """What needs the engine's packages. Raises `EvaluationError` where they are not installed."""
     from dflash_backend.evaluation import EvaluationError
 
-    return EvaluationError(engine_missing(error))
+    try:
+        from dflash_backend.evaluation import engine
+    except ImportError as error:
+        raise EvaluationError(engine_missing(error)) from None
+    return engine

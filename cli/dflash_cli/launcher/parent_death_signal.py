@@ -15,9 +15,9 @@ from collections.abc import Sequence
 PR_SET_PDEATHSIG = 1
 
 
-def tied(command: Sequence[str]) -> list[str]:
-    """`command`, tied to the calling process. To be started from a thread that lives as long as the process does, since
-    Linux looks at the thread."""
+def with_death_signal(command: Sequence[str]) -> list[str]:
+    """`command`, with SIGTERM to come when the calling process ends. Start it from a thread that lives as long as that
+    process: Linux sends the signal when the thread ends."""
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
 

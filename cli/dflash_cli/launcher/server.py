@@ -5,43 +5,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import secrets
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import httpx
-
-from dflash_backend.config import (
-    EngineConfig,
-    asset_path,
-    check_setting,
-    environment_name,
-    environment_settings,
-)
+from dflash_backend.config import asset_path, environment_name
 from dflash_cli.launcher.guardian import Guardian
+from dflash_cli.launcher.loading import POLL_S, Loading
 from dflash_cli.launcher.model_files import adapt, copy_model
-from dflash_cli.launcher.parent_death_signal import tied
+from dflash_cli.launcher.parent_death_signal import with_death_signal
 from dflash_cli.launcher.ports import is_loopback, reachable_host, settle_ports
 from dflash_cli.launcher.processes import Process, end, family, marked, named
+from dflash_cli.launcher.server_files import ServerFiles
 from dflash_cli.launcher.server_log import LogLine, ServerLog
-from dflash_cli.launcher.server_options import RESTRICTED_APIS, GrpcTls, check_apis, checked_extra, restrictions
+from dflash_cli.launcher.server_options import (
+    RESTRICTED_APIS,
+    GrpcTls,
+    check_apis,
+    checked_extra,
+    checked_models,
+    environment_with,
+    restrictions,
+)
 from dflash_cli.launcher.triton_install import LauncherError, TritonInstall, find_triton
 
 __all__ = ["GrpcTls", "LauncherError", "TritonServer"]
 
-HEARTBEAT_S = 5.0
-POLL_S = 0.1
-LIVE_TIMEOUT_S = 2.0
 # Over and above Triton's own exit timeout: it looks once a second whether its models are unloaded.
 EXIT_MARGIN_S = 3.0
 # A server that has not finished loading has no requests to wait for, and does not heed a signal until it has.
@@ -50,17 +45,10 @@ LOADING_EXIT_S = 1.0
 UNLOADED_EXIT_S = 0.3
 TERMINATE_S = 0.5
 KILL_S = 2.0
-SHARED_MEMORY = Path("/dev/shm")
-# A folder that Triton's Python backend makes as it is loaded, whatever TMPDIR says, and removes when it ends by itself.
-PYTHON_ENV_FOLDERS = ("/tmp", "python_env_*")
-# Newer Tritons protect shared memory whose name begins so from clients that register it.
-SEGMENT_PREFIX = "triton_python_backend_shm_region_dflash_"
 STUB_NAME = "triton_python_backend_stub"
 # A path in the environment of each of the server's processes: what the stub touches while it lives, and what tells the
 # processes of this server from all others.
 HEARTBEAT_ENV = "DFLASH_HEARTBEAT_FILE"
-# The name of a socket has at most 107 characters (`man 7 unix`); the engine's are `dflash-xxxxxxxx/out` in TMPDIR.
-LONGEST_FOLDER = 107 - len("/dflash-xxxxxxxx/out")
 
 
 class TritonServer:
@@ -105,12 +93,7 @@ class TritonServer:
         on_progress: Callable[[str], None] | None = None,
         on_log: Callable[[LogLine], None] | None = None,
     ) -> None:
-        self._models: dict[str, Mapping[str, str]] = {model_name: {}, **(more_models or {})}
-        for name, own_settings in self._models.items():
-            for setting, value in own_settings.items():
-                check_setting(setting, value, f"model {name}")
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-                raise LauncherError(f"the model name {name!r} is not allowed; use letters, digits, '_', '-' and '.'")
+        self._models = checked_models(model_name, more_models or {})
         check_apis(allow_apis)
         self._instances = instances
         self._explicit = explicit
@@ -125,21 +108,16 @@ class TritonServer:
         self._model_repository = model_repository
         self._ready_timeout_s = ready_timeout_s
         self._exit_timeout_s = exit_timeout_s
-        self._environ = _with_settings(os.environ if environ is None else environ, settings or {})
+        self._environ = environment_with(os.environ if environ is None else environ, settings or {})
         self._on_progress = on_progress
         self._on_log = on_log
-        self._shared_memory_prefix = f"{SEGMENT_PREFIX}{os.getpid()}_{secrets.token_hex(4)}_"
-        self._progress_line = ""
-        self._progress_at = 0.0
+        self._files: ServerFiles | None = None
         self._guardian: Guardian | None = None
         self._process: subprocess.Popen[str] | None = None
         self._log: ServerLog | None = None
         self._ready = False
         self._hurry = threading.Event()
         self.stopping = False
-        self._directory: Path | None = None
-        self._env_folders_before: set[Path] = set()
-        self._env_folders: set[Path] = set()
 
     @property
     def http_url(self) -> str:
@@ -174,14 +152,12 @@ class TritonServer:
     @property
     def folder(self) -> Path:
         """The temporary folder of the running server. Raises `LauncherError` before the start."""
-        if self._directory is None:
-            raise LauncherError("the server is not running")
-        return self._directory
+        return self._running_files().folder
 
     @property
     def heartbeat(self) -> Path:
         """The file that the model touches about once a second, from when it is ready."""
-        return self.folder / "heartbeat"
+        return self._running_files().heartbeat
 
     def start(self) -> None:
         """Start the server and wait until the model is ready. Whatever stops this, nothing is left running."""
@@ -193,7 +169,6 @@ class TritonServer:
         self.http_port, self.grpc_port, self.metrics_port = (settled[name] for name in names)
         try:
             self._launch(install)
-            self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
@@ -222,12 +197,9 @@ class TritonServer:
         self._hurry.set()
 
     def keep_safe(self) -> None:
-        """What has to be done again and again while the server runs: nobody else may read its shared memory, where
-        prompts lie (Triton lets everybody, also in the segments of a model that is loaded again), and a guardian that
-        was killed is replaced."""
-        for segment in self._segments():
-            with contextlib.suppress(FileNotFoundError):
-                segment.chmod(0o600)
+        """Restrict new shared memory, such as that of a model that is loaded again, to its owner; replace a guardian
+        that was killed. To be called over and over while the server runs."""
+        self._running_files().protect()
         if self._guardian is not None:
             self._guardian.start()
 
@@ -242,28 +214,19 @@ class TritonServer:
         process, self._process = self._process, None
         if process is not None:
             self._end(process, wait_for_requests)
+            if not self._ready:
+                self._running_files().note_env_folders()
         if self._log is not None:
             self._log.join(KILL_S)
-        for segment in self._segments():
-            segment.unlink(missing_ok=True)
-        if process is not None:
-            # What a server that was killed has left. An environment in use is not empty, and so stays.
-            folders = self._env_folders if self._ready else _env_folders() - self._env_folders_before
-            for path in folders:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        if self._files is not None:
+            self._files.remove()
+            self._files = None
         # The last: until here it would finish what a launcher that is killed leaves undone.
         if self._guardian is not None:
             self._guardian.end()
             self._guardian = None
         self._ready = False
         self.stopping = False
-
-    def _segments(self) -> list[Path]:
-        return list(SHARED_MEMORY.glob(self._shared_memory_prefix + "*"))
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -277,38 +240,30 @@ class TritonServer:
             raise LauncherError("the server is not running")
         return self._process
 
+    def _running_files(self) -> ServerFiles:
+        if self._files is None:
+            raise LauncherError("the server is not running")
+        return self._files
+
     def _launch(self, install: TritonInstall) -> None:
-        self._directory = folder = _temporary_folder()
-        self._env_folders_before = _env_folders()
-        repository = folder / "models"
+        self._files = files = ServerFiles()
         source = self._model_repository or asset_path("model_repository")
         for name, settings in self._models.items():
-            copy_model(source, repository / name)
-            adapt(repository / name / "config.pbtxt", settings, self._instances)
-        # For health checks that do not know how the server was started, and for the operator.
-        (folder / "http-address").write_text(self.http_url + "\n", encoding="utf-8")
-        (folder / "api-key").write_text(self.api_key + "\n", encoding="utf-8")
-        command = [
-            str(install.binary),
-            f"--model-repository={repository}",
-            *install.prepare_backends(folder / "backends"),
-            *self._options(),
-        ]
-        environ = install.environment(self._environ)
+            copy_model(source, files.folder / "models" / name)
+            adapt(files.folder / "models" / name / "config.pbtxt", settings, self._instances)
+        files.write(self.http_url, self.api_key)
+        command = [str(install.binary), *install.prepare_backends(files.folder / "backends"), *self._options(files)]
         # What the server's processes write lies in the launcher's folder, and goes with it.
-        environ |= {HEARTBEAT_ENV: str(self.heartbeat), "TMPDIR": str(folder)}
-        self._guardian = Guardian(
-            mark=f"{HEARTBEAT_ENV}={self.heartbeat}",
-            patience_s=self._exit_timeout_s + EXIT_MARGIN_S,
-            folder=folder,
-            segments=str(SHARED_MEMORY / (self._shared_memory_prefix + "*")),
-        )
+        environ = install.environment(self._environ)
+        environ |= {HEARTBEAT_ENV: str(files.heartbeat), "TMPDIR": str(files.folder)}
+        patience_s = self._exit_timeout_s + EXIT_MARGIN_S
+        self._guardian = Guardian(self._mark(), patience_s, files.folder, files.segments_pattern)
         self._guardian.start()
-        # Of a thread that ends before the process the server would go with the thread.
+        # Linux would send the signal when the thread that starts the server ends.
         if threading.current_thread() is threading.main_thread():
-            command = tied(command)
+            command = with_death_signal(command)
         # A session of its own: a Ctrl-C in the terminal reaches the launcher alone, which then stops the server.
-        self._process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -319,19 +274,30 @@ class TritonServer:
             errors="replace",
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        self._log = ServerLog(self._process.stdout, self._read_log)
+        assert process.stdout is not None
+        loading = Loading(self.http_url, self._models, self._on_progress)
+        self._log = ServerLog(process.stdout, lambda line: self._read_log(line, loading))
+        loading.wait(process, self._log, self._ready_timeout_s)
+        self.keep_safe()
+        files.note_env_folders()
+        self._log.mark_ready()
+        self._ready = True
 
-    def _options(self) -> list[str]:
+    def _mark(self) -> str:
+        """What the environment of each of the server's processes holds, and of no other."""
+        return f"{HEARTBEAT_ENV}={self.heartbeat}"
+
+    def _options(self, files: ServerFiles) -> list[str]:
         debug = self._environ.get(environment_name("log_level"), "").strip() == "debug"
         if self._explicit:
             control = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in self._models)]
         else:
             control = ["--model-control-mode=none"]
         return [
+            f"--model-repository={files.folder / 'models'}",
             *control,
             "--disable-auto-complete-config",
-            f"--backend-config=python,shm-region-prefix-name={self._shared_memory_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={files.segment_prefix}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--log-verbose={int(debug)}",
             f"--http-address={self.host}",
@@ -346,61 +312,15 @@ class TritonServer:
             *self._extra_options,
         ]
 
-    def _read_log(self, line: LogLine) -> None:
-        if not self._ready and line.progress is not None:
-            if line.progress != self._progress_line:
-                self._progress_at = time.monotonic()
-            self._progress_line = line.progress
-            self._say(line.progress)
+    def _read_log(self, line: LogLine, loading: Loading) -> None:
+        if not self._ready:
+            loading.read(line)
         if self._on_log is not None:
             self._on_log(line)
 
-    def _say(self, text: str) -> None:
-        if self._on_progress is not None:
-            self._on_progress(text)
-
-    def _wait_until_ready(self) -> None:
-        process = self._running()
-        start = self._progress_at = time.monotonic()
-        self._progress_line = ""
-        next_beat = start + HEARTBEAT_S
-        with httpx.Client(base_url=f"http://{self.http_url}", timeout=LIVE_TIMEOUT_S, trust_env=False) as http:
-            while not self._answers(http):
-                if process.poll() is not None:
-                    self._raise_ended(process)
-                now = time.monotonic()
-                if self._ready_timeout_s and now - self._progress_at > self._ready_timeout_s:
-                    raise LauncherError(
-                        f"the server was not ready after {now - start:.0f} s, and its loading has said nothing new for "
-                        f"{self._ready_timeout_s:g} s; the end of its log:\n" + self.log_tail(15)
-                    )
-                if now >= next_beat:
-                    next_beat += HEARTBEAT_S
-                    self._say(f"{self._progress_line or 'loading'} ({now - start:.0f} s so far)")
-                time.sleep(POLL_S)
-        self.keep_safe()
-        self._env_folders = _env_folders() - self._env_folders_before
-        if self._log is not None:
-            self._log.mark_ready()
-        self._ready = True
-
-    def _answers(self, http: httpx.Client) -> bool:
-        try:
-            paths = ("/v2/health/ready", *(f"/v2/models/{name}/ready" for name in self._models))
-            return all(http.get(path).status_code == 200 for path in paths)
-        except httpx.TransportError:
-            return False
-
-    def _raise_ended(self, process: subprocess.Popen[str]) -> None:
-        if self._log is not None:
-            self._log.join(KILL_S)
-        code = process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-        raise LauncherError(f"the server ended while it loaded ({how}): {self.failure()}")
-
     def _end(self, process: subprocess.Popen[str], wait_for_requests: bool) -> None:
         """Ask the server to end, then make everything that belongs to it end."""
-        mark = f"{HEARTBEAT_ENV}={self.heartbeat}"
+        mark = self._mark()
         members = family(process.pid) | marked(mark)
         if process.poll() is None and wait_for_requests:
             process.send_signal(signal.SIGINT)
@@ -423,36 +343,3 @@ class TritonServer:
                 deadline, has_stub = min(deadline, time.monotonic() + UNLOADED_EXIT_S), False
             members |= family(process.pid, members)
             time.sleep(POLL_S)
-
-
-def _env_folders() -> set[Path]:
-    """Those there are now, of all servers on this machine."""
-    folder, pattern = PYTHON_ENV_FOLDERS
-    return set(Path(folder).glob(pattern))
-
-
-def _with_settings(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the settings in it. Raises `ConfigError` for a bad one in either."""
-    result = dict(environ)
-    for name, value in settings.items():
-        check_setting(name, value, "--set")
-        # Empty is no directory, but no drafter.
-        if name in ("target_model", "draft_model") and value and Path(value).is_dir():
-            value = str(Path(value).resolve())
-        result[environment_name(name)] = value
-    EngineConfig.from_values(environment_settings(result), "environment")
-    return result
-
-
-def _temporary_folder() -> Path:
-    """A folder for a server's files and its processes' temporary ones. Raises `LauncherError` when the sockets in it
-    would have too long a name."""
-    prefix = f"dflash-triton-{os.getpid()}-"
-    parent = tempfile.gettempdir()
-    longest = LONGEST_FOLDER - len(f"/{prefix}xxxxxxxx")
-    if len(os.fsencode(parent)) > longest:
-        raise LauncherError(
-            f"the temporary directory {parent} has a name of {len(os.fsencode(parent))} bytes; sockets lie in it, "
-            f"whose names Linux bounds, so at most {longest} are allowed: set TMPDIR to a shorter one, such as /tmp"
-        )
-    return Path(tempfile.mkdtemp(prefix=prefix))

@@ -1,12 +1,14 @@
-"""Options of `tritonserver` that the launcher gives: which APIs need a key, TLS, and what else may be passed on."""
+"""What the launcher tells `tritonserver` and its models: settings, which APIs need a key, TLS, and further options."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_backend.config import EngineConfig, check_setting, environment_name, environment_settings
 from dflash_cli.launcher.triton_install import LauncherError
 
 # APIs with which who reaches the server can read other requests' memory, write files, silence the log, or load models
@@ -98,3 +100,28 @@ def checked_extra(options: Sequence[str]) -> list[str]:
         if name in OWNED:
             raise LauncherError(f"tritonserver's --{name} cannot be passed on: {OWNED[name]}")
     return list(options)
+
+
+def checked_models(name: str, more: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """Each model's own settings by its name, the first model's being none. Raises `ConfigError` for a bad setting and
+    `LauncherError` for a name that is no folder's."""
+    models = {name: {}, **more}
+    for model, settings in models.items():
+        for setting, value in settings.items():
+            check_setting(setting, value, f"model {model}")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", model):
+            raise LauncherError(f"the model name {model!r} is not allowed; use letters, digits, '_', '-' and '.'")
+    return models
+
+
+def environment_with(environ: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the settings in it. Raises `ConfigError` for a bad one in either."""
+    result = dict(environ)
+    for name, value in settings.items():
+        check_setting(name, value, "--set")
+        # Empty is no directory, but no drafter.
+        if name in ("target_model", "draft_model") and value and Path(value).is_dir():
+            value = str(Path(value).resolve())
+        result[environment_name(name)] = value
+    EngineConfig.from_values(environment_settings(result), "environment")
+    return result

@@ -6,13 +6,13 @@ ever, while every health end point says that all is well.
 
 from __future__ import annotations
 
-import signal
 import time
 
 import httpx
 
+from dflash_cli.launcher.loading import LIVE_TIMEOUT_S, how_it_ended
 from dflash_cli.launcher.processes import Process, named, unreaped_children
-from dflash_cli.launcher.server import LIVE_TIMEOUT_S, STUB_NAME, TritonServer
+from dflash_cli.launcher.server import STUB_NAME, TritonServer
 from dflash_cli.launcher.server_options import KEY_HEADER
 
 PROBE_S = 2.0
@@ -122,13 +122,3 @@ class Watch:
         except (httpx.HTTPError, ValueError):
             return False
         return any(entry.get("name") == self._server.model_name and entry.get("state") == "READY" for entry in index)
-
-
-def how_it_ended(status: int) -> str:
-    """A process's exit status in words; below 0 it is a signal's number."""
-    if status >= 0:
-        return f"status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:  # A real-time signal.
-        return f"signal {-status}"

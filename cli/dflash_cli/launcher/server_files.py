@@ -1,0 +1,90 @@
+"""What one running server has outside its processes: a temporary folder, shared memory, and environments of Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from dflash_cli.launcher.triton_install import LauncherError
+
+SHARED_MEMORY = Path("/dev/shm")
+# Newer Tritons protect shared memory whose name begins so from clients that register it.
+SEGMENT_PREFIX = "triton_python_backend_shm_region_dflash_"
+# A folder that Triton's Python backend makes as it is loaded, whatever TMPDIR says, and removes when it ends by itself.
+PYTHON_ENV_FOLDERS = ("/tmp", "python_env_*")
+# The name of a socket has at most 107 characters (`man 7 unix`); the engine's are `dflash-xxxxxxxx/out` in TMPDIR.
+LONGEST_FOLDER = 107 - len("/dflash-xxxxxxxx/out")
+
+
+class ServerFiles:
+    """Made before a server is started; `remove` once its processes have ended.
+
+    `folder` holds the model repository and the temporary files of the server's processes; `segment_prefix` begins the
+    names of its shared memory. Raises `LauncherError` when the sockets in the folder would have too long a name.
+    """
+
+    def __init__(self) -> None:
+        self.folder = _temporary_folder()
+        self.segment_prefix = f"{SEGMENT_PREFIX}{os.getpid()}_{secrets.token_hex(4)}_"
+        self._env_folders_before = _env_folders()
+        self._env_folders: set[Path] = set()
+
+    @property
+    def heartbeat(self) -> Path:
+        """The file that the model touches about once a second, from when it is ready."""
+        return self.folder / "heartbeat"
+
+    @property
+    def segments_pattern(self) -> str:
+        """A glob pattern of the server's shared memory."""
+        return str(SHARED_MEMORY / f"{self.segment_prefix}*")
+
+    def _segments(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"{self.segment_prefix}*"))
+
+    def write(self, http_url: str, api_key: str) -> None:
+        """Note address and key, for health checks that do not know how the server was started and for the operator."""
+        (self.folder / "http-address").write_text(http_url + "\n", encoding="utf-8")
+        (self.folder / "api-key").write_text(api_key + "\n", encoding="utf-8")
+
+    def protect(self) -> None:
+        """Make the shared memory its owner's alone: prompts lie in it, and Triton lets everybody read it."""
+        for segment in self._segments():
+            with contextlib.suppress(FileNotFoundError):
+                segment.chmod(0o600)
+
+    def note_env_folders(self) -> None:
+        """Take the environments that are new for those of this server. To be called once it is ready, or has failed."""
+        self._env_folders = _env_folders() - self._env_folders_before
+
+    def remove(self) -> None:
+        """Remove everything, also what a server that was killed has left. An environment in use is not empty, and so
+        stays."""
+        for segment in self._segments():
+            segment.unlink(missing_ok=True)
+        for path in self._env_folders:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _env_folders() -> set[Path]:
+    """Those there are now, of all servers on this machine."""
+    folder, pattern = PYTHON_ENV_FOLDERS
+    return set(Path(folder).glob(pattern))
+
+
+def _temporary_folder() -> Path:
+    prefix = f"dflash-triton-{os.getpid()}-"
+    parent = tempfile.gettempdir()
+    longest = LONGEST_FOLDER - len(f"/{prefix}xxxxxxxx")
+    if len(os.fsencode(parent)) > longest:
+        raise LauncherError(
+            f"the temporary directory {parent} has a name of {len(os.fsencode(parent))} bytes; sockets lie in it, "
+            f"whose names Linux bounds, so at most {longest} are allowed: set TMPDIR to a shorter one, such as /tmp"
+        )
+    return Path(tempfile.mkdtemp(prefix=prefix))
