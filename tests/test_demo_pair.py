@@ -27,7 +27,7 @@ def found(questions: list[Question]) -> Evaluation:
 
 def test_word_problems_are_answered_right(found: Evaluation) -> None:
     math = next(group for group in found.categories if group.name == "math")
-    assert math.num_judged == 50
+    assert math.num_scored == 50
     assert math.accuracy is not None
     assert math.accuracy >= 0.9
 

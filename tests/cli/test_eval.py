@@ -54,7 +54,7 @@ def test_by_default_the_demo_pair_is_measured_on_the_embedded_sets(
         assert {name: data["categories"][category][name] for name in counts} == counts
     assert data["overall"]["num_drafts"] == sum(counts["num_drafts"] for counts in counted.values())
     assert data["overall"]["num_prompts"] == 3 * LIMIT
-    assert data["categories"]["math"]["num_judged"] == LIMIT
+    assert data["categories"]["math"]["num_scored"] == LIMIT
     assert data["categories"]["chat"]["accuracy"] is None
     assert data["seconds"] > 0
     assert data["about"]["num_speculative_tokens"] == 15
