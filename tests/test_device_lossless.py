@@ -1,4 +1,4 @@
-"""LOSSLESS on the device runner: what a GPU runs, with torch in place of kernels, yields the CPU runner's tokens.
+"""LOSSLESS with the steps of a GPU: they yield the tokens of a CPU's steps, with references and with our kernels.
 
 Overlap, padded decode steps, ragged prefill steps, preemptions and prefix hits change speed only. The write guard is on
 throughout.
@@ -99,7 +99,7 @@ SMALL_POOL = {"kv_cache_gb": 0.0014, "max_model_len": 208}
     ],
     ids=["overlap", "no overlap", "ragged steps alone", "small pool", "small chunks"],
 )
-def test_the_device_runner_yields_the_tokens_of_the_cpu_runner(
+def test_the_steps_of_a_gpu_yield_the_tokens_of_a_cpu(
     settings: dict[str, Any],
     options: dict[str, Any],
     prompts: list[list[int]],
@@ -108,7 +108,7 @@ def test_the_device_runner_yields_the_tokens_of_the_cpu_runner(
     """And the very drafts, whose acceptance shows what the drafter saw."""
     built = on_device_runner(engine(**{**SETTINGS, **settings}), **options)
     assert run(built, prompts) == expected
-    assert expected.num_drafted > expected.num_accepted > 100, "some drafts must fall, or nothing is shown"
+    assert expected.num_drafted > expected.num_accepted > 100, "some drafts must be rejected, or nothing is shown"
     if settings is SMALL_POOL:
         assert built.core.stats().num_preemptions > 0
 
@@ -137,7 +137,7 @@ def test_a_prefix_hit_restores_the_drafters_context_too(prompts: list[list[int]]
     assert accepted[0] == accepted[1]
 
 
-def test_adjusted_logits_and_logprobs_are_those_of_the_cpu_runner(prompts: list[list[int]]) -> None:
+def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int]]) -> None:
     wishes: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 3},
         {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2},

@@ -87,13 +87,13 @@ class StateTensors:
     def sampling_tensors(self, req_idx: torch.Tensor, any_top_k_or_p: bool, any_min_p: bool) -> SamplingTensors:
         """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); -1, padding, reads request 0, and its
         result is ignored. The flags: whether any of these requests filters its distribution."""
-        index = req_idx.clamp(min=0).long()
+        index = req_idx.clamp(min=0)
         return SamplingTensors(
-            self.temperature[index],
-            self.top_p[index],
-            self.top_k[index],
-            self.min_p[index],
-            self.seeds[index],
+            self.temperature.index_select(0, index),
+            self.top_p.index_select(0, index),
+            self.top_k.index_select(0, index),
+            self.min_p.index_select(0, index),
+            self.seeds.index_select(0, index),
             any_top_k_or_p,
             any_min_p,
         )

@@ -128,7 +128,7 @@ class ModelStep:
         logits = self.target.logits(hidden)
         if processors is not None:
             logits = processors.apply(logits)
-        choices = self.ops.argmax(logits)
+        choices = self.ops.choices(logits, inputs)
         probs = self.ops.target_probs(logits, inputs, self.state) if inputs.traits.sampled else None
         record(timestamps, 1)
         return Verified(prepared, output.features, choices, probs, timestamps)

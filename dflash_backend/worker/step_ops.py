@@ -106,6 +106,11 @@ class DeviceStepOps:
         """One token for each row of `weights`, as `sampling.filtering.draw`."""
         return self._draw(weights, seeds.contiguous(), positions.contiguous(), stream)
 
+    def choices(self, logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """The argmax of each row of the step's `logits` (`[D, vocab]`), int64 `[D]`; without meaning for those of
+        sampled requests."""
+        return self.argmax(logits)
+
     def target_probs(self, logits: torch.Tensor, inputs: StepInputs, state: StateTensors) -> torch.Tensor:
         """What each row of the step's `logits` (`[D, vocab]`) samples from, float32 `[D, vocab]`; without meaning for
         those of greedy requests."""
@@ -225,6 +230,12 @@ class HostStepOps(DeviceStepOps):
     def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
         """As `DeviceStepOps.probabilities`."""
         return probabilities(logits, parameters)
+
+    def choices(self, logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """As `DeviceStepOps.choices`; those of sampled requests alone are left out of the work."""
+        if inputs.traits.all_sampled:
+            return torch.zeros(len(logits), dtype=torch.int64)
+        return self.argmax(logits)
 
     def target_probs(self, logits: torch.Tensor, inputs: StepInputs, state: StateTensors) -> torch.Tensor:
         """As `DeviceStepOps.target_probs`; those of greedy requests are left out of the work."""

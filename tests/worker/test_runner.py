@@ -1,4 +1,4 @@
-"""The device runner behind the `Worker` interface: steps in flight, ended requests, lack of memory, the write guard."""
+"""The runner behind `Worker`, with the steps of a GPU: in flight, of ended requests, out of memory, guarded."""
 
 from __future__ import annotations
 
