@@ -67,8 +67,7 @@ class RandomEngine:
         room = self.room
         drafter = None
         if k:
-            length = max_positions(room.max_model_len, k)
-            drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend, length)
+            drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend)
         ops = select_step_ops(self.device)
         if acceptance is not None and k:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))

@@ -12,7 +12,7 @@ cached     found at admission; held by reference, other requests may hold it too
 computed   target K/V and drafter context K/V are final; full blocks are published here
 new        known tokens that the target runs in this step
 drafts     proposed in the step before, verified in this one
-lookahead  where the drafter's queries write their K/V: the anchor and k masks for DFlash
+lookahead  where the drafter's queries write their K/V
 
 RESERVE: blocks cover everything below `num_positions` before the step runs. OWN: a hit is made of full blocks, so the
 first position to write starts a block of the request's own, and only blocks below `num_computed` are ever published.
@@ -34,15 +34,17 @@ class KVManager:
         self._block_size = config.block_size
         self.blocks_for = config.cache_group.blocks_for
         self._caching = config.enable_prefix_caching
+        self._num_trimmed = self.blocks_for(config.hit_trim)
         self.pool = BlockPool(config.num_blocks)
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing
         while the cache stays as it is.
 
-        Nothing is dropped from the end of the hit: a cached block has the drafter's context K/V too (PUBLISH,
-        TOGETHER). At least one position is left to compute: a fresh prompt needs the logits of its last token, and a
-        resumed request a row after which the drafter runs.
+        A cached block has the drafter's context K/V too (PUBLISH, TOGETHER), so from the end of the hit only the blocks
+        are dropped whose context K/V the drafter wants made again (`hit_trim`). At least one position is left to
+        compute: a fresh prompt needs the logits of its last token, and a resumed request a row after which the drafter
+        runs.
         """
         if not self._caching:
             return []
@@ -50,7 +52,8 @@ class KVManager:
         if request.hit is None or request.hit[0] != version:
             num_blocks = (request.prefill_end - 1) // self._block_size
             hashes = request.block_hashes.first(num_blocks, request.token_ids)
-            request.hit = version, self.pool.find_chain(hashes, num_blocks)
+            hit = self.pool.find_chain(hashes, num_blocks)
+            request.hit = version, hit[: max(0, len(hit) - self._num_trimmed)]
         return request.hit[1]
 
     def fits(self, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:

@@ -26,6 +26,7 @@ class SchedulerConfig:
     max_queue_size, max_queue_tokens: requests and tokens that one tenant may have waiting.
     num_speculative_tokens: k; 0 without a drafter.
     lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor).
+    hit_trim: positions at the end of a prefix hit that the drafter wants computed again.
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
     max_prefill_tokens_per_step: prompt tokens of a step that also decodes. None: half as many as it decodes or, if
     more, what it decodes times (requests without a first token / requests that decode).
@@ -45,6 +46,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool
     num_speculative_tokens: int = 0
     lookahead_base: int = 1
+    hit_trim: int = 0
     drafter_max_len: int = 0
     max_prefill_tokens_per_step: int | None = None
     min_prefill_tokens_per_step: int = 64

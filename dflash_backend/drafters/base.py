@@ -1,4 +1,4 @@
-"""What a drafter is to the worker. DFlash is the first; autoregressive ones fit the same interface."""
+"""What a drafter is to the engine: block drafters and autoregressive ones alike."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from dflash_backend.sampling.vocabulary import VocabularyMap
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """The draft blocks of a step, `[anchor, mask x num_draft]` for each row, behind one another, on the device.
+    """What a step's rows draft from: for each row that drafts a query at its anchor, the last token of the request, and
+    one at the position of each of its drafts; the rows behind one another, on the device.
 
     token_ids, positions, slots: int64 `[num_queries]`. layout: the rows as attention runs them. width: queries of each
-    row where all have the same number. mask_index: int64 `[num_drafts]`, the queries of the masks; None where each row
-    has `width` queries, all but the first of which are masks. padded: whether queries may be padding, with slots of -1.
+    row where all have the same number. draft_index: int64 `[num_drafts]`, the queries at drafts; None where each row
+    has `width` queries, of which all but the first are. padded: whether queries may be padding, with slots of -1.
     """
 
     token_ids: torch.Tensor
@@ -33,13 +34,13 @@ class DraftBatch:
     slots: torch.Tensor
     layout: RowLayout
     width: int
-    mask_index: torch.Tensor | None = None
+    draft_index: torch.Tensor | None = None
     padded: bool = False
 
-    def of_masks(self, values: torch.Tensor) -> torch.Tensor:
-        """Of `[num_queries, ...]` those of the masks: `[num_drafts, ...]`."""
-        if self.mask_index is not None:
-            return values[self.mask_index]
+    def of_drafts(self, values: torch.Tensor) -> torch.Tensor:
+        """Of `[num_queries, ...]` those of the drafts: `[num_drafts, ...]`."""
+        if self.draft_index is not None:
+            return values[self.draft_index]
         return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
 
 
@@ -112,25 +113,29 @@ class DraftSampler:
 
 Spec = TypeVar("Spec", bound=DraftSpec, contravariant=True)
 
-DrafterFactory = Callable[[TargetModel, list[KVLayer], AttentionBackend, int], "Drafter[Any]"]
-"""The drafter beside a target, over its own layers of the paged K/V (under the target's block ids: TOGETHER), that can
-address so many positions."""
+DrafterFactory = Callable[[TargetModel, list[KVLayer], AttentionBackend], "Drafter[Any]"]
+"""The drafter beside a target, over its own layers of the paged KV, under the target's block ids (TOGETHER)."""
 
 
 class Drafter(Protocol[Spec]):
     """Proposes tokens and keeps its own context K/V in step with the target's."""
 
     lookahead_base: int
-    """Positions reserved beyond k when drafting k tokens (RESERVE): DFlash 1, for the anchor; autoregressive 0."""
+    """Positions reserved beyond k when drafting k tokens (RESERVE): 1 for a block drafter, whose queries are the anchor
+    and all drafts; 0 for an autoregressive one, which never runs the last draft."""
 
-    max_len: int
-    """Positions that the drafter can address (WINDOW)."""
+    hit_trim: int
+    """Positions at the end of a prefix hit whose context KV depends on tokens behind the hit, and is made again: 0
+    where it depends on nothing but the position's own features."""
+
+    reads_next_tokens: bool
+    """Whether `inject` wants the token that follows each position."""
 
     capture: tuple[int, ...]
     """Layers of the target whose outputs `inject` wants, as `TargetModel.forward` counts them."""
 
-    mask_token_id: int
-    """What `propose` has in the places of tokens to come."""
+    placeholder_id: int
+    """The token of a `DraftBatch`'s queries behind the anchor."""
 
     @classmethod
     def check_weights(cls, spec: Spec) -> dict[str, TensorHeader]:
@@ -152,10 +157,16 @@ class Drafter(Protocol[Spec]):
         ...
 
     def inject(
-        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        padded: bool = False,
+        next_token_ids: torch.Tensor | None = None,
     ) -> None:
         """Write the context K/V of accepted tokens: features `[n, L * target_hidden]`, positions and slots int64
-        `[n]`. With `padded` there may be slots below 0, for which nothing is written."""
+        `[n]`. With `padded` there may be slots below 0, for which nothing is written. next_token_ids: int64 `[n]`, the
+        token behind each position; None unless `reads_next_tokens`."""
         ...
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:

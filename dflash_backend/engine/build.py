@@ -184,7 +184,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
     pair, target, device = models.pair, models.target, models.device
     drafter = None
     if models.make_drafter is not None:
-        drafter = models.make_drafter(target, kv.draft, models.backend, _drafter_len(pair, sizes))
+        drafter = models.make_drafter(target, kv.draft, models.backend)
     room = RunnerSizes(
         config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, pair.num_speculative_tokens
     )
@@ -221,6 +221,7 @@ def _report_pair(pair: ModelPair, report: Progress) -> None:
 
 
 def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
+    drafter = None if models.pair.draft is None else drafter_class(models.pair.draft)
     return SchedulerConfig(
         num_blocks=sizes.num_blocks,
         block_size=config.kv_block_size,
@@ -233,7 +234,8 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         tenant_weights=parse_tenant_weights(config.tenant_weights),
         enable_prefix_caching=config.enable_prefix_caching,
         num_speculative_tokens=models.pair.num_speculative_tokens,
-        lookahead_base=drafter_class(models.pair.draft).lookahead_base if models.pair.draft is not None else 0,
+        lookahead_base=0 if drafter is None else drafter.lookahead_base,
+        hit_trim=0 if drafter is None else drafter.hit_trim,
         drafter_max_len=_drafter_len(models.pair, sizes),
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],

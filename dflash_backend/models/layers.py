@@ -1,4 +1,4 @@
-"""The decoder layer that all targets and the DFlash drafter share: `LayerConfig` says in what layers differ.
+"""The decoder layer that all targets and drafters share: `LayerConfig` says in what layers differ.
 
 Projections that read the same input are one matrix product (q, k and v; gate and up), and what lies between products
 and attention is an operation of `ops.py`: few calls, since at small batches a call costs more than its arithmetic.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.config import ConfigError
+from dflash_backend.drafters.registry import METHODS
 
 # Name to type and number of elements, -1 for any. All are optional.
 INPUTS: dict[str, tuple[str, int]] = {
@@ -148,8 +149,9 @@ def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     unknown = sorted(given.keys() - names.keys() - {"method"})
     if unknown:
         raise ConfigError(f"{path}: 'speculative_config' has '{unknown[0]}', which has no counterpart here; remove it")
-    if given.get("method", "dflash") != "dflash":
-        raise ConfigError(f"{path}: 'speculative_config' has the method {given['method']!r}; allowed: 'dflash'")
+    if "method" in given and given["method"] not in METHODS:
+        allowed = ", ".join(f"'{name}'" for name in METHODS)
+        raise ConfigError(f"{path}: 'speculative_config' has the method {given['method']!r}; allowed: {allowed}")
     return {names[name]: value for name, value in given.items() if name != "method"}
 
 

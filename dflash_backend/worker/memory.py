@@ -201,7 +201,7 @@ def decode_step(config: SchedulerConfig, before: StepPlan) -> StepPlan:
     """The step after `before`, whose requests are removed: a decode row with all its drafts for each request there
     may be, the first one as long as drafts are made."""
     k = config.num_speculative_tokens
-    # The row's own 1 + k tokens, the anchor that follows, and its k masks (WINDOW).
+    # The row's own 1 + k tokens, the anchor that follows, and the k drafts behind it (WINDOW).
     if config.max_drafting_len < 2 * k + 2:
         k = 0
     longest = config.max_drafting_len - 2 * k - 2 if k else config.max_model_len - 2

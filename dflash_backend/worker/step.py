@@ -169,13 +169,17 @@ class ModelStep:
             features, token_row = features[final.index], token_row[final.index]
         if guard is not None:
             guard.check("inject", token_row, final.slots)
-        drafter.inject(features, final.positions, final.slots, final.padded)
+        next_tokens = None
+        if drafter.reads_next_tokens:
+            req_idx = batch.req_idx[token_row.clamp(min=0).long()].clamp(min=0).long()
+            next_tokens = self.state.tokens[req_idx, final.positions + 1]
+        drafter.inject(features, final.positions, final.slots, final.padded, next_tokens)
 
     def _draft(self, drafter: Drafter, inputs: StepInputs, guard: WriteGuard | None) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""
-        draft = self.ops.prepare_draft(inputs, self.state, drafter.mask_token_id)
+        draft = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id)
         if guard is not None:
-            guard.check_draft(draft, inputs.batch.num_next)
+            guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)
         sampler = self.ops.draft_sampler(inputs, self.state, self.greedy_drafts)
         drafts = drafter.propose(draft, sampler)
         self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)

@@ -145,10 +145,10 @@ class DeviceStepOps:
         slots = self._inject_slots(prepared.slots, prepared.positions, batch.req_idx, state.computed, batch.token_row)
         return FinalTokens(prepared.positions, slots, padded=True)
 
-    def prepare_draft(self, inputs: StepInputs, state: StateTensors, mask_token_id: int) -> DraftBatch:
+    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftBatch:
         """What the drafter runs, after `accept`: a row of `state.k + 1` queries for each row of the step."""
         batch, bounds, width = inputs.batch, inputs.bounds, state.k + 1
-        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, mask_token_id)
+        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
         num_rows = inputs.num_rows
         starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
         rows = DeviceRows(starts, query_lens, seq_lens)
@@ -185,10 +185,10 @@ class DeviceStepOps:
             batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
         )  # fmt: skip
 
-    def _prepared_draft(self, batch: DeviceBatch, state: StateTensors, mask_token_id: int) -> Tensors:
+    def _prepared_draft(self, batch: DeviceBatch, state: StateTensors, placeholder_id: int) -> Tensors:
         return self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.num_next, state.k, mask_token_id,
+            batch.req_idx, batch.num_next, state.k, placeholder_id,
         )  # fmt: skip
 
     @staticmethod
@@ -259,24 +259,24 @@ class HostStepOps(DeviceStepOps):
         index = torch.from_numpy(final.nonzero()[0])
         return FinalTokens(prepared.positions[index], slots[index], index)
 
-    def prepare_draft(self, inputs: StepInputs, state: StateTensors, mask_token_id: int) -> DraftBatch:
+    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftBatch:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch = inputs.batch
-        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, mask_token_id)
+        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
         query_lens = lens.numpy()
         rows = query_lens.nonzero()[0]
         query_lens = query_lens[rows]
         layout = _exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
         width = int(query_lens.max())
-        masks = None
+        draft_index = None
         if len(rows) < inputs.num_rows or width <= state.k or (query_lens < width).any():
             flat = (np.arange(state.k + 1) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
-            masks = torch.from_numpy((flat % (state.k + 1)).nonzero()[0])
+            draft_index = torch.from_numpy((flat % (state.k + 1)).nonzero()[0])
             ids, positions, slots = (
                 torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
             )
         padded = bool((slots.numpy() < 0).any())
-        return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, masks, padded)
+        return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded)
 
     def draft_sampler(self, inputs: StepInputs, state: StateTensors, greedy: bool) -> DraftSampler:
         """As `DeviceStepOps.draft_sampler`; the drafts of greedy requests are left out of the work."""

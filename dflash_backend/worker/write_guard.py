@@ -64,11 +64,13 @@ class WriteGuard:
         if len(np.unique(where)) != len(where):
             self._fail(phase, "a slot would be written twice")
 
-    def check_draft(self, draft: DraftBatch, num_next: torch.Tensor) -> None:
-        """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row."""
-        expected = torch.where(num_next > 0, num_next + 1, 0)
+    def check_draft(self, draft: DraftBatch, num_next: torch.Tensor, lookahead_base: int) -> None:
+        """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row, for which the drafter writes
+        `num_next + lookahead_base` positions."""
+        queries = torch.where(num_next > 0, num_next + 1, 0)
+        expected = torch.where(num_next > 0, num_next + lookahead_base, 0)
         rows = torch.arange(len(num_next), dtype=torch.int32, device=num_next.device)
-        per_row = expected if draft.layout.device is None else torch.full_like(expected, draft.width)
+        per_row = queries if draft.layout.device is None else torch.full_like(queries, draft.width)
         self.check("draft", rows.repeat_interleave(per_row), draft.slots, expected)
 
     def _fail(self, phase: str, what: str) -> None:

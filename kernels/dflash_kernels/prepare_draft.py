@@ -44,10 +44,10 @@ def prepare_draft_reference(
     req_idx: torch.Tensor,
     num_next: torch.Tensor,
     k: int,
-    mask_token_id: int,
+    placeholder_id: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[anchor, mask x num_next]` for each row that drafts (`num_next` > 0): ids, positions, slots int64 `[R, 1 + k]`,
-    query_lens (`1 + num_next`, else 0), seq_lens int32 `[R]`. State as in `prepare_reference`."""
+    """`[anchor, placeholder x num_next]` for each row that drafts (`num_next` > 0): ids, positions, slots int64
+    `[R, 1 + k]`, query_lens (`1 + num_next`, else 0), seq_lens int32 `[R]`. State as in `prepare_reference`."""
     rows, lens = req_idx.numpy(), num_next.numpy()
     index = np.maximum(rows, 0)
     drafts = (rows >= 0) & (lens > 0)
@@ -60,7 +60,7 @@ def prepare_draft_reference(
     positions = anchor[:, None] + column
     inside = (column < query_lens[:, None]) & (positions < covered[:, None])
     ids, positions, slots = look_up_reference(tokens, blocks, block_size, index[:, None], positions, inside)
-    ids[:, 1:] = np.where(inside[:, 1:], mask_token_id, 0)
+    ids[:, 1:] = np.where(inside[:, 1:], placeholder_id, 0)
     put = torch.from_numpy
     return put(ids), put(positions), put(slots), put(query_lens), put(seq_lens)
 
@@ -142,7 +142,7 @@ if triton is not None:
     def _prepare_draft_kernel(
         tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr, req_idx_ptr, num_next_ptr,
         ids_ptr, positions_ptr, slots_ptr, query_lens_ptr, seq_lens_ptr,
-        mask_token_id, block_size, max_len, max_blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+        placeholder_id, block_size, max_len, max_blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One program prepares one row's WIDTH queries."""
         row = tl.program_id(0)
@@ -160,7 +160,7 @@ if triton is not None:
         ids, positions, slots = look_up(
             tokens_ptr, blocks_ptr, block_size, max_len, max_blocks, req_indices, positions, covered
         )
-        ids = tl.where(covered & (column > 0), mask_token_id, ids)
+        ids = tl.where(covered & (column > 0), placeholder_id, ids)
         place = row * WIDTH + column
         tl.store(ids_ptr + place, ids, mask=column < WIDTH)
         tl.store(positions_ptr + place, positions, mask=column < WIDTH)
@@ -177,7 +177,7 @@ if triton is not None:
         req_idx: torch.Tensor,
         num_next: torch.Tensor,
         k: int,
-        mask_token_id: int,
+        placeholder_id: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `prepare_draft_reference`, for contiguous tensors."""
         num_rows, device = len(req_idx), tokens.device
@@ -187,7 +187,7 @@ if triton is not None:
             _prepare_draft_kernel[(num_rows,)](
                 tokens, blocks, num_blocks, computed, req_idx, num_next,
                 ids, positions, slots, query_lens, seq_lens,
-                mask_token_id, block_size, tokens.shape[1], blocks.shape[1],
+                placeholder_id, block_size, tokens.shape[1], blocks.shape[1],
                 WIDTH=k + 1, COLUMNS=triton.next_power_of_2(k + 1),
             )  # fmt: skip
         return ids, positions, slots, query_lens, seq_lens

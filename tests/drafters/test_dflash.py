@@ -111,7 +111,7 @@ def make_pair(directory: Path, variant: Variant) -> Pair:
     if variant.mask_embedding:
         torch.save(normal(1, HIDDEN), directory / "draft" / "mask_embedding.pt")
     model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
-    drafter = DFlashDrafter(model, target, caches(spec.decoder), TorchBackend(BLOCK_SIZE), MAX_POSITIONS)
+    drafter = DFlashDrafter(model, target, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
     return Pair(drafter, dense_drafter(directory / "draft", spec, tensors, target))
 
 
@@ -182,7 +182,7 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
         k = rng.integers(1, dense.spec.block_size, NUM_ROWS)
         anchors = rng.integers(0, VOCAB_SIZE, NUM_ROWS)
         sampler = KeepsLogits()
-        batch = draft_batch(anchors, done, k, tables, drafter.mask_token_id)
+        batch = draft_batch(anchors, done, k, tables, drafter.placeholder_id)
         tokens = drafter.propose(batch, sampler).split(k.tolist())
         for row, logits in enumerate(sampler.logits.split(k.tolist())):
             expected = dense.logits(features[row, : done[row]], int(anchors[row]), int(k[row]))

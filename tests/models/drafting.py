@@ -26,11 +26,13 @@ class KeepsLogits(DraftSampler):
         return super().choose(logits, positions, vocabulary)
 
 
-def draft_batch(anchors: np.ndarray, starts: np.ndarray, k: np.ndarray, tables: np.ndarray, mask_id: int) -> DraftBatch:
-    """Draft blocks of `k` masks behind the `anchors` at positions `starts`: `[num_rows]` each."""
+def draft_batch(
+    anchors: np.ndarray, starts: np.ndarray, k: np.ndarray, tables: np.ndarray, placeholder: int
+) -> DraftBatch:
+    """Draft blocks of `k` placeholders behind the `anchors` at positions `starts`: `[num_rows]` each."""
     rows, positions = spans(starts, k + 1)
     is_anchor = positions == starts[rows]
-    ids = np.where(is_anchor, anchors[rows], mask_id)
+    ids = np.where(is_anchor, anchors[rows], placeholder)
     layout = RowLayout(k + 1, starts + k + 1, torch.from_numpy(tables))
     masks = torch.from_numpy((~is_anchor).nonzero()[0])
     return DraftBatch(

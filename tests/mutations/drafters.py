@@ -12,6 +12,7 @@ LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_autho
 FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
 READ = "tests/drafters/test_dflash_config.py::"
 LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
+SEAM = "tests/drafters/test_seam.py::"
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
 
 DRAFTERS = (
@@ -87,6 +88,20 @@ DRAFTERS = (
         'if not config.boolean("use_aux_hidden_state", default=True):',
         "if False:",
         (READ + "test_what_would_be_misread_is_refused_by_field",),
+    ),
+    Mutant(
+        "a hit keeps the blocks that the drafter wants made again",
+        "dflash_backend/core/kv_manager.py",
+        "hit[: max(0, len(hit) - self._num_trimmed)]",
+        "hit",
+        (SEAM + "test_a_hit_is_trimmed_as_far_as_its_context_depends_on_tokens_behind_it",),
+    ),
+    Mutant(
+        "the drafter is given each position's own token for the next one",
+        "dflash_backend/worker/step.py",
+        "final.positions + 1]",
+        "final.positions]",
+        (SEAM + "test_another_drafter_is_lossless_through_the_same_engine",),
     ),
     Mutant(
         "the mean acceptance length is the pooled one",

@@ -103,7 +103,7 @@ _UNSEEN = (
     Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
-        "guard.check_draft(draft, inputs.batch.num_next)",
+        "guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)",
         "pass",
         ("tests/worker/test_runner.py::test_each_phase_that_writes_is_checked",),
     ),

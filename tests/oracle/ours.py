@@ -37,14 +37,14 @@ def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Seque
     check_pair(target_spec, spec)
     model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
     target_model = load_target(target_spec, MAX_POSITIONS, torch.float32, CPU)
-    drafter = DFlashDrafter(model, target_model, caches(spec.decoder), TorchBackend(BLOCK_SIZE), MAX_POSITIONS)
+    drafter = DFlashDrafter(model, target_model, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
     tables, done, found = block_tables(1), np.zeros(1, dtype=np.int64), []
     for step in steps:
         rows, positions = spans(done, np.array([step.num_new]))
         drafter.inject(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
         done, k = done + step.num_new, np.array([step.k])
         sampler = KeepsLogits()
-        drafter.propose(draft_batch(np.array([step.anchor]), done, k, tables, drafter.mask_token_id), sampler)
+        drafter.propose(draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id), sampler)
         found.append(sampler.logits)
     return found
 

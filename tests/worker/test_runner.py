@@ -146,7 +146,7 @@ class ShortOfMemory(DFlashDrafter):
     """A drafter for which memory does not suffice at some calls."""
 
     def __init__(self, drafter: DFlashDrafter, fails_at: frozenset[int]) -> None:
-        super().__init__(drafter.model, drafter.target, drafter.caches, drafter.backend, drafter.max_len)
+        super().__init__(drafter.model, drafter.target, drafter.caches, drafter.backend)
         self.fails_at = fails_at
         self.num_calls = 0
 

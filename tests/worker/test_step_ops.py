@@ -331,7 +331,7 @@ def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(seed: in
             assert draft.token_ids.tolist() == padded.token_ids[used.flatten()].tolist()
             assert draft.slots.tolist() == padded.slots[used.flatten()].tolist()
             assert draft.layout.query_lens.tolist() == lens[lens > 0].tolist()
-        ops.store_drafts(sampler.choose(own, draft.of_masks(draft.positions)), rows, state, sampler.probs)
+        ops.store_drafts(sampler.choose(own, draft.of_drafts(draft.positions)), rows, state, sampler.probs)
         batches.append(draft)
     assert len(batches[0].token_ids) < len(batches[1].token_ids)
     assert same_state(*states)

@@ -28,17 +28,18 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     """
 
     lookahead_base = 1
+    hit_trim = 0
+    reads_next_tokens = False
 
     def __init__(
-        self, model: DFlashModel, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend, max_len: int
+        self, model: DFlashModel, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend
     ) -> None:
         self.model = model
         self.target = target
         self.caches = caches
         self.backend = backend
-        self.max_len = max_len
         self.capture = captured_layers(model.spec, target.spec.decoder.num_layers)
-        self.mask_token_id = model.spec.mask_token_id
+        self.placeholder_id = model.spec.mask_token_id
         self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
         own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
         self.lm_head = model.lm_head or own_head
@@ -67,7 +68,12 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         return partial(cls, DFlashModel.load(spec, max_positions, dtype, device, progress, ops))
 
     def inject(
-        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, padded: bool = False
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        padded: bool = False,
+        next_token_ids: torch.Tensor | None = None,
     ) -> None:
         """Project the features to every layer's K/V and write them to the drafter's cache."""
         self.model.inject(features, positions, slots, self.caches, padded)
@@ -86,7 +92,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
             batch.padded,
         )
         hidden = self.model.forward(embeddings, context, self.caches)
-        return sampler.choose(self._head(batch.of_masks(hidden)), batch.of_masks(batch.positions), self.vocabulary)
+        return sampler.choose(self._head(batch.of_drafts(hidden)), batch.of_drafts(batch.positions), self.vocabulary)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
