@@ -29,7 +29,7 @@ from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Internal, Unavailable
 
 STREAMS = 16
-# What the project promises: every stream has its error, and the next right answer is there, within so many seconds.
+# What the project promises: every stream has its error, and the next right answer is there, within these seconds.
 INTERNAL_WITHIN_S = 5.0
 READY_WITHIN_S = 15.0
 GIVE_UP_S = 60.0
@@ -75,7 +75,7 @@ class Leftovers:
 
 class LeftoverCount:
     """Remembers what is there now; `since` says what has been added. `directory` is the temporary directory of this
-    process and of the server, and of nobody else."""
+    process and of the server alone."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory

@@ -92,7 +92,7 @@ class Miss(AssertionError):
 
 
 class Sender:
-    """Sends requests to one server and judges the answers."""
+    """Sends requests to one server and checks the answers."""
 
     def __init__(self, grpc_url: str, http_url: str) -> None:
         options = [("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
@@ -125,7 +125,7 @@ class Sender:
     def _send_grpc(self, message: Any) -> None:
         responses = list(self._stub.ModelStreamInfer(iter([message]), timeout=TIMEOUT_S))
         words = "".join(response.error_message for response in responses)
-        self._judge("over gRPC", bool(words), words, str(message))
+        self._check("over gRPC", bool(words), words, str(message))
 
     def _send_http(self, body: bytes) -> None:
         response = self._http.post(f"/v2/models/{MODEL}/generate", content=body)
@@ -134,9 +134,9 @@ class Sender:
                 self.report.tritons_own += 1
             return
         status = response.status_code
-        self._judge(f"HTTP {status}", status == 400, _error_of(response), str(body))
+        self._check(f"HTTP {status}", status == 400, _error_of(response), str(body))
 
-    def _judge(self, status: str, refused: bool, words: str, sent: str) -> None:
+    def _check(self, status: str, refused: bool, words: str, sent: str) -> None:
         """Take an answer: it must be a refusal, in words of the model that name the client's mistake or in Triton's."""
         by_model = words.startswith("INVALID_ARGUMENT: ") or words in VERBATIM_ERRORS
         with self._lock:

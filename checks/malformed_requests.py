@@ -1,4 +1,4 @@
-"""Strategies for requests that the serving contract does not allow: gRPC messages and HTTP bodies."""
+"""Strategies for requests that the server must refuse: gRPC messages and HTTP bodies."""
 
 from __future__ import annotations
 

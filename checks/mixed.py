@@ -35,7 +35,7 @@ SETTLE_S = 2.0
 # Moments at which a client goes away, in seconds after it has sent its request.
 LATEST_DROP_S = 2.0
 LONGEST, LONGEST_DROPPED = 40, 400
-# Of the clients that are to go away so many must still have been waiting when they did.
+# The share of the clients that go away which must still have been waiting when they did.
 LEAST_DROPPED = 0.5
 WORDS = ("river", "apple", "seven", "write", "explain", "code", "list", "short", "why", "tall", "green", "number")
 FLAGS = ("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats", "logprobs")

@@ -1,7 +1,7 @@
 """The command line of the load tests: `python -m load_tests list`, `python -m load_tests SCENARIO [options]`.
 
 Exit codes: 0 every bound was met, 1 a wrong answer or a bound that was missed, 2 bad usage, 3 nothing was missed and
-some bound could not be judged, 130 interrupted.
+some bound could not be decided, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Verdict = Literal["PASS", "FAIL", "INCOMPLETE", "INTERRUPTED"]
 @dataclass(frozen=True, slots=True)
 class Bound:
     """One thing that must hold. A `measured` of None was not measured, and the bound is missed: a run that shows
-    nothing must not pass. With `required` false the run has too little to judge it by, as `note` says: it neither
+    nothing must not pass. With `required` false the run has too little to decide it, as `note` says: it neither
     passes nor fails, and the run as a whole is incomplete. With `applies` false it is not asked of this run at all."""
 
     name: str
@@ -58,8 +58,8 @@ class Bound:
 
 
 def verdict(complete: bool, bounds: Sequence[Bound]) -> Verdict:
-    """PASS; FAIL; INCOMPLETE where no bound was missed but some could not be judged; INTERRUPTED for a run that did not
-    come to its end."""
+    """PASS; FAIL; INCOMPLETE where no bound was missed but some could not be decided; INTERRUPTED for a run that did
+    not come to its end."""
     if not complete:
         return "INTERRUPTED"
     if any(bound.missed for bound in bounds):

@@ -122,5 +122,5 @@ def every(seconds: float) -> Iterator[float]:
 
 
 def shared(requests: Iterator[Request]) -> Callable[[int], Iterator[Request]]:
-    """Users that take their requests from one sequence, whoever is next."""
+    """Users that take their requests from one sequence, each the next one."""
     return lambda user: requests

@@ -19,7 +19,7 @@ PROTOCOLS = ("grpc", "http")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a server is. `address` is `host:port`; `path` is what stands before `/v2/models/...` over HTTP: empty, or
+    """Where a server is. `address` is `host:port`; `path` is what comes before `/v2/models/...` over HTTP: empty, or
     `/prefix` where a proxy puts the server below a path."""
 
     protocol: ProtocolName

@@ -125,7 +125,7 @@ class DFlashClient(_Client[Stream]):
     ) -> GenerationResult:
         """Complete a prompt (text or token ids) or answer chat messages, and wait for the end.
 
-        `sampling` takes the names of the serving contract (`max_tokens=64, temperature=0, stop=["."]`); those that
+        `sampling` takes the server's sampling parameters (`max_tokens=64, temperature=0, stop=["."]`); those that
         are None are not sent. Raises `ClientError`, or `ValueError` for what cannot be sent.
         """
         with self._start(False, prompt, messages, sampling) as stream:

@@ -48,7 +48,7 @@ def client_options(connection: Connection) -> dict[str, Any]:
     """The options of an httpx client.
 
     Each request has a connection of its own: one that was kept open may have been closed by the server just before,
-    which nobody can tell from a server that died while it worked. No bound on connections: how many requests run is
+    which cannot be told from a server that died while it worked. No bound on connections: how many requests run is
     the caller's business. `trust_env` is off since a proxy set for the web must not swallow calls to a server of one's
     own.
     """

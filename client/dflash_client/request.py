@@ -21,7 +21,7 @@ RETURNED_WITH_LOGPROBS = ("return_logprobs", "return_cumulative_logprob")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The inputs of the serving contract. Exactly one of `text`, `token_ids` and `messages` (JSON) is set.
+    """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set.
 
     `sampling` is the JSON object of the sampling parameters, or None where there are none.
     """

@@ -1,6 +1,6 @@
 """Turns the outputs of a response into deltas, the same for every transport.
 
-A transport gives `Outputs`: each output of the serving contract by name, as a list of its elements (strings, numbers).
+A transport gives `Outputs`: each output of the model by name, as a list of its elements (strings, numbers).
 With n completions, `text_output`, `finish_reason`, `num_output_tokens`, `cumulative_logprob`, `logprobs` and
 `spec_stats` have n elements, and `token_ids` holds the new ids of all completions, one after the other.
 """

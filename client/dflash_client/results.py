@@ -26,8 +26,8 @@ class Delta:
 
     `index` numbers the completions of a request, 0 to n - 1. `finish_reason` and `spec_stats` are set on the last delta
     of a completion only. `num_output_tokens` counts `token_ids`; `logprobs` has an entry for each of them, if they
-    were asked for. `cumulative_logprob` is that of the completion so far. `spec_stats` has the fields of the serving
-    contract, such as `acceptance_length` and `num_cached_tokens`.
+    were asked for. `cumulative_logprob` is that of the completion so far. `spec_stats` has the fields
+    that the server sends, such as `acceptance_length` and `num_cached_tokens`.
     """
 
     text: str

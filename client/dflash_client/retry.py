@@ -1,4 +1,4 @@
-"""When a request is sent again, and after how long. Used by `Stream` and `AsyncStream`."""
+"""When a request is sent again, and after how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling parameters of the serving contract, as keyword arguments that a type checker knows.
+"""The server's sampling parameters, as keyword arguments that a type checker knows.
 
 Only types: names and values go to the server as they are, and the server says which it does not take.
 """

@@ -167,7 +167,7 @@ class LLM:
         return RequestState(f"offline-{self._num_requests}", parsed, self.tokenizer, logprobs_as_json=False)
 
     def _run(self, states: list[RequestState]) -> Iterator[RequestState]:
-        """Feed the engine as its queue has room, step it, and yield each request as it finishes."""
+        """Feed the engine as its queue has space, step it, and yield each request as it finishes."""
         core = self.engine.core
         eos = self.tokenizer.eos_token_ids
         running: dict[str, RequestState] = {}

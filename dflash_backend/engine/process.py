@@ -275,7 +275,7 @@ def _end_with_server(server: WatchedProcess, frontend: WatchedProcess, socket_di
     server.wait()
     time.sleep(FRONTEND_END_S)
     frontend.kill()
-    # Once it has ended, `_end_with_frontend` ends this process; this is for a frontend whose pipe somebody else holds.
+    # Once it has ended, `_end_with_frontend` ends this process; this is for a pipe that another process holds open.
     time.sleep(FRONTEND_END_S)
     shutil.rmtree(socket_dir, ignore_errors=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The metrics of the serving contract, on Triton's metrics port.
+"""The metrics of docs/operators.md, on Triton's metrics port.
 
 Each value costs a round trip to Triton's process, so values are gathered here and handed over now and then. A new
 metric is one entry in `METRICS` and a call that feeds it.
@@ -173,8 +173,8 @@ class Metrics:
         enabled: bool = True,
         vllm_names: bool = False,
     ) -> None:
-        """`engine` names this instance of the model, `version` is the model's. `log` hears once when Triton takes no
-        values. Without `enabled` nothing reaches Triton, and no metric is on its page. With `vllm_names` the metrics
+        """`engine` names this instance of the model, `version` is the model's. `log` is called once when Triton takes
+        no values. Without `enabled` nothing reaches Triton, and no metric is on its page. With `vllm_names` the metrics
         of `VLLM_NAMES` are there under both names."""
         self._pb = pb_utils
         self._labels = {"model": model_name, "version": version}
@@ -240,7 +240,7 @@ class Metrics:
         """Set a gauge of this engine."""
         self._gauges[name] = value
 
-    def forget_engine(self) -> None:
+    def reset_engine(self) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
         self._last = EngineStats()
         for name in (*_ENGINE_GAUGES.values(), "dflash:engine_ready", "dflash:engine_silence_seconds"):

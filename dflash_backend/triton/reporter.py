@@ -53,7 +53,7 @@ class Reporter:
 
     def reset_engine(self) -> None:
         """The engine is gone: its gauges fall to 0 at once, and the next engine's counters start there."""
-        self._metrics.forget_engine()
+        self._metrics.reset_engine()
         self._metrics.flush()
         self._activity.restart()
 

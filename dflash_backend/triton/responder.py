@@ -19,7 +19,7 @@ SHARED_MEMORY = "/dev/shm"
 GROWTH_BYTES = 2 << 20
 OVERHEAD_BYTES = 64 << 10
 
-HasRoom = Callable[[int], bool]
+FitsSharedMemory = Callable[[int], bool]
 
 
 class Response(NamedTuple):
@@ -36,18 +36,18 @@ class SendFailed(Exception):
 class Responder:
     """The responses of one request. `fail` raises nothing; `send` and `is_cancelled` only `SendFailed`."""
 
-    def __init__(self, sender: Any, error: Callable[[str, str], Any], final: int, has_room: HasRoom) -> None:
+    def __init__(self, sender: Any, error: Callable[[str, str], Any], final: int, fits: FitsSharedMemory) -> None:
         """`sender`: Triton's response sender. `error`: makes a response of a status and a message. `final`: Triton's
-        flag of a last response. `has_room`: whether this many bytes fit the shared memory."""
+        flag of a last response. `fits`: whether this many bytes fit the shared memory."""
         self._sender = sender
         self._error = error
         self._final = final
-        self._has_room = has_room
+        self._fits = fits
         self.num_bytes_sent = 0
 
     def send(self, response: Response, final: bool) -> None:
         """Send one response; `final`: the last."""
-        if final and not self._has_room(response.num_bytes):
+        if final and not self._fits(response.num_bytes):
             raise SendFailed(
                 f"an answer of {response.num_bytes / 1e6:.1f} MB does not fit the shared memory between Triton and the "
                 f"model ({SHARED_MEMORY}); ask for fewer tokens, completions or log-probabilities, or give the server "
@@ -84,7 +84,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error).partition(' for key ')[0]}"
 
 
-def shared_memory_check() -> HasRoom:
+def shared_memory_check() -> FitsSharedMemory:
     """A check whether this many bytes fit: the shared memory can grow by them, or Triton's pool has twice as many free,
     since its free memory may be fragmented."""
     try:
@@ -92,7 +92,7 @@ def shared_memory_check() -> HasRoom:
     except (ImportError, AttributeError):  # outside Triton's stub
         pool = None
 
-    def has_room(num_bytes: int) -> bool:
+    def fits(num_bytes: int) -> bool:
         try:
             free = os.statvfs(SHARED_MEMORY)
         except OSError:
@@ -101,4 +101,4 @@ def shared_memory_check() -> HasRoom:
             return True
         return pool is None or 2 * num_bytes + OVERHEAD_BYTES <= pool.free_memory()
 
-    return has_room
+    return fits

@@ -1,4 +1,4 @@
-"""Builds the responses of the serving contract out of Triton's tensors."""
+"""Builds responses, with the outputs of docs/clients.md, out of Triton's tensors."""
 
 from __future__ import annotations
 

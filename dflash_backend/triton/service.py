@@ -80,7 +80,7 @@ class TritonService:
         self._config = config
         self._abandon = abandon
         self._responses = ResponseBuilder(pb_utils, config.report_cached_tokens)
-        self._has_room = shared_memory_check()
+        self._fits_shared_memory = shared_memory_check()
         self._heartbeat = Heartbeat(os.environ.get(HEARTBEAT_FILE), self._log.warning)
         self._ids = map(str, itertools.count())
         self._closing = False
@@ -139,7 +139,7 @@ class TritonService:
     def submit(self, request: Any) -> None:
         """Take one Triton request. Raises nothing: every error is a response."""
         responder = Responder(
-            request.get_response_sender(), self._responses.error, self._responses.final, self._has_room
+            request.get_response_sender(), self._responses.error, self._responses.final, self._fits_shared_memory
         )
         engine = self._engine.engine
         # The output thread may not have noticed yet that the engine is dead.
@@ -202,7 +202,7 @@ class TritonService:
         self._ended = True
         # The clients first: the engine may take seconds to end.
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
-        for last in (self._engine.close, self._metrics.forget_engine, self._metrics.flush):
+        for last in (self._engine.close, self._metrics.reset_engine, self._metrics.flush):
             try:
                 last()
             except Exception as error:  # noqa: BLE001 - the steps after it must run all the same

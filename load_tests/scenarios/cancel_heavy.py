@@ -1,4 +1,4 @@
-"""Half of all requests are given up midway: their blocks must come back, and nobody else may notice."""
+"""Half of all requests are given up midway: their blocks must come back, and the other clients may not notice."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def questions(options: Options) -> list[Question]:
 
 
 def conversations(options: Options, asked: Sequence[Question]) -> Callable[[int], Iterator[Request]]:
-    """A user goes through one conversation after the other, each under a new salt: nobody has had it before."""
+    """A user goes through one conversation after the other, each under a new salt, so that none of it is cached."""
     by_conversation = [list(turns) for _, turns in itertools.groupby(asked, lambda one: one.id.partition("/")[0])]
 
     def of_user(user: int) -> Iterator[Request]:

@@ -10,12 +10,8 @@ from tests.lint.words import wrong_phrases, wrong_words
 # Folders and files that still have private words. An entry goes when its words are gone; none may be added.
 EXEMPT = (
     "benchmarks/",
-    "checks/",
     "cli/",
-    "client/",
     "dflash_backend/engine/",
-    "dflash_backend/triton/",
-    "load_tests/",
 )
 
 

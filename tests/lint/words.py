@@ -43,7 +43,7 @@ IN_IDENTIFIERS = {
     "strange": "invalid",
 }
 # Identifiers in which such a word is the field's.
-ALLOWED_IDENTIFIERS = re.compile(r"in_?flight|best_of(?!_)|best_fit|race_condition|fell_back|best_effort", re.I)
+ALLOWED_IDENTIFIERS = re.compile(r"in_?flight|cut_?off|best_of(?!_)|best_fit|race_condition|best_effort", re.I)
 
 # Regular expressions of texts, compared without case.
 IN_TEXTS = {

@@ -69,15 +69,15 @@ def test_a_refusal_that_cannot_be_sent_affects_no_other(service):
 
 
 def test_an_answer_without_room_in_the_shared_memory_is_refused_while_that_can_still_be_said(service):
-    rooms = []
-    service._has_room = lambda num_bytes: rooms.append(num_bytes) or num_bytes < 500
+    sizes = []
+    service._fits_shared_memory = lambda num_bytes: sizes.append(num_bytes) or num_bytes < 500
     (large,) = submit(service, "ab", max_tokens=1000).all()
     assert large.error.code == "INTERNAL"
     assert "does not fit the shared memory between Triton and the model (/dev/shm)" in large.error.message
     (small,) = submit(service, "ab", max_tokens=100, exclude_input_in_output=True).all()
     assert small.outputs["text_output"] == "ab" * 50
     # Triton stores a text with its length, and of these answers a text is all there is.
-    assert rooms == [len("ab") + 1000 + 4, 100 + 4]
+    assert sizes == [len("ab") + 1000 + 4, 100 + 4]
 
 
 def test_a_request_that_triton_cannot_be_asked_about_ends_and_no_other(service):
