@@ -71,10 +71,9 @@ class TritonService:
     ) -> None:
         """Load the tokenizer and start the engine process, by `command` unless it is the usual one.
 
-        `instance` is Triton's name of the model instance, by default that of a model's first one, and `version` the
-        model's. This process ends with the process `server_pid`, if one is given. `abandon` is called when the output
-        thread has died of an error, or the server has ended. Raises `ConfigError`, `CheckpointError` or `EngineError`
-        with a sentence for the operator.
+        `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
+        with the process `server_pid`, if one is given. `abandon` is called when the output thread has died, or
+        the server has ended. Raises `ConfigError`, `CheckpointError` or `EngineError` with a sentence for the operator.
         """
         self._log = Log(pb_utils, config.log_level)
         self._config = config
@@ -84,8 +83,7 @@ class TritonService:
         self._heartbeat = Heartbeat(os.environ.get(HEARTBEAT_FILE), self._log.warning)
         self._ids = map(str, itertools.count())
         self._closing = False
-        # The output thread must end, whatever still runs; `_drained` is set when it has.
-        self._ended = False
+        self._ended = False  # the output thread must end, whatever still runs; `_drained` is set when it has
         self._drained = threading.Event()
         self._load(command, server_pid)
         # Last: Triton 2.51 crashes when a model that has made metrics fails to load while it replaces one that serves.
@@ -99,8 +97,8 @@ class TritonService:
             vllm_names=config.report_custom_metrics is True,
         )
         self._reporter = Reporter(self._metrics, self._log, self._engine, lambda: self.ready)
-        max_memory = int(config.max_server_memory_gb * 1e9) if server_pid else 0
-        memory = ServerMemory(max_memory, lambda: private_memory(server_pid))
+        max_bytes = int(config.max_server_memory_gb * 1e9) if server_pid else 0
+        memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
         self._requests = RunningRequests(
             config, self._engine, self._responses, self._metrics, self._reporter, self._log, memory
         )
@@ -109,8 +107,7 @@ class TritonService:
         self._thread = threading.Thread(target=self._run, name="dflash-output", daemon=True)
         self._thread.start()
         if server_pid:
-            watch = (WatchedProcess(server_pid),)
-            threading.Thread(target=self._end_with_server, args=watch, name="dflash-server-watch", daemon=True).start()
+            self._end_with(WatchedProcess(server_pid))
 
     def _load(self, command: Sequence[str] | None, server_pid: int) -> None:
         """Start the engine, read the tokenizer meanwhile, and wait until the engine is ready."""
@@ -213,12 +210,16 @@ class TritonService:
         if failure is not None and not self._closing:
             self._abandon()
 
-    def _end_with_server(self, server: WatchedProcess) -> None:
+    def _end_with(self, server: WatchedProcess) -> None:
         """End this process after the server, even if a call to the server never returns. The engine watches as well, in
         case such a call holds the interpreter's lock."""
-        server.wait()
-        time.sleep(SERVER_END_S)
-        self._abandon()
+
+        def end() -> None:
+            server.wait()
+            time.sleep(SERVER_END_S)
+            self._abandon()
+
+        threading.Thread(target=end, name="dflash-server-watch", daemon=True).start()
 
     def _log_failure(self, error: Exception) -> None:
         """The error in Triton's log, and its traceback on standard error, in case the log cannot be reached."""
