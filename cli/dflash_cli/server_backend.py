@@ -1,6 +1,6 @@
-"""Answers the questions of an evaluation on a running server. Used by `dflash-triton eval --url`.
+"""Answers the questions of an evaluation on a running server.
 
-Not imported by `dflash_client`: it knows `dflash_backend.evaluation`, which a plain client does not need.
+It is no part of `dflash_client`: it needs `dflash_backend.evaluation`, which a plain client does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ServerAnswerer:
         self._encode = encode
 
     def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
-        """See `Answerer.answer`. The first request that fails ends it: the others are not started any more."""
+        """Answer all requests, in any order. The first that fails raises `EvaluationError` and ends it."""
         pool = ThreadPoolExecutor(self._concurrency)
         try:
             places = {pool.submit(self._answer, request): place for place, request in enumerate(requests)}

@@ -1,4 +1,4 @@
-"""Addresses of servers as people write them. Used by both clients."""
+"""Addresses of servers as people write them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a client connects: where the server is, what is sent along with every request, and whom to trust. Built by the
-clients, read by the transports."""
+"""How a client connects: where the server is, what is sent along with every request, and whom to trust."""
 
 from __future__ import annotations
 

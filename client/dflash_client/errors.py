@@ -1,4 +1,4 @@
-"""What can go wrong with a request, as exceptions. Raised by both clients, shown by the command line."""
+"""What can go wrong with a request, as exceptions."""
 
 from __future__ import annotations
 

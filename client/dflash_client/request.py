@@ -1,4 +1,4 @@
-"""One generation request, before it is put on a wire: built by the clients, encoded by the transports."""
+"""One generation request, before a transport encodes it."""
 
 from __future__ import annotations
 

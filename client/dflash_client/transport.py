@@ -30,11 +30,11 @@ class AsyncCall(Protocol):
     """As `Call`, in one event loop."""
 
     def responses(self) -> AsyncGenerator[Outputs, None]:
-        """As `Call.responses`."""
+        """Send the request and yield its responses; once. Raises `ClientError`."""
         ...
 
     def cancel(self) -> None:
-        """As `Call.cancel`, from the thread of the event loop."""
+        """End the call, at the server too; from the thread of the event loop. Does nothing when it has ended."""
         ...
 
 
@@ -58,13 +58,13 @@ class AsyncTransport(Protocol):
     """As `Transport`, in one event loop."""
 
     def call(self, request: Request, deadline: float) -> AsyncCall:
-        """As `Transport.call`."""
+        """A call that ends at `deadline` at the latest; nothing is sent yet."""
         ...
 
     async def probe(self, model: str, timeout_s: float) -> ClientError | None:
-        """As `Transport.probe`."""
+        """Why the model cannot take requests, or None."""
         ...
 
     async def close(self) -> None:
-        """As `Transport.close`."""
+        """Close the connections, which ends the calls that still run."""
         ...

@@ -131,11 +131,11 @@ def test_a_model_that_clients_unload_and_load_again_is_no_trouble() -> None:
     import httpx
 
     with toy_server(explicit=True) as server:
-        watch = Watch(server, hang_timeout_s=3.0)
+        watch = Watch(server, hang_timeout_s=2.0)
         for action in ("unload", "load"):
             url = f"http://{server.http_url}/v2/repository/models/dflash/{action}"
             assert httpx.post(url, json={}, timeout=60, trust_env=False).is_success
-            for _ in range(8):
+            for _ in range(6):
                 assert watch.trouble() is None, action
                 time.sleep(0.5)
         (stub,) = server.stubs()

@@ -105,7 +105,7 @@ class Chat:
         self.totals = Totals()
 
     def reset(self) -> None:
-        """Forget what was said; the system message stays."""
+        """Drop the conversation; the system message stays."""
         self._messages = []
 
     def let_think(self, wanted: bool | None) -> None:

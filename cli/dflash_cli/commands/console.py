@@ -11,11 +11,11 @@ INTERRUPTED = 130
 
 
 class OutputFailed(Exception):
-    """Standard output takes no more; the text says why, and is empty where whoever read it has gone."""
+    """Standard output takes no more; the text says why, and is empty where its reader has gone."""
 
 
 def say(text: str) -> None:
-    """One line to standard error. Where that takes no more, nobody is left to tell."""
+    """One line to standard error. Does nothing where that takes no more."""
     with contextlib.suppress(OSError):
         print(f"dflash-triton: {text}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Lines that are typed at a terminal, with the keys of a shell: arrows, history, Ctrl-R. For `dflash-triton chat`."""
+"""Lines that are typed at a terminal, with the keys of a shell: arrows, history, Ctrl-R."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _history(keep: bool) -> Iterator[None]:
         with contextlib.suppress(OSError, RuntimeError):
             path = history_file()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Made before anything is in it, so that nobody else can read it at any time.
+            # Made before anything is in it, so that no other user can read it at any time.
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
             path.chmod(0o600)
             readline.write_history_file(path)

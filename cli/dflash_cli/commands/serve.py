@@ -116,7 +116,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def warnings(arguments: argparse.Namespace) -> Iterator[str]:
-    """What the operator must know of before anybody sends a request. Raises `LauncherError` without a Triton."""
+    """What the operator must know before the first request. Raises `LauncherError` without a Triton."""
     from dflash_cli.launcher.ports import is_loopback
     from dflash_cli.launcher.triton_install import find_triton
 
@@ -157,7 +157,7 @@ def _signals_stop(keeper: Keeper) -> Iterator[None]:
 
 
 def _print(text: str) -> None:
-    """To standard output. Whoever read that may be gone, or its disk full: the server goes on."""
+    """To standard output. Its reader may be gone, or its disk full: the server goes on."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 

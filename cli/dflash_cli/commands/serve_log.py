@@ -22,7 +22,7 @@ ACTIVITY = "dflash: activity: "
 
 class Lines:
     """Writes lines to a descriptor in a thread of its own. When its reader is slow or gone, or the disk is full, lines
-    are dropped and counted: a server must not stand still because nobody reads its log."""
+    are dropped and counted: a server must not wait for a reader of its log."""
 
     def __init__(self, descriptor: int = STANDARD_ERROR) -> None:
         self._descriptor = descriptor

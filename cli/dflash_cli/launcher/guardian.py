@@ -1,4 +1,4 @@
-"""Ends a server whose launcher is gone, however that ended, and removes what it left. For the launcher.
+"""Ends a server whose launcher is gone, however that ended, and removes what it left.
 
 A process of its own, which waits for the end of a pipe that the launcher alone holds open. A launcher that stops its
 server ends its guardian too, so the pipe's end means that the launcher was killed. Then the server is told to end and

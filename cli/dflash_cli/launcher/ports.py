@@ -1,4 +1,4 @@
-"""Ports of a server to be started: are they free, and which ones are. For the launcher and its tests."""
+"""Ports of a server to be started: are they free, and which ones are."""
 
 from __future__ import annotations
 

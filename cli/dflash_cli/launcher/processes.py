@@ -1,7 +1,7 @@
 """The server's processes as Linux's /proc shows them: who descends from whom, and how to end them all.
 
-The launcher and its guardian use this so that neither a stub nor an engine outlives the server, also one that left its
-group. Imports nothing but the standard library: the guardian runs this file without the package.
+So neither a stub nor an engine outlives the server, not even one that left its group. It imports nothing but the
+standard library, so no psutil: the guardian runs this file by its path, without site-packages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def family(leader: int, known: Iterable[Process] = ()) -> set[Process]:
 
 def marked(mark: str) -> set[Process]:
     """Everything alive that was started with `mark` in its environment. It finds what `family` cannot: a process whose
-    parents ended before anybody had looked."""
+    parents ended before `family` looked."""
     wanted = mark.encode()
     found = set()
     for name in os.listdir("/proc"):
@@ -63,7 +63,7 @@ def marked(mark: str) -> set[Process]:
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 fits = wanted in file.read()
-        except OSError:  # It has ended, or is somebody else's.
+        except OSError:  # It has ended, or belongs to another user.
             continue
         if fits and (process := _read(int(name))) is not None:
             found.add(process)

@@ -1,4 +1,4 @@
-"""Keeps a server running: starts it, watches it, and starts it anew when it is dead or hangs. For `serve`."""
+"""Keeps a server running: starts it, watches it, and starts it anew when it is dead or hangs."""
 
 from __future__ import annotations
 

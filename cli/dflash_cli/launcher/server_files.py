@@ -52,7 +52,7 @@ class ServerFiles:
         (self.folder / "api-key").write_text(api_key + "\n", encoding="utf-8")
 
     def protect(self) -> None:
-        """Make the shared memory its owner's alone: prompts lie in it, and Triton lets everybody read it."""
+        """Make the shared memory its owner's alone: prompts lie in it, and Triton makes it readable to all."""
         for segment in self._segments():
             with contextlib.suppress(FileNotFoundError):
                 segment.chmod(0o600)

@@ -1,4 +1,4 @@
-"""The log of a `tritonserver`: kept, passed on, and searched for what an operator wants to know. For the launcher.
+"""The log of a `tritonserver`: kept, passed on, and searched for what an operator wants to know.
 
 Triton writes `I1121 09:04:07.287605 4186 model_lifecycle.cc:839] "text"`, escapes quotes and newlines in the text, and
 writes a model's own standard error as it is.
@@ -59,7 +59,7 @@ def parse_line(raw: str) -> LogLine:
 
 
 class ServerLog:
-    """Reads a server's output in a thread until it ends, and keeps its last lines. Used by `TritonServer` alone."""
+    """Reads a server's output in a thread until it ends, and keeps its last lines."""
 
     def __init__(self, stream: IO[str], on_line: Callable[[LogLine], None] | None = None) -> None:
         self._lines: deque[tuple[float, LogLine]] = deque(maxlen=KEPT_LINES)

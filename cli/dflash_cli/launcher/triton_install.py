@@ -1,4 +1,4 @@
-"""Finds a `tritonserver` on this machine and what it needs to run this Python environment. For the launcher.
+"""Finds a `tritonserver` on this machine and what it needs to run this Python environment.
 
 Two kinds: one on the PATH (an NGC container has it), which knows its own backends; else the one inside the
 `nvidia-pytriton` package, which needs its Python backend put together: the backend's files and the stub process built

@@ -1,4 +1,4 @@
-"""Notices that a running server is dead or hangs, whichever of its processes it is. For `dflash-triton serve`.
+"""Notices that a running server is dead or hangs, whichever of its processes it is.
 
 Triton itself replaces neither: when the stub of a decoupled model dies, its requests hang and new ones are refused for
 ever, while every health end point says that all is well.
