@@ -118,7 +118,7 @@ DrafterFactory = Callable[[TargetModel, list[KVLayer], AttentionBackend], "Draft
 
 
 class Drafter(Protocol[Spec]):
-    """Proposes tokens and keeps its own context K/V in step with the target's."""
+    """Proposes tokens and keeps its own context KV in step with the target's."""
 
     lookahead_base: int
     """Positions reserved beyond k when drafting k tokens (RESERVE): 1 for a block drafter, whose queries are the anchor
@@ -164,7 +164,7 @@ class Drafter(Protocol[Spec]):
         padded: bool = False,
         next_token_ids: torch.Tensor | None = None,
     ) -> None:
-        """Write the context K/V of accepted tokens: features `[n, L * target_hidden]`, positions and slots int64
+        """Write the context KV of accepted tokens: features `[n, L * target_hidden]`, positions and slots int64
         `[n]`. With `padded` there may be slots below 0, for which nothing is written. next_token_ids: int64 `[n]`, the
         token behind each position; None unless `reads_next_tokens`."""
         ...

@@ -31,4 +31,4 @@ def launches() -> None:
     ops.accept(argmax, probs, rows, prepared, state)
     ops.final_tokens(rows, prepared, state)
     draft = ops.prepare_draft(inputs, state, 3)
-    ops.store_drafts(draft.of_masks(draft.token_ids), rows, state, torch.zeros(ROWS * K, VOCAB))
+    ops.store_drafts(draft.of_drafts(draft.token_ids), rows, state, torch.zeros(ROWS * K, VOCAB))

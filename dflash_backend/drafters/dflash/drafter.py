@@ -20,8 +20,7 @@ from dflash_backend.sampling.vocabulary import VocabularyMap
 
 
 class DFlashDrafter(Drafter[DFlashSpec]):
-    """See `Drafter` for the interface. `caches` are the drafter's layers of the paged K/V, under the target's block
-    ids (TOGETHER).
+    """Runs a `DFlashModel` for the worker, over `caches`, its layers of the paged KV.
 
     Embedding and LM head are the checkpoint's own where it ships them, else the target's; a smaller draft vocabulary
     then takes its rows of the target's head.
@@ -75,11 +74,11 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         padded: bool = False,
         next_token_ids: torch.Tensor | None = None,
     ) -> None:
-        """Project the features to every layer's K/V and write them to the drafter's cache."""
+        """Project the features to every layer's KV and write them to the drafter's cache."""
         self.model.inject(features, positions, slots, self.caches, padded)
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
-        """See `Drafter.propose`. The mask query i gives the logits of the token at its own position; the anchor's
+        """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's
         output is not used."""
         embeddings = self._embed(batch.token_ids)
         context = PagedContext.prepare(

@@ -89,7 +89,7 @@ class DFlashModel:
             DecoderLayer(spec.decoder, layer, pattern, self.ops)
             for layer, pattern in zip(weights.layers, self.patterns, strict=True)
         ]
-        # The K/V rows of every layer's projection as one product: context K/V of all layers.
+        # The KV rows of every layer's projection as one product: context KV of all layers.
         query = spec.decoder.query_size
         self.context_kv = Linear.stacked([layer.qkv.rows(slice(query, None)) for layer in weights.layers])
         norms = [layer.qk_norm for layer in weights.layers if layer.qk_norm is not None]
@@ -124,7 +124,7 @@ class DFlashModel:
         caches: list[KVLayer],
         padded: bool = False,
     ) -> None:
-        """Write the context K/V of every drafter layer to `slots` of its cache.
+        """Write the context KV of every drafter layer to `slots` of its cache.
 
         features: `[n, L * target_hidden]`; positions: int64 `[n]`, the tokens' own; slots: int64 `[n]`, with `padded`
         some of them below 0, for tokens that write nothing. No input norm here: `fc`, `hidden_norm`, then each layer's
@@ -138,7 +138,7 @@ class DFlashModel:
     def forward(self, embeddings: torch.Tensor, context: PagedContext, caches: list[KVLayer]) -> torch.Tensor:
         """Run draft blocks: `[num_queries, hidden]` embeddings -> final-normed outputs of the same shape.
 
-        The queries' K/V goes to positions that RESERVE holds for them, and the next injection there overwrites it.
+        The queries' KV goes to positions that RESERVE holds for them, and the next injection there overwrites it.
         """
         rotation = self.ops.rotation(self.rotary, context.positions)
         hidden = embeddings
