@@ -80,7 +80,7 @@ class HostShare:
 
 
 class HostClock:
-    """Hears of each step of `run_engine` and adds up what `HostShare` needs beside the engine's own counters."""
+    """Is called for each step of `run_engine` and adds up what `HostShare` needs beside the engine's own counters."""
 
     def __init__(self, llm: LLM) -> None:
         self._core = llm.engine.core

@@ -63,7 +63,7 @@ def agreement(runs: list[Measurement]) -> dict[str, str]:
 
 
 def misses(runs: list[Measurement], prefix: PrefixMeasurement) -> list[str]:
-    """Which outputs are not those of `transformers`, in words. Speeds are for people to judge."""
+    """Which outputs are not those of `transformers`, in words. Speeds are no misses."""
     num_prompts = len(find(runs, BASELINE, 1).outputs)
     everything = f"{num_prompts} of {num_prompts}"
     found = [f"{run}: {same} outputs are equal" for run, same in agreement(runs).items() if same != everything]

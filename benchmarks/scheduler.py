@@ -64,15 +64,15 @@ class _TimedWorker:
         self.num_rows = 0
 
     def submit(self, plan: StepPlan) -> None:
-        """See `core.plan.Worker`."""
+        """Keep the plan; note the time at which the core handed it over."""
         self.called_s = time.thread_time()
         self._plan = plan
 
     def reset(self) -> None:
-        """See `core.plan.Worker`."""
+        """Nothing to remove."""
 
     def collect(self) -> StepResult:
-        """See `core.plan.Worker`."""
+        """A random result for each row of the plan."""
         plan = self._plan
         assert plan is not None
         rng, results = self._rng, []

@@ -30,8 +30,8 @@ TABLE_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Room:
-    """What an engine makes room for: the numbers of requests that decode at once (`batches`, a captured step for each),
+class EngineSizes:
+    """The sizes of an engine: the numbers of requests that decode at once (`batches`, a captured step for each),
     positions of one request, KV blocks of all."""
 
     batches: tuple[int, ...]
@@ -47,16 +47,16 @@ class Room:
 class RandomEngine:
     """The models of a shape and their K/V, from which cores with and without drafts are made."""
 
-    def __init__(self, shape: Shape, room: Room, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape, self.room, self.device, self.dtype = shape, room, device, dtype
+    def __init__(self, shape: Shape, sizes: EngineSizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.sizes, self.device, self.dtype = shape, sizes, device, dtype
         k = shape.num_speculative_tokens
-        positions = max_positions(room.max_model_len, k)
+        positions = max_positions(sizes.max_model_len, k)
         target = TargetWeights.read(target_tensors(shape, dtype, device), shape.target)
         draft = DFlashWeights.read(draft_tensors(shape, dtype, device), shape.draft)
         self.target = DecoderTarget(shape.target, target, positions)
         self.draft = DFlashModel(shape.draft, draft, positions)
         self.kv = PagedKVCache.allocate(
-            shape.target.decoder, shape.draft.decoder, room.num_blocks, BLOCK_SIZE, dtype, device
+            shape.target.decoder, shape.draft.decoder, sizes.num_blocks, BLOCK_SIZE, dtype, device
         )
         for layer in (*self.kv.target, *self.kv.draft):
             layer.data.normal_()
@@ -64,7 +64,7 @@ class RandomEngine:
 
     def core(self, k: int, acceptance: SyntheticAcceptance | None) -> EngineCore:
         """An engine core on a device runner of its own, its graphs captured. `acceptance` is needed with k > 0."""
-        room = self.room
+        sizes = self.sizes
         drafter = None
         if k:
             drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend)
@@ -77,7 +77,7 @@ class RandomEngine:
             self.kv,
             self.backend,
             ops,
-            RunnerSizes(room.num_rows, room.num_rows * (k + 1), room.max_model_len, k),
+            RunnerSizes(sizes.num_rows, sizes.num_rows * (k + 1), sizes.max_model_len, k),
             greedy_drafts=True,
             device=self.device,
             dtype=self.dtype,
@@ -85,22 +85,22 @@ class RandomEngine:
         runner.prepare(
             use_graphs=True,
             progress=lambda message, fraction: None,
-            sizes=room.batches,
+            sizes=sizes.batches,
             serves=False,
         )
         # Prompts are not computed, so nothing bounds how many tokens of theirs a step takes.
         unbounded = 1 << 40
         config = SchedulerConfig(
-            num_blocks=room.num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=BLOCK_SIZE,
-            max_model_len=room.max_model_len,
-            max_num_seqs=room.num_rows,
+            max_model_len=sizes.max_model_len,
+            max_num_seqs=sizes.num_rows,
             max_num_batched_tokens=unbounded,
-            max_queue_size=room.num_rows,
+            max_queue_size=sizes.num_rows,
             enable_prefix_caching=False,
             num_speculative_tokens=k,
             lookahead_base=1 if k else 0,
-            drafter_max_len=max_positions(room.max_model_len, k) if k else 0,
+            drafter_max_len=max_positions(sizes.max_model_len, k) if k else 0,
             max_prefill_tokens_per_step=unbounded,
         )
         return EngineCore(config, SkippedPrefill(runner), overlap=True)

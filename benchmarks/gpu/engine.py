@@ -1,4 +1,4 @@
-"""The engine at a steady state: so many requests decode, each with so long a context behind it.
+"""The engine at a steady state: a number of requests decode, each with a context of a given length.
 
 The core, the scheduler and the device runner are the ones that serve. Two things are not as in service: prompts are not
 computed (`SkippedPrefill`: the K/V of the context is random numbers), and acceptance is drawn (`synthetic`).
@@ -59,11 +59,11 @@ class SkippedPrefill:
 
     @property
     def overlaps(self) -> bool:
-        """See `Worker`."""
+        """Whether `submit` returns before the step has run."""
         return self._worker.overlaps
 
     def submit(self, plan: StepPlan) -> None:
-        """See `Worker`."""
+        """Submit the plan with each prompt reduced to its last token, as if the others were computed."""
         rows = [
             msgspec.structs.replace(row, num_computed=row.num_computed + row.num_new - 1, num_new=1)
             for row in plan.rows
@@ -71,11 +71,11 @@ class SkippedPrefill:
         self._worker.submit(replace(plan, rows=rows))
 
     def collect(self) -> StepResult:
-        """See `Worker`."""
+        """The result of the oldest step."""
         return self._worker.collect()
 
     def reset(self) -> None:
-        """See `Worker`."""
+        """Remove every request."""
         self._worker.reset()
 
 

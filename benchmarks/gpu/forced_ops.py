@@ -1,5 +1,5 @@
-"""Step operations whose accept takes as many drafts as a function says. Used by `build`, whose weights are random and
-would accept nothing.
+"""Step operations whose accept takes as many drafts as a function says: random weights would accept
+nothing.
 
 What is generated then means nothing; what a step costs is the same, since everything is computed as ever.
 """
@@ -44,7 +44,7 @@ def forced_choices(
     drafts = state.tokens[rows.req_idx.clamp(min=0).long()[:, None], positions]
     other = torch.where(drafts > 0, drafts - 1, drafts + 1)
     chosen = torch.where(columns < counts[:, None], drafts, other)
-    # What is nobody's goes to a place behind the last.
-    is_judged = (rows.logits_start[:, None] >= 0) & (columns <= rows.num_draft[:, None])
-    places = torch.where(is_judged, rows.logits_start[:, None].long() + columns, len(argmax))
-    return torch.cat([argmax, argmax[-1:]]).scatter(0, places.flatten(), chosen.flatten())[:-1]
+    # What no row verifies goes to an index behind the last.
+    is_verified = (rows.logits_start[:, None] >= 0) & (columns <= rows.num_draft[:, None])
+    indices = torch.where(is_verified, rows.logits_start[:, None].long() + columns, len(argmax))
+    return torch.cat([argmax, argmax[-1:]]).scatter(0, indices.flatten(), chosen.flatten())[:-1]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import attention, reference, sampling
-from benchmarks.gpu.build import BLOCK_SIZE, RandomEngine, Room, attention_backend
+from benchmarks.gpu.build import BLOCK_SIZE, EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
 from benchmarks.gpu.profile import profile_cell
@@ -85,8 +85,8 @@ def run_engine_part(context: Context) -> None:
     ceilings = _ceilings(context)
     shape, device = context.shape, context.device
     k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
-    grid, room = _fitting(context, GRID if device.type == "cuda" else CPU_GRID, cycles)
-    engine = RandomEngine(shape, room, device, context.dtype)
+    grid, sizes = _fitting(context, GRID if device.type == "cuda" else CPU_GRID, cycles)
+    engine = RandomEngine(shape, sizes, device, context.dtype)
     drafting = engine.core(k, context.acceptance)
     for drafts, core in ((k, drafting), (0, engine.core(0, None))):
         for cell in grid:
@@ -137,8 +137,8 @@ def run_references(context: Context) -> None:
         context.skip("transformers", f"not available: {error}")
 
 
-def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], Room]:
-    """The cells whose K/V has room beside the models, and the room that they need; the others are recorded."""
+def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], EngineSizes]:
+    """The cells whose K/V fits beside the models, and the sizes that they need; the others are recorded."""
     shape, k = context.shape, context.shape.num_speculative_tokens
     block_bytes = kv_bytes_per_token(shape, context.dtype.itemsize) * BLOCK_SIZE
     available = CPU_KV_BYTES
@@ -158,7 +158,7 @@ def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell
             )
     longest = max(cell.context + cell.max_tokens(k, cycles) for cell in fitting)
     blocks = max(cell.num_blocks(k, cycles, BLOCK_SIZE) for cell in fitting)
-    return fitting, Room(tuple(sorted({cell.batch for cell in fitting})), longest + 1, blocks)
+    return fitting, EngineSizes(tuple(sorted({cell.batch for cell in fitting})), longest + 1, blocks)
 
 
 def _ceilings(context: Context) -> Ceilings:

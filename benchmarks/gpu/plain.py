@@ -148,14 +148,14 @@ class PlainPair:
         self, tokens: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Verify, accept, inject, draft. `tokens` `[batch, 1 + k]`: each row's last token and its drafts, the first at
-        position `lengths` `[batch]`; `accepted` `[batch]`: how many drafts stand, as drawn. Returns the next cycle's
-        tokens and lengths."""
+        position `lengths` `[batch]`; `accepted` `[batch]`: how many drafts are accepted, as drawn. Returns the next
+        cycle's tokens and lengths."""
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         positions = lengths[:, None] + steps
         capture = self.shape.draft.target_layer_ids
         hidden, features = self.target.forward(F.embedding(tokens, self.embedding), positions, capture)
-        best = self.logits(hidden, self.final_norm).argmax(dim=-1)
-        anchors = best.gather(1, accepted[:, None])
+        choices = self.logits(hidden, self.final_norm).argmax(dim=-1)
+        anchors = choices.gather(1, accepted[:, None])
         self._inject(torch.cat(features, dim=-1), positions)
         lengths = lengths + 1 + accepted
         blocks = torch.cat([anchors, self.masks], dim=1)

@@ -173,12 +173,12 @@ def attention_table(results: Results) -> str:
 
 
 def sampling_table(results: Results) -> str:
-    """What serves beside the torch form, which sorts where something is cut."""
+    """What serves beside the torch form, which sorts where tokens are filtered."""
     rows = [
-        [run.shape, run.cut, str(run.rows), f"{run.seconds * 1e6:.1f}", f"{run.torch_seconds * 1e6:.1f}"]
+        [run.shape, run.filters, str(run.rows), f"{run.seconds * 1e6:.1f}", f"{run.torch_seconds * 1e6:.1f}"]
         for run in results.sampling
     ]
-    return markdown_table(["model", "cut", "rows", "time, us", "torch, us"], rows)
+    return markdown_table(["model", "filters", "rows", "time, us", "torch, us"], rows)
 
 
 def kernel_table(results: Results, shape: str) -> str:
@@ -216,7 +216,7 @@ def plot_cycles(path: Path, results: Results, shape: str) -> None:
     axes.set_ylabel("cycle over its floor (left: measured; right, pale: floor)")
     note = results.device.get("note")
     axes.set_title(f"{shape}, {results.device.get('name', '')}, {MARK}" + (f"\n{note}" if note else ""), fontsize=9)
-    axes.margins(y=0.15)  # room for the captions
+    axes.margins(y=0.15)  # space for the captions
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

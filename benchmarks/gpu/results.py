@@ -80,10 +80,10 @@ class AttentionRun:
 
 @dataclass(frozen=True)
 class SamplingRun:
-    """From logits `[rows, vocab]` to probabilities, cut as `cut` says: by what serves, and by the torch form."""
+    """From logits `[rows, vocab]` to probabilities, with `filters`: by what serves, and by the torch form."""
 
     shape: str
-    cut: str
+    filters: str
     rows: int
     vocab: int
     seconds: float

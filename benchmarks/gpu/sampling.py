@@ -17,7 +17,7 @@ BATCHES = (1, 8, 32)
 # A model's logits are bell-shaped with a few tokens far above: the spread, and how far these are.
 SPREAD, NUM_LIKELY, LIKELY = 2.0, 50, 12.0
 # What is asked for: top_k and top_p.
-CUTS = {"temperature alone": (0, 1.0), "top_k 20, top_p 0.95": (20, 0.95), "top_p 0.95": (0, 0.95)}
+FILTERS = {"temperature alone": (0, 1.0), "top_k 20, top_p 0.95": (20, 0.95), "top_p 0.95": (0, 0.95)}
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[SamplingRun]:
@@ -28,7 +28,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
         logits = SPREAD * torch.randn(num_rows, vocab, device=device)
         logits[:, :NUM_LIKELY] += LIKELY * torch.rand(num_rows, min(NUM_LIKELY, vocab), device=device)
         logits = logits.to(dtype)
-        for name, (top_k, top_p) in CUTS.items():
+        for name, (top_k, top_p) in FILTERS.items():
             rows = _parameters(num_rows, top_k, top_p, device)
             with torch.inference_mode():
                 ours, sorting = (

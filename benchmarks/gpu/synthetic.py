@@ -1,9 +1,9 @@
-"""Synthetic acceptance: how many drafts stand, drawn from a stated distribution instead of decided by the models.
+"""Synthetic acceptance: how many drafts are accepted, drawn from a stated distribution instead of by the models.
 
-Random weights agree on nothing, so a benchmark over them must say what acceptance it assumes. Here each draft stands
-with the same probability p given that those before it stand: the number accepted of k is geometric, cut off at k. p is
-chosen so that the mean acceptance length, 1 + accepted, is the one asked for. Every output that rests on this says
-"synthetic acceptance".
+Random weights agree on nothing, so a benchmark over them must say what acceptance it assumes. Here each draft is
+accepted with the same probability p given that those before it are: the number accepted of k is geometric, cut off at
+k. p is chosen so that the mean acceptance length, 1 + accepted, is the one asked for. Every output that rests on this
+says "synthetic acceptance".
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SyntheticAcceptance:
         return [p**count * (1 - p) for count in range(self.k)] + [p**self.k]
 
     def draw(self, count: int, seed: int) -> list[int]:
-        """So many independent numbers of accepted drafts."""
+        """`count` independent numbers of accepted drafts."""
         return random.Random(seed).choices(range(self.k + 1), self.weights(), k=count)
 
     def describe(self) -> str:

@@ -46,17 +46,17 @@ def parting(
 ) -> Parting | None:
     """Where the outputs `first` and `second` to the prompt `ids` part; None when they are equal.
 
-    An output that ended early parts from the other where it ended: at an infinite distance, since no token stands
-    against the other's.
+    An output that ended early parts from the other where it ended: at an infinite distance, since there is no token
+    to compare with.
     """
     for position, tokens in enumerate(zip(first, second, strict=False)):
         if tokens[0] != tokens[1]:
             values = logits([*ids, *first[:position]])
             pair = values[tokens[0]], values[tokens[1]]
-            best = max(values)
-            # Both must be as good as the best.
-            distance = max(best - pair[0], best - pair[1])
-            return Parting(prompt, position, tokens, distance / spacing(best))
+            highest = max(values)
+            # Both must be as high as the highest.
+            distance = max(highest - pair[0], highest - pair[1])
+            return Parting(prompt, position, tokens, distance / spacing(highest))
     if len(first) != len(second):
         return Parting(prompt, min(len(first), len(second)), (-1, -1), math.inf)
     return None

@@ -70,7 +70,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def _copy(num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """A copy of so many random bytes."""
+    """A copy of `num_bytes` random bytes."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)

@@ -1,5 +1,5 @@
-"""Puts an engine together from settings: checkpoints, models, K/V, worker, core. Called by the engine process and by
-`LLM`; nothing else knows all the parts."""
+"""Puts an engine together from settings: checkpoints, models, K/V, worker, core. Nothing else knows all the
+parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.engine.device import choose_device
-from dflash_backend.engine.sizing import Sizes, allocate_kv, at_length, cpu_room, gpu_room, model_bytes, settle_sizes
+from dflash_backend.engine.sizing import (
+    Sizes,
+    allocate_kv,
+    at_length,
+    cpu_budget,
+    gpu_budget,
+    model_bytes,
+    settle_sizes,
+)
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
@@ -76,9 +84,9 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
 
-    `progress` hears `(message, fraction)`: what was read of each checkpoint, line by line, then the files that are
-    loaded. `probe` measures the memory that the KV cache must fit beside the models; None: on a GPU that GPU's, on a
-    CPU, whose memory is not measured, none. Raises one of `LOAD_ERRORS`.
+    `progress` is called with `(message, fraction)`: what was read of each checkpoint, line by line, then the files
+    that are loaded. `probe` measures the memory that the KV cache must fit beside the models; None: on a
+    GPU that GPU's, on a CPU, whose memory is not measured, none. Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)
@@ -90,8 +98,8 @@ def build_engine(
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
-    room = gpu_room(config, expected_use(probe, model_bytes(pair, dtype))) if probe else cpu_room(config)
-    sizes = settle_sizes(config, pair, room, dtype)
+    budget = gpu_budget(config, expected_use(probe, model_bytes(pair, dtype))) if probe else cpu_budget(config)
+    sizes = settle_sizes(config, pair, budget, dtype)
     try:
         models = _load_models(config, pair, sizes.max_model_len, dtype, device, report)
     except torch.OutOfMemoryError as error:
@@ -168,7 +176,7 @@ def _measured_sizes(
     captures = config.enable_cuda_graphs and models.device.type == "cuda"
     use = measure_use(probe, make_runner, _scheduler_config(config, models, most), captures)
     report(f"memory: {use.describe(config.gpu_memory_utilization)}", 0.95)
-    sizes = settle_sizes(config, models.pair, gpu_room(config, use), models.dtype)
+    sizes = settle_sizes(config, models.pair, gpu_budget(config, use), models.dtype)
     if sizes.max_model_len <= most.max_model_len:
         return sizes
     return dataclasses.replace(most, num_blocks=sizes.num_blocks)
@@ -185,7 +193,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
     drafter = None
     if models.make_drafter is not None:
         drafter = models.make_drafter(target, kv.draft, models.backend)
-    room = RunnerSizes(
+    runner_sizes = RunnerSizes(
         config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, pair.num_speculative_tokens
     )
     directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
@@ -195,7 +203,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
         kv,
         models.backend,
         select_step_ops(device, _wanted_ops(models.backend)),
-        room,
+        runner_sizes,
         config.draft_sample_method == "greedy",
         device,
         models.dtype,
@@ -295,8 +303,8 @@ def _describe(models: LoadedModels, sizes: Sizes, block_size: int) -> str:
     dtype = str(models.dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"
-    if sizes.cut_from is not None:
-        length += f" (the target could do {sizes.cut_from}; the KV cache holds no more, {sizes.more})"
+    if sizes.limited_from is not None:
+        length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
         f"{drafting}; {device.type}, {dtype}, attention {models.backend.name}{threads}; "

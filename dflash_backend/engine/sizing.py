@@ -1,4 +1,4 @@
-"""How long a request may be and how many KV blocks there are, from settings, models and memory. Called by `build`.
+"""How long a request may be and how many KV blocks there are, from settings, models and memory.
 
 No request's blocks ever cover more than `max_model_len` positions (`core.rows.peak_positions`), so the pool must
 hold that many. Where the setting is auto, the length gives way to the pool.
@@ -28,28 +28,28 @@ MIN_MODEL_LEN = 2  # a token of prompt and one of output
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long a request may be and how many blocks there are for all. `cut_from`: the length that the target could
+    """How long a request may be and how many blocks there are for all. `limited_from`: the length that the target could
     address, where the K/V memory holds less; `more` says what would give it more."""
 
     max_model_len: int
     num_blocks: int
-    cut_from: int | None = None
+    limited_from: int | None = None
     more: str = ""
 
 
 @dataclass(frozen=True)
-class Room:
+class KVCacheBudget:
     """Memory for the KV cache, in bytes, and in words where it comes from, what would make it more, and what else there
-    is to say when it is too little. `is_wish`: the operator named this very size."""
+    is to say when it is too little. `is_explicit`: the operator named this very size."""
 
     num_bytes: float
     source: str
     more: str
     detail: str = ""
-    is_wish: bool = False
+    is_explicit: bool = False
 
 
-def cpu_room(config: EngineConfig) -> Room:
+def cpu_budget(config: EngineConfig) -> KVCacheBudget:
     """What the settings say. Raises `ConfigError` when `kv_cache_gb` asks for more than the machine has."""
     if config.kv_cache_gb is not None:
         machine_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -58,11 +58,11 @@ def cpu_room(config: EngineConfig) -> Room:
                 f"setting 'kv_cache_gb' is {config.kv_cache_gb:g}, and this machine has {machine_gib:.1f} GiB of "
                 "memory: lower it, or use auto"
             )
-        return _wished(config.kv_cache_gb)
-    return Room(DEFAULT_CPU_KV_GIB * GIB, f"the default of {DEFAULT_CPU_KV_GIB:g} GiB", "raise kv_cache_gb")
+        return _explicit(config.kv_cache_gb)
+    return KVCacheBudget(DEFAULT_CPU_KV_GIB * GIB, f"the default of {DEFAULT_CPU_KV_GIB:g} GiB", "raise kv_cache_gb")
 
 
-def gpu_room(config: EngineConfig, use: MemoryUse) -> Room:
+def gpu_budget(config: EngineConfig, use: MemoryUse) -> KVCacheBudget:
     """What the settings say and what is left beside `use`. Raises `ConfigError` when `kv_cache_gb` asks for more than
     there is."""
     wanted = config.kv_cache_gb
@@ -72,9 +72,9 @@ def gpu_room(config: EngineConfig, use: MemoryUse) -> Room:
                 f"setting 'kv_cache_gb' is {wanted:g}, more than the GPU has left ({use.describe(1.0)}): lower it, or "
                 "max_num_batched_tokens and max_num_seqs, or free memory that other programs hold"
             )
-        return _wished(wanted)
+        return _explicit(wanted)
     share = config.gpu_memory_utilization
-    return Room(
+    return KVCacheBudget(
         use.left(share),
         f"gpu_memory_utilization = {share:g}",
         "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or free memory that other "
@@ -83,26 +83,26 @@ def gpu_room(config: EngineConfig, use: MemoryUse) -> Room:
     )
 
 
-def _wished(kv_cache_gb: float) -> Room:
-    return Room(kv_cache_gb * GIB, f"kv_cache_gb = {kv_cache_gb:g}", "raise kv_cache_gb", is_wish=True)
+def _explicit(kv_cache_gb: float) -> KVCacheBudget:
+    return KVCacheBudget(kv_cache_gb * GIB, f"kv_cache_gb = {kv_cache_gb:g}", "raise kv_cache_gb", is_explicit=True)
 
 
-def settle_sizes(config: EngineConfig, pair: ModelPair, room: Room, dtype: torch.dtype) -> Sizes:
+def settle_sizes(config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, dtype: torch.dtype) -> Sizes:
     """The longest request and the number of blocks. Raises `ConfigError` when they cannot be had."""
     wanted = config.max_model_len
     longest = _longest_request(config, pair)
-    num_blocks = _num_blocks(config, pair, room, longest, dtype)
+    num_blocks = _num_blocks(config, pair, budget, longest, dtype)
     held = num_blocks * config.kv_block_size
     if longest <= held:
         return Sizes(longest, num_blocks)
     if wanted is None and held >= MIN_MODEL_LEN:
-        return Sizes(held, num_blocks, cut_from=longest, more=room.more)
+        return Sizes(held, num_blocks, limited_from=longest, more=budget.more)
     needed = CacheGroup(config.kv_block_size).blocks_for(longest)
     size = needed * _block_bytes(config, pair, dtype) / GIB
     raise ConfigError(
         f"setting 'max_model_len' is {'auto' if wanted is None else wanted}, and a request of {longest} tokens takes "
         f"{needed} KV blocks of {config.kv_block_size} tokens ({size:.2f} GiB); there is memory for {num_blocks}, "
-        f"which hold {held} tokens: lower max_model_len or {room.more}{_in_brackets(room.detail)}"
+        f"which hold {held} tokens: lower max_model_len or {budget.more}{_in_brackets(budget.detail)}"
     )
 
 
@@ -119,20 +119,22 @@ def _longest_request(config: EngineConfig, pair: ModelPair) -> int:
     return wanted or (decoder.rope.original_max_positions if decoder.rope.kind == "dynamic" else decoder.max_len)
 
 
-def _num_blocks(config: EngineConfig, pair: ModelPair, room: Room, max_model_len: int, dtype: torch.dtype) -> int:
+def _num_blocks(
+    config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, max_model_len: int, dtype: torch.dtype
+) -> int:
     """How many blocks the K/V memory holds; never more than all running requests at full length could use, unless the
     operator named the size."""
     block_bytes = _block_bytes(config, pair, dtype)
-    num_blocks = int(room.num_bytes // block_bytes)
-    if not room.is_wish:
+    num_blocks = int(budget.num_bytes // block_bytes)
+    if not budget.is_explicit:
         lookahead = pair.draft.max_speculative_tokens + 1 if pair.draft else 0
         most = CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
         num_blocks = min(num_blocks, config.max_num_seqs * most)
     if num_blocks < 1:
         raise ConfigError(
-            f"the KV cache has no room for a single block: {room.source} leaves {max(room.num_bytes, 0) / 1024**2:.1f} "
-            f"MiB, a block of {config.kv_block_size} tokens takes {block_bytes / 1024**2:.3f} MiB; "
-            f"{room.more}{_in_brackets(room.detail)}"
+            f"the KV cache has no room for a single block: {budget.source} leaves "
+            f"{max(budget.num_bytes, 0) / 1024**2:.1f} MiB, a block of {config.kv_block_size} tokens takes "
+            f"{block_bytes / 1024**2:.3f} MiB; {budget.more}{_in_brackets(budget.detail)}"
         )
     return num_blocks
 
@@ -174,7 +176,7 @@ def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
 def allocate_kv(
     config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKVCache:
-    """The K/V tensors. Raises `ConfigError` when the device has no room for them."""
+    """The K/V tensors. Raises `ConfigError` when the device has no space for them."""
     draft = _draft_decoder(pair)
     try:
         return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)

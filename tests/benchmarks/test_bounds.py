@@ -102,7 +102,7 @@ def sender() -> malformed.Sender:
 def test_a_refusal_with_the_right_status_passes(
     sender: malformed.Sender, refused: bool, words: str, by_model: int
 ) -> None:
-    sender._judge("over gRPC", refused, words, "sent")
+    sender._check("over gRPC", refused, words, "sent")
     assert (sender.report.misses, sender.report.by_model) == ([], by_model)
 
 
@@ -119,7 +119,7 @@ def test_a_refusal_with_the_right_status_passes(
 )
 def test_any_other_answer_to_a_malformed_request_is_a_miss(sender: malformed.Sender, refused: bool, words: str) -> None:
     with pytest.raises(malformed.Miss):
-        sender._judge("HTTP 400", refused, words, "sent")
+        sender._check("HTTP 400", refused, words, "sent")
 
 
 def test_every_case_that_is_to_be_dropped_says_when() -> None:

@@ -14,7 +14,7 @@ from benchmarks.gpu import part, report, run
 from benchmarks.gpu.plain import PlainPair
 from benchmarks.gpu.reference import load_transformers
 from benchmarks.gpu.results import DFLASH, NO_DRAFT, PLAIN, PLAIN_DFLASH, TRANSFORMERS, Recorder, Results
-from benchmarks.gpu.sampling import BATCHES, CUTS
+from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
 from dflash_backend.worker.row_parallel import one_thread
 
@@ -52,7 +52,7 @@ def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_p
     text = report.write(tmp_path / "out", results)
     assert run.NOT_A_MEASUREMENT in text
     assert "Where a cycle's time goes: tiny" in text
-    assert {(entry.cut, entry.rows) for entry in results.sampling} == {(c, r) for c in CUTS for r in ROWS}
+    assert {(entry.filters, entry.rows) for entry in results.sampling} == {(c, r) for c in FILTERS for r in ROWS}
     assert all(min(entry.seconds, entry.torch_seconds) > 0 for entry in results.sampling)
     assert "| tiny | top_k 20, top_p 0.95 |" in text
     assert results.kernels[0].seconds >= results.kernels[-1].seconds > 0

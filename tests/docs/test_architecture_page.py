@@ -23,5 +23,13 @@ def _is_defined(file: str, name: str) -> bool:
         path = folder / file
         if path.is_file():
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            return not name or any(getattr(node, "name", None) == name for node in ast.walk(tree))
+            return not name or any(name in _names(node) for node in ast.walk(tree))
     return False
+
+
+def _names(node: ast.AST) -> list[str]:
+    """What a definition or an assignment names."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else []

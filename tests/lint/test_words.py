@@ -8,11 +8,7 @@ from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
 from tests.lint.words import wrong_phrases, wrong_words
 
 # Folders and files that still have private words. An entry goes when its words are gone; none may be added.
-EXEMPT = (
-    "benchmarks/",
-    "cli/",
-    "dflash_backend/engine/",
-)
+EXEMPT = ("cli/",)
 
 
 def test_the_source_has_no_private_words() -> None:
