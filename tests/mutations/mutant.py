@@ -37,3 +37,8 @@ def occurrences(text: str, before: str) -> list[tuple[int, int]]:
         return found
     words = r"\s+".join(re.escape(word) for word in before.split())
     return [(match.start(), match.end()) for match in re.finditer(words, text)]
+
+
+def core_mutant(name: str, module: str, before: str, after: str, *tests: str) -> Mutant:
+    """A mutant of one module of the core, by default for the random test against the model of it."""
+    return Mutant(name, f"dflash_backend/core/{module}.py", before, after, tests or ("tests/core/test_core_random.py",))
