@@ -33,9 +33,9 @@ class ServerAnswerer:
         """Answer all requests, in any order. The first that fails raises `EvaluationError` and ends it."""
         pool = ThreadPoolExecutor(self._concurrency)
         try:
-            places = {pool.submit(self._answer, request): place for place, request in enumerate(requests)}
-            for future in as_completed(places):
-                on_answer(places[future], future.result())
+            indices = {pool.submit(self._answer, request): index for index, request in enumerate(requests)}
+            for future in as_completed(indices):
+                on_answer(indices[future], future.result())
         finally:
             # Not waited for: closing the client cancels those that still run.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -7,15 +7,11 @@ import pytest
 from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
 from tests.lint.words import wrong_phrases, wrong_words
 
-# Folders and files that still have private words. An entry goes when its words are gone; none may be added.
-EXEMPT = ("cli/",)
-
 
 def test_the_source_has_no_private_words() -> None:
     found = [
         f"{file}:{wrong}"
         for file in python_files(*SOURCE_FOLDERS)
-        if not file.startswith(EXEMPT)
         for wrong in wrong_words((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)

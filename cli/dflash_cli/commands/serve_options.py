@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class _ServeParser(argparse.ArgumentParser):
-    """Takes what stands after `--` apart before anything else is read, since it is not ours, and does not take for the
+    """Takes what follows `--` apart before anything else is read, since it is not ours, and does not take for the
     model what is the value of an option that does not exist."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
