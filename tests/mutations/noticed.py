@@ -225,10 +225,12 @@ NOTICED = (
         "drafts are judged by the distributions of the step before",
         f"{WORKER}/step.py",
         "        self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)",
-        "        self.stale, now = sampler.probs, getattr(self, 'stale', sampler.probs)\n"
-        "        both = now is not None and sampler.probs is not None\n"
-        "        probs = now if both and now.shape == sampler.probs.shape else sampler.probs\n"
-        "        self.ops.store_drafts(drafts, inputs.batch, self.state, probs)",
+        "        self.ops.store_drafts(drafts, inputs.batch, self.state)\n"
+        "        late, self.late = getattr(self, 'late', None), (inputs.batch, sampler.probs)\n"
+        "        if late is not None and late[1] is not None:\n"
+        "            self.ops._store_probs(\n"
+        "                self.state.draft_probs, late[0].req_idx, late[0].num_next, late[0].sampled, late[1]\n"
+        "            )",
         ("tests/test_logits_processing.py::test_sampled_output_has_the_distribution_of_the_changed_logits",),
     ),
 )
