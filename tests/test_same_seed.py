@@ -1,4 +1,4 @@
-"""Same seed, same prompt, same parameters: same output, whatever else is running (serving contract)."""
+"""Same seed, same prompt, same parameters: same output, whatever else is running."""
 
 from __future__ import annotations
 

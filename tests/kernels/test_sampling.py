@@ -62,7 +62,7 @@ def cuts(num_rows: int, **changes: float) -> list[torch.Tensor]:
 
 
 def by_hand(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """The distribution in plain Python, from the serving contract: the temperature, then min-p, top-k and top-p."""
+    """The distribution in plain Python, as docs/clients.md has it: the temperature, then min-p, top-k and top-p."""
 
     def softmax(scaled: list[float]) -> list[float]:
         weights = [math.exp(value - max(scaled)) for value in scaled]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
@@ -15,6 +17,13 @@ def test_the_source_has_no_private_words() -> None:
         for wrong in wrong_words((ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
+
+
+def test_nothing_refers_to_pages_outside_the_repository() -> None:
+    outside = re.compile("serving " "contract|design " r"page|\btrap[ _]\d", re.IGNORECASE)
+    files = [*(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    found = {file.relative_to(ROOT) for file in files if outside.search(file.read_text(encoding="utf-8"))}
+    assert {str(file) for file in found} <= {"tests/lint/words.py", "tests/lint/test_words.py"}
 
 
 def test_the_pages_have_no_private_words() -> None:

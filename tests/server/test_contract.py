@@ -1,5 +1,5 @@
-"""The serving contract, row by row: inputs, outputs, sampling parameters. Errors are in `test_bad_requests`, life cycle
-in `test_lifecycle`, `test_cancellation` and `test_supervision`, metrics in `test_metrics`."""
+"""What docs/clients.md promises: inputs, outputs, sampling parameters. Errors are in `test_bad_requests`, the
+life cycle in `test_lifecycle`, `test_cancellation` and `test_supervision`, metrics in `test_metrics`."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_padding_rows_leave_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any], sampled: bool) -> None:
-    """Trap 7."""
+    """A graph has rows for every size up to its own, most of which are padding in a smaller step."""
     runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
     before = [tensor.clone() for tensor in memory(runner)]
     for step in runner.graphs.steps(sampled):

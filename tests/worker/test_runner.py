@@ -124,7 +124,7 @@ def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: ModelR
 
 
 def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
-    """Trap 3. Without drafts behind the step nothing of the drafter writes there either."""
+    """Without drafts behind the step nothing of the drafter writes there either."""
     run(runner, prefill(1, "a", list(range(8))))
     before = [layer.slots.clone() for layer in runner.kv.draft]
     row = ScheduledRequest("a", 6, 1, K, True, 0, [])
@@ -218,7 +218,7 @@ def test_outputs_survive_steps_that_do_not_fit(settings: dict[str, Any], overlap
 
 
 def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: ModelRunner) -> None:
-    """Trap 1."""
+    """RESERVE broken: the guard must notice."""
     plan = prefill(1, "a", [0, 1, 2, 3])
     with pytest.raises(KVWriteError, match="step 1, phase draft: request a would write block 3"):
         runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))

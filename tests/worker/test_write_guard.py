@@ -78,7 +78,7 @@ class StingyWorker:
 
 
 def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(pair: Path) -> None:
-    """Trap 1: with too little lookahead the drafter's queries land in a block of somebody else."""
+    """RESERVE broken: with too little lookahead the drafter's queries land in a block of another request."""
     built = engine(pair)
     built.core._worker = StingyWorker(built)
     # 6 prompt tokens and a block of 8 from position 6: blocks 0 to 3, of which the draft alone reaches the last.

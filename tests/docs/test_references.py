@@ -1,4 +1,4 @@
-"""docs/architecture.md: each file and function that it names exists."""
+"""Each file and function that the pages about the source name exists."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 
 from tests.docs.conftest import ROOT, page
 
-PAGES = ("architecture.md", "dflash.md", "contributing.md")
+PAGES = ("README.md", "architecture.md", "dflash.md", "contributing.md", "scheduling.md", "gpu.md", "checkpoints.md")
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
 
 
-def test_files_and_functions_that_the_page_names_exist() -> None:
+def test_files_and_functions_that_the_pages_name_exist() -> None:
     references = {match for name in PAGES for match in REFERENCE.findall(page(name))}
     assert len(references) > 50
     missing = sorted(f"{file}:{name}" for file, name in references if not _is_defined(file, name))
