@@ -44,6 +44,10 @@ class Reporter:
         """Something was counted: the page is due sooner."""
         self._has_changed = True
 
+    def note_finished(self) -> None:
+        """A request has ended: the page is due at once, or nearly so."""
+        self.has_finished = True
+
     def follow(self, outputs: StepOutputs) -> None:
         """Take the engine's counters and times."""
         self._metrics.observe_step(outputs.phase_seconds)
@@ -64,7 +68,7 @@ class Reporter:
 
     def report_finished(self, now: float, num_requests: int) -> None:
         """Report because requests are about to get their last response, unless that took too large a share of time."""
-        self.has_finished = True
+        self.note_finished()
         if now >= self._next_finished_report_at:
             self.report(now, num_requests)
             ended = time.monotonic()

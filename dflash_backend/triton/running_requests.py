@@ -174,6 +174,7 @@ class RunningRequests:
         for request_id in cancelled:
             if (request := self._requests.get(request_id)) is not None:
                 self._give_up(request, "CANCELLED", "the request was cancelled")
+                self._reporter.note_finished()
         for request_id, error in failed:
             self._log.error(f"request {request_id} failed: {error}")
             if (request := self._requests.get(request_id)) is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import time
 
 from checks.server_state import MetricsPage, cpu_seconds, processes_by_role, resident_bytes
 
@@ -51,11 +51,15 @@ def test_processes_are_told_apart_and_those_that_end_count_nothing() -> None:
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{wait}', 'triton_' + 'python_backend_stub'])"
     )
     with subprocess.Popen([sys.executable, "-c", code, "tritonserver"], stdin=subprocess.PIPE) as process:
-        processes = {}
-        while "stub" not in processes:
-            processes = processes_by_role(process.pid)
+        deadline = time.monotonic() + 30
+        while "stub" not in (processes := processes_by_role(process.pid)):
+            assert time.monotonic() < deadline, processes
         assert [one.pid for one in processes["server"]] == [process.pid]
         assert resident_bytes(processes["stub"]) > 1 << 20
         assert cpu_seconds(processes["server"]) > 0
     assert resident_bytes(processes["stub"]) == cpu_seconds(processes["server"]) == 0
-    assert processes_by_role(os.getpid()) == {}
+
+
+def test_a_process_of_another_kind_has_no_role() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        assert processes_by_role(process.pid) == {}
