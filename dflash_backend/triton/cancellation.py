@@ -11,6 +11,7 @@ until then; `request_timeout_s` bounds that.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 
@@ -21,6 +22,8 @@ TICK_S = 0.05
 NOTICE_S = 0.2
 MAX_NOTICE_S = 0.5
 CHECKS_PER_S = 320
+# Clients often leave together: so long after one was found to be gone, all others are asked about.
+ASK_ALL_S = 0.1
 # A question takes about 0.1 ms; after this many, new outputs go first.
 CHECKS_A_TURN = 16
 
@@ -33,6 +36,7 @@ class CancellationWatch:
         self._watched: deque[tuple[str, Responder]] = deque()
         self._asked_at = 0.0
         self._due = 0.0
+        self._ask_all_at = math.inf
 
     def add(self, request_id: str, responder: Responder) -> None:
         """Watch a request from now on."""
@@ -67,6 +71,10 @@ class CancellationWatch:
                 gone.append(request_id)
             else:
                 self._watched.append((request_id, responder))
+        if not self._watched:
+            self._due = 0.0
+        if gone and self._ask_all_at == math.inf:
+            self._ask_all_at = now + ASK_ALL_S
         return gone, failed
 
     def _become_due(self, now: float, count: int) -> None:
@@ -75,5 +83,8 @@ class CancellationWatch:
             return
         self._asked_at = now
         interval = min(max(NOTICE_S, count / CHECKS_PER_S), MAX_NOTICE_S)
+        if now >= self._ask_all_at:
+            self._ask_all_at = math.inf
+            self._due = float(count)
         # Never more than one question about each.
         self._due = min(self._due + count * elapsed / interval, float(count))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_backend.triton.cancellation import CHECKS_A_TURN, MAX_NOTICE_S, NOTICE_S, TICK_S, CancellationWatch
+from dflash_backend.triton.cancellation import (
+    ASK_ALL_S,
+    CHECKS_A_TURN,
+    MAX_NOTICE_S,
+    NOTICE_S,
+    TICK_S,
+    CancellationWatch,
+)
 from dflash_backend.triton.responder import SendFailed
 
 
@@ -84,3 +91,14 @@ def test_outputs_get_their_turn_between_many_questions():
     watched.ask(200.0, clients)
     assert sum(client.asked for client in clients.values()) == CHECKS_A_TURN
     assert watched.timeout_s() == 0.0
+
+
+def test_after_one_that_left_all_others_are_asked_about_soon():
+    watched, clients = watch(1024)
+    clients["0"].left = True
+    found_at = next(at for tick in range(1, 12) if turn(watched, clients, at := 100.0 + tick * TICK_S))
+    for client in clients.values():
+        client.asked = 0
+        client.left = True
+    found = turn(watched, clients, found_at + ASK_ALL_S)
+    assert sorted(found, key=int) == [str(n) for n in range(1, 1024)]
