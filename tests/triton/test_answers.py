@@ -8,6 +8,7 @@ import time
 import pytest
 
 from dflash_backend.messages import AbortRequests
+from dflash_backend.triton import reporter
 from tests.engine_client import toy_engine
 from tests.triton.fake_triton import Request
 from tests.triton.serving import TEXT, eventually, joined, submit
@@ -183,3 +184,14 @@ def test_the_metrics_page_has_a_request_before_its_client_has_the_end_of_the_ans
         assert pages == [[6.0 * number, float(number)]]
         # At a rate that leaves the time for it.
         time.sleep(0.2)
+
+
+def test_the_metrics_page_has_a_cancelled_request_without_waiting_for_the_next_regular_report(
+    service, triton, monkeypatch
+):
+    monkeypatch.setattr(reporter, "BUSY_S", 1000.0)
+    monkeypatch.setattr(reporter, "IDLE_S", 1000.0)
+    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender.cancelled = True
+    assert sender.all()[0].error.code == "CANCELLED"
+    eventually(lambda: triton.values.get(("dflash:request_errors_total", "CANCELLED")) == 1)
