@@ -2,265 +2,200 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutant import Mutant, core_mutant
+from tests.mutations.mutant import Mutant, mutants_of
 
-INVARIANTS = "tests/core/test_invariants.py"
-SCHEDULING = "tests/core/test_scheduling.py"
-POOL = "tests/core/test_block_pool.py"
-PREFIX = "tests/core/test_prefix_cache.py"
-CONTEXT_KV = "tests/worker/test_context_kv.py"
-DRAFTS = "tests/worker/test_draft_alignment.py"
-QK_NORM_ROPE_WRITE = "tests/kernels/test_qk_norm_rope_write.py"
-FAILED_STEPS = "tests/core/test_failed_steps.py"
-SPEC_COUNTS = "tests/core/test_spec_stats.py"
+CORE = "dflash_backend/core"
+ENGINE = ("tests/core/test_engine_core.py",)
+FAILED_STEPS = ("tests/core/test_failed_steps.py",)
+INVARIANTS = ("tests/core/test_invariants.py",)
+POOL = ("tests/core/test_block_pool.py",)
+PREFIX = ("tests/core/test_prefix_cache.py",)
+RANDOM = ("tests/core/test_core_random.py",)
+SCHEDULING = ("tests/core/test_scheduling.py",)
+SPEC_COUNTS = ("tests/core/test_spec_stats.py",)
+NUM_FULL = "min(request.num_computed, request.num_tokens) // self._block_size"  # of the blocks to publish
 
-INVARIANTS_MUTANTS = (
-    core_mutant(
-        "RESERVE: lookahead of k instead of k + 1",
-        "scheduler_config",
-        "return k + self.lookahead_base if k > 0 else 0",
-        "return k",
+CORE_MUTANTS = (
+    *mutants_of(
+        f"{CORE}/scheduler_config.py",
         INVARIANTS,
+        ("RESERVE: lookahead of k instead of k + 1", "return k + self.lookahead_base if k > 0 else 0", "return k"),
+        ("WINDOW: the anchor's slot is not counted", "num_tokens + k <=", "num_tokens + k - 1 <="),
     ),
-    core_mutant(
-        "RESERVE: no lookahead on a prefill",
-        "rows",
-        "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(\n",
-        "    num_positions = end\n    return ScheduledRequest(\n",
+    *mutants_of(
+        f"{CORE}/rows.py",
         INVARIANTS,
+        (
+            "RESERVE: no lookahead on a prefill",
+            "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(\n",
+            "    num_positions = end\n    return ScheduledRequest(\n",
+        ),
+        (
+            "RESERVE: no lookahead behind verified drafts",
+            "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(request.request_id, start, 1,",
+            "    num_positions = end\n    return ScheduledRequest(request.request_id, start, 1,",
+        ),
     ),
-    core_mutant(
-        "RESERVE: no lookahead behind verified drafts",
-        "rows",
-        "    num_positions = end + config.lookahead(k)\n    return ScheduledRequest(request.request_id, start, 1,",
-        "    num_positions = end\n    return ScheduledRequest(request.request_id, start, 1,",
-        INVARIANTS,
-    ),
-    core_mutant(
-        "WINDOW: maximum length without the anchor's slot",
-        "scheduler_config",
-        "return num_tokens + k <= self.max_drafting_len",
-        "return num_tokens + k - 1 <= self.max_drafting_len",
-        INVARIANTS,
-    ),
-    core_mutant(
+    Mutant(
         "WINDOW: drafting past max_model_len",
-        "scheduler_config",
+        f"{CORE}/scheduler_config.py",
         "min(self.drafter_max_len, self.max_model_len)",
         "self.drafter_max_len",
         SCHEDULING,
     ),
-    core_mutant(
+    Mutant(
         "LOSSLESS: rejected positions count as computed",
-        "engine",
+        f"{CORE}/engine.py",
         "request.num_computed += row.num_new + result.num_accepted",
         "request.num_computed += row.num_new + row.num_draft",
         INVARIANTS,
     ),
-    Mutant(
-        "LOSSLESS: rejected positions injected, and the drafter goes on behind them",
-        "kernels/dflash_kernels/accept.py",
-        "computed.numpy()[index[real]] = end[real]",
-        "computed.numpy()[index[real]] = (first + lens)[real]",
-        (DRAFTS,),
-    ),
-    Mutant(
-        "TOGETHER: prefill chunks bring no drafter K/V",
-        "dflash_backend/worker/step_ops.py",
-        "final = slots.numpy() >= 0",
-        "final = (slots.numpy() >= 0) & (batch.logits_start.numpy() >= 0)[batch.token_row.numpy()]",
-        (CONTEXT_KV,),
-    ),
-    core_mutant(
-        "PUBLISH: a block is published before its last token was run",
-        "kv_manager",
-        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
-        "num_full = request.num_tokens // self._block_size",
+    *mutants_of(
+        f"{CORE}/kv_manager.py",
         INVARIANTS,
-    ),
-    core_mutant(
-        "PUBLISH: the last full block of a hit is dropped",
-        "kv_manager",
-        "num_blocks = (request.prefill_end - 1) // self._block_size",
-        "num_blocks = max(0, (request.prefill_end - 1) // self._block_size - 1)",
-        INVARIANTS,
+        (
+            "PUBLISH: a block is published before its last token was run",
+            NUM_FULL,
+            "request.num_tokens // self._block_size",
+        ),
+        (
+            "PUBLISH: the last full block of a hit is dropped",
+            "num_blocks = (request.prefill_end - 1) // self._block_size",
+            "num_blocks = max(0, (request.prefill_end - 1) // self._block_size - 1)",
+        ),
     ),
     Mutant(
-        "OWN: padding rows are written",
-        "kernels/dflash_kernels/qk_norm_rope_write.py",
-        "if slot >= 0:",
-        "if slot >= -1:",
-        (QK_NORM_ROPE_WRITE,),
-    ),
-)
-
-CACHE_MUTANTS = (
-    core_mutant(
         "a block that is not full is published",
-        "kv_manager",
-        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
-        "num_full = -(-min(request.num_computed, request.num_tokens) // self._block_size)",
+        f"{CORE}/kv_manager.py",
+        NUM_FULL,
+        "-(-min(request.num_computed, request.num_tokens) // self._block_size)",
+        RANDOM,
     ),
-    core_mutant(
-        "the last full block is not published",
-        "kv_manager",
-        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
-        "num_full = (min(request.num_computed, request.num_tokens) - 1) // self._block_size",
+    *mutants_of(
+        f"{CORE}/kv_manager.py",
         SCHEDULING,
+        (
+            "the last full block is not published",
+            NUM_FULL,
+            "(min(request.num_computed, request.num_tokens) - 1) // self._block_size",
+        ),
+        ("accepted tokens past a stop are published", NUM_FULL, "request.num_computed // self._block_size"),
+        (
+            "a hit leaves nothing to compute",
+            "num_blocks = (request.prefill_end - 1) // self._block_size",
+            "num_blocks = request.prefill_end // self._block_size",
+        ),
+        ("preempted requests make their own blocks hot", "reused=request.num_preemptions == 0", "reused=True"),
     ),
-    core_mutant(
-        "accepted tokens past a stop are published",
-        "kv_manager",
-        "num_full = min(request.num_computed, request.num_tokens) // self._block_size",
-        "num_full = request.num_computed // self._block_size",
-        SCHEDULING,
+    *mutants_of(
+        f"{CORE}/prefix_cache.py",
+        RANDOM,
+        ("the salt is not hashed", '_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")', "_ROOT_TAG"),
+        ("a block hash is not chained to its parent", "hashlib.sha256(parent + packed)", "hashlib.sha256(packed)"),
     ),
-    core_mutant(
-        "a hit leaves nothing to compute",
-        "kv_manager",
-        "num_blocks = (request.prefill_end - 1) // self._block_size",
-        "num_blocks = request.prefill_end // self._block_size",
-        SCHEDULING,
-    ),
-    core_mutant(
-        "the salt is not hashed", "prefix_cache", '_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")', "_ROOT_TAG"
-    ),
-    core_mutant(
-        "a block hash is not chained to its parent",
-        "prefix_cache",
-        "hashlib.sha256(parent + packed)",
-        "hashlib.sha256(packed)",
-    ),
-    core_mutant(
-        "the chain does not move on",
-        "prefix_cache",
-        "self._last = hash_block(self._last, packed[start : start + size])\n",
-        "self._last = hash_block(self._hashes[0] if self._hashes else self._last, packed[start : start + size])\n",
+    *mutants_of(
+        f"{CORE}/prefix_cache.py",
         PREFIX,
+        (
+            "the chain does not move on",
+            "hash_block(self._last, ",
+            "hash_block(self._hashes[0] if self._hashes else self._last, ",
+        ),
+        ("a cache salt's letters beyond ASCII are dropped", '("utf-8", "surrogatepass")', '("ascii", "ignore")'),
     ),
-    core_mutant(
-        "no reference is taken on a hit",
-        "block_pool",
-        "self._ref_counts[block_id] += 1",
-        "self._ref_counts[block_id] += 0",
+    *mutants_of(
+        f"{CORE}/block_pool.py",
+        RANDOM,
+        ("no reference is taken on a hit", "self._ref_counts[block_id] += 1", "self._ref_counts[block_id] += 0"),
+        (
+            "a block that is held stays in the eviction list",
+            "if self._ref_counts[block_id] == 0:\n                self._unlink(block_id)",
+            "if self._ref_counts[block_id] < 0:\n                self._unlink(block_id)",
+        ),
+        (
+            "a freed block that is cached counts as unused",
+            "if self._hashes[block_id] is None:\n                    self._unused.append(block_id)",
+            "if block_id >= 0:\n                    self._unused.append(block_id)",
+        ),
+        ("a block is found by its place and not by its hash", "hint >= 0 and hash_of[hint] == block_hash", "hint >= 0"),
+        ("an evicted block can still be found", "        del self._cached[block_hash]\n", ""),
+        ("a second block takes over a hash", "        if block_hash in self._cached:\n            return False\n", ""),
     ),
-    core_mutant(
-        "a block that is held stays in the eviction list",
-        "block_pool",
-        "if self._ref_counts[block_id] == 0:\n                self._unlink(block_id)",
-        "if self._ref_counts[block_id] < 0:\n                self._unlink(block_id)",
-    ),
-    core_mutant(
-        "a freed block that is cached counts as unused",
-        "block_pool",
-        "if self._hashes[block_id] is None:\n                    self._unused.append(block_id)",
-        "if block_id >= 0:\n                    self._unused.append(block_id)",
-    ),
-    core_mutant(
-        "a block is found by its place and not by its hash",
-        "block_pool",
-        "hint if hint >= 0 and hash_of[hint] == block_hash else cached.get(block_hash)",
-        "hint if hint >= 0 else cached.get(block_hash)",
-    ),
-    core_mutant("an evicted block can still be found", "block_pool", "        del self._cached[block_hash]\n", ""),
-    core_mutant(
-        "a second block takes over a hash",
-        "block_pool",
-        "        if block_hash in self._cached:\n            return False\n",
-        "",
-    ),
-    core_mutant(
-        "a chain's head is evicted before its tail", "block_pool", "in reversed(block_ids)", "in block_ids", POOL
-    ),
-    core_mutant("the newest cold block is evicted", "block_lists", "return self._next[", "return self._prev[", POOL),
-    core_mutant(
-        "a hit does not make a block protected",
-        "block_pool",
-        "self._reused[block_id] = 1",
-        "self._reused[block_id] = 0",
+    *mutants_of(
+        f"{CORE}/block_pool.py",
         POOL,
+        ("a chain's head is evicted before its tail", "in reversed(block_ids)", "in block_ids"),
+        ("a hit does not make a block protected", "self._reused[block_id] = 1", "self._reused[block_id] = 0"),
+        ("protected blocks never grow old", "age > PROTECTED_LIFE_IN_POOLS * self.num_blocks", "age < 0"),
+        ("protected blocks may fill the pool", "self._num_protected > self._max_protected", "self._num_protected < 0"),
     ),
-    core_mutant(
-        "protected blocks never grow old",
-        "block_pool",
-        "age > PROTECTED_LIFE_IN_POOLS * self.num_blocks",
-        "age < 0",
-        POOL,
+    Mutant(
+        "the newest cold block is evicted", f"{CORE}/block_lists.py", "return self._next[", "return self._prev[", POOL
     ),
-    core_mutant(
-        "protected blocks may fill the pool",
-        "block_pool",
-        "if self._num_protected > self._max_protected:",
-        "if self._num_protected < 0:",
-        POOL,
+    *mutants_of(
+        f"{CORE}/engine.py",
+        FAILED_STEPS,
+        (
+            "a request that fails alone is tried for ever",
+            "self._fail(request, _failed(str(error)), alone)",
+            "del error",
+        ),
+        (
+            "a request that fails only in a decode row is cleared by its prefill",
+            "+= not prefills_next(request)",
+            "+= 2",
+        ),
+        (
+            "the worker keeps its requests after a failed step",
+            "        queued = self.scheduler.take_all()\n        self._worker.reset()\n",
+            "        queued = self.scheduler.take_all()\n",
+        ),
+        (
+            "requests that fail together are tried for ever",
+            "request.num_unexplained_failures += 1",
+            "request.num_unexplained_failures += 0",
+        ),
     ),
-    core_mutant(
-        "preempted requests make their own blocks hot",
-        "kv_manager",
-        "reused=request.num_preemptions == 0",
-        "reused=True",
-        SCHEDULING,
-    ),
-)
-
-SPEC_COUNTS_MUTANTS = (
     Mutant(
         "drafts past the end of an answer count as accepted",
         "dflash_backend/spec_stats.py",
-        "self.num_accepted_tokens += num_delivered - 1",
-        "self.num_accepted_tokens += num_draft",
-        (SPEC_COUNTS,),
-    ),
-    core_mutant(
-        "what lies past a stop string counts",
-        "engine",
-        "self._spec_stats.take_back(num_draft, num_delivered, kept)",
-        "self._spec_stats.take_back(num_draft, num_delivered, num_delivered)",
+        "+= num_delivered - 1",
+        "+= num_draft",
         SPEC_COUNTS,
     ),
-    core_mutant(
-        "a counter of speculation falls",
-        "engine",
-        "self._spec_stats.maximum(self._reported_spec_stats)",
-        "self._spec_stats.maximum(SpecDecodingStats.zeros(self.config.num_speculative_tokens))",
+    *mutants_of(
+        f"{CORE}/engine.py",
         SPEC_COUNTS,
-    ),
-)
-
-FAILED_STEPS_MUTANTS = (
-    core_mutant(
-        "a request that fails alone is tried for ever",
-        "engine",
-        "            self._fail(request, _failed(str(error)), alone)\n",
-        "            del error\n",
-        FAILED_STEPS,
-    ),
-    core_mutant(
-        "who fails only in a decode row is cleared by its prefill",
-        "engine",
-        "num_decodes += not prefills_next(request)",
-        "num_decodes += 2",
-        FAILED_STEPS,
-    ),
-    core_mutant(
-        "the worker keeps its requests after a failed step",
-        "engine",
-        "        queued = self.scheduler.take_all()\n        self._worker.reset()\n",
-        "        queued = self.scheduler.take_all()\n",
-        FAILED_STEPS,
-    ),
-    core_mutant(
-        "requests that fail together are tried for ever",
-        "engine",
-        "request.num_unexplained_failures += 1",
-        "request.num_unexplained_failures += 0",
-        FAILED_STEPS,
+        (
+            "what lies past a stop string counts",
+            "self._spec_stats.take_back(num_draft, num_delivered, kept)",
+            "self._spec_stats.take_back(num_draft, num_delivered, num_delivered)",
+        ),
+        (
+            "a counter of speculation decreases",
+            "self._spec_stats.maximum(self._reported_spec_stats)",
+            "self._spec_stats.maximum(SpecDecodingStats.zeros(self.config.num_speculative_tokens))",
+        ),
     ),
     Mutant(
-        "an error of a step ends the engine",
-        "dflash_backend/worker/runner.py",
-        "    except (StepOutOfMemory, KVWriteError):",
-        "    except (StepOutOfMemory, KVWriteError, Exception):",
-        ("tests/worker/test_step_errors.py",),
+        "a request that is cancelled while it is preempted stays in the queue",
+        f"{CORE}/scheduler.py",
+        "        else:\n            self.queue.discard(request)",
+        "        elif request.num_preemptions == 0:\n            self.queue.discard(request)",
+        RANDOM,
+    ),
+    Mutant(
+        "requests without a seed share one",
+        f"{CORE}/request.py",
+        "derive_seed(config.seed, arrival)",
+        "derive_seed(config.seed, 0)",
+        ENGINE,
+    ),
+    Mutant(
+        "every accepted draft counts at the first position",
+        "dflash_backend/spec_stats.py",
+        "per_position[position] += 1",
+        "per_position[0] += 1",
+        ENGINE,
     ),
 )

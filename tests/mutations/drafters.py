@@ -1,12 +1,12 @@
-"""Defects of how a drafter's checkpoint is read and applied, and of how acceptance is judged: each stays lossless, and
-shows as lower acceptance, or as a figure that is compared with the wrong one."""
+"""Defects of how a drafter's checkpoint is read and applied, and of how acceptance is measured: each stays lossless,
+and shows as lower acceptance, or as a figure that is compared with the wrong one."""
 
 from __future__ import annotations
 
 from tests.mutations.mutant import Mutant
 
-DRAFTERS_ROOM = "dflash_backend/drafters"
-DFLASH = f"{DRAFTERS_ROOM}/dflash"
+DRAFTERS_PACKAGE = "dflash_backend/drafters"
+DFLASH = f"{DRAFTERS_PACKAGE}/dflash"
 DRAFTER = f"{DFLASH}/drafter.py"
 LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_authors_code",)
 FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
@@ -15,7 +15,7 @@ LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
 SEAM = "tests/drafters/test_seam.py::"
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
 
-DRAFTERS = (
+DRAFTERS_MUTANTS = (
     Mutant(
         "the last layer's feature is taken before the norm, as for speculators",
         DRAFTER,
@@ -42,7 +42,7 @@ DRAFTERS = (
     ),
     Mutant(
         "the last of several fields names the layers",
-        f"{DRAFTERS_ROOM}/layer_ids.py",
+        f"{DRAFTERS_PACKAGE}/layer_ids.py",
         "chosen, name = found[0]",
         "chosen, name = found[-1]",
         LAYER_IDS,
@@ -63,7 +63,7 @@ DRAFTERS = (
     ),
     Mutant(
         "unknown fields are passed over without a word",
-        f"{DRAFTERS_ROOM}/fields.py",
+        f"{DRAFTERS_PACKAGE}/fields.py",
         "    if not found:\n",
         "    if True:\n",
         DESCRIBED,
@@ -77,7 +77,7 @@ DRAFTERS = (
     ),
     Mutant(
         "windows at the top level of a speculators config are not read",
-        f"{DRAFTERS_ROOM}/speculators.py",
+        f"{DRAFTERS_PACKAGE}/speculators.py",
         "JsonReader({**layer.data, **outer}, layer.where)",
         "layer",
         (READ + "test_what_a_config_says_is_read",),

@@ -39,6 +39,6 @@ def occurrences(text: str, before: str) -> list[tuple[int, int]]:
     return [(match.start(), match.end()) for match in re.finditer(words, text)]
 
 
-def core_mutant(name: str, module: str, before: str, after: str, *tests: str) -> Mutant:
-    """A mutant of one module of the core, by default for the random test against the model of it."""
-    return Mutant(name, f"dflash_backend/core/{module}.py", before, after, tests or ("tests/core/test_core_random.py",))
+def mutants_of(file: str, tests: tuple[str, ...], *defects: Edit) -> tuple[Mutant, ...]:
+    """Mutants of one file that the same tests should notice, each as (name, before, after)."""
+    return tuple(Mutant(name, file, before, after, tests) for name, before, after in defects)

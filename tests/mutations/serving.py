@@ -1,0 +1,129 @@
+"""Defects of text, Triton's package, the client and the wiring of settings."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+BUILD = "dflash_backend/engine/build.py"
+TEXT = "dflash_backend/text"
+TRITON = "dflash_backend/triton"
+DETOKENIZER = ("tests/text/test_detokenizer.py",)
+LATENCIES = ("tests/triton/test_latencies.py",)
+METRICS = ("tests/triton/test_metrics.py",)
+SETTINGS = ("tests/test_settings.py",)
+
+SERVING_MUTANTS = (
+    Mutant(
+        "a client sends again past its time-out",
+        "client/dflash_client/retry.py",
+        "return wait_s if wait_s < remaining_s else None",
+        "return wait_s",
+        ("tests/client/test_request.py",),
+    ),
+    *mutants_of(
+        BUILD,
+        SETTINGS,
+        ("draft_sample_method does nothing", 'config.draft_sample_method == "greedy",', "False,"),
+        ("the setting seed does nothing", "seed=config.seed,", "seed=0,"),
+        ("enable_overlap does nothing", "trace, config.enable_overlap)", "trace, True)"),
+        (
+            "max_prefill_tokens_per_step does nothing",
+            "max_prefill_tokens_per_step=config.max_prefill_tokens_per_step",
+            "max_prefill_tokens_per_step=None",
+        ),
+    ),
+    *mutants_of(
+        f"{TEXT}/detokenizer.py",
+        DETOKENIZER,
+        (
+            "a stop string counts that ends in the last of min_tokens",
+            "search=self._num_unsearched < 0)",
+            "search=self._num_unsearched <= 0)",
+        ),
+        ("a torn character at the end is lost", "text if finished else _complete(text)", "_complete(text)"),
+    ),
+    Mutant(
+        "log-probabilities go on past a stop string",
+        f"{TEXT}/output.py",
+        "            if self._stopped:\n                return index + 1\n",
+        "",
+        ("tests/text/test_output.py",),
+    ),
+    Mutant(
+        "the queue time of several completions is the longest",
+        f"{TEXT}/output.py",
+        "return min(completion.stats.queue_time_s",
+        "return max(completion.stats.queue_time_s",
+        LATENCIES,
+    ),
+    Mutant(
+        "one character less is held back for a stop string",
+        f"{TEXT}/stop_strings.py",
+        "held = 0 if finished else machine.depth[state]",
+        "held = 0 if finished else max(0, machine.depth[state] - 1)",
+        DETOKENIZER,
+    ),
+    Mutant(
+        "only the first end-of-sequence id ends an answer",
+        f"{TEXT}/tokenizer.py",
+        "tuple(dict.fromkeys((*read_eos(directory), *own)))",
+        "tuple(dict.fromkeys((*read_eos(directory), *own)))[:1]",
+        ("tests/text/test_tokenizer.py",),
+    ),
+    Mutant(
+        "queries and hits of the prefix cache change places",
+        f"{TRITON}/metrics.py",
+        '"prefix_cache_queries": "dflash:prefix_cache_queries_total",',
+        '"prefix_cache_queries": "dflash:prefix_cache_hits_total",',
+        METRICS,
+        (
+            (
+                f"{TRITON}/metrics.py",
+                '"prefix_cache_hits": "dflash:prefix_cache_hits_total",',
+                '"prefix_cache_hits": "dflash:prefix_cache_queries_total",',
+            ),
+        ),
+    ),
+    Mutant(
+        "buckets of seconds are milliseconds",
+        f"{TRITON}/metrics.py",
+        "_Histogram(self._specs[name].buckets)",
+        "_Histogram(tuple(1000 * bound for bound in self._specs[name].buckets))",
+        METRICS,
+    ),
+    *mutants_of(
+        f"{TRITON}/request_metrics.py",
+        LATENCIES,
+        (
+            "the time per output token counts the first token",
+            "(now - state.first_token_at) / (longest - 1)",
+            "(now - state.first_token_at) / longest",
+        ),
+        (
+            "time to first token is the whole latency",
+            "state.first_token_at - state.arrived_at",
+            "now - state.arrived_at",
+        ),
+    ),
+    Mutant(
+        "the engine is not told how many tokens count before a stop string",
+        f"{TRITON}/running_requests.py",
+        "AbortRequests([*aborted, *stopped_at], stopped_at)",
+        "AbortRequests([*aborted, *stopped_at])",
+        ("tests/triton/test_answers.py",),
+    ),
+    Mutant(
+        "the engine is not told of a cancelled request",
+        f"{TRITON}/running_requests.py",
+        "self._engine.send(AbortRequests(request.state.engine_ids))",
+        "pass",
+        ("tests/triton/test_isolation.py",),
+    ),
+    Mutant(
+        "request_timeout_s is not sent to the engine",
+        f"{TRITON}/service.py",
+        "self._config.request_timeout_s)",
+        "0.0)",
+        ("tests/triton/test_settings.py",),
+    ),
+)

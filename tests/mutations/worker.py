@@ -1,0 +1,268 @@
+"""Defects of the kernels, attention, models, draft sampling and the worker."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+ACCEPT = "kernels/dflash_kernels/accept.py"
+DFLASH = "dflash_backend/drafters/dflash"
+DRAFTERS = "dflash_backend/drafters"
+FILTERED_SOFTMAX = "kernels/dflash_kernels/filtered_softmax.py"
+WORKER = "dflash_backend/worker"
+DRAFT_SAMPLER = ("tests/drafters/test_draft_sampler.py",)
+GUARD = ("tests/worker/test_write_guard.py",)
+LOGITS = ("tests/worker/test_logits.py",)
+REJECTION = ("tests/sampling/test_verify.py",)
+STEP_OPS = ("tests/worker/test_step_ops.py",)
+
+WORKER_MUTANTS = (
+    Mutant(
+        "the first block that a window shows is one too late",
+        "dflash_backend/attention/torch_backend.py",
+        "first_query - pattern.sliding_window + 1, 0)",
+        "first_query - pattern.sliding_window + 2, 0)",
+        ("tests/attention/test_torch_backend.py",),
+    ),
+    Mutant(
+        "drafts are drawn with the target's random numbers",
+        f"{DRAFTERS}/base.py",
+        "parameters.seeds, positions, Stream.DRAFT)",
+        "parameters.seeds, positions, Stream.TARGET)",
+        DRAFT_SAMPLER,
+        ((f"{DRAFTERS}/base.py", "positions[index], Stream.DRAFT)", "positions[index], Stream.TARGET)"),),
+    ),
+    Mutant(
+        "mask queries past the eighth are rotated as the eighth",
+        f"{DFLASH}/drafter.py",
+        "            batch.positions,\n            batch.slots,",
+        "            torch.minimum(batch.positions, torch.from_numpy("
+        "(batch.layout.seq_lens - batch.layout.query_lens + 8).repeat(batch.layout.query_lens))),\n"
+        "            batch.slots,",
+        ("tests/drafters/test_dflash.py",),
+    ),
+    Mutant(
+        "features of the last decoder layer are taken after the final norm",
+        "dflash_backend/models/decoder.py",
+        "                captured[index] = hidden\n",
+        "                is_last = index + 1 == len(self.layers)\n"
+        "                normed_hidden = self.ops.rms_norm(hidden, self.final_norm, self.eps)\n"
+        "                captured[index] = normed_hidden if is_last else hidden\n",
+        ("tests/models/test_families.py::test_captured_features_are_the_outputs_of_the_layers_named",),
+    ),
+    Mutant(
+        "draft ids of a reduced vocabulary are taken for the target's",
+        "dflash_backend/sampling/vocabulary.py",
+        "self.ids[draft_tokens]",
+        "draft_tokens",
+        DRAFT_SAMPLER,
+    ),
+    Mutant(
+        "penalties do not count the last token",
+        f"{WORKER}/logits.py",
+        "put(position)[:, None]) & ~in_prompt",
+        "put(position)[:, None] - 1) & ~in_prompt",
+        ("tests/test_logits_processing.py::test_greedy_output_is_the_best_token_of_the_changed_logits_at_every_place",),
+    ),
+    Mutant(
+        "log-probabilities are those of processed logits",
+        f"{WORKER}/logits.py",
+        "        return logits.float().index_copy(0, flat, processed)",
+        "        self._raw = processed\n        return logits.float().index_copy(0, flat, processed)",
+        ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
+    ),
+    Mutant(
+        "penalties do not count drafts",
+        f"{WORKER}/logits.py",
+        "    counts.index_put_((put(logits_rows), draft_tokens), counts.new_ones(()), accumulate=True)\n",
+        "",
+        LOGITS,
+    ),
+    Mutant(
+        "penalties come before the bias",
+        f"{WORKER}/logits.py",
+        "    first = metadata.first\n    for i in special.nonzero()",
+        "    first = metadata.first\n"
+        "    which = penalised.nonzero()[0]\n"
+        "    if len(which) > 0:\n"
+        "        _penalise(processed, first[which], num_draft[which], position[which], req_idx[which], requests)\n"
+        "    for i in special.nonzero()",
+        LOGITS,
+        (
+            (
+                f"{WORKER}/logits.py",
+                "for start in range(0, len(which), PENALISED_AT_A_TIME):",
+                "for start in range(0, 0, PENALISED_AT_A_TIME):",
+            ),
+        ),
+    ),
+    Mutant(
+        "a short request is taken for one whose stop tokens are hidden",
+        f"{WORKER}/logits.py",
+        "hides = (min_end > 0) & (min_end > batch.start + batch.num_new - batch.num_unverified)",
+        "hides = min_end > batch.start + batch.num_new - batch.num_unverified",
+        ("tests/worker/test_short_requests.py",),
+    ),
+    Mutant(
+        "an error of a step ends the engine",
+        f"{WORKER}/runner.py",
+        "    except (StepOutOfMemory, KVWriteError):",
+        "    except (StepOutOfMemory, KVWriteError, Exception):",
+        ("tests/worker/test_step_errors.py",),
+    ),
+    Mutant(
+        "the filters are lost where parameters are repeated for each distribution",
+        f"{WORKER}/state.py",
+        "            any_top_k_or_p,\n            any_min_p,\n        )",
+        "            False,\n            False,\n        )",
+        ("tests/sampling/test_filtered_softmax.py",),
+    ),
+    Mutant(
+        "top_p, top_k and min_p never reach the device",
+        f"{WORKER}/state.py",
+        "(state.top_p, self.top_p),",
+        "(state.top_p, np.ones_like(self.top_p)),",
+        ("tests/test_device_lossless.py::test_each_cut_of_these_requests_changes_what_is_drawn",),
+        (
+            (f"{WORKER}/state.py", "(state.min_p, self.min_p),", "(state.min_p, np.zeros_like(self.min_p)),"),
+            (f"{WORKER}/state.py", "(state.top_k, self.top_k),", "(state.top_k, np.zeros_like(self.top_k)),"),
+        ),
+    ),
+    Mutant(
+        "after a preemption decoded positions are one too high",
+        f"{WORKER}/state.py",
+        "        self.records[new.request_id] = record\n",
+        "        self.records[new.request_id] = record\n"
+        "        self.state.resumed = getattr(self.state, 'resumed', {})\n"
+        "        self.state.resumed[index] = len(new.token_ids) > new.num_prompt_tokens\n",
+        ("tests/test_same_seed.py::test_a_request_gets_its_output_after_a_preemption",),
+        (
+            (
+                f"{WORKER}/step.py",
+                "        context = PagedContext.prepare(\n"
+                "            prepared.layout,\n"
+                "            prepared.positions,",
+                "        late = torch.tensor([self.state.resumed[i] for i in inputs.batch.req_idx.tolist()])\n"
+                "        late = (late & (inputs.batch.num_new == 1))[inputs.batch.token_row.long()].long()\n"
+                "        context = PagedContext.prepare(\n"
+                "            prepared.layout,\n"
+                "            prepared.positions + late,",
+            ),
+        ),
+    ),
+    Mutant(
+        "min_tokens starts anew after a preemption",
+        f"{WORKER}/state.py",
+        "new.num_prompt_tokens + sampling.min_tokens",
+        "len(new.token_ids) + sampling.min_tokens",
+        LOGITS,
+    ),
+    Mutant(
+        "drafts are verified by the distributions of the step before",
+        f"{WORKER}/step.py",
+        "        self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)",
+        "        self.ops.store_drafts(drafts, inputs.batch, self.state)\n"
+        "        late, self.late = getattr(self, 'late', None), (inputs.batch, sampler.probs)\n"
+        "        if late is not None and late[1] is not None:\n"
+        "            self.ops._store_probs(\n"
+        "                self.state.draft_probs, late[0].req_idx, late[0].num_next, late[0].sampled, late[1]\n"
+        "            )",
+        ("tests/test_logits_processing.py::test_sampled_output_has_the_distribution_of_the_changed_logits",),
+    ),
+    Mutant(
+        "the draft phase is not guarded",
+        f"{WORKER}/step.py",
+        "guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)",
+        "pass",
+        ("tests/worker/test_runner.py::test_each_phase_that_writes_is_checked",),
+    ),
+    *mutants_of(
+        f"{WORKER}/step.py",
+        GUARD,
+        ("the inject phase is not guarded", 'guard.check("inject", token_row, final.slots)', "pass"),
+        (
+            "the verify phase is not guarded",
+            'guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)',
+            "pass",
+        ),
+    ),
+    Mutant(
+        "TOGETHER: prefill chunks bring no drafter K/V",
+        f"{WORKER}/step_ops.py",
+        "final = slots.numpy() >= 0",
+        "final = (slots.numpy() >= 0) & (batch.logits_start.numpy() >= 0)[batch.token_row.numpy()]",
+        ("tests/worker/test_context_kv.py",),
+    ),
+    Mutant(
+        "requests without speculation leave no drafter K/V in the blocks that they publish",
+        f"{WORKER}/step_ops.py",
+        "final = slots.numpy() >= 0",
+        "plain = (batch.num_next.numpy() == 0) & (batch.logits_start.numpy() >= 0)\n"
+        "        final = (slots.numpy() >= 0) & ~plain[batch.token_row.numpy()]",
+        ("tests/worker/test_mixed_speculation.py",),
+    ),
+    Mutant(
+        "the residual is that of a row's first draft, in every form",
+        ACCEPT,
+        "draft_probs[torch.from_numpy(self.index[rejected]), columns]",
+        "draft_probs[torch.from_numpy(self.index[rejected]), columns * 0]",
+        REJECTION,
+        (
+            (
+                ACCEPT,
+                "place = (req_idx.to(tl.int64) * k + count) * vocab + offsets",
+                "place = req_idx.to(tl.int64) * k * vocab + offsets",
+            ),
+        ),
+    ),
+    Mutant(
+        "one random number verifies all drafts of a row",
+        ACCEPT,
+        "positions = torch.from_numpy(self.first[:, None] + column)",
+        "positions = torch.from_numpy(self.first[:, None] + column * 0)",
+        (*REJECTION, "tests/kernels/test_accept.py"),
+        ((ACCEPT, "first + column, accept_stream)", "first + column * 0, accept_stream)"),),
+    ),
+    Mutant(
+        "LOSSLESS: rejected positions injected, and the drafter goes on behind them",
+        ACCEPT,
+        "computed.numpy()[index[real]] = end[real]",
+        "computed.numpy()[index[real]] = (first + lens)[real]",
+        ("tests/worker/test_draft_alignment.py",),
+    ),
+    *mutants_of(
+        ACCEPT,
+        STEP_OPS,
+        (
+            "the residual is that of a row's first draft, in one form",
+            "draft_probs[torch.from_numpy(self.index[rejected]), columns]",
+            "draft_probs[torch.from_numpy(self.index[rejected]), columns * 0]",
+        ),
+        (
+            "drafts are verified with the numbers of the position after theirs, in one form",
+            "positions = torch.from_numpy(self.first[:, None] + column)",
+            "positions = torch.from_numpy(self.first[:, None] + column + 1)",
+        ),
+        ("the kernel takes the residual although every draft was accepted", "count < tl.load(", "count <= tl.load("),
+    ),
+    Mutant(
+        "min_p is applied before the temperature",
+        FILTERED_SOFTMAX,
+        "probs = scaled.softmax(dim=-1)",
+        "probs = logits.float().softmax(dim=-1)",
+        ("tests/kernels/test_sampling.py::test_the_cuts_see_the_probabilities_at_the_temperature",),
+        (
+            (
+                FILTERED_SOFTMAX,
+                "lowest_kept = tl.maximum(lowest_kept, top + temperature * tl.log(min_p))",
+                "lowest_kept = tl.maximum(lowest_kept, top + tl.log(min_p))",
+            ),
+        ),
+    ),
+    Mutant(
+        "OWN: padding rows are written",
+        "kernels/dflash_kernels/qk_norm_rope_write.py",
+        "if slot >= 0:",
+        "if slot >= -1:",
+        ("tests/kernels/test_qk_norm_rope_write.py",),
+    ),
+)
