@@ -21,7 +21,9 @@ from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
 from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.kv_cache import PagedKVCache
-from dflash_backend.worker.runner import ModelRunner, RunnerSizes
+from dflash_backend.worker.runner import ModelRunner
+from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import Prepared, select_step_ops
 
 BLOCK_SIZE = 16
@@ -71,17 +73,9 @@ class RandomEngine:
         ops = select_step_ops(self.device)
         if acceptance is not None and k:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
-        runner = ModelRunner(
-            self.target,
-            drafter,
-            self.kv,
-            self.backend,
-            ops,
-            RunnerSizes(sizes.num_rows, sizes.num_rows * (k + 1), sizes.max_model_len, k),
-            greedy_drafts=True,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, self.device)
+        step = ModelStep(self.target, drafter, self.kv, self.backend, ops, state, greedy_drafts=True, dtype=self.dtype)
+        runner = ModelRunner(step, max_tokens=sizes.num_rows * (k + 1))
         runner.prepare(
             use_graphs=True,
             progress=lambda message, fraction: None,

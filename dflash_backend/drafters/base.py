@@ -44,6 +44,34 @@ class DraftBatch:
         return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
 
 
+@dataclass(frozen=True)
+class ContextBatch:
+    """Accepted tokens whose context KV a drafter writes.
+
+    features: `[n, L * target_hidden]`. positions, slots: int64 `[n]`. padded: whether there may be slots below 0, for
+    which nothing is written. next_token_ids: int64 `[n]`, the token behind each position, for a drafter with
+    `reads_next_tokens`.
+    """
+
+    features: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    padded: bool = False
+    next_token_ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a drafter is loaded: to run positions below `max_positions`, in `dtype` on `device`, with the operations
+    `ops`. progress: called with each file and the share that has been read."""
+
+    max_positions: int
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress
+    ops: LayerOps
+
+
 class DrawOps(Protocol):
     """How tokens are chosen. `worker.step_ops` has these operations."""
 
@@ -144,29 +172,12 @@ class Drafter(Protocol[Spec]):
         ...
 
     @classmethod
-    def load(
-        cls,
-        spec: Spec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress,
-        ops: LayerOps,
-    ) -> DrafterFactory:
-        """Load the drafter in `spec.path`, able to run positions below `max_positions`. Raises `CheckpointError`."""
+    def load(cls, spec: Spec, options: LoadOptions) -> DrafterFactory:
+        """Load the drafter in `spec.path`. Raises `CheckpointError`."""
         ...
 
-    def inject(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        padded: bool = False,
-        next_token_ids: torch.Tensor | None = None,
-    ) -> None:
-        """Write the context KV of accepted tokens: features `[n, L * target_hidden]`, positions and slots int64
-        `[n]`. With `padded` there may be slots below 0, for which nothing is written. next_token_ids: int64 `[n]`, the
-        token behind each position; None unless `reads_next_tokens`."""
+    def inject(self, batch: ContextBatch) -> None:
+        """Write the context KV of accepted tokens."""
         ...
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:

@@ -20,7 +20,7 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
-from dflash_backend.drafters.base import DrafterFactory, draft_patterns
+from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
@@ -44,7 +44,8 @@ from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.row_parallel import num_row_workers
-from dflash_backend.worker.runner import RunnerSizes
+from dflash_backend.worker.state import StateTensors
+from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
 
 Progress = Callable[[str, float], None]
@@ -146,14 +147,10 @@ def _load_models(
     )
     make_drafter = None
     if pair.draft is not None:
-        make_drafter = drafter_class(pair.draft).load(
-            pair.draft,
-            num_positions,
-            dtype,
-            device,
-            lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done),
-            ops,
+        options = LoadOptions(
+            num_positions, dtype, device, lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done), ops
         )
+        make_drafter = drafter_class(pair.draft).load(pair.draft, options)
     return LoadedModels(pair, target, make_drafter, backend, device, dtype)
 
 
@@ -193,22 +190,21 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
     drafter = None
     if models.make_drafter is not None:
         drafter = models.make_drafter(target, kv.draft, models.backend)
-    runner_sizes = RunnerSizes(
-        config.max_num_seqs, config.max_num_batched_tokens, sizes.max_model_len, pair.num_speculative_tokens
-    )
-    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    return ModelRunner(
+    step = ModelStep(
         target,
         drafter,
         kv,
         models.backend,
         select_step_ops(device, _wanted_ops(models.backend)),
-        runner_sizes,
-        config.draft_sample_method == "greedy",
-        device,
-        models.dtype,
-        num_row_workers(sum(weight_bytes(directory) for directory in directories)),
+        StateTensors.allocate(
+            config.max_num_seqs, sizes.max_model_len, pair.num_speculative_tokens, kv.block_size, device
+        ),
+        greedy_drafts=config.draft_sample_method == "greedy",
+        dtype=models.dtype,
     )
+    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
+    workers = num_row_workers(sum(weight_bytes(directory) for directory in directories))
+    return ModelRunner(step, config.max_num_batched_tokens, workers)
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:

@@ -16,36 +16,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from dflash_backend.attention import AttentionBackend
 from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
-from dflash_backend.drafters.base import Drafter
 from dflash_backend.messages import TokenLogprobs
-from dflash_backend.models.interface import TargetModel
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes, warm_up
-from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.row_parallel import RowPool
-from dflash_backend.worker.state import RequestStates, StateTensors
+from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
-from dflash_backend.worker.step_ops import StepOps
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunnerSizes:
-    """What a runner allocates for.
-
-    num_rows, num_tokens: the most of one step. max_model_len: the most tokens of one request. k: the most drafts.
-    """
-
-    num_rows: int
-    num_tokens: int
-    max_model_len: int
-    k: int
 
 
 @dataclass(frozen=True)
@@ -68,40 +50,23 @@ class StepInFlight:
 
 
 class ModelRunner:
-    """Owns the device: models, K/V, request state and graphs."""
+    """Runs the steps of plans, on the device that the models, the K/V and the requests' state of `step` are on."""
 
-    def __init__(
-        self,
-        target: TargetModel,
-        drafter: Drafter | None,
-        kv: PagedKVCache,
-        backend: AttentionBackend,
-        ops: StepOps,
-        sizes: RunnerSizes,
-        greedy_drafts: bool,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_row_workers: int = 1,
-    ) -> None:
-        """`num_row_workers`: threads that share the rows of a step, with `HostStepOps`."""
-        self.target = target
-        self.drafter = drafter
-        self.kv = kv
-        self.backend = backend
-        self.ops = ops
-        self.device = device
-        self.overlaps = not ops.on_host
-        self.state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, sizes.k, kv.block_size, device)
-        self.requests = RequestStates(self.state, target.spec.vocab_size, greedy_drafts)
-        self.step = ModelStep(target, drafter, kv, backend, ops, self.state, greedy_drafts, dtype)
+    def __init__(self, step: ModelStep, max_tokens: int, num_row_workers: int = 1) -> None:
+        """max_tokens: the most tokens of one step. num_row_workers: threads that share the rows of a step, with
+        `HostStepOps`."""
+        self.step = step
+        self.device = step.device
+        self.overlaps = not step.ops.on_host
+        self.requests = RequestStates(step.state, step.target.spec.vocab_size, step.greedy_drafts)
         self.row_pool = RowPool(num_row_workers)
-        num_tokens = max(sizes.num_tokens, sizes.num_rows * (sizes.k + 1))
-        self.layouts = LayoutBuffer(sizes.num_rows, num_tokens, device)
-        self.graphs = GraphRunner(self.step, self.layouts)
-        self._max_tokens = sizes.num_tokens
+        num_rows = len(step.state.tokens)
+        self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), self.device)
+        self.graphs = GraphRunner(step, self.layouts)
+        self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
-        self._max_padded_rows = max(1, min(sizes.num_rows, sizes.num_tokens // self.step.width))
-        self._downloader = Downloader(self.step.result_size(self.layouts.max_rows), device)
+        self._max_padded_rows = max(1, min(num_rows, max_tokens // step.width))
+        self._downloader = Downloader(step.result_size(self.layouts.max_rows), self.device)
         self._in_flight: deque[StepInFlight] = deque()
 
     @torch.inference_mode()
@@ -120,14 +85,14 @@ class ModelRunner:
         default. Without `serves` only what greedy decode rows need: no padded steps for sampled requests, and on a GPU
         the kernels of other steps are compiled when they come.
         """
-        if self.ops.on_host:
+        if self.step.ops.on_host:
             return
         sizes = sizes or capture_sizes(self._max_padded_rows)
         if self.device.type == "cuda" and serves:
             self.requests.allocate_draft_probs()  # at the address that graphs know from now on
             progress("compiling kernels", 0.0)
             warm_up(self.step, self.layouts, self._max_tokens)
-        if not self.backend.capabilities.capturable and self.device.type == "cuda":
+        if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":
             self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress)
@@ -166,7 +131,7 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> list[PartInFlight]:
         """Queue a step that has rows. Raises `StepOutOfMemory`."""
         try:
-            if not self.ops.on_host:
+            if not self.step.ops.on_host:
                 return [self._run_part(plan, plan.rows)]
             return self.row_pool.run(lambda rows: self._run_part(plan, rows), self.row_pool.split(plan.rows))
         except torch.OutOfMemoryError as error:
@@ -183,13 +148,13 @@ class ModelRunner:
         inference mode of its own.)"""
         batch = HostBatch.of(rows, self.requests)
         processors = LogitsProcessors.of(batch, self.requests)
-        guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.kv.block_size)
+        guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         padded = self.graphs.find(batch) if processors is None else None
         if padded is not None:
             inputs = padded.inputs
             self.layouts.send_padded(batch, inputs.num_rows, self.step.width)
         else:
-            inputs = batch.ragged(share) if self.ops.on_host else self.layouts.send_ragged(batch)
+            inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
         if padded is not None and guard is None:
             output = StepOutput(padded.replay())
         else:

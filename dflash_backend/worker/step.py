@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.drafters.base import Drafter
+from dflash_backend.drafters.base import ContextBatch, Drafter
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
@@ -50,28 +50,26 @@ class StepOutput:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
+@dataclass
 class ModelStep:
-    """The models, the K/V and the operations that steps are made of."""
+    """The models, the K/V, the requests' state and the operations that steps are made of.
 
-    def __init__(
-        self,
-        target: TargetModel,
-        drafter: Drafter | None,
-        kv: PagedKVCache,
-        backend: AttentionBackend,
-        ops: StepOps,
-        state: StateTensors,
-        greedy_drafts: bool,
-        dtype: torch.dtype,
-    ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.kv = kv
-        self.backend = backend
-        self.ops = ops
-        self.state = state
-        self.greedy_drafts = greedy_drafts
-        self.dtype = dtype
+    greedy_drafts: whether every draft is the drafter's argmax. dtype: that of the models and the K/V.
+    """
+
+    target: TargetModel
+    drafter: Drafter | None
+    kv: PagedKVCache
+    backend: AttentionBackend
+    ops: StepOps
+    state: StateTensors
+    greedy_drafts: bool
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps run."""
+        return self.state.tokens.device
 
     @property
     def width(self) -> int:
@@ -106,7 +104,7 @@ class ModelStep:
         self, inputs: StepInputs, guard: WriteGuard | None = None, processors: LogitsProcessors | None = None
     ) -> Verified:
         """One target forward over all rows, and the distributions that their drafts are verified by."""
-        timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.state.tokens.device)
+        timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
         record(timestamps, 0)
         prepared = self.ops.prepare(inputs, self.state)
         if guard is not None:
@@ -173,7 +171,7 @@ class ModelStep:
         if drafter.reads_next_tokens:
             req_idx = batch.req_idx[token_row.clamp(min=0).long()].clamp(min=0).long()
             next_tokens = self.state.tokens[req_idx, final.positions + 1]
-        drafter.inject(features, final.positions, final.slots, final.padded, next_tokens)
+        drafter.inject(ContextBatch(features, final.positions, final.slots, final.padded, next_tokens))
 
     def _draft(self, drafter: Drafter, inputs: StepInputs, guard: WriteGuard | None) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""

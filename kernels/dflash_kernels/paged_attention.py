@@ -113,12 +113,70 @@ if triton is not None:
         return tl.maximum(tl.cdiv(share, BLOCK_N) * BLOCK_N, SMALLEST)
 
     @triton.jit
+    def _split_span(begin, end, split, num_splits, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr):
+        """The positions `[begin, end)` of one split."""
+        chunk = _chunk(begin, end, num_splits, BLOCK_N, SMALLEST)
+        begin = begin + split * chunk
+        return begin, tl.minimum(begin + chunk, end)
+
+    @triton.jit
+    def _lines(first, kv_head, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+        """Lines of a tile, each a query and one of the heads of the group: `[BLOCK_M]` each."""
+        m = tl.arange(0, BLOCK_M)
+        return m, first + m // GROUP, kv_head * GROUP + m % GROUP
+
+    @triton.jit
     def _dot(a, b, acc, WIDEN: tl.constexpr):
         """`a @ b + acc`, float32 in full precision."""
         if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         return tl.dot(a, b, acc, input_precision="ieee")
+
+    @triton.jit
+    def _visible(key, position, end, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+        """Which keys `[1, BLOCK_N]` below `end` the queries at `position` `[BLOCK_M, 1]` see."""
+        visible = key < end
+        if CAUSAL:
+            visible = visible & (key <= position)
+        if WINDOW > 0:
+            visible = visible & (key - position < WINDOW) & (position - key < WINDOW)
+        return visible
+
+    @triton.jit
+    def _attend_keys(
+        q, position, top, total, acc, key, end, keys_ptr, table_ptr, in_head, d, scale, block_stride, slot_stride,
+        value_stride,
+        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+        WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    ):  # fmt: skip
+        """Online softmax over one more block of keys: each line's maximum, sum of weights, and weighted values."""
+        inside = key < end
+        # The block of each position by itself, so that BLOCK_N need not divide the block size or the reverse.
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0)
+        slot = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
+        kv_offsets = slot[:, None] + d[None, :]
+        kv_there = inside[:, None] & in_head
+        k = tl.load(keys_ptr + kv_offsets, mask=kv_there, other=0.0)
+        scores = _dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
+        scores = tl.where(_visible(key[None, :], position, end, CAUSAL, WINDOW), scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A line that has seen nothing yet must not become NaN.
+        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - finite_top[:, None])
+        shrink = tl.exp2(top - finite_top)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(keys_ptr + value_stride + kv_offsets, mask=kv_there, other=0.0)
+        acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None], WIDEN)
+        return new_top, total, acc
+
+    @triton.jit
+    def _store_split(acc, top, total, line, is_query, in_head, d, partial_ptr, lse_ptr, HEAD_DIM: tl.constexpr):
+        """Leave a split's result and the log of its softmax's denominator for the merge."""
+        lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + line, lse, mask=is_query)
+        tl.store(partial_ptr + (line * HEAD_DIM)[:, None] + d[None, :], acc, mask=is_query[:, None] & in_head)
 
     @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_kernel(
@@ -138,23 +196,17 @@ if triton is not None:
         seq_len = tl.load(seq_lens_ptr + row)
         begin, end = _span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
         if SPLIT:
-            chunk = _chunk(begin, end, num_splits, BLOCK_N, SMALLEST)
-            begin = begin + split * chunk
-            end = tl.minimum(begin + chunk, end)
+            begin, end = _split_span(begin, end, split, num_splits, BLOCK_N, SMALLEST)
             if begin >= end:
                 return  # the merge reads only the splits that have positions
 
-        # Line m of the tile is a query and one of the heads of the group.
-        m = tl.arange(0, BLOCK_M)
+        m, query, head = _lines(first, kv_head, BLOCK_M, GROUP)
         d = tl.arange(0, BLOCK_D)
-        query = first + m // GROUP
-        head = kv_head * GROUP + m % GROUP
         in_head = d[None, :] < HEAD_DIM
         is_query = query < tl.minimum(last, query_len)
-        there = is_query[:, None] & in_head
         token = (tl.load(start_ptr + row) + query).to(tl.int64)
         q_offsets = (token * token_stride + head * head_stride)[:, None] + d[None, :]
-        q = tl.load(query_ptr + q_offsets, mask=there, other=0.0)
+        q = tl.load(query_ptr + q_offsets, mask=is_query[:, None] & in_head, other=0.0)
         position = (seq_len - query_len + query)[:, None]
 
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -163,32 +215,10 @@ if triton is not None:
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
         keys_ptr = cache_ptr + kv_head * kv_head_stride
         for base in range(begin, end, BLOCK_N):
-            key = base + tl.arange(0, BLOCK_N)
-            inside = key < end
-            # The block of each position by itself, so that BLOCK_N need not divide the block size or the reverse.
-            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0)
-            slot = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
-            kv_offsets = slot[:, None] + d[None, :]
-            kv_there = inside[:, None] & in_head
-            k = tl.load(keys_ptr + kv_offsets, mask=kv_there, other=0.0)
-            scores = _dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
-            visible = inside[None, :]
-            if CAUSAL:
-                visible = visible & (key[None, :] <= position)
-            if WINDOW > 0:
-                visible = visible & (key[None, :] - position < WINDOW) & (position - key[None, :] < WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            # A line that has seen nothing yet must not become NaN.
-            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - finite_top[:, None])
-            shrink = tl.exp2(top - finite_top)
-            total = total * shrink + tl.sum(weights, 1)
-            v = tl.load(keys_ptr + value_stride + kv_offsets, mask=kv_there, other=0.0)
-            acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None], WIDEN)
-            top = new_top
-
+            top, total, acc = _attend_keys(
+                q, position, top, total, acc, base + tl.arange(0, BLOCK_N), end, keys_ptr, table_ptr, in_head, d, scale,
+                block_stride, slot_stride, value_stride, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+            )  # fmt: skip
         acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
         if not SPLIT:
             # Also the queries that the row has less than its bound: their output is zeros.
@@ -197,9 +227,7 @@ if triton is not None:
             tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=owned)
         else:
             line = ((tl.program_id(0) * BLOCK_M + m).to(tl.int64)) * num_splits + split
-            lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-            tl.store(lse_ptr + line, lse, mask=is_query)
-            tl.store(partial_ptr + (line * HEAD_DIM)[:, None] + d[None, :], acc, mask=there)
+            _store_split(acc, top, total, line, is_query, in_head, d, partial_ptr, lse_ptr, HEAD_DIM)
 
     @triton.jit(do_not_specialize=STEP_NUMBERS[:-1], do_not_specialize_on_alignment=STEP_POINTERS)
     def _merge_kernel(

@@ -7,7 +7,6 @@ position, the token that follows it.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,12 +16,10 @@ from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec
-from dflash_backend.checkpoints.weights import Progress
-from dflash_backend.drafters.base import DraftBatch, Drafter, DrafterFactory, DraftSampler
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
 from dflash_backend.drafters.registry import Method
 from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.models.interface import TargetModel
-from dflash_backend.models.ops import LayerOps
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE
 
 LOOKUP = "lookup"
@@ -76,28 +73,13 @@ class LookupDrafter(Drafter[LookupSpec]):
         return {}
 
     @classmethod
-    def load(
-        cls,
-        spec: LookupSpec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress,
-        ops: LayerOps,
-    ) -> DrafterFactory:
-        return partial(cls)
+    def load(cls, spec: LookupSpec, options: LoadOptions) -> DrafterFactory:
+        return cls
 
-    def inject(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        padded: bool = False,
-        next_token_ids: torch.Tensor | None = None,
-    ) -> None:
-        assert next_token_ids is not None
-        written = slots >= 0
-        self.following[slots[written]] = next_token_ids[written].to(self.following.dtype)
+    def inject(self, batch: ContextBatch) -> None:
+        assert batch.next_token_ids is not None
+        written = batch.slots >= 0
+        self.following[batch.slots[written]] = batch.next_token_ids[written].to(self.following.dtype)
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
         logits, queries = [], 0

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import CheckpointError, RopeSpec
 from dflash_backend.checkpoints.targets import read_target
+from dflash_backend.drafters.base import ContextBatch
 from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.drafters.dflash.model import DFlashModel
@@ -175,7 +176,9 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
     found: list[Draft] = []
     while True:
         rows, positions = spans(done, accepted)
-        drafter.inject(features[rows, positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        drafter.inject(
+            ContextBatch(features[rows, positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        )
         done = done + accepted
         if done.max() > LAST_POSITION:
             return found
@@ -286,15 +289,15 @@ def test_the_comparison_notices_a_wrong_injection(
     pair = make_pair(tmp_path, VARIANTS["non-causal"])
     inject = DFlashDrafter.inject
 
-    def wrong(drafter: DFlashDrafter, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def wrong(drafter: DFlashDrafter, batch: ContextBatch) -> None:
         if mistake == "features at other positions":
-            inject(drafter, features.roll(1, 0), positions, slots)
+            inject(drafter, dataclasses.replace(batch, features=batch.features.roll(1, 0)))
         else:
             # The first block comes after the prompt; from then on, the last position of each row keeps the K/V of the
             # mask query that drafted it.
-            last = torch.cat([positions[1:] != positions[:-1] + 1, torch.tensor([True])])
-            kept = ~last if positions.min() > 0 else torch.ones_like(last)
-            inject(drafter, features[kept], positions[kept], slots[kept])
+            last = torch.cat([batch.positions[1:] != batch.positions[:-1] + 1, torch.tensor([True])])
+            kept = ~last if batch.positions.min() > 0 else torch.ones_like(last)
+            inject(drafter, ContextBatch(batch.features[kept], batch.positions[kept], batch.slots[kept]))
 
     monkeypatch.setattr(DFlashDrafter, "inject", wrong)
     assert largest_difference(drafts_of(pair)) > 1e-2

@@ -13,6 +13,7 @@ import torch
 from dflash_backend import LLM
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import read_target
+from dflash_backend.drafters.base import ContextBatch
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter, captured_layers
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.drafters.pairing import check_pair
@@ -41,7 +42,8 @@ def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Seque
     tables, done, found = block_tables(1), np.zeros(1, dtype=np.int64), []
     for step in steps:
         rows, positions = spans(done, np.array([step.num_new]))
-        drafter.inject(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        batch = ContextBatch(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        drafter.inject(batch)
         done, k = done + step.num_new, np.array([step.k])
         sampler = KeepsLogits()
         drafter.propose(draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id), sampler)

@@ -12,7 +12,7 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
 from dflash_backend.sampling.filtering import SamplingTensors, probabilities
-from dflash_backend.worker.runner import ModelRunner, RunnerSizes
+from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps
 
 
@@ -34,19 +34,8 @@ class ReferenceStepOps(DeviceStepOps):
 
 def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its K/V."""
-    config, cpu = built.core.config, built.runner
     runner = ModelRunner(
-        cpu.target,
-        cpu.drafter,
-        cpu.kv,
-        cpu.backend,
-        ops or ReferenceStepOps(),
-        RunnerSizes(
-            config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
-        ),
-        cpu.step.greedy_drafts,
-        torch.device("cpu"),
-        torch.float32,
+        replace(built.runner.step, ops=ops or ReferenceStepOps()), built.core.config.max_num_batched_tokens
     )
     if padded:
         runner.prepare(use_graphs=False, progress=lambda message, fraction: None)
@@ -107,7 +96,7 @@ class Outputs:
 
 def memory(runner: ModelRunner) -> list[torch.Tensor]:
     """All that steps change: K/V of every layer, and the requests' state."""
-    state = runner.state
-    kept = [layer.data for layer in [*runner.kv.target, *runner.kv.draft]]
+    state = runner.step.state
+    kept = [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
     kept += [state.tokens, state.blocks, state.num_blocks, state.computed]
     return kept if state.draft_probs is None else [*kept, state.draft_probs]

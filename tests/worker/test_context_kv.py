@@ -35,7 +35,7 @@ def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[s
     prompts.append(prompts[0])
     for index, prompt in enumerate(prompts):
         core.add_request(GenerationRequest(str(index), prompt, SamplingParams(max_tokens=60, temperature=0.0)))
-    drafter = runner.drafter
+    drafter = runner.step.drafter
     assert isinstance(drafter, DFlashDrafter)
     decoder = drafter.model.spec.decoder
     checked, rejected = 0, 0

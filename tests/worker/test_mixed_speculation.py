@@ -45,7 +45,7 @@ def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as
 
 def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int) -> torch.Tensor:
     """The drafter's K/V of the first `num_tokens` tokens of a request that has been prefilled with this k."""
-    core, drafter = llm.engine.core, llm.engine.runner.drafter
+    core, drafter = llm.engine.core, llm.engine.runner.step.drafter
     assert isinstance(drafter, DFlashDrafter)
     sampling = SamplingParams(max_tokens=8, temperature=0.0, num_speculative_tokens=k, cache_salt=salt)
     core.add_request(GenerationRequest(salt, prompt, sampling))

@@ -115,23 +115,23 @@ def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: Mod
 def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: ModelRunner) -> None:
     """It starts where its blocks end, as after the last step of a request that was sure of no more."""
     run(runner, prefill(1, "a", [0, 1, 2, 3]))
-    runner.state.computed[runner.requests.records["a"].index] = 16
-    before = [layer.data.clone() for layer in [*runner.kv.target, *runner.kv.draft]]
+    runner.step.state.computed[runner.requests.records["a"].index] = 16
+    before = [layer.data.clone() for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
     result = run(runner, decode(2, "a", 14, num_unverified_drafts=K))
     assert len(result.rows[0].token_ids) == result.rows[0].num_accepted + 1
-    after = [layer.data for layer in [*runner.kv.target, *runner.kv.draft]]
+    after = [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
     assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
 
 
 def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
     """Without drafts behind the step nothing of the drafter writes there either."""
     run(runner, prefill(1, "a", list(range(8))))
-    before = [layer.slots.clone() for layer in runner.kv.draft]
+    before = [layer.slots.clone() for layer in runner.step.kv.draft]
     row = ScheduledRequest("a", 6, 1, K, True, 0, [])
     num_accepted = run(runner, StepPlan(2, [row])).rows[0].num_accepted
     assert num_accepted < K
     end = 7 + num_accepted
-    for layer, then in zip(runner.kv.draft, before, strict=True):
+    for layer, then in zip(runner.step.kv.draft, before, strict=True):
         assert torch.equal(layer.slots[end:], then[end:])
         assert not torch.equal(layer.slots[6:end], then[6:end])
 
@@ -159,8 +159,8 @@ class ShortOfMemory(DFlashDrafter):
 
 
 def short_of_memory(built: BuiltEngine, fails_at: frozenset[int]) -> BuiltEngine:
-    assert isinstance(built.runner.drafter, DFlashDrafter)
-    built.runner.drafter = ShortOfMemory(built.runner.drafter, fails_at)
+    assert isinstance(built.runner.step.drafter, DFlashDrafter)
+    built.runner.step.drafter = ShortOfMemory(built.runner.step.drafter, fails_at)
     return built
 
 

@@ -98,14 +98,14 @@ def test_an_error_in_the_middle_of_a_step_is_contained(
 
     built = runner(engine(**settings))
     calls = iter(range(10_000))
-    inject = built.runner.drafter.inject
+    inject = built.runner.step.drafter.inject
 
     def breaking(*arguments: Any, **options: Any) -> None:
         inject(*arguments, **options)
         if next(calls) == 2:
             raise RuntimeError("once")
 
-    monkeypatch.setattr(built.runner.drafter, "inject", breaking)
+    monkeypatch.setattr(built.runner.step.drafter, "inject", breaking)
     outputs = Outputs(built)
     _add_others(outputs)
     assert _finish(outputs) == {}
@@ -118,12 +118,12 @@ def test_a_write_into_a_block_of_others_still_ends_the_engine(
     settings: dict[str, Any], runner: Callable[[BuiltEngine], BuiltEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = runner(engine(**settings))
-    assert built.runner.drafter is not None
+    assert built.runner.step.drafter is not None
 
     def breaking(*arguments: Any, **options: Any) -> torch.Tensor:
         raise KVWriteError("kv_write_guard: a breach")
 
-    monkeypatch.setattr(built.runner.drafter, "inject", breaking)
+    monkeypatch.setattr(built.runner.step.drafter, "inject", breaking)
     outputs = Outputs(built)
     _add_others(outputs)
     with pytest.raises(KVWriteError):

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
-from dflash_backend.checkpoints.weights import Progress, check_weights
-from dflash_backend.drafters.base import DraftBatch, Drafter, DrafterFactory, DraftSampler
+from dflash_backend.checkpoints.weights import check_weights
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
-from dflash_backend.models.ops import LayerOps
 from dflash_backend.sampling.vocabulary import VocabularyMap
 
 
@@ -55,27 +54,11 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         return headers
 
     @classmethod
-    def load(
-        cls,
-        spec: DFlashSpec,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress,
-        ops: LayerOps,
-    ) -> DrafterFactory:
-        return partial(cls, DFlashModel.load(spec, max_positions, dtype, device, progress, ops))
+    def load(cls, spec: DFlashSpec, options: LoadOptions) -> DrafterFactory:
+        return partial(cls, DFlashModel.load(spec, **vars(options)))
 
-    def inject(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        padded: bool = False,
-        next_token_ids: torch.Tensor | None = None,
-    ) -> None:
-        """Project the features to every layer's KV and write them to the drafter's cache."""
-        self.model.inject(features, positions, slots, self.caches, padded)
+    def inject(self, batch: ContextBatch) -> None:
+        self.model.inject(batch.features, batch.positions, batch.slots, self.caches, batch.padded)
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
         """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's
