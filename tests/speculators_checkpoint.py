@@ -1,16 +1,11 @@
 """Rewrites a z-lab drafter as a checkpoint of the speculators library, which carries the same weights otherwise.
 
-It needs no library: `tests/oracle` has what the library's own converter writes, which since 0.9 leaves out the
-embedding, and the LM head of a full vocabulary.
-
-`python -m tests.speculators_checkpoint --draft demo/pair/draft --target demo/pair/target --out DIR` writes one with an
-embedding and an LM head of its own, as earlier versions did: the target's. With `--draft-vocab-size N` it proposes
-only the N tokens that are most frequent in the references of the held-out sets, with the maps `d2t` and `t2d`.
+It needs no library, and ships an embedding and an LM head, the target's, as versions before 0.9 did; `tests/oracle` has
+what the library's own converter writes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -18,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash_backend.text.tokenizer import Tokenizer
+from tests.tiny_models import save_checkpoint
 
 # What surrounds the decoder in a z-lab config; the rest is the Qwen3 part.
-ZLAB_FIELDS = ("architectures", "block_size", "num_target_layers", "dflash_config")
+ZLAB_FIELDS = ("architectures", "block_size", "num_target_layers", "dflash_config", "dtype")
 
 
 def rewrite(
@@ -40,23 +36,19 @@ def rewrite(
     id to make a boundary id; anything but 1 is a mistake to be noticed. num_speculative_tokens: the k that it asks for,
     by default the whole block.
     """
-    out.mkdir(parents=True, exist_ok=True)
     config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
     vocab_size = config["vocab_size"]
     k = num_speculative_tokens or config["block_size"] - 1
-    fields = speculators_config(config, target, len(kept or range(vocab_size)), boundary_offset, k)
-    (out / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")
-    tensors = load_file(draft / "model.safetensors")
-    save_file(tensors | target_tensors(target, vocab_size, kept), out / "model.safetensors")
-    return out
+    fields = speculators_config(config, str(target.resolve()), len(kept or range(vocab_size)), k, boundary_offset)
+    tensors = load_file(draft / "model.safetensors") | target_tensors(target, vocab_size, kept)
+    return save_checkpoint(out, fields, tensors)
 
 
 def speculators_config(
-    config: dict[str, Any], target: Path, draft_vocab_size: int, boundary_offset: int, k: int
+    config: dict[str, Any], verifier: str | None, draft_vocab_size: int, k: int, boundary_offset: int = 1
 ) -> dict[str, Any]:
     """`config.json` in the form of the speculators library, from a z-lab one."""
     method = {"proposal_type": "greedy", "speculative_tokens": k, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    verifier = {"name_or_path": str(target.resolve()), "architectures": ["Qwen3ForCausalLM"]}
     return {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": "dflash",
@@ -68,13 +60,13 @@ def speculators_config(
         "sample_from_anchor": False,
         "sliding_window_non_causal": False,
         "tie_word_embeddings": False,
-        "torch_dtype": config["torch_dtype"],
+        "torch_dtype": config.get("torch_dtype") or config["dtype"],
         "transformer_layer_config": {name: value for name, value in config.items() if name not in ZLAB_FIELDS},
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
-            "verifier": verifier,
+            "verifier": {"name_or_path": verifier, "architectures": ["Qwen3ForCausalLM"]},
         },
     }
 
@@ -107,28 +99,3 @@ def frequent_tokens(target: Path, held_out: Sequence[Path], count: int) -> list[
     used = [token for token, _ in counts.most_common(count)]
     unused = [token for token in range(config["vocab_size"]) if token not in counts]
     return sorted(used + unused[: count - len(used)])
-
-
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", type=Path, required=True, help="directory of a z-lab drafter")
-    parser.add_argument("--target", type=Path, required=True, help="directory of its target")
-    parser.add_argument("--out", type=Path, required=True, help="where the speculators checkpoint goes")
-    parser.add_argument("--draft-vocab-size", type=int, help="how many tokens the drafter can propose; default all")
-    parser.add_argument(
-        "--held-out",
-        type=Path,
-        nargs="+",
-        default=sorted(Path("demo/held_out").glob("*.jsonl")),
-        help="JSONL files with a `reference` in each line, whose tokens are counted",
-    )
-    args = parser.parse_args()
-    if args.draft_vocab_size is not None and args.draft_vocab_size < 2:
-        parser.error(f"--draft-vocab-size is {args.draft_vocab_size}; expected at least 2")
-    kept = frequent_tokens(args.target, args.held_out, args.draft_vocab_size) if args.draft_vocab_size else None
-    print(f"wrote {rewrite(args.draft, args.target, args.out, kept)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ VOCAB_SIZE = 97
 MASK_TOKEN_ID = 96
 TARGET_LAYERS = 5
 TARGET_LAYER_IDS = [1, 3]
-
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DRAFT_INTERMEDIATE = 32, 4, 2, 16, 40
 
 # Each family's model, its config, and what that has beyond the fields below.
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[str, Any]]] = {
@@ -48,12 +48,12 @@ def target_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> Pre
     _, config, own = FAMILIES[architecture]
     fields = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
+        "hidden_size": HIDDEN,
         "intermediate_size": 48,
         "num_hidden_layers": TARGET_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
@@ -90,56 +90,73 @@ def make_pair(directory: Path) -> dict[str, str]:
     return {"target_model": str(directory / "t"), "draft_model": str(directory / "d")}
 
 
-def make_draft(directory: Path, seed: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
-    """Save a random two-layer z-lab drafter for `make_target`'s model and return its tensors."""
-    hidden, intermediate, heads, kv_heads, head_dim, layers = 32, 40, 4, 2, 16, 2
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
+def decoder_config(num_layers: int, intermediate: int, vocab_size: int) -> dict[str, Any]:
+    """The Qwen3 part of a small checkpoint's config."""
+    return {
         "model_type": "qwen3",
-        "hidden_size": hidden,
+        "hidden_size": HIDDEN,
         "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "max_position_embeddings": 512,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
+    }
+
+
+def layer_shapes(prefix: str, intermediate: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one Qwen3 layer, whose names begin with `prefix`."""
+    shapes = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "self_attn.q_norm": (HEAD_DIM,),
+        "self_attn.k_norm": (HEAD_DIM,),
+        "mlp.gate_proj": (intermediate, HIDDEN),
+        "mlp.up_proj": (intermediate, HIDDEN),
+        "mlp.down_proj": (HIDDEN, intermediate),
+    }
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def drafter_shapes(num_features: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of a two-layer drafter, under z-lab's names, that takes the features of `num_features` layers."""
+    shapes = {"fc.weight": (HIDDEN, num_features * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    return shapes | layer_shapes("layers.0.", intermediate) | layer_shapes("layers.1.", intermediate)
+
+
+def save_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a checkpoint and return its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def make_draft(directory: Path, seed: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+    """Save a random two-layer z-lab drafter for `make_target`'s model and return its tensors."""
+    config = decoder_config(2, DRAFT_INTERMEDIATE, VOCAB_SIZE) | {
+        "architectures": ["DFlashDraftModel"],
         "block_size": 8,
         "num_target_layers": TARGET_LAYERS,
         "dflash_config": {"target_layer_ids": TARGET_LAYER_IDS, "mask_token_id": MASK_TOKEN_ID},
         "dtype": "float32",
-    } | changes
+    }
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.2
+    def random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if "norm" in name:
+            return torch.rand(shape, generator=generator) + 0.5
+        return torch.randn(shape, generator=generator) * 0.2
 
-    def norm(size: int) -> torch.Tensor:
-        return torch.rand(size, generator=generator) + 0.5
-
-    tensors = {
-        "fc.weight": normal(hidden, len(TARGET_LAYER_IDS) * hidden),
-        "hidden_norm.weight": norm(hidden),
-        "norm.weight": norm(hidden),
-    }
-    for i in range(layers):
-        tensors |= {
-            f"layers.{i}.input_layernorm.weight": norm(hidden),
-            f"layers.{i}.post_attention_layernorm.weight": norm(hidden),
-            f"layers.{i}.self_attn.q_proj.weight": normal(heads * head_dim, hidden),
-            f"layers.{i}.self_attn.k_proj.weight": normal(kv_heads * head_dim, hidden),
-            f"layers.{i}.self_attn.v_proj.weight": normal(kv_heads * head_dim, hidden),
-            f"layers.{i}.self_attn.o_proj.weight": normal(hidden, heads * head_dim),
-            f"layers.{i}.self_attn.q_norm.weight": norm(head_dim),
-            f"layers.{i}.self_attn.k_norm.weight": norm(head_dim),
-            f"layers.{i}.mlp.gate_proj.weight": normal(intermediate, hidden),
-            f"layers.{i}.mlp.up_proj.weight": normal(intermediate, hidden),
-            f"layers.{i}.mlp.down_proj.weight": normal(hidden, intermediate),
-        }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors")
+    shapes = drafter_shapes(len(TARGET_LAYER_IDS), DRAFT_INTERMEDIATE)
+    tensors = {name: random(name, shape) for name, shape in shapes.items()}
+    save_checkpoint(directory, config | changes, tensors)
     return tensors

@@ -18,7 +18,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "kernels/dflash_kernels/accept.py:accept_reference",
-    "tests/tiny_models.py:make_draft",
     "tests/worker/random_steps.py:random_step",
 }
 

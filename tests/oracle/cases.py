@@ -6,7 +6,6 @@ matters and only results need to be kept.
 
 from __future__ import annotations
 
-import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+
+from tests.tiny_models import HIDDEN, TARGET_LAYERS, decoder_config, drafter_shapes, layer_shapes, save_checkpoint
 
 VOCAB_SIZE = 64
 DRAFT_VOCAB = [i for i in range(VOCAB_SIZE) if i % 3 != 1][:24]
 MASK_TOKEN_ID = 63
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 4, 2, 16
-TARGET_LAYERS = 5
+INTERMEDIATE = 48
 TARGET_LAYER_IDS = [0, 2, 3]
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -39,51 +38,6 @@ def hashed(name: str, shape: tuple[int, ...], scale: float = 0.25) -> torch.Tens
     return torch.from_numpy(values.reshape(shape))
 
 
-def layer_tensors(prefix: str, qk_norm: bool = True) -> dict[str, torch.Tensor]:
-    """One decoder layer, whose names begin with `prefix`."""
-    shapes = {
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        "self_attn.q_norm": (HEAD_DIM,),
-        "self_attn.k_norm": (HEAD_DIM,),
-        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-    }
-    return {f"{prefix}{name}.weight": hashed(f"{prefix}{name}", shape) for name, shape in shapes.items()}
-
-
-def decoder_config(num_layers: int) -> dict[str, Any]:
-    """The Qwen3 part of a config."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "vocab_size": VOCAB_SIZE,
-        "tie_word_embeddings": False,
-    }
-
-
-def write(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    """Save a checkpoint."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, directory / "model.safetensors")
-    return directory
-
-
 def write_target(directory: Path) -> Path:
     """The target of all cases: Qwen3 of five layers, embedding and LM head apart."""
     tensors = {
@@ -92,21 +46,23 @@ def write_target(directory: Path) -> Path:
         "model.norm.weight": hashed("final norm", (HIDDEN,)),
     }
     for i in range(TARGET_LAYERS):
-        tensors |= layer_tensors(f"model.layers.{i}.")
-    config = decoder_config(TARGET_LAYERS) | {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": 0}
-    return write(directory, config, tensors)
+        shapes = layer_shapes(f"model.layers.{i}.", INTERMEDIATE)
+        tensors |= {name: hashed(name.removesuffix(".weight"), shape) for name, shape in shapes.items()}
+    own = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": 0, "tie_word_embeddings": False}
+    return save_checkpoint(directory, decoder_config(TARGET_LAYERS, INTERMEDIATE, VOCAB_SIZE) | own, tensors)
 
 
-def drafter_tensors(num_layers: int = 2) -> dict[str, torch.Tensor]:
+def drafter_tensors() -> dict[str, torch.Tensor]:
     """A drafter of z-lab's names, which are those of speculators too."""
-    tensors = {
-        "fc.weight": hashed("fc", (HIDDEN, len(TARGET_LAYER_IDS) * HIDDEN)),
-        "hidden_norm.weight": hashed("hidden norm", (HIDDEN,)),
-        "norm.weight": hashed("draft norm", (HIDDEN,)),
-    }
-    for i in range(num_layers):
-        tensors |= layer_tensors(f"layers.{i}.")
-    return tensors
+    hashed_names = {"hidden_norm": "hidden norm", "norm": "draft norm"}
+    shapes = drafter_shapes(len(TARGET_LAYER_IDS), INTERMEDIATE)
+    stems = {name: name.removesuffix(".weight") for name in shapes}
+    return {name: hashed(hashed_names.get(stems[name], stems[name]), shape) for name, shape in shapes.items()}
+
+
+def drafter_config() -> dict[str, Any]:
+    """The Qwen3 part of a drafter's config."""
+    return decoder_config(2, INTERMEDIATE, VOCAB_SIZE) | {"tie_word_embeddings": False}
 
 
 # Fields that a z-lab case adds to the plain config; `dflash_config` is merged.
@@ -134,7 +90,7 @@ ZLAB: dict[str, dict[str, Any]] = {
 def zlab_config(case: str, block_size: int = 16) -> dict[str, Any]:
     """`config.json` of a z-lab case."""
     dflash = {"target_layer_ids": TARGET_LAYER_IDS, "mask_token_id": MASK_TOKEN_ID}
-    config = decoder_config(2) | {
+    config = drafter_config() | {
         "architectures": ["DFlashDraftModel"],
         "block_size": block_size,
         "num_target_layers": TARGET_LAYERS,

@@ -24,6 +24,7 @@ from tests.models.drafting import KeepsLogits, draft_batch, slots, spans
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
+from tests.tiny_models import save_checkpoint
 
 CPU = torch.device("cpu")
 MAX_POSITIONS = 512
@@ -84,4 +85,4 @@ def generate(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> list[tu
 
 def write_zlab(directory: Path, case: str, **changes: Any) -> Path:
     """The drafter of a z-lab case."""
-    return cases.write(directory, cases.zlab_config(case) | changes, cases.drafter_tensors())
+    return save_checkpoint(directory, cases.zlab_config(case) | changes, cases.drafter_tensors())

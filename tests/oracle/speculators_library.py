@@ -11,6 +11,7 @@ from transformers import Qwen3Config
 
 from tests.oracle import cases
 from tests.oracle.cases import SpeculatorsCase
+from tests.tiny_models import HIDDEN
 
 
 def build(case: SpeculatorsCase, target: Path) -> Any:
@@ -19,7 +20,7 @@ def build(case: SpeculatorsCase, target: Path) -> Any:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
-    layer = Qwen3Config(**{k: v for k, v in cases.decoder_config(2).items() if k != "model_type"}, **case.layer)
+    layer = Qwen3Config(**{k: v for k, v in cases.drafter_config().items() if k != "model_type"}, **case.layer)
     layer._attn_implementation = "eager"
     config = DFlashSpeculatorConfig(
         transformer_layer_config=layer,
@@ -54,7 +55,7 @@ def draft_logits(model: Any, name: str, anchors: tuple[int, ...], num_tokens: in
         cases.features(name, num_tokens)[None],
         ids[None],
         loss_mask,
-        torch.zeros(1, num_tokens, cases.HIDDEN),
+        torch.zeros(1, num_tokens, HIDDEN),
         torch.zeros(1, num_tokens, dtype=torch.long),
         max_anchors=len(anchors),
     )

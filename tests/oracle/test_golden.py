@@ -17,6 +17,7 @@ from dflash_backend import LLM
 from dflash_backend.drafters.registry import read_draft
 from tests.oracle import cases, ours
 from tests.oracle.write_golden import FEATURE_LAYERS, GOLDEN, NUM_FEATURE_TOKENS, golden_json
+from tests.tiny_models import HIDDEN, TARGET_LAYERS, save_checkpoint
 
 # Logits have a standard deviation of about 1.5; other machines sum in another order.
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
@@ -76,7 +77,7 @@ def test_features_are_those_of_the_authors_code_the_last_layers_too(
 ) -> None:
     dflash = {"target_layer_ids": FEATURE_LAYERS, "mask_token_id": cases.MASK_TOKEN_ID}
     draft = ours.write_zlab(tmp_path, "plain", dflash_config=dflash)
-    assert FEATURE_LAYERS[-1] == cases.TARGET_LAYERS - 1
+    assert FEATURE_LAYERS[-1] == TARGET_LAYERS - 1
     features = ours.target_features(target, draft, cases.token_ids(NUM_FEATURE_TOKENS))
     torch.testing.assert_close(features, golden["features"], **TOLERANCE)
 
@@ -88,9 +89,9 @@ def speculators_checkpoint(directory: Path, target: Path, name: str) -> Path:
     tensors = cases.drafter_tensors()
     if cases.SPECULATORS[name].cut:
         tensors |= cases.vocabulary_maps()
-        tensors["lm_head.weight"] = cases.hashed("head", (cases.VOCAB_SIZE, cases.HIDDEN), 0.5)[cases.DRAFT_VOCAB]
+        tensors["lm_head.weight"] = cases.hashed("head", (cases.VOCAB_SIZE, HIDDEN), 0.5)[cases.DRAFT_VOCAB]
     assert sorted(tensors) == SPECULATORS["tensors"][name]
-    return cases.write(directory, config, tensors)
+    return save_checkpoint(directory, config, tensors)
 
 
 @pytest.mark.parametrize("name", cases.SPECULATORS)
@@ -128,7 +129,7 @@ def converted(directory: Path) -> Path:
     config["speculators_config"]["verifier"]["name_or_path"] = str(ours.DEMO_TARGET)
     tensors = load_file(ours.DEMO_DRAFT / "model.safetensors")
     assert sorted(tensors) == SPECULATORS["tensors"]["converted"]
-    return cases.write(directory, config, tensors)
+    return save_checkpoint(directory, config, tensors)
 
 
 @pytest.mark.parametrize("form", ["as published", "as the converter wrote it"])
