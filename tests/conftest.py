@@ -7,7 +7,7 @@ Triton reads its variable when a kernel's module is imported, and the attention 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +35,15 @@ SPLIT = (
 ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
 # The server tests of `make test-fast`: together, so that it starts one server.
 SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
+
+
+@pytest.fixture(scope="module")
+def single_thread() -> Iterator[None]:
+    """For tiny models: with tensors of a few dozen numbers a second thread costs more than it saves."""
+    from dflash_backend.worker.row_parallel import one_thread
+
+    with one_thread():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,6 @@ throughout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,16 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
-from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.runner import ModelRunner
 from tests.tiny_models import make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
+pytestmark = pytest.mark.usefixtures("single_thread")
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6}
 MAX_TOKENS = 28
 
 # What each request asks for beside its prompt: greedy and sampled ones, drafts of their own or none, ends of all kinds.
-WISHES: list[dict[str, Any]] = [
+REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0.0, "k": 3},
@@ -40,13 +39,7 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 2.5, "seed": 5, "min_p": 0.1},
     {"temperature": 0.0},
 ]
-CUTS = ("top_p", "top_k", "min_p")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+FILTERS = ("top_p", "top_k", "min_p")
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +61,10 @@ class Result:
     num_accepted: int
 
 
-def run(built: BuiltEngine, prompts: list[list[int]], wishes: list[dict[str, Any]] = WISHES) -> Result:
+def run(built: BuiltEngine, prompts: list[list[int]], requests: list[dict[str, Any]] = REQUESTS) -> Result:
     outputs = Outputs(built)
-    for i, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
-        outputs.add(str(i), prompt, **{"max_tokens": MAX_TOKENS, "ignore_eos": True, **wish})
+    for i, (prompt, asked) in enumerate(zip(prompts, requests, strict=True)):
+        outputs.add(str(i), prompt, **{"max_tokens": MAX_TOKENS, "ignore_eos": True, **asked})
     tokens, stats = outputs.finish(), built.core.stats()
     return Result(
         tokens, outputs.reasons, stats.spec_decoding.num_draft_tokens, stats.spec_decoding.num_accepted_tokens
@@ -80,8 +73,7 @@ def run(built: BuiltEngine, prompts: list[list[int]], wishes: list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> Result:
-    with one_thread():
-        return run(engine(**SETTINGS), prompts)
+    return run(engine(**SETTINGS), prompts)
 
 
 # Blocks of 16 tokens; two long requests do not fit the small pool together.
@@ -113,14 +105,14 @@ def test_the_steps_of_a_gpu_yield_the_tokens_of_a_cpu(
         assert built.core.stats().num_preemptions > 0
 
 
-def test_each_cut_of_these_requests_changes_what_is_drawn(prompts: list[list[int]], expected: Result) -> None:
+def test_each_filter_of_these_requests_changes_what_is_drawn(prompts: list[list[int]], expected: Result) -> None:
     """Else a runner that ignores top-k, top-p or min-p would yield the same tokens above."""
-    uncut = [{name: value for name, value in wish.items() if name not in CUTS} for wish in WISHES]
-    found = run(engine(**SETTINGS), prompts, uncut).tokens
+    unfiltered = [{name: value for name, value in asked.items() if name not in FILTERS} for asked in REQUESTS]
+    found = run(engine(**SETTINGS), prompts, unfiltered).tokens
     assert {name for name in found if found[name] != expected.tokens[name]} == {
-        str(i) for i, wish in enumerate(WISHES) if wish.keys() & set(CUTS)
+        str(i) for i, asked in enumerate(REQUESTS) if asked.keys() & set(FILTERS)
     }
-    assert {name for wish in WISHES for name in wish if name in CUTS} == set(CUTS)
+    assert {name for asked in REQUESTS for name in asked if name in FILTERS} == set(FILTERS)
 
 
 def test_a_prefix_hit_restores_the_drafters_context_too(prompts: list[list[int]]) -> None:
@@ -138,7 +130,7 @@ def test_a_prefix_hit_restores_the_drafters_context_too(prompts: list[list[int]]
 
 
 def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int]]) -> None:
-    wishes: list[dict[str, Any]] = [
+    requests: list[dict[str, Any]] = [
         {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 3},
         {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "presence_penalty": 0.2},
         {"temperature": 0.0, "min_tokens": 12, "ignore_eos": False, "stop_token_ids": (10, 12, 13)},
@@ -148,8 +140,8 @@ def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int
     results = []
     for built in (engine(**SETTINGS), on_device_runner(engine(**SETTINGS))):
         outputs = Outputs(built)
-        for i, wish in enumerate(wishes):
-            outputs.add(str(i), prompts[i], **{"max_tokens": 20, "ignore_eos": True, **wish})
+        for i, asked in enumerate(requests):
+            outputs.add(str(i), prompts[i], **{"max_tokens": 20, "ignore_eos": True, **asked})
         outputs.finish()
         results.append(outputs)
     assert results[1].tokens == results[0].tokens

@@ -173,7 +173,7 @@ WORKER_MUTANTS = (
         f"{WORKER}/step.py",
         "guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)",
         "pass",
-        ("tests/worker/test_runner.py::test_each_phase_that_writes_is_checked",),
+        ("tests/worker/test_write_guard.py::test_each_phase_that_writes_is_checked",),
     ),
     *mutants_of(
         f"{WORKER}/step.py",

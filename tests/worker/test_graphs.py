@@ -13,36 +13,31 @@ from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
 from dflash_backend.worker.graphs import EagerStep, capture_sizes, warm_up
-from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.runner import ModelRunner
-from tests.tiny_models import make_pair
 from tests.worker.engines import Outputs, engine, memory, on_device_runner
 
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
 
 
-def ignore(message: str, fraction: float) -> None:
-    """Progress that nobody looks at."""
-
-
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread(), torch.inference_mode():
+def _inference(single_thread: None) -> Iterator[None]:
+    with torch.inference_mode():
         yield
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    models = make_pair(tmp_path_factory.mktemp("pair"))
-    return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 16}
+@pytest.fixture
+def pair(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"max_num_seqs": 16}
 
 
-def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[ModelRunner, list[ScheduledRequest]]:
+def decoding(pair: dict[str, Any], **sampling: dict[str, Any]) -> tuple[ModelRunner, list[ScheduledRequest]]:
     """A runner that has run the prompts, and the decode rows that come next, whose blocks it has."""
     built = on_device_runner(engine(**pair), overlap=False)
     outputs = Outputs(built)
     for name, prompt in PROMPTS.items():
-        outputs.add(name, prompt, **{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **wishes.get(name, {})})
+        outputs.add(
+            name, prompt, **{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **sampling.get(name, {})}
+        )
     outputs.step()
     plan = built.core.scheduler.plan(0.0, in_flight=False)
     assert plan is not None
@@ -52,7 +47,7 @@ def decoding(pair: dict[str, Any], **wishes: dict[str, Any]) -> tuple[ModelRunne
 
 
 def rows_like(runner: ModelRunner, rows: list[ScheduledRequest], count: int) -> HostBatch:
-    """So many rows for choosing a padded step by."""
+    """`count` rows for choosing a padded step by."""
     return HostBatch.of((rows * count)[:count], runner.requests)
 
 
@@ -111,7 +106,7 @@ def test_the_smallest_step_that_fits_is_taken(pair: dict[str, Any]) -> None:
 def test_a_step_that_would_be_mostly_padding_is_run_without_a_graph(pair: dict[str, Any]) -> None:
     """As when memory sufficed for the largest graphs alone."""
     runner, rows = decoding(pair)
-    runner.prepare(use_graphs=False, progress=ignore, sizes=[16])
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, sizes=[16])
     assert runner.graphs.find(rows_like(runner, rows, 7)) is None
     assert runner.graphs.find(rows_like(runner, rows, 8)) is not None
 
@@ -144,17 +139,17 @@ def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(
 ) -> None:
     runner, rows = decoding(pair)
     tried: list[tuple[int, bool]] = []
-    heard: list[str] = []
+    messages: list[str] = []
 
     def make(inputs: StepInputs) -> EagerStep | None:
         """Memory for four steps."""
         tried.append((inputs.num_rows, inputs.traits.sampled))
         return EagerStep(runner.step, inputs) if len(tried) <= 4 else None
 
-    runner.graphs.make(make, capture_sizes(16), True, lambda message, fraction: heard.append(message))
+    runner.graphs.make(make, capture_sizes(16), True, lambda message, fraction: messages.append(message))
     assert tried[:4] == [(16, True), (16, False), (8, True), (8, False)]
-    assert len(tried) == len(heard) == 10
-    assert heard[0] == "CUDA graphs: sampled steps of 16 rows"
+    assert len(tried) == len(messages) == 10
+    assert messages[0] == "CUDA graphs: sampled steps of 16 rows"
     assert [step.inputs.num_rows for step in runner.graphs.steps(sampled=True)] == [16, 8]
     assert "6 of 10 CUDA graphs are missing, the largest for sampled steps of 4 rows" in caplog.text
     step = runner.graphs.find(rows_like(runner, rows, 3))

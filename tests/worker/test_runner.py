@@ -1,9 +1,8 @@
-"""The runner behind `Worker`, with the steps of a GPU: in flight, of ended requests, out of memory, guarded."""
+"""The runner behind `Worker`, with the steps of a GPU: in flight, of ended requests, out of memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,29 +14,14 @@ from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import LogitsProcessors
-from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import PHASES
-from dflash_backend.worker.write_guard import KVWriteError
-from tests.tiny_models import make_pair
 from tests.worker.engines import Outputs, device_runner, engine, memory, on_device_runner
-from tests.worker.test_write_guard import PHASES_THAT_WRITE, check_only
 
+pytestmark = pytest.mark.usefixtures("single_thread")
 PROMPT = [1, 2, 3, 4, 5, 6]
 K = 7
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    models = make_pair(tmp_path_factory.mktemp("pair"))
-    return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
 
 
 @pytest.fixture
@@ -79,7 +63,7 @@ def test_results_come_in_the_order_of_the_steps_with_rows_as_planned(runner: Mod
     assert all(0.0 < seconds < 60.0 for seconds in results[1].phase_seconds.values())
 
 
-def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(runner: ModelRunner) -> None:
+def test_a_row_with_unverified_drafts_goes_on_where_the_step_before_it_ended(runner: ModelRunner) -> None:
     known = [run(runner, prefill(1, "a", list(range(8)))).rows[0]]
     known.append(run(runner, decode(2, "a", 6)).rows[0])
     known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
@@ -88,10 +72,10 @@ def test_a_row_whose_start_is_uncertain_goes_on_where_the_step_before_it_ended(r
 
     runner.submit(prefill(5, "a", list(range(8))))
     runner.submit(decode(6, "a", 6))
-    uncertain = [runner.collect().rows[0]]
+    unverified = [runner.collect().rows[0]]
     runner.submit(decode(7, "a", 7 + K, num_unverified_drafts=K))
-    uncertain += [runner.collect().rows[0], runner.collect().rows[0]]
-    assert uncertain == known
+    unverified += [runner.collect().rows[0], runner.collect().rows[0]]
+    assert unverified == known
 
 
 def test_a_third_step_must_wait_for_the_first_result(runner: ModelRunner) -> None:
@@ -102,7 +86,7 @@ def test_a_third_step_must_wait_for_the_first_result(runner: ModelRunner) -> Non
     assert runner.collect() == StepResult(1, [])
 
 
-def test_a_result_needs_nothing_of_a_request_that_has_been_forgotten(runner: ModelRunner) -> None:
+def test_a_result_needs_nothing_of_a_request_that_has_been_removed(runner: ModelRunner) -> None:
     runner.submit(prefill(1, "a", [0, 1, 2, 3]))
     replaced = prefill(2, "a", [4, 5, 6, 7], SamplingParams(temperature=0.0, logprobs=1))
     runner.submit(dataclasses.replace(replaced, finished_req_ids=["a"]))
@@ -215,25 +199,3 @@ def test_outputs_survive_steps_that_do_not_fit(settings: dict[str, Any], overlap
         outputs.append(one.finish())
     assert outputs[0] == outputs[1]
     assert built.core.stats().num_preemptions > 0
-
-
-def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(runner: ModelRunner) -> None:
-    """RESERVE broken: the guard must notice."""
-    plan = prefill(1, "a", [0, 1, 2, 3])
-    with pytest.raises(KVWriteError, match="step 1, phase draft: request a would write block 3"):
-        runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))
-
-
-@pytest.mark.parametrize("phase", PHASES_THAT_WRITE)
-def test_each_phase_that_writes_is_checked(phase: str, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_only(phase, monkeypatch)
-    plan = prefill(1, "a", [0, 1, 2, 3])
-    with pytest.raises(KVWriteError, match=f"step 1, phase {phase}: request a would write block"):
-        runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset()}))
-
-
-def test_a_block_that_the_plan_forgot_stops_a_guarded_step(runner: ModelRunner) -> None:
-    """RESERVE: without the guard such a position would be left out."""
-    plan = prefill(1, "a", [0, 1, 2])
-    with pytest.raises(KVWriteError, match="step 1, phase draft: request a has no block for some"):
-        runner.submit(dataclasses.replace(plan, writable_block_ids={"a": frozenset({0, 1, 2})}))

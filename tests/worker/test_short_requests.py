@@ -7,37 +7,23 @@ The bounds that a step is planned with are cut where such a request ends, so the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.worker.row_parallel import one_thread
-from tests.tiny_models import make_pair
 from tests.worker.engines import Outputs, engine, on_device_runner
 
+pytestmark = pytest.mark.usefixtures("single_thread")
 K = 7
 NUM_WORKLOADS = 25
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.mark.parametrize("prompt_len", range(1, K + 1))
 def test_a_request_shorter_than_its_drafts_ends_as_it_does_without_overlap(
-    models: dict[str, str], prompt_len: int
+    settings: dict[str, Any], prompt_len: int
 ) -> None:
     """Every length of output up to one past a whole block of drafts, all in one engine."""
-    settings = {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
     tokens = []
     for built in (engine(**settings), on_device_runner(engine(**settings))):
         outputs = Outputs(built)
@@ -49,23 +35,14 @@ def test_a_request_shorter_than_its_drafts_ends_as_it_does_without_overlap(
     assert {name: len(output) for name, output in tokens[1].items()} == {str(n): n for n in range(1, K + 3)}
 
 
-def test_min_tokens_of_a_short_request_still_waits_for_what_is_in_flight(models: dict[str, str]) -> None:
+def test_min_tokens_of_a_short_request_still_waits_for_what_is_in_flight(settings: dict[str, Any]) -> None:
     """The stop token is hidden for two tokens, though the bounds say that the request has ended."""
-    settings = {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
     tokens = []
     for built in (engine(**settings), on_device_runner(engine(**settings))):
         outputs = Outputs(built)
-        every_token = tuple(range(1, 97))
+        sampling = {"max_tokens": 4, "min_tokens": 2, "stop_token_ids": tuple(range(1, 97)), "ignore_eos": True}
         for prompt_len in (1, 2, 3):
-            outputs.add(
-                f"{prompt_len}",
-                [5] * prompt_len,
-                max_tokens=4,
-                min_tokens=2,
-                stop_token_ids=every_token,
-                temperature=0.0,
-                ignore_eos=True,
-            )
+            outputs.add(f"{prompt_len}", [5] * prompt_len, temperature=0.0, **sampling)
         tokens.append(outputs.finish())
     assert tokens[1] == tokens[0]
     assert all(len(output) >= 2 for output in tokens[1].values())
@@ -126,11 +103,11 @@ def _play(built: BuiltEngine, requests: list[tuple[int, str, list[int], int | No
 
 @pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
 def test_random_overlapped_workloads_yield_what_the_engine_without_overlap_yields(
-    models: dict[str, str], seed: int
+    settings: dict[str, Any], seed: int
 ) -> None:
-    settings, requests = _workload(seed)
-    expected = _play(engine(**models, **settings), requests)
-    overlapped = _play(on_device_runner(engine(**models, **settings)), requests)
+    own, requests = _workload(seed)
+    expected = _play(engine(**settings | own), requests)
+    overlapped = _play(on_device_runner(engine(**settings | own)), requests)
     assert overlapped.tokens == expected.tokens
     assert overlapped.reasons == expected.reasons
     assert expected.reasons.keys() == {name for _, name, *_ in requests}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,25 +10,18 @@ import torch
 
 from dflash_backend.core.plan import NewRequest, StepFailed
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.state import RequestRecord, RequestStates
 from dflash_backend.worker.write_guard import KVWriteError
-from tests.tiny_models import make_pair
 from tests.worker.engines import Outputs, engine, on_device_runner
 
-RUNNERS = pytest.mark.parametrize("runner", [lambda built: built, on_device_runner], ids=["cpu", "device"])
+pytestmark = pytest.mark.usefixtures("single_thread")
+Build = Callable[[], BuiltEngine]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    models = make_pair(tmp_path_factory.mktemp("pair"))
-    return {**models, "kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+@pytest.fixture(params=[lambda built: built, on_device_runner], ids=["cpu", "device"])
+def build(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Build:
+    """Makes engines, with the steps of a CPU or of a GPU."""
+    return lambda: request.param(engine(**settings))
 
 
 def _finish(outputs: Outputs) -> dict[str, str]:
@@ -44,19 +37,15 @@ def _add_others(outputs: Outputs) -> None:
     outputs.add("sampled", [4, 5, 6, 7, 8], max_tokens=12, temperature=0.9, seed=2, ignore_eos=True)
 
 
-@RUNNERS
 @pytest.mark.parametrize("breaks_in", ["a new request", "a decode row"])
 def test_the_request_at_fault_ends_and_the_others_get_what_they_get_without_it(
-    settings: dict[str, Any],
-    runner: Callable[[BuiltEngine], BuiltEngine],
-    breaks_in: str,
-    monkeypatch: pytest.MonkeyPatch,
+    build: Build, breaks_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = Outputs(runner(engine(**settings)))
+    expected = Outputs(build())
     _add_others(expected)
     assert _finish(expected) == {}
 
-    built = runner(engine(**settings))
+    built = build()
     outputs = Outputs(built)
     outputs.add("bad", [9, 9], max_tokens=12, temperature=0.0, ignore_eos=True, seed=666)
     _add_others(outputs)
@@ -87,16 +76,13 @@ def test_the_request_at_fault_ends_and_the_others_get_what_they_get_without_it(
     assert {name: outputs.tokens[name] for name in expected.tokens} == expected.tokens
 
 
-@RUNNERS
-def test_an_error_in_the_middle_of_a_step_is_contained(
-    settings: dict[str, Any], runner: Callable[[BuiltEngine], BuiltEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_a_step_is_contained(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, after the target ran: all requests go on, and yield what they yield otherwise."""
-    expected = Outputs(runner(engine(**settings)))
+    expected = Outputs(build())
     _add_others(expected)
     _finish(expected)
 
-    built = runner(engine(**settings))
+    built = build()
     calls = iter(range(10_000))
     inject = built.runner.step.drafter.inject
 
@@ -113,12 +99,8 @@ def test_an_error_in_the_middle_of_a_step_is_contained(
     assert outputs.tokens == expected.tokens
 
 
-@RUNNERS
-def test_a_write_into_a_block_of_others_still_ends_the_engine(
-    settings: dict[str, Any], runner: Callable[[BuiltEngine], BuiltEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = runner(engine(**settings))
-    assert built.runner.step.drafter is not None
+def test_a_write_into_a_block_of_others_still_ends_the_engine(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build()
 
     def breaking(*arguments: Any, **options: Any) -> torch.Tensor:
         raise KVWriteError("kv_write_guard: a breach")

@@ -1,30 +1,27 @@
-"""`kv_write_guard` stops a step that would write where its request may not (invariant OWN)."""
+"""`kv_write_guard` stops a step that would write where its request may not (invariant OWN), with the steps of a CPU and
+of a GPU."""
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dflash_backend.config import EngineConfig
-from dflash_backend.core.plan import ScheduledRequest, StepPlan, StepResult
-from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.core.kv_manager import KVManager
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
+from dflash_backend.messages import SamplingParams
+from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
-from tests.tiny_models import make_pair
+from tests.worker.engines import Outputs, device_runner, engine
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+PROMPT = [1, 2, 3, 4, 5, 6]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-def engine(pair: dict[str, str]) -> BuiltEngine:
-    return build_engine(EngineConfig.from_values({**pair, "kv_block_size": 4, "kv_write_guard": True}))
+@pytest.fixture(params=[lambda built: built.runner, device_runner], ids=["cpu", "device"])
+def runner(request: pytest.FixtureRequest, settings: dict[str, Any]) -> ModelRunner:
+    return request.param(engine(**settings))
 
 
 def guard(allowed: dict[str, frozenset[int]]) -> WriteGuard:
@@ -32,18 +29,11 @@ def guard(allowed: dict[str, frozenset[int]]) -> WriteGuard:
     return WriteGuard(StepPlan(3, rows, writable_block_ids=allowed), rows, block_size=4)
 
 
-PHASES_THAT_WRITE = ("verify", "inject", "draft")
-
-
-def check_only(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the guard see the writes of one phase alone."""
-    check = WriteGuard.check
-
-    def filtered(guard: WriteGuard, name: str, *rest: Any) -> None:
-        if name == phase:
-            check(guard, name, *rest)
-
-    monkeypatch.setattr(WriteGuard, "check", filtered)
+def prefill(blocks: list[int], writable: set[int]) -> StepPlan:
+    """The whole prompt and 7 drafts behind it: positions 0 to 13, which lie in four blocks."""
+    row = ScheduledRequest("a", 0, len(PROMPT), 0, True, 7, blocks)
+    new = NewRequest("a", PROMPT, len(PROMPT), SamplingParams(temperature=0.0, max_tokens=30), (), seed=1)
+    return StepPlan(1, [row], [new], writable_block_ids={"a": frozenset(writable)})
 
 
 def test_a_slot_in_another_requests_block_is_named_with_step_phase_and_request() -> None:
@@ -61,60 +51,41 @@ def test_a_write_of_a_padding_token_is_a_breach() -> None:
         guard({"a": frozenset({0})}).check("verify", torch.tensor([0, -1]), torch.tensor([1, 2]))
 
 
-class StingyWorker:
-    """Runs plans as if the core had forgotten some of the lookahead: the last block is not the request's any more."""
-
-    def __init__(self, built: BuiltEngine) -> None:
-        self.runner = built.runner
-        self.overlaps = False
-
-    def submit(self, plan: StepPlan) -> None:
-        assert plan.writable_block_ids is not None
-        fewer = {key: blocks - {max(blocks)} for key, blocks in plan.writable_block_ids.items()}
-        self.runner.submit(dataclasses.replace(plan, writable_block_ids=fewer))
-
-    def collect(self) -> StepResult:
-        return self.runner.collect()
+@pytest.mark.parametrize(
+    ("blocks", "breach"), [([0, 1, 2, 3], "would write block 3"), ([0, 1, 2], "has no block for some")]
+)
+def test_drafting_past_the_blocks_that_were_reserved_stops_the_step(
+    runner: ModelRunner, blocks: list[int], breach: str
+) -> None:
+    """RESERVE broken: with too little lookahead the drafter's queries land in a block of another request, or without
+    the guard nowhere."""
+    with pytest.raises(KVWriteError, match=f"step 1, phase draft: request a {breach}"):
+        runner.submit(prefill(blocks, writable={0, 1, 2}))
 
 
-def test_drafting_into_a_block_that_was_not_reserved_stops_the_step(pair: Path) -> None:
-    """RESERVE broken: with too little lookahead the drafter's queries land in a block of another request."""
-    built = engine(pair)
-    built.core._worker = StingyWorker(built)
-    # 6 prompt tokens and a block of 8 from position 6: blocks 0 to 3, of which the draft alone reaches the last.
-    request = GenerationRequest("r", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
-    built.core.add_request(request)
-    with pytest.raises(KVWriteError, match="phase draft: request r"):
-        built.core.step()
-
-
-class RightlessWorker(StingyWorker):
-    """Runs plans that give no request any block to write."""
-
-    def submit(self, plan: StepPlan) -> None:
-        assert plan.writable_block_ids is not None
-        nothing = dict.fromkeys(plan.writable_block_ids, frozenset[int]())
-        self.runner.submit(dataclasses.replace(plan, writable_block_ids=nothing))
-
-
-@pytest.mark.parametrize("phase", PHASES_THAT_WRITE)
-def test_each_phase_that_writes_is_checked(phase: str, pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", ["verify", "inject", "draft"])
+def test_each_phase_that_writes_is_checked(phase: str, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """One phase at a time, since a breach in an earlier one would hide that a later one is not checked."""
-    check_only(phase, monkeypatch)
-    built = engine(pair)
-    built.core._worker = RightlessWorker(built)
-    request = GenerationRequest("r", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
-    built.core.add_request(request)
-    with pytest.raises(KVWriteError, match=f"phase {phase}: request r"):
-        built.core.step()
+    check = WriteGuard.check
+
+    def filtered(guard: WriteGuard, name: str, *rest: Any) -> None:
+        if name == phase:
+            check(guard, name, *rest)
+
+    monkeypatch.setattr(WriteGuard, "check", filtered)
+    with pytest.raises(KVWriteError, match=f"step 1, phase {phase}: request a would write block"):
+        runner.submit(prefill([0, 1, 2, 3], writable=set()))
 
 
-def test_guarded_steps_of_a_correct_core_pass(pair: Path) -> None:
-    built = engine(pair)
-    assert isinstance(built.core.config, SchedulerConfig)
+def test_the_setting_has_the_core_say_what_may_be_written(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A correct core's steps pass; one that gives its requests no blocks is stopped."""
+    outputs = Outputs(engine(**settings))
     for index in range(3):
-        request = GenerationRequest(f"r{index}", [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=20, temperature=0.0))
-        built.core.add_request(request)
-    while built.core.has_unfinished():
-        built.core.step()
-    built.core.check_invariants()
+        outputs.add(f"r{index}", PROMPT, max_tokens=20, temperature=0.0)
+    outputs.finish()
+    monkeypatch.setattr(KVManager, "writable_blocks", lambda manager, request: frozenset())
+    outputs.add("r3", PROMPT, max_tokens=20, temperature=0.0)
+    with pytest.raises(KVWriteError, match="phase verify: request r3"):
+        outputs.finish()
