@@ -12,7 +12,16 @@ from dflash_backend.attention import BackendError, KVLayer, select_backend
 from dflash_backend.attention import flash_attn_backend as module
 from dflash_backend.attention.flash_attn_backend import FlashAttnBackend
 from dflash_backend.attention.torch_backend import TorchBackend
-from tests.attention.test_device_rows import DECODE, DEVICE, MIXED, PATTERNS, Rows, exact, noise, run
+from tests.attention.test_device_rows import (
+    DECODE,
+    DEVICE,
+    MIXED,
+    PATTERNS,
+    Rows,
+    assert_rows_equal_reference,
+    noise,
+    run,
+)
 from tests.attention.test_selection import NEEDS
 from tests.paged import BLOCK_SIZE
 
@@ -62,8 +71,7 @@ def test_the_packages_arguments_say_what_the_rows_see(
     monkeypatch.setattr(module, "flash_attn_varlen_func", documented_varlen)
     query, layer, tables = noise(rows.num_tokens)
     actual = run(FlashAttnBackend(BLOCK_SIZE), rows.layout(tables), query, KVLayer(layer.data.to(DEVICE)), pattern)
-    for row, expected in exact(rows, query, layer, tables, pattern).items():
-        torch.testing.assert_close(actual[rows.tokens(row)], expected, atol=1e-5, rtol=1e-5)
+    assert_rows_equal_reference(actual, rows, query, layer, tables, pattern)
 
 
 def test_what_the_package_cannot_do_is_refused_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""What tests of the kernels share: where they run, in which dtypes, and rotary tables."""
+"""What tests of the kernels share: where they run, in which dtypes, random tensors and rotary tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ HALF_DTYPES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else 
 
 # Where a sum in another order has tipped the rounding of a number that a rotation then subtracts from one like it.
 A_ROUNDING_APART = {"atol": 0.1, "rtol": 0.02}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Standard normal float32 of `shape`, where kernels run."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def rotary_tables(max_positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -179,14 +179,21 @@ def test_queries_may_be_a_slice_of_a_fused_projection() -> None:
     case.check(True, None, 2)
 
 
-def test_reference_equals_dense_attention() -> None:
-    case = Case([30], [30], heads=(4, 2), block_size=8)
-    blocks = case.rows.block_tables[0].long()
-    k, v = case.cache[blocks].flatten(0, 1)[:30].double().unbind(1)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize("num_queries", [30, 4])
+def test_reference_equals_dense_attention(num_queries: int, window: int | None, causal: bool) -> None:
+    case = Case([num_queries], [30], heads=(4, 2), block_size=8)
+    k, v = case.cache[case.rows.block_tables[0].long()].flatten(0, 1)[:30].double().unbind(1)
     q, k, v = (x.transpose(0, 1)[None] for x in (case.query.double(), k, v))
-    for causal in (True, False):
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-        torch.testing.assert_close(case.reference(causal, None), expected[0].transpose(0, 1).flatten(1))
+    # By the definition, each query by itself.
+    seen = torch.zeros(num_queries, 30, dtype=torch.bool)
+    for index, position in enumerate(range(30 - num_queries, 30)):
+        first = 0 if window is None else max(0, position - window + 1)
+        last = position if causal else 29 if window is None else position + window - 1
+        seen[index, first : last + 1] = True
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    torch.testing.assert_close(case.reference(causal, window), expected[0].transpose(0, 1).flatten(1))
 
 
 QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)

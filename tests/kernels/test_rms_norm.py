@@ -6,14 +6,10 @@ import pytest
 import torch
 
 from dflash_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from tests.kernels.inputs import DEVICE, HALF_DTYPES
+from tests.kernels.inputs import HALF_DTYPES, random
 
 EPS = 1e-5
 SIZES = [1, 31, 64, 80, 300, 1024]
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -263,6 +263,6 @@ WORKER_MUTANTS = (
         "kernels/dflash_kernels/qk_norm_rope_write.py",
         "if slot >= 0:",
         "if slot >= -1:",
-        ("tests/kernels/test_qk_norm_rope_write.py",),
+        ("tests/kernels/test_kv_writes.py",),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -94,9 +96,26 @@ class Outputs:
         return self.tokens
 
 
-def memory(runner: ModelRunner) -> list[torch.Tensor]:
-    """All that steps change: K/V of every layer, and the requests' state."""
+def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
+    """The requests' state that steps change."""
     state = runner.step.state
-    kept = [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
-    kept += [state.tokens, state.blocks, state.num_blocks, state.computed]
+    kept = [state.tokens, state.blocks, state.num_blocks, state.computed]
     return kept if state.draft_probs is None else [*kept, state.draft_probs]
+
+
+def kv_tensors(runner: ModelRunner) -> list[torch.Tensor]:
+    """K/V of every layer."""
+    return [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
+
+
+def memory(runner: ModelRunner) -> list[torch.Tensor]:
+    """All that steps change."""
+    return [*kv_tensors(runner), *state_tensors(runner)]
+
+
+@contextmanager
+def unchanged(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """These tensors end the block as they began it, to the bit."""
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))

@@ -10,20 +10,10 @@ import torch
 
 from dflash_backend.config import ConfigError
 from dflash_backend.core.plan import StepOutOfMemory, StepPlan
-from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.memory import GIB, GRAPH_OVERHEAD_BYTES, MemoryUse, expected_use, measure_use
+from tests.worker.test_largest_steps import limits
 
-LIMITS = SchedulerConfig(
-    num_blocks=100,
-    block_size=16,
-    max_model_len=512,
-    max_num_seqs=4,
-    max_num_batched_tokens=1024,
-    max_queue_size=8,
-    enable_prefix_caching=True,
-    num_speculative_tokens=7,
-    drafter_max_len=512,
-)
+LIMITS = limits(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=1024, k=7, drafter=512)
 TOTAL, WEIGHTS, OTHERS = 100 * GIB, 30 * GIB, 2 * GIB
 STATE = GIB
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
-from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
-from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import PHASES
-from tests.worker.engines import Outputs, device_runner, engine, memory, on_device_runner
+from tests.worker.engines import Outputs, device_runner, engine, kv_tensors, on_device_runner, state_tensors, unchanged
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -100,11 +99,9 @@ def test_a_row_of_an_ended_request_writes_nothing_past_its_blocks(runner: ModelR
     """It starts where its blocks end, as after the last step of a request that was sure of no more."""
     run(runner, prefill(1, "a", [0, 1, 2, 3]))
     runner.step.state.computed[runner.requests.records["a"].index] = 16
-    before = [layer.data.clone() for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
-    result = run(runner, decode(2, "a", 14, num_unverified_drafts=K))
+    with unchanged(kv_tensors(runner)):
+        result = run(runner, decode(2, "a", 14, num_unverified_drafts=K))
     assert len(result.rows[0].token_ids) == result.rows[0].num_accepted + 1
-    after = [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
-    assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
 
 
 def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
@@ -126,72 +123,54 @@ def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: Mode
         runner.submit(decode(2, "a", 6, num_unverified_drafts=K))
 
 
-class ShortOfMemory(DFlashDrafter):
-    """A drafter for which memory does not suffice at some calls."""
+def lack_memory(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: set[int]) -> None:
+    """The method does its work, and then memory does not suffice at these `calls`, counted from 1."""
+    method, numbers = getattr(owner, name), itertools.count(1)
 
-    def __init__(self, drafter: DFlashDrafter, fails_at: frozenset[int]) -> None:
-        super().__init__(drafter.model, drafter.target, drafter.caches, drafter.backend)
-        self.fails_at = fails_at
-        self.num_calls = 0
-
-    def propose(self, blocks: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
-        drafts = super().propose(blocks, sampler)
-        self.num_calls += 1
-        if self.num_calls in self.fails_at:
+    def lacking(*arguments: Any) -> Any:
+        result = method(*arguments)
+        if next(numbers) in calls:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return drafts
+        return result
+
+    monkeypatch.setattr(owner, name, lacking)
 
 
-def short_of_memory(built: BuiltEngine, fails_at: frozenset[int]) -> BuiltEngine:
-    assert isinstance(built.runner.step.drafter, DFlashDrafter)
-    built.runner.step.drafter = ShortOfMemory(built.runner.step.drafter, fails_at)
-    return built
-
-
-def test_a_step_that_does_not_fit_leaves_the_requests_as_they_were(settings: dict[str, Any]) -> None:
-    """At the latest moment: when the drafter runs, accepted tokens are in the state already."""
-    plans = [prefill(1, "a", list(range(8))), decode(2, "a", 6)]
-    untroubled = device_runner(engine(**settings))
-    expected = [run(untroubled, plan).rows for plan in plans]
-
-    runner = device_runner(short_of_memory(engine(**settings), frozenset({2})))
-    assert run(runner, plans[0]).rows == expected[0]
-    before = [tensor.clone() for tensor in memory(runner)[-4:]]
-    with pytest.raises(StepOutOfMemory, match="step 2 with 1 rows and 8 tokens does not fit the memory of cpu"):
-        runner.submit(plans[1])
-    assert all(torch.equal(now, then) for now, then in zip(memory(runner)[-4:], before, strict=True))
-    assert run(runner, plans[1]).rows == expected[1]
-
-
-def test_log_probabilities_that_do_not_fit_leave_the_drafts_their_distributions(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "sampling"),
+    [
+        # At the latest moment: when the drafter runs, accepted tokens are in the state already.
+        (DFlashDrafter, "propose", GREEDY),
+        # The drafts' distributions are needed again.
+        (LogitsProcessors, "logprobs", SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, logprobs=2)),
+    ],
+)
+def test_a_step_that_does_not_fit_leaves_the_requests_as_they_were(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, owner: type, name: str, sampling: SamplingParams
 ) -> None:
-    sampling = SamplingParams(temperature=0.9, max_tokens=30, ignore_eos=True, logprobs=2)
     plans = [prefill(1, "a", list(range(8)), sampling), decode(2, "a", 6)]
     untroubled = device_runner(engine(**settings))
     expected = [run(untroubled, plan).rows for plan in plans]
 
     runner = device_runner(engine(**settings))
-    run(runner, plans[0])
-    before = [tensor.clone() for tensor in memory(runner)[-5:]]
-    assert before[-1].any()
-
-    def lacking(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
+    assert run(runner, plans[0]).rows == expected[0]
+    assert (runner.step.state.draft_probs is None) == (sampling is GREEDY)
+    message = "step 2 with 1 rows and 8 tokens does not fit the memory of cpu"
     with monkeypatch.context() as short:
-        short.setattr(LogitsProcessors, "logprobs", lacking)
-        with pytest.raises(StepOutOfMemory):
+        lack_memory(short, owner, name, {1})
+        with unchanged(state_tensors(runner)), pytest.raises(StepOutOfMemory, match=message):
             runner.submit(plans[1])
-    assert all(torch.equal(now, then) for now, then in zip(memory(runner)[-5:], before, strict=True))
     assert run(runner, plans[1]).rows == expected[1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_outputs_survive_steps_that_do_not_fit(settings: dict[str, Any], overlap: bool) -> None:
+def test_outputs_survive_steps_that_do_not_fit(
+    settings: dict[str, Any], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outputs = []
-    for fails_at in (frozenset(), frozenset({2, 3, 5})):
-        built = on_device_runner(short_of_memory(engine(**settings), fails_at), overlap)
+    for calls in (set(), {2, 3, 5}):
+        built = on_device_runner(engine(**settings), overlap)
+        lack_memory(monkeypatch, DFlashDrafter, "propose", calls)
         one = Outputs(built)
         for i in range(4):
             sampling: dict[str, Any] = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
