@@ -121,7 +121,7 @@ WORKER_MUTANTS = (
         f"{WORKER}/state.py",
         "(state.top_p, self.top_p),",
         "(state.top_p, np.ones_like(self.top_p)),",
-        ("tests/test_device_lossless.py::test_each_cut_of_these_requests_changes_what_is_drawn",),
+        ("tests/test_device_lossless.py::test_each_filter_of_these_requests_changes_what_is_drawn",),
         (
             (f"{WORKER}/state.py", "(state.min_p, self.min_p),", "(state.min_p, np.zeros_like(self.min_p)),"),
             (f"{WORKER}/state.py", "(state.top_k, self.top_k),", "(state.top_k, np.zeros_like(self.top_k)),"),
