@@ -9,12 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.gpu import ties
 from benchmarks.measure import Measurement
 from benchmarks.workload import load_prompts
 from checks.lossless import Case, cases, reference, run_case
 from checks.sampling import METHODS, fit
 from dflash_backend import LLM
+from dflash_backend.config import asset_path
+from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_kernels import accept
+from tests.gpu.test_engine import logits_in_float32
 from tests.scale import scaled
 
 pytestmark = pytest.mark.slow
@@ -47,6 +51,24 @@ def test_every_way_to_run_gives_the_tokens_of_transformers(
         assert result.num_preemptions > 0
     if result.acceptance_length is not None and "k = 4" not in case.name:
         assert result.acceptance_length >= LEAST_ACCEPTANCE_LENGTH
+
+
+def test_in_bfloat16_drafts_change_nothing_but_at_ties(prompts: list[list[int]]) -> None:
+    plain, drafted = (
+        LLM(dtype="bfloat16", draft=draft).generate(list(prompts), max_tokens=MAX_TOKENS, temperature=0)
+        for draft in ("", "auto")
+    )
+    logits = logits_in_float32(asset_path("demo", "pair", "target"))
+    found = [
+        ties.parting(index, ids, one.token_ids, other.token_ids, logits)
+        for index, (ids, one, other) in enumerate(zip(prompts, plain, drafted, strict=True))
+    ]
+    partings = [entry for entry in found if entry is not None]
+    print(ties.describe(partings, len(prompts)))
+    assert [entry for entry in partings if not entry.is_tie] == []
+    assert len(partings) <= NUM_PROMPTS // 4
+    counts = SpecDecodingStats.total(output.stats.spec_decoding for output in drafted)
+    assert counts.acceptance_length >= LEAST_ACCEPTANCE_LENGTH
 
 
 @pytest.mark.parametrize("method", METHODS)

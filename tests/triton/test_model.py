@@ -7,7 +7,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,25 +27,44 @@ def triton_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("kind", "visible"), [("GPU", "3"), ("CPU", "0,3")])
-def test_an_instance_loads_on_the_gpu_that_triton_gave_it(
-    triton_model: ModuleType, kind: str, visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+def arguments(repository: Path, kind: str = "CPU") -> dict[str, str]:
+    """What Triton tells a model as it loads it."""
     config = {
         "model_transaction_policy": {"decoupled": True},
         "input": [{"name": name} for name in model_config.INPUTS],
         "output": [{"name": name} for name in model_config.OUTPUTS],
     }
-    triton_model.TritonPythonModel().initialize(
-        {
-            "model_config": json.dumps(config),
-            "model_repository": str(tmp_path),
-            "model_version": "1",
-            "model_name": "dflash",
-            "model_instance_name": "dflash_0_1",
-            "model_instance_kind": kind,
-            "model_instance_device_id": "1",
-        }
-    )
+    return {
+        "model_config": json.dumps(config),
+        "model_repository": str(repository),
+        "model_version": "1",
+        "model_name": "dflash",
+        "model_instance_name": "dflash_0_1",
+        "model_instance_kind": kind,
+        "model_instance_device_id": "1",
+    }
+
+
+@pytest.mark.parametrize(("kind", "visible"), [("GPU", "3"), ("CPU", "0,3")])
+def test_an_instance_loads_on_the_gpu_that_triton_gave_it(
+    triton_model: ModuleType, kind: str, visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    triton_model.TritonPythonModel().initialize(arguments(tmp_path, kind))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_a_model_is_ready_while_its_service_is_and_hands_it_each_request(
+    triton_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    service = SimpleNamespace(ready=True, submit=calls.append, close=lambda: calls.append("closed"))
+    monkeypatch.setattr(triton_model, "TritonService", lambda *args, **options: service)
+    model = triton_model.TritonPythonModel()
+    model.initialize(arguments(tmp_path))
+    assert model.is_ready() is True
+    service.ready = False  # as while the engine is started again
+    assert model.is_ready() is False
+    model.execute(["a", "b"])
+    model.finalize()
+    assert calls == ["a", "b", "closed"]
