@@ -31,8 +31,11 @@ RESERVED_ENV_PREFIX = (
 
 # Parameters of config.pbtxt that are not ours. Triton's Python backend reads its two itself. Of its vLLM backend's, the
 # frontend reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked.
-_TRITON_FLAGS = ("REPORT_CUSTOM_METRICS", "ENABLE_VLLM_HEALTH_CHECK")
+REPORT_CUSTOM_METRICS = "REPORT_CUSTOM_METRICS"
+_TRITON_FLAGS = (REPORT_CUSTOM_METRICS, "ENABLE_VLLM_HEALTH_CHECK")
 TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", *_TRITON_FLAGS))
+# In a model.json of that backend.
+DISABLE_LOG_STATS = "disable_log_stats"
 
 
 @dataclass(frozen=True)
@@ -209,19 +212,24 @@ class EngineConfig:
         model_json: Mapping[str, Any] | None = None,
     ) -> EngineConfig:
         """Settings of a Triton model: `parameters` of its `config.pbtxt`, over them `model_json`, which a model of
-        Triton's vLLM backend brings, and over both the environment."""
+        Triton's vLLM backend brings, and over both the environment. That backend publishes its metrics where
+        REPORT_CUSTOM_METRICS is true and `disable_log_stats` in the model.json is not; so are their names here."""
         own = {name: value for name, value in parameters.items() if name not in TRITON_PARAMETERS}
         triton = {name: str(value) for name, value in parameters.items() if name in TRITON_PARAMETERS}
         for name, value in triton.items():
             if name in _TRITON_FLAGS and parse_bool(value) is None:
                 raise ConfigError(f"parameter '{name}' has the value {value!r} ({where}); allowed: true or false")
-        layers = [(where, own), ("model.json", model_json or {}), ("environment", environment_settings(environ))]
+        from_json = dict(model_json or {})
+        if from_json.pop(DISABLE_LOG_STATS, False) and parse_bool(triton.get(REPORT_CUSTOM_METRICS, "")):
+            del triton[REPORT_CUSTOM_METRICS]
+        layers: list[tuple[str, Mapping[str, Any]]] = [(where, own), ("model.json", from_json)]
+        layers.append(("environment", environment_settings(environ)))
         return dataclasses.replace(cls.from_layers(layers), triton_parameters=triton)
 
     @property
     def report_custom_metrics(self) -> bool | None:
         """What REPORT_CUSTOM_METRICS in config.pbtxt says; None where it is not there."""
-        return parse_bool(self.triton_parameters.get("REPORT_CUSTOM_METRICS", ""))
+        return parse_bool(self.triton_parameters.get(REPORT_CUSTOM_METRICS, ""))
 
     def as_strings(self) -> dict[str, str]:
         """Every effective setting as text, for the log line at start."""

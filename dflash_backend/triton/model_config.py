@@ -10,7 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.config import ConfigError
+from dflash_backend.config import DISABLE_LOG_STATS, ConfigError
 from dflash_backend.drafters.registry import METHODS
 
 # Name to type and number of elements, -1 for any. All are optional.
@@ -54,10 +54,10 @@ _SETTINGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "enable_prefix_caching": "enable_prefix_caching",
 }
-# Those that change nothing here, with the values that are taken.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+# Those that are no settings, with the values that are taken. All but the first change nothing here.
+_NO_SETTINGS: dict[str, tuple[Any, ...]] = {
+    DISABLE_LOG_STATS: (True, False),
     "disable_log_requests": (True, False),
-    "disable_log_stats": (True, False),
     "enable_log_requests": (False,),
     "enable_chunked_prefill": (True,),
     "enable_lora": (False,),
@@ -110,7 +110,8 @@ def check_model_config(config: Mapping[str, Any]) -> None:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """The settings in a model.json, which Triton's vLLM backend reads; empty where there is none.
+    """The settings in a model.json, which Triton's vLLM backend reads, and its `disable_log_stats`; empty where there
+    is none.
 
     Raises `ConfigError` for a file that cannot be read, and for an argument that means nothing here, by name.
     """
@@ -130,11 +131,13 @@ def read_model_json(path: Path) -> dict[str, Any]:
             settings["enable_cuda_graphs"] = str(value).lower() == "false"
         elif name == "speculative_config" and isinstance(value, dict):
             settings |= _speculation(value, path)
-        elif name not in _WITHOUT_EFFECT:
+        elif name not in _NO_SETTINGS:
             raise ConfigError(f"{path}: '{name}' has no counterpart here; remove it")
-        elif _plain(value) not in _WITHOUT_EFFECT[name]:
-            allowed = " or ".join(json.dumps(one) for one in _WITHOUT_EFFECT[name])
+        elif _plain(value) not in _NO_SETTINGS[name]:
+            allowed = " or ".join(json.dumps(one) for one in _NO_SETTINGS[name])
             raise ConfigError(f"{path}: '{name}' is {json.dumps(value)}; allowed: {allowed}")
+        elif name == DISABLE_LOG_STATS:
+            settings[name] = _plain(value)
     return settings
 
 

@@ -118,9 +118,30 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parameter", "log_stats", "expected"),
+    [
+        ("true", None, True),
+        ("true", {"disable_log_stats": False}, True),
+        ("true", {"disable_log_stats": True}, None),
+        ("true", {"disable_log_stats": "True"}, None),
+        ("false", {"disable_log_stats": True}, False),
+        (None, {"disable_log_stats": True}, None),
+    ],
+)
+def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_both_say_so(
+    tmp_path: Path, parameter: str | None, log_stats: dict[str, Any] | None, expected: bool | None
+) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({"model": "a/b"} | (log_stats or {})))
+    parameters = {} if parameter is None else {"REPORT_CUSTOM_METRICS": parameter}
+    config = EngineConfig.load(parameters, {}, model_json=read_model_json(tmp_path / "model.json"))
+    assert config.report_custom_metrics is expected
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "it is not JSON"),
+        ('{"disable_log_stats": "perhaps"}', "'disable_log_stats' is \"perhaps\"; allowed: true or false"),
         ("[]", "it must be a JSON object"),
         ('{"quantization": "awq"}', "'quantization' has no counterpart here; remove it"),
         ('{"tensor_parallel_size": 2}', "'tensor_parallel_size' is 2; allowed: 1"),
