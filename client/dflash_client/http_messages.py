@@ -84,9 +84,20 @@ def transport_error(error: httpx.TransportError, location: Location) -> ClientEr
         return ConnectionFailed(
             f"what answers at {address} does not speak HTTP; if this is the gRPC port, use grpc:// (--protocol grpc)"
         )
-    cut_off = not location.secure and any(known in words for known in _CUT_OFF)
+    reason = _reason(error)
+    cut_off = not location.secure and any(known in reason.lower() for known in _CUT_OFF)
     hint = " (If it expects TLS, begin the URL with https://.)" if cut_off else ""
-    return ConnectionLost(f"the connection to {address} broke: {error or type(error).__name__}{hint}")
+    return ConnectionLost(f"the connection to {address} broke: {reason}{hint}")
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says. With asyncio it says nothing itself, and one of those that caused it does."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if text := str(cause):
+            return text
+        cause = cause.__cause__ or cause.__context__
+    return type(error).__name__
 
 
 def refusal(code: int, body: bytes, location: Location) -> ClientError:

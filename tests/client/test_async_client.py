@@ -12,7 +12,7 @@ import pytest
 
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import AsyncDFlashClient
-from tests.client.conftest import one_more_cancellation
+from tests.client.conftest import one_more_cancellation, url_of
 
 pytestmark = pytest.mark.server
 
@@ -37,12 +37,7 @@ class Runner:
 @pytest.fixture(params=["grpc", "http"])
 def run(request: pytest.FixtureRequest, toy: TritonServer) -> Runner:
     """For each protocol."""
-    return Runner(toy.grpc_url if request.param == "grpc" else toy.http_url, request.param)
-
-
-def told(run: Runner, prompt: str) -> bool:
-    """Whether the server is told that the client cancelled; see `one_more_cancellation`."""
-    return run.protocol == "grpc" or prompt == "forever"
+    return Runner(url_of(toy, request.param), request.param)
 
 
 def test_many_requests_run_at_the_same_time(run: Runner) -> None:
@@ -59,7 +54,7 @@ def test_leaving_the_loop_cancels_the_request(run: Runner, cancel_log: Path) -> 
             assert delta.text == "x"
             break
         # The loop must turn for the request to be cancelled: the program goes on.
-        await asyncio.to_thread(cancelled.wait)
+        await asyncio.to_thread(cancelled)
 
     with one_more_cancellation(cancel_log) as cancelled:
         run(body)
@@ -69,7 +64,7 @@ def test_leaving_a_with_block_cancels_the_request(run: Runner, cancel_log: Path)
     async def body(client: AsyncDFlashClient) -> None:
         async with client.stream("forever") as stream:
             assert (await anext(stream)).text == "x"
-        await asyncio.to_thread(cancelled.wait)
+        await asyncio.to_thread(cancelled)
 
     with one_more_cancellation(cancel_log) as cancelled:
         run(body)
@@ -85,7 +80,7 @@ def test_closing_the_client_cancels_a_stream_that_was_left_open(run: Runner, can
         await client.close()
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-        await asyncio.to_thread(cancelled.wait)
+        await asyncio.to_thread(cancelled)
 
     with one_more_cancellation(cancel_log) as cancelled:
         run(body)
@@ -104,7 +99,7 @@ def test_cancelling_the_task_cancels_the_request(run: Runner, cancel_log: Path, 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.to_thread(cancelled.wait)
+        await asyncio.to_thread(cancelled)
 
-    with one_more_cancellation(cancel_log, told(run, prompt)) as cancelled:
+    with one_more_cancellation(cancel_log, run.protocol, prompt) as cancelled:
         run(body)

@@ -53,16 +53,20 @@ def test_a_bad_url_is_refused(url: str) -> None:
         parse_url(url, "grpc")
 
 
-def test_exactly_one_of_prompt_and_messages() -> None:
-    with pytest.raises(ValueError, match="exactly one"):
-        Request.build("m", False, None, None, {})
-    with pytest.raises(ValueError, match="exactly one"):
-        Request.build("m", False, "x", [{"role": "user", "content": "x"}], {})
-
-
-def test_text_without_a_utf8_form_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(ValueError, match="UTF-8.*character 2"):
-        Request.build("m", False, "ab\udc80", None, {})
+@pytest.mark.parametrize(
+    ("prompt", "messages", "sampling", "words"),
+    [
+        (None, None, {}, "exactly one"),
+        ("x", [{"role": "user", "content": "x"}], {}, "exactly one"),
+        ("ab\udc80", None, {}, "UTF-8.*character 2"),
+        *((prompt, None, {}, "at position 0; allowed: token ids, or one text") for prompt in (["a"], [1.5], [2**63])),
+        ([None], None, {}, "at position 0; allowed: token ids, or one text"),
+        ("x", None, {"stop": {"."}}, "sampling parameters cannot be sent as JSON"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before(prompt: Any, messages: Any, sampling: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Request.build("m", False, prompt, messages, sampling)
 
 
 def test_parameters_that_are_none_are_not_sent() -> None:
@@ -75,17 +79,6 @@ def test_the_prompt_is_excluded_only_where_the_server_would_send_it() -> None:
     at_once = Request.build("m", False, "x", None, {}).flags()
     assert "exclude_input_in_output" not in streamed
     assert at_once["exclude_input_in_output"]
-
-
-@pytest.mark.parametrize("prompt", [["a"], [1.5], [2**63], [None]])
-def test_a_prompt_that_is_neither_text_nor_ids_is_refused(prompt: list) -> None:
-    with pytest.raises(ValueError, match="at position 0; allowed: token ids, or one text"):
-        Request.build("m", False, prompt, None, {})
-
-
-def test_values_without_a_json_form_are_refused_before_they_are_sent() -> None:
-    with pytest.raises(ValueError, match="sampling parameters cannot be sent as JSON"):
-        Request.build("m", False, "x", None, {"stop": {"."}})
 
 
 def test_log_probabilities_are_asked_for_with_the_parameter_logprobs_only() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -28,6 +28,7 @@ from tests.client.tls_servers import Certificates, grpc_server, http_server
 
 PROTOCOLS = pytest.mark.parametrize("protocol", ["grpc", "http"])
 SERVERS = {"grpc": grpc_server, "http": http_server}
+Answers = tuple[bool, str, str]
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +40,32 @@ def url(protocol: str, address: str, secure: bool = True) -> str:
     return f"{protocol}{'s' if secure else ''}://{address}"
 
 
-async def asked_with_asyncio(address: str, **options: Any) -> tuple[bool, str, str]:
+async def asked_with_asyncio(address: str, **options: Any) -> Answers:
     async with AsyncDFlashClient(address, timeout_s=20, **options) as client:
         ready = await client.ready()
         text = (await client.generate("one")).text
         return ready, text, "".join([delta.text async for delta in client.stream("two")])
 
 
-def asked(address: str, **options: Any) -> tuple[bool, str, str]:
+def asked(address: str, **options: Any) -> Answers:
+    """Whether the server is ready, and two answers."""
     with DFlashClient(address, timeout_s=20, **options) as client:
         return client.ready(), client.generate("one").text, "".join(delta.text for delta in client.stream("two"))
 
 
+@pytest.fixture(params=[asked, lambda *where, **options: asyncio.run(asked_with_asyncio(*where, **options))])
+def ask(request: pytest.FixtureRequest) -> Callable[..., Answers]:
+    """`asked`, with either client."""
+    return request.param
+
+
 @PROTOCOLS
-@pytest.mark.parametrize("asynchronous", [False, True])
 def test_requests_go_over_tls_with_headers_and_key(
-    protocol: str, asynchronous: bool, certificates: Certificates
+    protocol: str, ask: Callable[..., Answers], certificates: Certificates
 ) -> None:
     with SERVERS[protocol](certificates) as seen:
         options = {"headers": {"X-Team": "blue"}, "api_key": "secret", "ca_cert": certificates.ca}
-        where = url(protocol, seen.address)
-        answers = asyncio.run(asked_with_asyncio(where, **options)) if asynchronous else asked(where, **options)
-    assert answers == (True, "one", "two")
+        assert ask(url(protocol, seen.address), **options) == (True, "one", "two")
     assert len(seen.headers) == 3
     for headers in seen.headers:
         assert (headers["x-team"], headers["authorization"]) == ("blue", "Bearer secret")
@@ -76,96 +81,69 @@ def test_a_server_that_asks_who_is_calling_gets_our_certificate(protocol: str, c
             asked(where, **trust)
 
 
+NOT_TRUSTED = r"not trusted.*--ca-cert"
+KEY_REFUSED = r"does not let this request in .*; (give a valid api_key|ask whoever runs it)"
+
+
 @PROTOCOLS
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("trusted", ["other", None])
-def test_a_certificate_of_an_unknown_authority_is_not_accepted(
-    protocol: str, asynchronous: bool, trusted: str | None, certificates: Certificates
+@pytest.mark.parametrize(
+    ("shown", "secure", "options", "kind", "words"),
+    [
+        ("server", True, {"ca_cert": "other"}, ConnectionFailed, NOT_TRUSTED),
+        ("server", True, {}, ConnectionFailed, NOT_TRUSTED),
+        ("elsewhere", True, {"ca_cert": "ca"}, ConnectionFailed, "not trusted"),
+        (None, True, {"ca_cert": "ca"}, ConnectionFailed, "does not speak TLS; begin the URL with {protocol}://"),
+        ("server", False, {}, ConnectionFailed, "TLS.*{protocol}s://"),
+        (None, False, {"api_key": "wrong"}, Unauthenticated, KEY_REFUSED),
+        (None, False, {"api_key": "other"}, PermissionDenied, KEY_REFUSED),
+    ],
+)
+def test_a_connection_that_is_not_safe_or_not_allowed_is_refused_with_what_to_do(
+    protocol: str,
+    ask: Callable[..., Answers],
+    shown: str | None,
+    secure: bool,
+    options: dict[str, str],
+    kind: type,
+    words: str,
+    certificates: Certificates,
 ) -> None:
-    options = {} if trusted is None else {"ca_cert": getattr(certificates, trusted)}
-
-    def ask(where: str) -> object:
-        return asyncio.run(asked_with_asyncio(where, **options)) if asynchronous else asked(where, **options)
-
-    with SERVERS[protocol](certificates) as seen, pytest.raises(ConnectionFailed, match=r"not trusted.*--ca-cert"):
-        ask(url(protocol, seen.address))
-
-
-@PROTOCOLS
-def test_a_certificate_for_another_host_is_not_accepted(protocol: str, certificates: Certificates) -> None:
+    """`shown` is the certificate of the server, which has none in the clear; `secure` whether we speak TLS to it."""
+    if "ca_cert" in options:
+        options = {"ca_cert": getattr(certificates, options["ca_cert"])}
     with (
-        SERVERS[protocol](certificates, elsewhere=True) as seen,
-        pytest.raises(ConnectionFailed, match="not trusted"),
-        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=20) as client,
+        SERVERS[protocol](certificates if shown else None, elsewhere=shown == "elsewhere") as seen,
+        pytest.raises(kind, match=words.format(protocol=protocol)),
     ):
-        client.generate("one")
-
-
-@PROTOCOLS
-def test_tls_to_a_server_in_the_clear_says_which_url_to_use(protocol: str, certificates: Certificates) -> None:
-    with (
-        SERVERS[protocol](None) as seen,
-        pytest.raises(ConnectionFailed, match=f"does not speak TLS; begin the URL with {protocol}://"),
-        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=20) as client,
-    ):
-        client.generate("one")
-
-
-@PROTOCOLS
-def test_a_server_with_tls_that_is_called_in_the_clear_says_which_url_to_use(
-    protocol: str, certificates: Certificates
-) -> None:
-    with (
-        SERVERS[protocol](certificates) as seen,
-        pytest.raises(ConnectionFailed, match=f"TLS.*{protocol}s://"),
-        DFlashClient(url(protocol, seen.address, secure=False), timeout_s=20) as client,
-    ):
-        client.generate("one")
-
-
-@PROTOCOLS
-@pytest.mark.parametrize(("key", "kind"), [("wrong", Unauthenticated), ("other", PermissionDenied)])
-def test_a_key_that_is_refused_is_said_with_what_to_do(
-    protocol: str, key: str, kind: type, certificates: Certificates
-) -> None:
-    with (
-        SERVERS[protocol](None) as seen,
-        pytest.raises(kind, match=r"does not let this request in .*; (give a valid api_key|ask whoever runs it)"),
-        DFlashClient(url(protocol, seen.address, secure=False), api_key=key, timeout_s=20) as client,
-    ):
-        client.generate("one")
+        ask(url(protocol, seen.address, secure), **options)
 
 
 @pytest.mark.parametrize("prefix", ["/llm/one", "/llm/one/", "/llm/one/v2"])
-def test_a_path_stands_before_tritons_own(prefix: str) -> None:
+def test_a_path_comes_before_tritons_own(prefix: str) -> None:
     with http_server(None) as seen:
         assert asked(f"http://{seen.address}{prefix}") == (True, "one", "two")
     assert seen.paths == [f"/llm/one/v2/models/dflash/{verb}" for verb in ("ready", "generate", "generate_stream")]
 
 
 @PROTOCOLS
-def test_a_request_over_tls_is_cancelled_from_another_thread(protocol: str, certificates: Certificates) -> None:
-    with (
-        SERVERS[protocol](certificates) as seen,
-        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=20) as client,
-    ):
-        stream = client.stream("wait")
-        assert next(stream).text == "wait"
-        threading.Timer(0.1, stream.cancel).start()
-        began = time.monotonic()
-        with pytest.raises(Cancelled):
-            next(stream)
-        assert time.monotonic() - began < 10
-
-
-@PROTOCOLS
-def test_a_request_over_tls_ends_with_its_time(protocol: str, certificates: Certificates) -> None:
-    with (
-        SERVERS[protocol](certificates) as seen,
-        DFlashClient(url(protocol, seen.address), ca_cert=certificates.ca, timeout_s=1) as client,
-        pytest.raises(RequestTimeout),
-    ):
-        list(client.stream("wait"))
+def test_a_request_over_tls_is_cancelled_from_another_thread_and_ends_with_its_time(
+    protocol: str, certificates: Certificates
+) -> None:
+    with SERVERS[protocol](certificates) as seen:
+        options = {"ca_cert": certificates.ca}
+        with DFlashClient(url(protocol, seen.address), timeout_s=20, **options) as client:
+            stream = client.stream("wait")
+            assert next(stream).text == "wait"
+            threading.Timer(0.1, stream.cancel).start()
+            began = time.monotonic()
+            with pytest.raises(Cancelled):
+                next(stream)
+            assert time.monotonic() - began < 10
+        with (
+            DFlashClient(url(protocol, seen.address), timeout_s=1, **options) as client,
+            pytest.raises(RequestTimeout),
+        ):
+            list(client.stream("wait"))
 
 
 def test_http_to_a_grpc_port_says_which_protocol_to_use() -> None:
@@ -176,12 +154,8 @@ def test_http_to_a_grpc_port_says_which_protocol_to_use() -> None:
 
 
 def test_grpc_to_an_http_port_asks_for_the_right_one() -> None:
-    with (
-        http_server(None) as seen,
-        DFlashClient(seen.address, timeout_s=20) as client,
-        pytest.raises(ConnectionFailed, match="is this its gRPC port"),
-    ):
-        client.generate("one")
+    with http_server(None) as seen, pytest.raises(ConnectionFailed, match="is this its gRPC port"):
+        asked(seen.address)
 
 
 class _Http2Status(grpc.RpcError):
@@ -241,11 +215,7 @@ def test_options_that_make_no_sense_are_refused_and_no_secret_is_said(
 
 @PROTOCOLS
 def test_the_command_line_has_the_same_options(
-    protocol: str,
-    certificates: Certificates,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    protocol: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DFLASH_API_KEY", "from the environment")
     with SERVERS[protocol](certificates, mutual=True) as seen:

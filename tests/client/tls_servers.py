@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 @dataclass(frozen=True)
 class Certificates:
-    """An authority of our own, and what it certified, as PEM files. `other` is an authority that nobody trusts."""
+    """An authority of our own, and what it certified, as PEM files. `other` is an authority that no client trusts."""
 
     ca: Path
     server: Path
@@ -136,6 +136,19 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 @contextmanager
+def running(server: ThreadingHTTPServer, released: threading.Event) -> Iterator[None]:
+    """Serve in a thread. At the end what handlers wait for is `released`."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield
+    finally:
+        released.set()
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
 def grpc_server(certificates: Certificates | None, mutual: bool = False, elsewhere: bool = False) -> Iterator[Seen]:
     """Without `certificates` in the clear. `mutual` asks clients for theirs; `elsewhere` shows another host's."""
     server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
@@ -172,11 +185,5 @@ def http_server(certificates: Certificates | None, mutual: bool = False, elsewhe
                 server.context.verify_mode = ssl.CERT_REQUIRED
                 server.context.load_verify_locations(certificates.ca)
         seen.address = f"127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
+        with running(server, seen.released):
             yield seen
-        finally:
-            seen.released.set()
-            server.shutdown()
-            thread.join()

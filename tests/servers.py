@@ -1,0 +1,40 @@
+"""Triton servers on free loopback ports, to which no setting of the caller's environment comes through."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+
+from dflash_cli.launcher.server import TritonServer
+
+PORT_OPTIONS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+def clean_environ(**more: str) -> dict[str, str]:
+    """The environment of this process without settings of the engine and of the toy model, and with `more`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DFLASH_", "TOY_"))}
+    return kept | more
+
+
+def local_server(
+    settings: dict[str, str] | None = None, environ: dict[str, str] | None = None, **options: Any
+) -> TritonServer:
+    """A server that is not started yet. `environ` is added to the clean environment, `options` are `TritonServer`'s."""
+    chosen = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "metrics_port": 0, "ready_timeout_s": 120.0}
+    return TritonServer(settings, environ=clean_environ(**(environ or {})), **(chosen | options))
+
+
+def answers(address: str, path: str = "/v2/models/dflash/ready") -> bool:
+    """Whether what listens at `host:port` says yes over HTTP; no when nothing listens there."""
+    try:
+        return httpx.get(f"http://{address}{path}", timeout=2, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def change_model(server: TritonServer, action: str) -> httpx.Response:
+    """`load` or `unload` the model through the repository API; it returns when Triton has done it."""
+    url = f"http://{server.http_url}/v2/repository/models/dflash/{action}"
+    return httpx.post(url, json={}, timeout=60, trust_env=False)
