@@ -11,6 +11,8 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,54 +21,40 @@ import pytest
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.main import main
 from dflash_client import DFlashClient, Stream
-from tests.client.conftest import one_more_cancellation, toy_server
+from tests.client.conftest import one_more_cancellation, toy_server, url_of
 
 
-def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Put lines on standard input, as a pipe does."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(line + "\n" for line in lines).encode())))
+@pytest.fixture
+def chat(cli, toy: TritonServer):
+    """Runs the command against the toy server with lines on standard input, as a pipe has them."""
+
+    def chat(*lines: str, options: tuple[str, ...] = (), url: str = toy.grpc_url):
+        return cli("chat", "--url", url, *options, typed="".join(line + "\n" for line in lines).encode())
+
+    return chat
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_each_line_is_answered_with_what_was_said_before(
-    toy: TritonServer, protocol: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = toy.grpc_url if protocol == "grpc" else toy.http_url
-    say(monkeypatch, "hé", "", "b")
-    assert main(["chat", "--url", url, "--protocol", protocol, "--system", "be"]) == 0
+def test_each_line_is_answered_with_what_was_said_before(chat, toy: TritonServer, protocol: str) -> None:
+    options = ("--protocol", protocol, "--system", "be")
+    ended = chat("hé", "", "b", options=options, url=url_of(toy, protocol))
     first = "<system>be<user>hé"
-    out, err = capsys.readouterr()
-    assert out == f"{first}\n{first}<assistant>{first}<user>b\n"
-    assert "acceptance length 2.50, 0 of 18 prompt tokens cached]" in err
+    assert (ended.status, ended.out) == (0, f"{first}\n{first}<assistant>{first}<user>b\n")
+    assert "acceptance length 2.50, 0 of 18 prompt tokens cached]" in ended.err
 
 
 @pytest.mark.server
-def test_commands_reset_count_and_end_the_chat(
-    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(monkeypatch, "a", "/reset", "b", "/stats", "/what now", "/quit", "c")
-    assert main(["chat", "--url", toy.grpc_url]) == 0
-    out, err = capsys.readouterr()
-    assert out == "<user>a\n<user>b\n"
-    assert "[2 answers, 14 tokens, " in err
-    assert "there is no command /what now" in err
-    assert err.count("forget what was said") == 1
+def test_commands_reset_count_and_end_the_chat(chat) -> None:
+    ended = chat("a", "/reset", "b", "/stats", "/what now", "/quit", "c")
+    assert (ended.status, ended.out) == (0, "<user>a\n<user>b\n")
+    assert "[2 answers, 14 tokens, " in ended.err
+    assert "there is no command /what now" in ended.err
+    assert ended.err.count("forget what was said") == 1
 
 
 @pytest.mark.server
-def test_two_slashes_begin_a_message_with_one(
-    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(monkeypatch, "//etc")
-    assert main(["chat", "--url", toy.grpc_url]) == 0
-    assert capsys.readouterr().out == "<user>/etc\n"
-
-
-@pytest.mark.server
-def test_thinking_is_switched_in_the_chat(
-    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_thinking_is_switched_in_the_chat(chat, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[object] = []
     stream = DFlashClient.stream
 
@@ -75,30 +63,23 @@ def test_thinking_is_switched_in_the_chat(
         return stream(self, *arguments, **options)
 
     monkeypatch.setattr(DFlashClient, "stream", noting)
-    say(monkeypatch, "a", "/thinking on", "b", "/thinking default", "c", "/thinking maybe", "d")
-    assert main(["chat", "--url", toy.grpc_url, "--no-thinking"]) == 0
+    lines = ("a", "/thinking on", "b", "/thinking default", "c", "/thinking maybe", "d")
+    ended = chat(*lines, options=("--no-thinking",))
+    assert ended.status == 0
     assert sent == [False, True, None, None]
-    assert "there is no command /thinking maybe" in capsys.readouterr().err
+    assert "there is no command /thinking maybe" in ended.err
 
 
 @pytest.mark.server
-def test_parameters_are_sent(
-    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(monkeypatch, "hello")
-    assert main(["chat", "--url", toy.grpc_url, "--max-tokens", "8"]) == 0
-    assert capsys.readouterr().out == "<user>he\n"
+def test_parameters_are_sent_and_two_slashes_begin_a_message_with_one(chat) -> None:
+    ended = chat("hello", "/reset", "//etc", options=("--max-tokens", "8"))
+    assert (ended.status, ended.out) == (0, "<user>he\n<user>/e\n")
 
 
 @pytest.mark.server
-def test_an_error_ends_the_answer_and_not_the_chat(
-    toy: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(monkeypatch, "a", "b")
-    assert main(["chat", "--url", toy.grpc_url, "--set-param", "refuse=INVALID_ARG"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "\n\n"
-    assert err == "dflash-triton: toy says INVALID_ARG (/reset starts over)\n" * 2
+def test_an_error_ends_the_answer_and_not_the_chat(chat) -> None:
+    error = "dflash-triton: toy says INVALID_ARG (/reset starts over)\n"
+    assert chat("a", "b", options=("--set-param", "refuse=INVALID_ARG")) == (0, "\n\n", error * 2)
 
 
 @pytest.mark.server
@@ -121,49 +102,26 @@ def test_a_server_that_ends_meanwhile_ends_the_chat_with_1(
     assert server.grpc_url in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_no_server_is_said_before_anything_is_typed(
-    protocol: str, unused_address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["chat", "--url", unused_address, "--protocol", protocol]) == 1
-    assert f"answers at {unused_address}; is it running" in capsys.readouterr().err
-
-
 @pytest.mark.server
-def test_a_model_that_is_not_there_is_said_before_anything_is_typed(
-    toy: TritonServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_not_there_is_said_before_anything_is_typed(chat, toy: TritonServer) -> None:
     for url in (toy.grpc_url, f"http://{toy.http_url}"):
-        assert main(["chat", "--url", url, "--model-name", "other"]) == 1
-        assert re.search("model 'other' (is not ready|is not found)|'other'", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("parameter", ["n=2", "messages=[]"])
-def test_what_makes_no_sense_in_a_chat_ends_with_2(parameter: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--set-param", parameter]) == 2
-    assert parameter.partition("=")[0] in capsys.readouterr().err
+        ended = chat(options=("--model-name", "other"), url=url)
+        assert ended.status == 1
+        assert re.search("model 'other' (is not ready|is not found)|'other'", ended.err)
 
 
 @pytest.mark.server
 def test_in_a_terminal_ctrl_c_cancels_the_answer_and_then_ends_the_chat(toy: TritonServer, cancel_log: Path) -> None:
-    terminal, far_end = pty.openpty()
-    command = [sys.executable, "-c", TERMINAL, "chat", "--url", toy.grpc_url]
-    with subprocess.Popen(command, stdin=far_end, stdout=far_end, stderr=far_end, start_new_session=True) as process:
-        os.close(far_end)
-        screen = Screen(terminal)
-        try:
-            screen.read_until("> ")
-            with one_more_cancellation(cancel_log):
-                os.write(terminal, b"forever\n")
-                screen.read_until("xxx")
-                process.send_signal(signal.SIGINT)
-                screen.read_until("[cancelled]")
-            screen.read_until("> ")
+    with in_a_terminal("-c", TERMINAL, "chat", "--url", toy.grpc_url) as (process, screen):
+        screen.read_until("> ")
+        with one_more_cancellation(cancel_log):
+            screen.type(b"forever\n")
+            screen.read_until("xxx")
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0
-        finally:
-            process.kill()
-            os.close(terminal)
+            screen.read_until("[cancelled]")
+        screen.read_until("> ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
 
 
 @pytest.mark.server
@@ -171,35 +129,25 @@ def test_in_a_terminal_lines_are_edited_and_kept_for_their_owner_alone(toy: Trit
     environ = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
     kept = tmp_path / "dflash-triton" / "chat_history"
 
-    def chat(*keys: tuple[bytes, str], options: tuple[str, ...] = ()) -> None:
-        terminal, far_end = pty.openpty()
-        command = [sys.executable, "-m", "dflash_cli.main", "chat", "--url", toy.grpc_url, *options]
-        with subprocess.Popen(
-            command, stdin=far_end, stdout=far_end, stderr=far_end, start_new_session=True, env=environ
-        ) as process:
-            os.close(far_end)
-            screen = Screen(terminal)
-            try:
-                screen.read_until("/help lists the commands")
-                for typed, answer in keys:
-                    screen.read_until("> ")
-                    os.write(terminal, typed)
-                    screen.read_until(answer)
-                screen.read_until("> ")
-                os.write(terminal, b"/quit\n")
-                assert process.wait(20) == 0
-            finally:
-                process.kill()
-                os.close(terminal)
+    def chat(typed: bytes, answer: str, *options: str) -> None:
+        command = ("-m", "dflash_cli.main", "chat", "--url", toy.grpc_url, *options)
+        with in_a_terminal(*command, env=environ) as (process, screen):
+            screen.read_until("/help lists the commands")
+            screen.read_until("> ")
+            screen.type(typed)
+            screen.read_until(answer)
+            screen.read_until("> ")
+            screen.type(b"/quit\n")
+            assert process.wait(20) == 0
 
     # Left, and a letter between those that are there.
-    chat((b"ac\x1b[Db\n", "<user>abc"))
+    chat(b"ac\x1b[Db\n", "<user>abc")
     assert kept.read_text().splitlines() == ["abc", "/quit"]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     # Up twice, over "/quit", in the next chat.
-    chat((b"\x1b[A\x1b[A\n", "<user>abc"))
+    chat(b"\x1b[A\x1b[A\n", "<user>abc")
     before = kept.read_text()
-    chat((b"secret\n", "<user>secret"), options=("--no-history",))
+    chat(b"secret\n", "<user>secret", "--no-history")
     assert kept.read_text() == before
 
 
@@ -215,10 +163,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Screen:
-    """What a program writes to its terminal."""
+    """What a program writes to its terminal, and what is typed there."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal, self._rest = terminal, ""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
 
     def read_until(self, words: str) -> None:
         """Read up to `words` and over them."""
@@ -227,3 +178,17 @@ class Screen:
             assert readable, f"no {words!r} in {self._rest!r}"
             self._rest += os.read(self._terminal, 1024).decode()
         self._rest = self._rest.partition(words)[2]
+
+
+@contextmanager
+def in_a_terminal(*argv: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], Screen]]:
+    """A Python program in a terminal of its own; it is killed at the end."""
+    terminal, far_end = pty.openpty()
+    streams = {"stdin": far_end, "stdout": far_end, "stderr": far_end}
+    with subprocess.Popen([sys.executable, *argv], **streams, start_new_session=True, env=env) as process:
+        os.close(far_end)
+        try:
+            yield process, Screen(terminal)
+        finally:
+            process.kill()
+            os.close(terminal)

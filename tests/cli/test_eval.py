@@ -18,7 +18,6 @@ from dflash_backend.evaluation import ModelRequest
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_cli.commands.progress import Progress
 from dflash_cli.launcher.server import TritonServer
-from dflash_cli.main import main
 from dflash_cli.server_backend import Encode, ServerAnswerer
 from dflash_client import Completion, DFlashClient, GenerationResult
 
@@ -39,16 +38,20 @@ def counted() -> dict[str, Any]:
     return counts
 
 
-def json_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    assert main(["eval", *FAST, "--json", *options]) == 0
-    data: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return data
+@pytest.fixture
+def json_of(cli):
+    """The report of a run with some options."""
+
+    def json_of(*options: object) -> dict[str, Any]:
+        ended = cli("eval", *FAST, "--json", *options)
+        assert ended.status == 0
+        return json.loads(ended.out)
+
+    return json_of
 
 
-def test_by_default_the_demo_pair_is_measured_on_the_embedded_sets(
-    counted: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = json_of(capsys, "--limit", str(LIMIT))
+def test_by_default_the_demo_pair_is_measured_on_the_embedded_sets(json_of, counted: dict[str, Any]) -> None:
+    data = json_of("--limit", LIMIT)
     assert list(data["categories"]) == ["math", "code", "chat"]
     for category, counts in counted.items():
         assert {name: data["categories"][category][name] for name in counts} == counts
@@ -60,11 +63,9 @@ def test_by_default_the_demo_pair_is_measured_on_the_embedded_sets(
     assert data["about"]["num_speculative_tokens"] == 15
 
 
-def test_the_table_shows_what_the_engine_counted_and_progress_goes_elsewhere(
-    counted: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", *FAST, "--dataset", "math", "--limit", str(LIMIT)]) == 0
-    out, err = capsys.readouterr()
+def test_the_table_shows_what_the_engine_counted_and_progress_goes_elsewhere(cli, counted: dict[str, Any]) -> None:
+    status, out, err = cli("eval", *FAST, "--dataset", "math", "--limit", LIMIT)
+    assert status == 0
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if "overall" in line]
     math = counted["math"]
     figures, counts, *rates = rows
@@ -106,29 +107,27 @@ def test_progress_has_a_rate_and_what_is_left() -> None:
     ]
 
 
-def test_without_speculation_every_step_yields_one_token(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json_of(capsys, "--dataset", "math", "--limit", "1", "--draft", "")
+def test_without_speculation_every_step_yields_one_token(json_of) -> None:
+    data = json_of("--dataset", "math", "--limit", "1", "--draft", "")
     assert data["overall"]["acceptance_length"] == 1
     assert data["overall"]["per_position_rates"] == []
     assert data["overall"]["accuracy"] == 1
 
 
-def test_k_is_the_settings_and_rates_have_as_many_positions(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json_of(capsys, "--dataset", "math", "--limit", "2", "--set", "num_speculative_tokens=3")
+def test_k_is_the_settings_and_rates_have_as_many_positions(json_of) -> None:
+    data = json_of("--dataset", "math", "--limit", "2", "--set", "num_speculative_tokens=3")
     assert len(data["overall"]["per_position_rates"]) == 3
     assert data["overall"]["draft_tokens_per_step"] == 3
 
 
-def test_the_same_seed_samples_the_same_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_samples_the_same_answers(json_of) -> None:
     options = ["--dataset", "chat", "--limit", "2", "--max-tokens", "40", "--temperature", "1.2"]
-    runs = [json_of(capsys, *options, "--seed", seed)["overall"] for seed in ("5", "5", "6")]
+    runs = [json_of(*options, "--seed", seed)["overall"] for seed in ("5", "5", "6")]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
 
-def test_rows_of_ones_own_are_answered_in_turns_and_reported_to_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_ones_own_are_answered_in_turns_and_reported_to_files(json_of, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     question = load_prompts(1, ("math",))[0]
     rows = [
@@ -137,7 +136,7 @@ def test_rows_of_ones_own_are_answered_in_turns_and_reported_to_files(
     ]
     own.write_text("\n".join(map(json.dumps, rows)))
     out = tmp_path / "report"
-    data = json_of(capsys, "--dataset", str(own), "--max-tokens", "96", "--out", str(out))
+    data = json_of("--dataset", own, "--max-tokens", 96, "--out", out)
     assert data["categories"]["own/sums"]["accuracy"] == 1
     assert data["categories"]["own/talk"]["num_prompts"] == 1
     assert json.loads((out / "eval.json").read_text()) == data
@@ -145,81 +144,41 @@ def test_rows_of_ones_own_are_answered_in_turns_and_reported_to_files(
     assert (out / "eval.png").stat().st_size > 1000
 
 
-def test_settings_come_from_the_environment_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_come_from_the_environment_too(cli, json_of, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_NUM_SPECULATIVE_TOKENS", "2")
-    data = json_of(capsys, "--dataset", "math", "--limit", "1", "--max-tokens", "8")
+    data = json_of("--dataset", "math", "--limit", "1", "--max-tokens", "8")
     assert data["about"]["num_speculative_tokens"] == 2
     monkeypatch.setenv("DFLASH_NUM_SPECULATIVE_TOKENS", "many")
-    assert main(["eval"]) == 2
-    assert "'many' (environment)" in capsys.readouterr().err
+    ended = cli("eval")
+    assert ended.status == 2
+    assert "'many' (environment)" in ended.err
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--limit", "0"],
-        ["--max-tokens", "x"],
-        ["--temperature", "-1"],
-        ["--seed", "-1"],
-        ["--seed", str(2**64)],
-        ["--concurrency", "0"],
-    ],
-)
-def test_bad_numbers_are_bad_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", *argv])
-    assert ended.value.code == 2
-    assert argv[1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--dataset", "maths"], "'maths' is neither a file nor a data set"),
-        (["--set", "sede=1"], "did you mean 'seed'"),
-        (["--set", "seed=x"], "'x' (command line)"),
-        (["--concurrency", "2", "--set", "max_num_seqs=3"], "--concurrency sets max_num_seqs"),
-        (["--url", "localhost", "--draft", "x"], "--draft is for an engine in this process"),
-        (["--url", "localhost", "--set", "seed=1"], "--set is for an engine in this process"),
-        (["--url", "host:port"], "the port 'port'"),
-        (["--limit", "2", "--seed", str(2**64 - 1)], "seed"),
-    ],
-)
-def test_what_makes_no_sense_is_one_sentence_and_2(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", *argv]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_what_cannot_be_run_is_one_sentence_and_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_one_sentence_and_1(cli, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n{"prompt": 3}\n')
     for argv, words in [
-        (["--dataset", str(bad)], f"{bad}, line 2: field 'prompt' is 3"),
+        (["--dataset", bad], f"{bad}, line 2: field 'prompt' is 3"),
         (["--limit", "1", "--target", "/no/such/model"], "target_model is '/no/such/model'"),
-        (["--limit", "1", "--out", str(bad / "folder")], "cannot be made"),
+        (["--limit", "1", "--out", bad / "folder"], "cannot be made"),
         (["--limit", "1", "--url", "localhost", "--target", "/no/such/model"], "/no/such/model"),
     ]:
-        assert main(["eval", *argv]) == 1
-        out, err = capsys.readouterr()
+        status, out, err = cli("eval", *argv)
+        assert (status, out, "Traceback" in err) == (1, "", False)
         assert words in err.splitlines()[-1]
-        assert (out, "Traceback" in err) == ("", False)
 
 
-def test_a_server_that_is_not_there_names_the_question(unused_address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--limit", "1", "--url", unused_address, "--timeout", "0.5"]) == 1
-    error = capsys.readouterr().err
-    assert unused_address in error
-    assert "math-000: " in error or "code-000: " in error or "chat-000: " in error
+def test_a_server_that_is_not_there_names_the_question(cli, unused_address: str) -> None:
+    ended = cli("eval", "--limit", "1", "--url", unused_address, "--timeout", "0.5")
+    assert ended.status == 1
+    assert re.search(rf"(math|code|chat)-000: .*{unused_address}", ended.err)
 
 
 @pytest.mark.server
-def test_a_server_of_another_kind_is_refused(toy: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--dataset", "math", "--limit", "1", "--url", toy.grpc_url]) == 1
-    assert "only a model that dflash-triton serves can be evaluated" in capsys.readouterr().err
+def test_a_server_of_another_kind_is_refused(cli, toy: TritonServer) -> None:
+    ended = cli("eval", "--dataset", "math", "--limit", "1", "--url", toy.grpc_url)
+    assert ended.status == 1
+    assert "only a model that dflash-triton serves can be evaluated" in ended.err
 
 
 @pytest.mark.parametrize(("encode", "thinking"), [(None, False), (lambda request: [1], None)])
@@ -229,13 +188,7 @@ def test_conversations_are_sent_with_thinking_off(encode: Encode | None, thinkin
     class Client(DFlashClient):
         def generate(self, *prompt: Any, **options: Any) -> GenerationResult:
             sent.append(options)
-            stats = {
-                "num_drafts": 0,
-                "num_draft_tokens": 0,
-                "num_accepted_tokens": 0,
-                "num_accepted_tokens_per_pos": [],
-            }
-            return GenerationResult((Completion("x", spec_stats=stats),))
+            return GenerationResult((Completion("x", spec_stats=SpecDecodingStats().as_dict()),))
 
     with Client("127.0.0.1:1") as client:
         question = ModelRequest("q", None, ({"role": "user", "content": "x"},), {"max_tokens": 1})
@@ -243,10 +196,8 @@ def test_conversations_are_sent_with_thinking_off(encode: Encode | None, thinkin
     assert sent[0].get("enable_thinking") is thinking
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["eval", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
+def test_help_names_every_option(cli) -> None:
+    ended = cli("eval", "--help")
+    assert ended.status == 0
     for option in ("--target", "--draft", "--set", "--dataset", "--limit", "--max-tokens", "--seed", "--out", "--url"):
-        assert option in text
+        assert option in ended.out

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.launcher.processes import Process, family, gone, marked, named, send
+from dflash_cli.launcher.processes import family, gone, marked, named, send
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_client import DFlashClient
 from tests.client.conftest import toy_server
+from tests.servers import PORT_OPTIONS, clean_environ
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 # Exit timeout 1 s, its margin, the guardian's own patience, and a loaded machine.
@@ -47,14 +49,12 @@ class Abandoned:
     def segments(self) -> list[Path]:
         return list(Path("/dev/shm").glob(f"{SEGMENT_PREFIX}{self.launcher.pid}_*"))
 
-    def nothing_is_left(self) -> bool:
-        """Waits for it."""
-        deadline = time.monotonic() + WITHIN_S
-        while time.monotonic() < deadline:
-            if gone(self.members, 0) and not self.segments() and not self.folder.exists():
-                return not marked(str(self.folder))
-            time.sleep(0.1)
-        return False
+    def wait_until_nothing_is_left(self) -> None:
+        def left() -> list[object]:
+            return [not gone(self.members, 0), *self.segments(), self.folder.exists()]
+
+        eventually(lambda: not any(left()), (self.members, self.folder), WITHIN_S)
+        assert not marked(str(self.folder))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_nothing_stays_of_a_server_whose_launcher_is_killed_with_a_stream_in_fli
         send({"nothing": set(), "stub": abandoned.stub, "tritonserver": abandoned.triton}[stopped], signal.SIGSTOP)
         abandoned.launcher.kill()
         abandoned.launcher.wait(10)
-        assert abandoned.nothing_is_left(), (abandoned.members, abandoned.segments(), abandoned.folder)
+        abandoned.wait_until_nothing_is_left()
         with contextlib.suppress(Exception):
             stream.close()
 
@@ -92,7 +92,7 @@ def test_a_guardian_that_is_killed_is_replaced(abandoned: Abandoned) -> None:
     time.sleep(1)
     abandoned.launcher.kill()
     abandoned.launcher.wait(10)
-    assert abandoned.nothing_is_left()
+    abandoned.wait_until_nothing_is_left()
 
 
 @pytest.mark.server
@@ -108,28 +108,13 @@ def test_nothing_stays_of_a_server_that_is_killed() -> None:
 
 
 @pytest.mark.server
-def test_a_stop_leaves_no_guardian() -> None:
-    with toy_server() as server:
-        assert server._guardian is not None
-        assert server._guardian.pid is not None
-        guardian: set[Process] = family(server._guardian.pid)
-        assert len(guardian) == 1
-    assert gone(guardian, 0)
-
-
-@pytest.mark.server
 @pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
-def test_a_stop_while_the_model_loads_leaves_nothing(delay_s: float, tmp_path: Path) -> None:
+def test_a_stop_while_the_model_loads_leaves_nothing(delay_s: float) -> None:
+    command = [sys.executable, "-m", "dflash_cli.main", "serve", *PORT_OPTIONS]
     with tempfile.TemporaryDirectory(prefix="load-") as directory:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
-        command = [sys.executable, "-m", "dflash_cli.main", "serve"]
-        ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+        environ = clean_environ(TMPDIR=directory)
         with subprocess.Popen(
-            [*command, *ports],
-            env=environ | {"TMPDIR": directory},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            command, env=environ, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
             assert process.stderr is not None
             for line in process.stderr:

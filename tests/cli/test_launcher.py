@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.config import ConfigError
-from dflash_cli.launcher.processes import family
+from dflash_cli.launcher.processes import family, gone
 from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.server_files import LONGEST_FOLDER, SEGMENT_PREFIX
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
-from tests.client.conftest import TOY_REPOSITORY, toy_server
+from tests.client.conftest import toy_server
+from tests.servers import local_server
 
 
 def test_a_missing_server_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,31 +88,32 @@ def test_a_stopped_server_leaves_no_process_no_file_and_no_shared_memory() -> No
     before = leftovers()
     progress: list[str] = []
     # The toy's child has a session of its own, as a careless engine might.
-    server = toy_server({"TOY_CHILD": "1"}, model_name="renamed", on_progress=progress.append)
-    with server:
+    with toy_server({"TOY_CHILD": "1"}, model_name="renamed", on_progress=progress.append) as server:
         members = family(server.pid)
         assert len(members) >= 3
+        guardian = family(server._guardian.pid)
+        assert len(guardian) == 1
         with DFlashClient(server.http_url, "http", model="renamed", timeout_s=10) as client:
             assert client.generate("ready").text == "ready"
-        pids = {member.pid for member in members}
-    assert {pid for pid in pids if Path(f"/proc/{pid}").exists() and not _zombie(pid)} == set()
+    assert gone(members | guardian, 0)
     assert leftovers() == before
     assert progress[:2] == ["loading weights 50%", "loading cache 100%"]
 
 
 @pytest.mark.server
-def test_a_failed_load_raises_with_the_models_sentence_and_leaves_nothing() -> None:
+@pytest.mark.parametrize(
+    ("environ", "ready_timeout_s", "message"),
+    [
+        ({"TOY_FAIL": "the model is too large"}, 60.0, r"ended while it loaded \(status 1\): the model is too large$"),
+        ({"TOY_HANG": "1"}, 1.0, r"not ready after \d+ s, and its loading has said nothing new for 1 s"),
+    ],
+)
+def test_a_load_that_fails_or_takes_too_long_is_given_up_with_the_reason_and_leaves_nothing(
+    environ: dict[str, str], ready_timeout_s: float, message: str
+) -> None:
     before = leftovers()
-    with pytest.raises(LauncherError, match=r"ended while it loaded \(status 1\): the model is too large$"):
-        toy_server({"TOY_FAIL": "the model is too large"}).start()
-    assert leftovers() == before
-
-
-@pytest.mark.server
-def test_a_load_that_takes_too_long_is_given_up() -> None:
-    before = leftovers()
-    with pytest.raises(LauncherError, match=r"not ready after \d+ s, and its loading has said nothing new for 1 s"):
-        toy_server({"TOY_HANG": "1"}, ready_timeout_s=1.0).start()
+    with pytest.raises(LauncherError, match=message):
+        toy_server(environ, ready_timeout_s=ready_timeout_s).start()
     assert leftovers() == before
 
 
@@ -142,17 +144,10 @@ def test_a_server_outlives_the_thread_that_started_it() -> None:
 
 
 def test_a_repository_must_hold_one_model(tmp_path: Path) -> None:
-    server = TritonServer(model_repository=tmp_path, http_port=0, grpc_port=0, metrics_port=0, environ=dict(os.environ))
     before = leftovers()
     with pytest.raises(LauncherError, match="holds 0 models"):
-        server.start()
+        local_server(model_repository=tmp_path).start()
     assert leftovers() == before
-    assert (TOY_REPOSITORY / "toy" / "config.pbtxt").is_file()
-
-
-def _zombie(pid: int) -> bool:
-    """Ended, and only waiting for its parent, which in a container may never ask."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_temporary_directory_with_too_long_a_name_is_refused_and_nothing_is_left(

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,6 +19,8 @@ from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
 from tests.cli.test_launcher import leftovers
 from tests.client.conftest import toy_server
+from tests.servers import change_model
+from tests.waiting import eventually
 
 HANG_S = 3.0
 PATIENCE_S = 60.0
@@ -46,6 +48,9 @@ class Kept:
         (stub,) = self.server.stubs()
         (triton,) = (p for p in family(self.server.pid) if p.pid == self.server.pid)
         return {"stub": stub, "tritonserver": triton}
+
+    def wait_until_ready_again(self) -> None:
+        eventually(lambda: any("ready again" in line for line in self.said), self.said, PATIENCE_S)
 
     def answers(self) -> bool:
         """Whether the server answers."""
@@ -75,13 +80,6 @@ def kept(restart: bool = True, server: TritonServer | None = None) -> Iterator[K
     assert leftovers() == before
 
 
-def until(reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("victim", "number", "why"),
@@ -98,10 +96,10 @@ def test_what_dies_or_hangs_is_replaced_as_a_whole(victim: str, number: signal.S
         before = one.members()
         one.said.clear()
         os.kill(before[victim].pid, number)
-        until(lambda: any("ready again" in line for line in one.said), f"it is replaced: {one.said}")
+        one.wait_until_ready_again()
         assert why in one.said[0], one.said
         assert "started anew at once" in one.said[0]
-        until(one.answers, "the new one answers")
+        eventually(one.answers, "an answer", PATIENCE_S)
         assert gone(before.values(), 0)
 
 
@@ -128,19 +126,16 @@ def test_a_stream_that_runs_when_the_stub_dies_ends_with_an_error_instead_of_han
 
 @pytest.mark.server
 def test_a_model_that_clients_unload_and_load_again_is_no_trouble() -> None:
-    import httpx
-
     with toy_server(explicit=True) as server:
         watch = Watch(server, hang_timeout_s=2.0)
         for action in ("unload", "load"):
-            url = f"http://{server.http_url}/v2/repository/models/dflash/{action}"
-            assert httpx.post(url, json={}, timeout=60, trust_env=False).is_success
+            assert change_model(server, action).is_success
             for _ in range(6):
                 assert watch.trouble() is None, action
                 time.sleep(0.5)
         (stub,) = server.stubs()
         os.kill(stub.pid, signal.SIGKILL)
-        until(lambda: "has died" in (watch.trouble() or ""), "the new stub is watched")
+        eventually(lambda: "has died" in (watch.trouble() or ""), "the death of the new stub")
         watch.close()
 
 
@@ -197,7 +192,7 @@ def test_the_budget_of_restarts_refills_with_time() -> None:
     assert [budget.delay_s(now) for now in (0, 1, 2, 10.5, 11.5)] == [0, 1, None, 1, 1]
 
 
-def test_silence_is_counted_only_while_somebody_looks() -> None:
+def test_silence_is_counted_only_from_look_to_look() -> None:
     silence = Silence()
     for elapsed in (0.5, 3600.0, 0.5):
         silence.look(elapsed, alive=False)

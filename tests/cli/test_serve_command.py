@@ -19,8 +19,9 @@ import pytest
 from dflash_cli.launcher.processes import family, named
 from dflash_client import DFlashClient
 from tests.client.conftest import TOY_REPOSITORY
+from tests.servers import PORT_OPTIONS, answers, clean_environ
+from tests.waiting import eventually
 
-PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 SERVE = """
 import sys
 from pathlib import Path
@@ -29,44 +30,31 @@ launcher.asset_path = lambda *parts: Path(sys.argv[1])
 from dflash_cli.main import main
 sys.exit(main(["serve", *sys.argv[2:]]))
 """
+COMMAND = [sys.executable, "-c", SERVE, str(TOY_REPOSITORY), *PORT_OPTIONS]
 READY_S = 60.0
 
 
 @contextmanager
 def serving(*argv: str, stderr: int | IO[Any]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """The process and the address of its HTTP end point, once it is ready. At the end it and its files are gone."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
-    command = [sys.executable, "-c", SERVE, str(TOY_REPOSITORY), *PORTS, *argv]
     with tempfile.TemporaryDirectory(prefix="serve") as directory:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environ | {"TMPDIR": directory},
-            start_new_session=True,
-        )
+        environ = clean_environ(TMPDIR=directory)
+        streams = {"stdout": subprocess.DEVNULL, "stderr": stderr}
+        process = subprocess.Popen([*COMMAND, *argv], **streams, env=environ, start_new_session=True)
+
+        def ready_address() -> str | None:
+            assert process.poll() is None
+            addresses = [path.read_text().strip() for path in Path(directory).glob("dflash-triton-*/http-address")]
+            return next(filter(answers, addresses), None)
+
         try:
-            yield process, ready_address(process, directory)
+            yield process, eventually(ready_address, "ready", READY_S)
             process.send_signal(signal.SIGINT)
             process.wait(30)
             assert os.listdir(directory) == []
         finally:
             process.kill()
             process.wait()
-
-
-def ready_address(process: subprocess.Popen[bytes], directory: str) -> str:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and process.poll() is None:
-        for path in Path(directory).glob("dflash-triton-*/http-address"):
-            address = path.read_text().strip()
-            try:
-                if httpx.get(f"http://{address}/v2/models/dflash/ready", timeout=2, trust_env=False).is_success:
-                    return address
-            except httpx.TransportError:
-                pass
-        time.sleep(0.1)
-    raise AssertionError("not ready")
 
 
 def ask_for(address: str, number: int) -> None:
@@ -76,19 +64,52 @@ def ask_for(address: str, number: int) -> None:
 
 
 @pytest.mark.server
-def test_serve_replaces_a_dead_stub_or_ends_with_1_as_it_was_told() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_signal_ends_it_cleanly_within_ten_seconds(number: signal.Signals, loading: bool) -> None:
+    environ = os.environ | ({"TOY_HANG": "1"} if loading else {})
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(COMMAND, **streams, text=True, env=environ, start_new_session=True)
+    assert process.stdout is not None
+    until = "loading cache" if loading else "Ctrl-C stops the server."
+    output = []
+    for line in process.stdout:
+        output.append(line)
+        if until in line:
+            break
+    members = family(process.pid)
+    asked = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert time.monotonic() - asked < 10
+    assert family(process.pid, members) == set()
+    text = "".join(output)
+    assert "loading weights 50%" in text
+    if not loading:
+        assert " generate 'Sam fills 4 bags" in text
+        assert "curl -s http://127.0.0.1:" in text
+
+
+@pytest.mark.server
+def test_an_error_that_ends_the_load_is_said_once() -> None:
+    command = [sys.executable, "-m", "dflash_cli.main", "serve", "--target", "/no/such/model", *PORT_OPTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("target_model is '/no/such/model'") == 1
+
+
+@pytest.mark.server
+def test_a_dead_stub_is_replaced_or_the_end_with_1_as_it_was_told() -> None:
     with tempfile.TemporaryFile() as said, serving("--no-restart", stderr=said) as (process, _):
         (stub,) = named(family(process.pid), "triton_python_backend_stub")
         os.kill(stub.pid, signal.SIGKILL)
         assert process.wait(30) == 1
-        said.seek(0)
-        assert b"the model's process, Triton's Python backend stub, has died\n" in said.read()
+        assert b"the model's process, Triton's Python backend stub, has died\n" in read(said)
     with tempfile.TemporaryFile() as said, serving(stderr=said) as (process, address):
         (stub,) = named(family(process.pid), "triton_python_backend_stub")
         os.kill(stub.pid, signal.SIGKILL)
-        deadline = time.monotonic() + READY_S
-        while b"the server is ready again" not in read(said) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        eventually(lambda: b"the server is ready again" in read(said), "it is replaced", READY_S)
         # The ports are the same ones.
         ask_for(address, 1)
 
@@ -99,7 +120,7 @@ def read(file: IO[bytes]) -> bytes:
 
 
 @pytest.mark.server
-def test_a_log_that_nobody_reads_holds_no_request_up() -> None:
+def test_a_log_without_a_reader_holds_no_request_up() -> None:
     """A pipe holds 64 kB; Triton writes some 2 kB a request at this level."""
     with serving("--verbose", "--allow-api", "logging", stderr=subprocess.PIPE) as (process, address):
         url = f"http://{address}/v2/logging"
@@ -109,12 +130,10 @@ def test_a_log_that_nobody_reads_holds_no_request_up() -> None:
 
 
 @pytest.mark.server
-def test_a_log_on_a_full_disk_or_without_a_reader_leaves_the_server_as_it_is() -> None:
-    with open("/dev/full", "wb") as full, serving("--verbose", stderr=full) as (process, address):
-        ask_for(address, 3)
-        assert process.poll() is None
+def test_a_log_on_a_full_disk_or_to_a_closed_pipe_leaves_the_server_as_it_is() -> None:
     source, sink = os.pipe()
     os.close(source)
-    with os.fdopen(sink, "wb") as broken, serving("--verbose", stderr=broken) as (process, address):
-        ask_for(address, 3)
-        assert process.poll() is None
+    for descriptor in (os.open("/dev/full", os.O_WRONLY), sink):
+        with os.fdopen(descriptor, "wb") as stream, serving("--verbose", stderr=stream) as (process, address):
+            ask_for(address, 3)
+            assert process.poll() is None

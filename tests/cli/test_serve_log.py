@@ -31,7 +31,7 @@ def log_of(*raw: str, verbose: bool = False) -> tuple[ServeLog, list[str]]:
     return log, kept.lines
 
 
-def test_lines_that_nobody_reads_are_dropped_and_counted_and_nobody_waits() -> None:
+def test_lines_without_a_reader_are_dropped_and_counted_and_no_writer_waits() -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, 1031, 4096)  # F_SETPIPE_SZ
     lines = Lines(writer)

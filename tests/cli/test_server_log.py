@@ -2,11 +2,11 @@
 
 import io
 import os
-import time
 
 import pytest
 
 from dflash_cli.launcher.server_log import LogLine, ServerLog, parse_line
+from tests.waiting import eventually
 
 FAILED_LOAD = r"""W1121 09:04:18.462090 4409 pinned.cc:273] "Unable to allocate pinned system memory"
 dflash: loading target
@@ -72,9 +72,7 @@ def test_the_last_words_are_those_after_the_server_was_ready_and_without_backtra
     with os.fdopen(sink, "w", encoding="utf-8") as writer:
         writer.write("E1121 09:04:18.7 1 a.cc:1] \"failed to load 'dflash' version 1: old trouble\"\n")
         writer.flush()
-        deadline = time.monotonic() + 5
-        while not log.lines() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        eventually(log.lines)
         log.mark_ready()
         writer.write('I1121 09:04:19.1 1 a.cc:1] "fine"\nSignal (11) received.\n')
         writer.write(" 0# 0x000055F1 in tritonserver\n14# 0x00007F1 in /lib/libc.so.6\n\n")

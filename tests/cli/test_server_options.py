@@ -6,8 +6,7 @@ import argparse
 import glob
 import socket
 import stat
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,11 @@ from dflash_cli.launcher.ports import is_loopback
 from dflash_cli.launcher.server import GrpcTls, LauncherError, TritonServer
 from dflash_cli.launcher.server_files import SEGMENT_PREFIX
 from dflash_cli.launcher.server_options import GRPC_KEY_HEADER, KEY_HEADER, OWNED, checked_extra
-from dflash_cli.main import main, parser
-from dflash_client import DFlashClient
+from dflash_cli.main import parser
+from dflash_client import ClientError, DFlashClient
 from tests.client.conftest import toy_server
+from tests.client.tls_servers import Certificates
+from tests.servers import change_model
 
 # One request of each restricted API, over HTTP and over gRPC.
 HTTP = {
@@ -71,21 +72,32 @@ def test_an_api_that_reaches_into_the_server_needs_the_key(toy: TritonServer, ap
     assert stat.S_IMODE(toy.folder.stat().st_mode) == 0o700
 
 
+@pytest.fixture(scope="module")
+def explicit() -> Iterator[TritonServer]:
+    """A server whose repository clients may change, with an API and options asked for. No shared memory is left."""
+    options = ["--http-thread-count=3", "--allow-cpu-metrics=false"]
+    with toy_server(explicit=True, allow_apis=["logging"], extra_options=options) as server:
+        pattern = server._running_files().segments_pattern
+        yield server
+    assert glob.glob(pattern) == []
+
+
 @pytest.mark.server
-def test_apis_that_are_allowed_and_the_repository_of_an_explicit_loopback_server_need_none() -> None:
-    with toy_server(explicit=True, allow_apis=["logging"]) as server:
-        assert {api: over_http(server, api) for api in HTTP} == {
-            "shared-memory": 403,
-            "trace": 403,
-            "logging": 200,
-            "model-repository": 200,
-        }
-        assert {api: over_grpc(server, api) for api in GRPC} == {
-            "shared-memory": "UNAVAILABLE",
-            "trace": "UNAVAILABLE",
-            "logging": "OK",
-            "model-repository": "OK",
-        }
+def test_apis_that_are_allowed_and_the_repository_of_an_explicit_loopback_server_need_no_key(
+    explicit: TritonServer,
+) -> None:
+    assert {api: over_http(explicit, api) for api in HTTP} == {
+        "shared-memory": 403,
+        "trace": 403,
+        "logging": 200,
+        "model-repository": 200,
+    }
+    assert {api: over_grpc(explicit, api) for api in GRPC} == {
+        "shared-memory": "UNAVAILABLE",
+        "trace": "UNAVAILABLE",
+        "logging": "OK",
+        "model-repository": "OK",
+    }
 
 
 def test_on_an_address_that_others_reach_explicit_does_not_open_the_repository() -> None:
@@ -108,15 +120,14 @@ def test_loopback_addresses_are_told_from_others(host: str, loopback: bool) -> N
 
 
 @pytest.mark.server
-def test_a_server_listens_on_this_machine_alone_unless_told_otherwise() -> None:
+def test_a_server_listens_on_this_machine_alone_unless_told_otherwise(explicit: TritonServer) -> None:
     assert TritonServer(environ={}).host == "127.0.0.1"
     address = other_address()
-    with toy_server() as server:
-        for port in (server.http_port, server.grpc_port, server.metrics_port):
-            with socket.create_connection(("127.0.0.1", port), timeout=5):
-                pass
-            with pytest.raises(ConnectionRefusedError), socket.create_connection((address, port), timeout=5):
-                pass
+    for port in (explicit.http_port, explicit.grpc_port, explicit.metrics_port):
+        with socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        with pytest.raises(ConnectionRefusedError), socket.create_connection((address, port), timeout=5):
+            pass
 
 
 def other_address() -> str:
@@ -131,22 +142,21 @@ def other_address() -> str:
 
 
 @pytest.mark.server
-def test_shared_memory_is_the_owners_alone_also_after_a_reload_and_has_the_prefix_that_triton_protects() -> None:
-    with toy_server(explicit=True) as server, DFlashClient(server.grpc_url, timeout_s=20) as client:
+def test_shared_memory_is_the_owners_alone_also_after_a_reload_and_has_the_prefix_that_triton_protects(
+    explicit: TritonServer,
+) -> None:
+    with DFlashClient(explicit.grpc_url, timeout_s=20) as client:
         for reload in (False, True):
             if reload:
-                for action in ("unload", "load"):
-                    url = f"http://{server.http_url}/v2/repository/models/dflash/{action}"
-                    assert httpx.post(url, json={}, timeout=60, trust_env=False).is_success
-                server.keep_safe()
+                assert change_model(explicit, "unload").is_success
+                assert change_model(explicit, "load").is_success
+                explicit.keep_safe()
             assert client.generate("x" * (3 << 20), max_tokens=1).text == "x"
-            pattern = server._running_files().segments_pattern
-            segments = [Path(name) for name in glob.glob(pattern)]
+            segments = [Path(name) for name in glob.glob(explicit._running_files().segments_pattern)]
             assert segments
             for segment in segments:
                 assert stat.S_IMODE(segment.stat().st_mode) == 0o600
                 assert segment.name.startswith("triton_python_backend_shm_region_")
-    assert glob.glob(pattern) == []
     assert SEGMENT_PREFIX.startswith("triton_python_backend_shm_region_")
 
 
@@ -163,56 +173,32 @@ def test_what_is_no_option_is_not_passed_on() -> None:
 
 
 @pytest.mark.server
-def test_other_options_reach_tritonserver() -> None:
-    with toy_server(extra_options=["--http-thread-count=3", "--allow-cpu-metrics=false"]) as server:
-        command = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")
-        assert b"--http-thread-count=3" in command
-        assert b"nv_cpu" not in httpx.get(f"http://{server.metrics_url}/metrics", trust_env=False).content
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate for this machine, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    try:
-        subprocess.run([*made, "-addext", names, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("needs openssl")
-    return cert, key
+def test_other_options_reach_tritonserver(explicit: TritonServer) -> None:
+    command = Path(f"/proc/{explicit.pid}/cmdline").read_bytes().split(b"\0")
+    assert b"--http-thread-count=3" in command
+    assert b"nv_cpu" not in httpx.get(f"http://{explicit.metrics_url}/metrics", trust_env=False).content
 
 
 @pytest.mark.server
-def test_grpc_is_encrypted_when_a_certificate_is_given(certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
-    with toy_server(tls=GrpcTls(cert, key)) as server:
-        request = service_pb2.ServerLiveRequest()
-        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
-        with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-            assert stub.ServerLive(request, timeout=10).live
-        with DFlashClient(f"grpcs://localhost:{server.grpc_port}", ca_cert=cert, timeout_s=10) as client:
+@pytest.mark.parametrize("mutual", [False, True])
+def test_grpc_is_encrypted_with_a_certificate_and_with_an_authority_clients_need_one_too(
+    mutual: bool, tmp_path: Path
+) -> None:
+    made = Certificates.make(tmp_path)
+    tls = GrpcTls(made.server, made.server_key, client_ca=made.ca if mutual else None)
+    trust = {"ca_cert": made.ca}
+    ours = trust | ({"client_cert": made.client, "client_key": made.client_key} if mutual else {})
+    refused = [("grpc", {}), ("grpcs", trust)] if mutual else [("grpc", {})]
+    with toy_server(tls=tls) as server:
+        address = f"localhost:{server.grpc_port}"
+        with DFlashClient(f"grpcs://{address}", timeout_s=10, **ours) as client:
             assert client.generate("hidden").text == "hidden"
-        with grpc.insecure_channel(server.grpc_url) as channel, pytest.raises(grpc.RpcError):
-            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(request, timeout=3)
-
-
-@pytest.mark.server
-def test_clients_without_a_certificate_are_refused_when_an_authority_is_given(certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
-    with toy_server(tls=GrpcTls(cert, key, client_ca=cert)) as server:
-        request = service_pb2.ServerLiveRequest()
-        known = grpc.ssl_channel_credentials(cert.read_bytes(), key.read_bytes(), cert.read_bytes())
-        with grpc.secure_channel(f"localhost:{server.grpc_port}", known) as channel:
-            assert service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(request, timeout=10).live
-        unknown = grpc.ssl_channel_credentials(cert.read_bytes())
-        with (
-            grpc.secure_channel(f"localhost:{server.grpc_port}", unknown) as channel,
-            pytest.raises(grpc.RpcError),
-        ):
-            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerLive(request, timeout=3)
+        for scheme, options in refused:
+            with (
+                DFlashClient(f"{scheme}://{address}", timeout_s=3, **options) as client,
+                pytest.raises(ClientError),
+            ):
+                client.generate("hidden")
 
 
 def test_a_file_for_tls_that_is_not_there_is_named() -> None:
@@ -250,22 +236,6 @@ def test_an_image_can_change_the_address_that_serve_listens_on(monkeypatch: pyte
     assert parsed("--host", "127.0.0.1").host == "127.0.0.1"
     # It is no setting of the engine.
     assert TritonServer(environ={HOST_ENV: "0.0.0.0"}).host == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["serve", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
-        (["serve", "--grpc-tls-cert", "cert.pem"], "needs both --grpc-tls-cert and --grpc-tls-key"),
-        (["serve", "--allow-api", "health"], "'health' is no API that is restricted"),
-        (["serve", "--", "--http-port=1"], "tritonserver's --http-port cannot be passed on: use --http-port"),
-    ],
-)
-def test_options_of_serve_that_make_no_sense_end_with_2(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""What is wrong with a command is said in a sentence, and the status tells whose mistake it is."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+
+from dflash_cli.main import main
+from tests.servers import PORT_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "invalid choice"),
+        (["generate", "x", "--max-tokens", "9" * 21], "is too large; allowed: at most 18446744073709551615"),
+        (["generate", "x", "--max-tokens", "0"], "'0' is not a whole number above 0"),
+        (["generate", "x", "--top-p", "much"], "'much' is not a number"),
+        (["generate", "x", "--temperature", "-1"], "'-1' is not a number of at least 0"),
+        (["generate", "x", "--temperature", "nan"], "'nan' is not a number of at least 0"),
+        (["generate", "x", "--timeout", "soon"], "'soon' is not a number"),
+        (["generate", "x", "--cache-salt", "me"], "a sampling parameter is given with --set-param cache_salt=me"),
+        (["generate", "x", "--set-param", "top_p"], "'top_p' is not NAME=VALUE"),
+        (["generate", "x", "--set-param", "messages=[]"], "'messages' is not a sampling parameter"),
+        (["generate", "x", "--tempreature", "0"], "did you mean --temperature?"),
+        (["generate", "What", "is", "this"], "put it in quotes"),
+        (["generate", "x", "--url", "host:port"], "the port 'port'"),
+        (["generate"], "give the prompt once"),
+        (["generate", "x", "--prompt", "y"], "give the prompt once"),
+        (["generate", "x", "--no-thinking"], "add --chat"),
+        (["generate", "x", "--ca-cert", "x"], "begin it with grpcs://"),
+        (["generate", "a\udc80"], "not UTF-8"),
+        (["chat", "--port", "8001"], "--url HOST:PORT"),
+        (["chat", "--set-param", "n=2"], "n"),
+        (["chat", "--set-param", "messages=[]"], "messages"),
+        (["inspect"], "DIR|ID"),
+        (["inspect", "x", "--zzz"], "dflash-triton inspect --help lists the options"),
+        (["serve", "--max-num-seqs", "32"], "a setting is given with --set max_num_seqs=32"),
+        (["serve", "--max-num-seqs=32", "--verbose"], "a setting is given with --set max_num_seqs=32"),
+        (["serve", "--port", "80"], "--http-port, --grpc-port and --metrics-port"),
+        (["serve", "--http-port", "70000"], "'70000' is not a port"),
+        (["serve", "--tensor-parallel-size", "2"], "a model runs on one GPU"),
+        (["serve", "--set", "=3"], "'=3' is not NAME=VALUE"),
+        (["serve", "--set", "model=x"], "here that is 'target_model'"),
+        (["serve", "--set", "enable_lora=true"], "there are no adapters"),
+        (["serve", "--set", "sede=1"], "did you mean 'seed'"),
+        (["serve", "--model-name", "a/b"], "model name"),
+        (["serve", "a/b", "--target", "c/d"], "the model is given twice: a/b and --target c/d"),
+        (["serve", "--grpc-tls-cert", "cert.pem"], "needs both --grpc-tls-cert and --grpc-tls-key"),
+        (["serve", "--allow-api", "health"], "'health' is no API that is restricted"),
+        (["serve", "--", "--http-port=1"], "tritonserver's --http-port cannot be passed on: use --http-port"),
+        (["eval", "--kv-cache-gb", "2"], "a setting is given with --set kv_cache_gb=2"),
+        (["eval", "--limit", "0"], "'0'"),
+        (["eval", "--max-tokens", "x"], "'x'"),
+        (["eval", "--temperature", "-1"], "'-1'"),
+        (["eval", "--seed", "-1"], "'-1'"),
+        (["eval", "--seed", str(2**64)], str(2**64)),
+        (["eval", "--concurrency", "0"], "'0'"),
+        (["eval", "--dataset", "maths"], "'maths' is neither a file nor a data set"),
+        (["eval", "--set", "sede=1"], "did you mean 'seed'"),
+        (["eval", "--set", "seed=x"], "'x' (command line)"),
+        (["eval", "--concurrency", "2", "--set", "max_num_seqs=3"], "--concurrency sets max_num_seqs"),
+        (["eval", "--url", "localhost", "--draft", "x"], "--draft is for an engine in this process"),
+        (["eval", "--url", "localhost", "--set", "seed=1"], "--set is for an engine in this process"),
+        (["eval", "--url", "host:port"], "the port 'port'"),
+        (["eval", "--limit", "2", "--seed", str(2**64 - 1)], "seed"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_says_what_is_wrong(cli, argv: list[str], words: str) -> None:
+    ended = cli(*argv)
+    assert ended.status == 2
+    assert words in ended.err
+
+
+def test_standard_input_that_is_not_utf8_is_refused(cli) -> None:
+    ended = cli("generate", "-", typed=b"ok\xff")
+    assert ended.status == 2
+    assert "standard input is not UTF-8 text: invalid start byte at byte 2" in ended.err
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_server_that_is_not_there_is_one_sentence_and_1(cli, protocol: str, unused_address: str) -> None:
+    there = ["--url", unused_address, "--protocol", protocol]
+    ended = cli("generate", "x", *there, "--timeout", "0.5")
+    assert ended.status == 1
+    assert unused_address in ended.err
+    assert ended.err.count("\n") == 1
+    # Of a chat before anything is typed.
+    ended = cli("chat", *there)
+    assert ended.status == 1
+    assert f"answers at {unused_address}; is it running" in ended.err
+
+
+def test_serve_refuses_a_taken_port_with_1_and_the_option(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        assert main(["serve", "--host", "127.0.0.1", *PORT_OPTIONS, "--http-port", port]) == 1
+    error = capfd.readouterr().err
+    assert f"port {port} on 127.0.0.1 is taken" in error
+    assert "--http-port" in error
+
+
+def test_version_is_that_of_the_package(cli) -> None:
+    ended = cli("--version")
+    assert ended.status == 0
+    assert re.fullmatch(r"dflash-triton \d+\.\d+\.\d+\n", ended.out)
