@@ -11,9 +11,9 @@ WAIT_S = 30.0
 
 
 def eventually(reached: Callable[[], T], what: object = "it", within_s: float = WAIT_S) -> T:
-    """The first true result of `reached`, asked every 20 ms. Fails with `what` after `within_s` seconds."""
+    """The first true result of `reached`, asked every 50 ms. Fails with `what` after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while not (result := reached()):
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +14,9 @@ from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
+from tests.servers import clean_environ, local_server
 
 SETTINGS = {"max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.1", "kv_write_guard": "true"}
-WAIT_S = 30.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,15 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def new_server(settings: dict[str, str] | None = None, **options: Any) -> TritonServer:
-    """A server on free loopback ports, not started yet. Settings of the caller's environment do not reach it."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
+    """A server on free loopback ports, not started yet."""
     try:
-        find_triton(environ)
+        find_triton(clean_environ())
     except LauncherError as error:
         pytest.skip(str(error))
-    ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
-    chosen = {"host": "127.0.0.1", "ready_timeout_s": 120.0, **ports, **options}
-    return TritonServer(SETTINGS | (settings or {}), environ=environ, **chosen)
+    return local_server(SETTINGS | (settings or {}), **options)
 
 
 @pytest.fixture(scope="session")
@@ -81,11 +77,3 @@ def metric(server: TritonServer) -> Callable[..., float]:
         return MetricsPage.read(server.metrics_url).value(name, **labels)
 
     return metric
-
-
-def eventually(reached: Callable[[], bool], what: str) -> None:
-    """Wait for something that another process does; it says when by a state, not by a signal."""
-    deadline = time.monotonic() + WAIT_S
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
-        time.sleep(0.05)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +11,11 @@ from pathlib import Path
 
 import httpx
 
+from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, send
 from dflash_cli.launcher.triton_install import TritonInstall
+from tests.servers import answers, clean_environ
+from tests.waiting import eventually
 
 READY_S = 120.0
 
@@ -40,10 +40,9 @@ def existing_triton(
     install: TritonInstall, backends: list[str], repository: Path, folder: Path, *options: str
 ) -> Iterator[ExistingTriton]:
     """Serve `repository` on free loopback ports; the block begins when the server answers, whatever its models say."""
-    ports = _free_ports(3)
-    log = folder / "triton.log"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
     names = ("http", "grpc", "metrics")
+    ports = settle_ports("127.0.0.1", {f"--{name}-port": 0 for name in names})
+    log = folder / "triton.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
@@ -51,19 +50,24 @@ def existing_triton(
                 f"--model-repository={repository}",
                 *backends,
                 *(f"--{name}-address=127.0.0.1" for name in names),
-                *(f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)),
+                *(f"{option}={port}" for option, port in ports.items()),
                 "--exit-on-error=false",
                 "--exit-timeout-secs=5",
                 *options,
             ],
-            env=install.environment(environ),
+            env=install.environment(clean_environ()),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    running = ExistingTriton(ports[0], ports[1], log)
+    running = ExistingTriton(ports["--http-port"], ports["--grpc-port"], log)
+
+    def lives() -> bool:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        return answers(f"127.0.0.1:{running.http_port}", "/v2/health/live")
+
     try:
-        _wait_until_it_answers(running, process)
+        eventually(lives, log, READY_S)
         yield running
     finally:
         members = family(process.pid)
@@ -74,24 +78,3 @@ def existing_triton(
             process.kill()
             process.wait(10)
         send(family(process.pid, members), signal.SIGKILL)
-
-
-def _wait_until_it_answers(running: ExistingTriton, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_S
-    while True:
-        assert process.poll() is None, running.log.read_text(errors="replace")[-3000:]
-        assert time.monotonic() < deadline, running.log.read_text(errors="replace")[-3000:]
-        try:
-            if running.get("/v2/health/live").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

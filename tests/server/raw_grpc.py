@@ -12,12 +12,10 @@ from tritonclient.utils import InferenceServerException
 WAIT_S = 60.0
 
 
-def tensor(name: str, datatype: str, values: Any, shape: list[int] | None = None) -> triton_grpc.InferInput:
+def tensor(name: str, datatype: str, values: Any) -> triton_grpc.InferInput:
     """One input; texts become BYTES."""
     kinds: dict[str, Any] = {"BYTES": np.object_, "BOOL": bool, "INT64": np.int64, "INT32": np.int32}
     array = np.array(values, dtype=kinds[datatype])
-    if shape is not None:
-        array = array.reshape(shape)
     made = triton_grpc.InferInput(name, list(array.shape), datatype)
     made.set_data_from_numpy(array)
     return made

@@ -3,36 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 
-import numpy as np
 import pytest
-import tritonclient.grpc as triton_grpc
-from tritonclient.utils import InferenceServerException
 
 from dflash_client.errors import InvalidArgument
-
-
-def infer(server, **inputs) -> str:
-    """Send raw tensors over gRPC; the error's text."""
-    tensors = []
-    for name, (datatype, array) in inputs.items():
-        tensor = triton_grpc.InferInput(name, list(array.shape), datatype)
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    answered, errors = threading.Event(), []
-
-    def on_response(result, error):
-        errors.append(error)
-        answered.set()
-
-    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(on_response)
-        client.async_stream_infer("dflash", tensors)
-        assert answered.wait(30)
-        client.stop_stream()
-    assert isinstance(errors[0], InferenceServerException)
-    return errors[0].message()
+from tests.server.raw_grpc import infer, tensor
 
 
 @pytest.mark.parametrize(
@@ -85,24 +60,30 @@ def test_over_http_it_is_a_400_with_the_sentence(post, body, message):
 
 
 def test_text_that_is_not_utf8_is_refused_on_both_protocols(server, post):
-    assert "not UTF-8" in infer(server, text_input=("BYTES", np.array([b"ab\xff"], dtype=np.object_)))
+    assert "not UTF-8" in refusal(server, tensor("text_input", "BYTES", [b"ab\xff"]))
     response = post(content=b'{"text_input": "ab\xff"}')
     assert response.status_code == 400
     assert "UTF-8" in response.text
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("sent", "message"),
     [
-        ({"input_ids": ("INT32", np.array([1, 2], dtype=np.int32))}, "model 'dflash' expects 'INT64'"),
-        ({"text_input": ("BYTES", np.array([[b"a"]], dtype=np.object_))}, "unexpected shape"),
-        ({"text_input": ("BYTES", np.array([b"a", b"b"], dtype=np.object_))}, "unexpected shape"),
-        ({"stream": ("INT64", np.array([1], dtype=np.int64))}, "model 'dflash' expects 'BOOL'"),
-        ({"picture": ("BYTES", np.array([b"a"], dtype=np.object_))}, "unexpected inference input 'picture'"),
+        (("input_ids", "INT32", [1, 2]), "model 'dflash' expects 'INT64'"),
+        (("text_input", "BYTES", [[b"a"]]), "unexpected shape"),
+        (("text_input", "BYTES", [b"a", b"b"]), "unexpected shape"),
+        (("stream", "INT64", [1]), "model 'dflash' expects 'BOOL'"),
+        (("picture", "BYTES", [b"a"]), "unexpected inference input 'picture'"),
     ],
 )
-def test_a_tensor_of_another_type_shape_or_name_is_tritons_own_error(server, inputs, message):
-    assert message in infer(server, **inputs)
+def test_a_tensor_of_another_type_shape_or_name_is_tritons_own_error(server, sent, message):
+    assert message in refusal(server, tensor(*sent))
+
+
+def refusal(server, *inputs) -> str:
+    """The words with which raw tensors are refused over gRPC."""
+    _, error = infer(server.grpc_url, list(inputs))
+    return error.message()
 
 
 def test_the_grpc_status_is_invalid_argument(grpc_client):

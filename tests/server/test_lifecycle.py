@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,38 +10,17 @@ from checks.server_state import MetricsPage
 from dflash_backend.config import asset_path
 from dflash_cli.launcher.server import LauncherError
 from dflash_client import DFlashClient
-from tests.server.conftest import eventually, new_server
+from tests.server.conftest import new_server
+from tests.waiting import eventually
 
 
-def repository_with(directory: Path, parameter: str, value: str) -> Path:
-    """A copy of the model repository with one more parameter in config.pbtxt."""
-    model = directory / "dflash"
+def test_a_bad_setting_in_the_file_stops_the_load(tmp_path):
+    model = tmp_path / "dflash"
     shutil.copytree(asset_path("model_repository") / "dflash", model, ignore=shutil.ignore_patterns("__pycache__"))
-    line = f'parameters {{ key: "{parameter}" value {{ string_value: "{value}" }} }}\n'
     with (model / "config.pbtxt").open("a", encoding="utf-8") as config:
-        config.write(line)
-    return directory
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("kv_blok_size", "32", r"unknown setting 'kv_blok_size' \(config.pbtxt\); did you mean 'kv_block_size'\?"),
-        ("kv_block_size", "many", "setting 'kv_block_size' has the value 'many'"),
-    ],
-)
-def test_a_bad_setting_in_the_file_stops_the_load(tmp_path, name, value, message):
-    server = new_server(model_repository=repository_with(tmp_path, name, value))
-    with pytest.raises(LauncherError, match=message):
-        server.start()
-
-
-def test_a_model_that_may_send_one_response_only_is_not_loaded(tmp_path):
-    repository = repository_with(tmp_path, "max_num_seqs", "8")
-    config = repository / "dflash" / "config.pbtxt"
-    config.write_text(config.read_text(encoding="utf-8").replace("decoupled: true", ""), encoding="utf-8")
-    with pytest.raises(LauncherError, match=r"has no `model_transaction_policy { decoupled: true }`"):
-        new_server(model_repository=repository).start()
+        config.write('parameters { key: "kv_blok_size" value { string_value: "32" } }\n')
+    with pytest.raises(LauncherError, match=r"'kv_blok_size' \(config.pbtxt\); did you mean 'kv_block_size'\?"):
+        new_server(model_repository=tmp_path).start()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.server.conftest import eventually
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.smoke
 
@@ -47,18 +45,16 @@ def test_counters_grow_by_what_a_request_did(grpc_client, metric):
 
 
 def test_a_request_is_on_the_page_when_its_client_has_the_answer(grpc_client, http_client, metric):
+    def page() -> list[float]:
+        return [metric(COUNTED), metric("dflash:e2e_request_latency_seconds_count")]
+
     for client in (grpc_client, http_client):
         for _ in range(3):
-            before = [metric(COUNTED), metric("dflash:e2e_request_latency_seconds_count")]
+            before = page()
             client.generate("What is 5 + 6?", temperature=0, max_tokens=6, ignore_eos=True)
             # At once, or 50 ms later where bringing the page up to date takes too much of the thread that answers.
             after = [before[0] + 6, before[1] + 1]
-            deadline = time.monotonic() + 0.5
-            while time.monotonic() < deadline:
-                if [metric(COUNTED), metric("dflash:e2e_request_latency_seconds_count")] == after:
-                    break
-            else:
-                raise AssertionError("half a second after the answer the request is not on the page")
+            eventually(lambda after=after: page() == after, "the request is on the page", within_s=0.5)
 
 
 def test_a_histogram_on_the_page_has_buckets_that_add_up(grpc_client, metric):

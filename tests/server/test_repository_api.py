@@ -10,17 +10,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import psutil
 import pytest
 
-from checks.server_state import engine_pids
+from checks.server_state import MetricsPage, engine_pids
 from dflash_cli.launcher.processes import family
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
 from tests.scale import scaled
-from tests.server.conftest import eventually, new_server
+from tests.server.conftest import new_server
+from tests.servers import answers, change_model
+from tests.waiting import eventually
 
 # Each takes some six seconds of CPU time, most of them to import torch; TEST_SCALE=2 has ten.
 RELOADS = scaled(5, at_least=3)
@@ -41,24 +42,22 @@ def explicit() -> Iterator[TritonServer]:
 def client(explicit: TritonServer) -> Iterator[DFlashClient]:
     with DFlashClient(explicit.http_url, "http", timeout_s=60) as client:
         if not ready(explicit):
-            change(explicit, "load")
+            change_model(explicit, "load")
         yield client
 
 
-def change(server: TritonServer, action: str, model: str = "dflash") -> httpx.Response:
-    """`load` or `unload` through the repository API; it returns when Triton has done it."""
-    url = f"http://{server.http_url}/v2/repository/models/{model}/{action}"
-    return httpx.post(url, json={}, timeout=60, trust_env=False)
+def ready(server: TritonServer) -> bool:
+    return answers(server.http_url)
 
 
-def ready(server: TritonServer, model: str = "dflash") -> bool:
-    return httpx.get(f"http://{server.http_url}/v2/models/{model}/ready", timeout=10, trust_env=False).is_success
+def unload(server: TritonServer) -> None:
+    assert change_model(server, "unload").is_success
+    eventually(lambda: engine_pids(server.pid) == [], "the engine ends")
 
 
-def samples(server: TritonServer, name: str) -> list[str]:
-    """The lines of a metric."""
-    page = httpx.get(f"http://{server.metrics_url}/metrics", timeout=10, trust_env=False).text
-    return [line for line in page.splitlines() if line.startswith(name + "{")]
+def value(server: TritonServer, name: str, model: str = "dflash") -> float:
+    """A metric of a model, summed over its labels."""
+    return MetricsPage.read(server.metrics_url, model).value(name)
 
 
 def held_by(server: TritonServer) -> dict[str, int]:
@@ -76,9 +75,8 @@ def held_by(server: TritonServer) -> dict[str, int]:
 def test_a_model_that_is_unloaded_and_loaded_over_and_over_leaks_nothing(explicit, client):
     held = []
     for _ in range(WARM_UP + RELOADS):
-        assert change(explicit, "unload").is_success
-        eventually(lambda: engine_pids(explicit.pid) == [], "the engine ends")
-        assert change(explicit, "load").is_success
+        unload(explicit)
+        assert change_model(explicit, "load").is_success
         assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
         held.append(held_by(explicit))
     first, last = held[WARM_UP - 1], held[-1]
@@ -91,7 +89,7 @@ def test_a_model_that_is_unloaded_and_loaded_over_and_over_leaks_nothing(explici
 def test_what_runs_finishes_while_its_model_is_unloaded_and_nothing_new_is_taken(explicit, client):
     stream = client.stream("Tell me a story.", temperature=0, max_tokens=900, ignore_eos=True)
     deltas = [next(stream)]
-    unloading = threading.Thread(target=change, args=(explicit, "unload"))
+    unloading = threading.Thread(target=change_model, args=(explicit, "unload"))
     unloading.start()
     eventually(lambda: not ready(explicit), "not ready")
     with pytest.raises(ClientError):
@@ -106,37 +104,34 @@ def test_what_runs_finishes_while_its_model_is_unloaded_and_nothing_new_is_taken
 def test_unloading_in_the_middle_of_a_restart_does_not_hang(explicit, client):
     client.generate("Hello", max_tokens=1)
     os.kill(engine_pids(explicit.pid)[0], signal.SIGKILL)
-    eventually(lambda: samples(explicit, "dflash:engine_ready")[0].endswith(" 0"), "the death is noticed")
+    eventually(lambda: value(explicit, "dflash:engine_ready") == 0, "the death is noticed")
     start = time.monotonic()
-    assert change(explicit, "unload").is_success
-    eventually(lambda: engine_pids(explicit.pid) == [], "the engine that was being started ends")
+    unload(explicit)
     assert time.monotonic() - start < 10
 
 
 def test_unloading_in_the_middle_of_loading_does_not_hang(explicit, client):
-    change(explicit, "unload")
-    eventually(lambda: engine_pids(explicit.pid) == [], "the engine ends")
+    unload(explicit)
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(change, explicit, "load")
+        loading = pool.submit(change_model, explicit, "load")
         eventually(lambda: engine_pids(explicit.pid) != [], "it loads")
-        change(explicit, "unload")
+        change_model(explicit, "unload")
         loading.result(30)
-    change(explicit, "unload")
-    eventually(lambda: engine_pids(explicit.pid) == [], "the engine ends")
+    unload(explicit)
 
 
 def test_a_model_that_is_loaded_again_while_it_serves_is_replaced_and_its_counters_go_on(explicit, client):
     client.generate("Hello", max_tokens=3, ignore_eos=True)
     name = "dflash:generation_tokens_total"
     before = engine_pids(explicit.pid)
-    eventually(lambda: len(samples(explicit, name)) == 1, "it is counted")
+    eventually(lambda: value(explicit, name) > 0, "it is counted")
     touch_model(explicit)
-    assert change(explicit, "load").is_success
+    assert change_model(explicit, "load").is_success
     eventually(lambda: len(engine_pids(explicit.pid)) == 1 and engine_pids(explicit.pid) != before, "it is replaced")
-    counted = float(samples(explicit, name)[0].rpartition(" ")[2])
+    counted = value(explicit, name)
     client.generate("Hello", max_tokens=5, ignore_eos=True)
-    eventually(lambda: float(samples(explicit, name)[0].rpartition(" ")[2]) == counted + 5, "it is counted")
-    eventually(lambda: samples(explicit, "dflash:engine_ready")[0].endswith(" 1"), "the gauge is the new engine's")
+    eventually(lambda: value(explicit, name) == counted + 5, "it is counted")
+    eventually(lambda: value(explicit, "dflash:engine_ready") == 1, "the gauge is the new engine's")
 
 
 def test_a_load_that_fails_leaves_the_model_that_serves_and_the_server_alone(explicit, client):
@@ -151,7 +146,7 @@ def test_a_load_that_fails_leaves_the_model_that_serves_and_the_server_alone(exp
     try:
         for _ in range(BAD_LOADS):
             config.write_text(bad, encoding="utf-8")
-            refused = change(explicit, "load")
+            refused = change_model(explicit, "load")
             assert refused.status_code == 400
             assert "/etc/config.json does not exist" in refused.text
             assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
@@ -161,7 +156,7 @@ def test_a_load_that_fails_leaves_the_model_that_serves_and_the_server_alone(exp
     finally:
         config.write_text(good, encoding="utf-8")
     touch_model(explicit)
-    assert change(explicit, "load").is_success
+    assert change_model(explicit, "load").is_success
     assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
 
 
@@ -179,13 +174,10 @@ def test_two_models_of_one_server_each_have_their_settings_and_their_metrics():
         with DFlashClient(server.http_url, "http", model="plain", timeout_s=60) as plain:
             other = plain.generate("What is 5 + 6?", temperature=0, max_tokens=24)
         assert one.text == other.text
-        name = "dflash:request_success_total"
-        eventually(lambda: len(samples(server, name)) == 2, "both are counted")
-        drafts = dict(line.rsplit(" ", 1) for line in samples(server, "dflash:spec_decode_num_drafts_total"))
-        assert {key.partition('model="')[2].partition('"')[0]: float(value) > 0 for key, value in drafts.items()} == {
-            "dflash": True,
-            "plain": False,
-        }
+        models, name = ("dflash", "plain"), "dflash:request_success_total"
+        eventually(lambda: [value(server, name, model) for model in models] == [1, 1], "both are counted")
+        drafts = [value(server, "dflash:spec_decode_num_drafts_total", model) for model in models]
+        assert drafts[0] > drafts[1] == 0
 
 
 def test_two_instances_share_the_requests_and_their_counters_but_no_gauge():
@@ -199,15 +191,14 @@ def test_two_instances_share_the_requests_and_their_counters_but_no_gauge():
 
             assert list(pool.map(ask, range(number))) == [tokens] * number
         name = "dflash:generation_tokens_total"
-        eventually(
-            lambda: [float(line.rpartition(" ")[2]) for line in samples(server, name)] == [number * tokens], "the sum"
-        )
-        assert sorted(line.rpartition(" ")[2] for line in samples(server, "dflash:engine_ready")) == ["1", "1"]
+        eventually(lambda: value(server, name) == number * tokens, "the sum")
+        assert MetricsPage.read(server.metrics_url).by(name, "engine") == {}
+
+        def gauges() -> list[float]:
+            return sorted(MetricsPage.read(server.metrics_url).by("dflash:engine_ready", "engine").values())
+
+        assert gauges() == [1, 1]
         # One of the two dies; the other goes on, and so does the server.
         os.kill(engine_pids(server.pid)[0], signal.SIGKILL)
-        eventually(lambda: sorted(ready_gauges(server)) == [0, 1], "one is not ready")
-        eventually(lambda: sorted(ready_gauges(server)) == [1, 1], "both are ready")
-
-
-def ready_gauges(server: TritonServer) -> list[float]:
-    return [float(line.rpartition(" ")[2]) for line in samples(server, "dflash:engine_ready")]
+        eventually(lambda: gauges() == [0, 1], "one is not ready")
+        eventually(lambda: gauges() == [1, 1], "both are ready")

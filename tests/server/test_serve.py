@@ -13,7 +13,7 @@ from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
 from tests.cli.test_launcher import leftovers
-from tests.cli.test_restarts import kept, until
+from tests.cli.test_restarts import kept
 from tests.server.conftest import new_server
 
 
@@ -27,7 +27,7 @@ def test_a_stub_that_is_stopped_is_replaced_with_its_engine_and_its_streams_end(
             with pytest.raises(ClientError) as caught:
                 list(stream)
             assert caught.value.status != "DEADLINE_EXCEEDED"
-        until(lambda: any("ready again" in line for line in one.said), "it is replaced")
+        one.wait_until_ready_again()
         assert gone(before, 0)
         with DFlashClient(one.server.grpc_url, timeout_s=60) as client:
             assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2

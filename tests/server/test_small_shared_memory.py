@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, gone, send
 from dflash_client import DFlashClient
 from dflash_client.errors import Internal
+from tests.servers import answers, clean_environ
+from tests.waiting import eventually
 
 PRIVATE = ["unshare", "--mount", "--propagation", "private"]
 MOUNT = "mount -t tmpfs -o size=4m tmpfs /dev/shm"
@@ -25,22 +24,22 @@ READY_S = 120.0
 
 
 @pytest.fixture
-def ports() -> dict[str, int]:
-    return settle_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0, "--metrics-port": 0})
-
-
-@pytest.fixture
-def small(ports: dict[str, int]) -> Iterator[str]:
+def small() -> Iterator[str]:
     """`host:port` of the HTTP end point of a server that has a /dev/shm of 4 MB of its own."""
     if subprocess.run([*PRIVATE, "sh", "-c", MOUNT], capture_output=True).returncode:
         pytest.skip("this user may not mount a /dev/shm of its own")
+    ports = settle_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0, "--metrics-port": 0})
     options = " ".join(f"{name} {number}" for name, number in ports.items())
-    serve = f"{sys.executable} -m dflash_cli.main serve --host 127.0.0.1 {options}"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DFLASH_")}
-    process = subprocess.Popen([*PRIVATE, "sh", "-c", f"{MOUNT} && exec {serve}"], env=environ, start_new_session=True)
+    command = f"{MOUNT} && exec {sys.executable} -m dflash_cli.main serve --host 127.0.0.1 {options}"
+    process = subprocess.Popen([*PRIVATE, "sh", "-c", command], env=clean_environ(), start_new_session=True)
+    url = f"127.0.0.1:{ports['--http-port']}"
+
+    def ready() -> bool:
+        assert process.poll() is None, "the server ended"
+        return answers(url)
+
     try:
-        url = f"127.0.0.1:{ports['--http-port']}"
-        wait_until_ready(process, url)
+        eventually(ready, "ready", READY_S)
         yield url
     finally:
         members = family(process.pid)
@@ -48,19 +47,6 @@ def small(ports: dict[str, int]) -> Iterator[str]:
         gone(members, 20.0)
         send(family(process.pid, members), signal.SIGKILL)
         process.wait(5)
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "the server ended"
-        try:
-            if httpx.get(f"http://{url}/v2/models/dflash/ready", timeout=2, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError(f"not ready within {READY_S} s")
 
 
 def test_an_answer_that_does_not_fit_ends_its_request_and_no_other(small):

@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError, Unavailable
 from tests.scale import scaled
-from tests.server.conftest import eventually, new_server
+from tests.server.conftest import new_server
+from tests.waiting import eventually
 
 ROUNDS = scaled(2)
 
@@ -151,10 +151,12 @@ def test_a_server_that_is_told_to_end_finishes_what_runs_takes_nothing_new_and_l
 
 def first_refusal(client: DFlashClient) -> ClientError:
     """The error of the first request that is not taken any more."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+
+    def refusal() -> ClientError | None:
         try:
             client.generate("Hello", max_tokens=1)
         except ClientError as error:
             return error
-    raise AssertionError("the server goes on taking requests")
+        return None
+
+    return eventually(refusal, "a refusal", within_s=20)

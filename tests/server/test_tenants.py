@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from dflash_client import DFlashClient, Unavailable
-from tests.server.conftest import eventually, new_server
+from tests.server.conftest import new_server
+from tests.waiting import eventually
 
 FLOOD = 14
 LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 6

@@ -15,7 +15,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from dflash_cli.launcher.server import TritonServer
-from tests.cli.test_restarts import kept, until
+from tests.cli.test_restarts import kept
+from tests.waiting import eventually
 
 
 def send_grpc(server: TritonServer, message: service_pb2.ModelInferRequest) -> None:
@@ -84,6 +85,6 @@ def test_a_request_that_ends_an_old_triton_is_refused_by_a_newer_one_and_the_old
         pid = one.server.pid
         crash(one.server)
         if not mended:
-            until(lambda: any("ready again" in line for line in one.said), "it is replaced")
-        until(one.answers, "it answers")
+            one.wait_until_ready_again()
+        eventually(one.answers, "an answer", 60.0)
         assert (one.server.pid == pid) is mended

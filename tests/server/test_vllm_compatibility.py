@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
-from tests.server.conftest import eventually
 from tests.server.raw_grpc import WAIT_S, infer, inputs_of, text_of
+from tests.waiting import eventually
 
 PROMPT = "The most dangerous animal is"
 GREEDY = {"temperature": "0", "top_p": "1"}
@@ -48,16 +48,13 @@ def answer(server):
     return text_of(results)
 
 
-@pytest.mark.parametrize("as_input", [True, False], ids=["as an input", "as request parameters"])
-def test_parameters_with_numbers_as_strings_work_in_both_places(ask, answer, as_input):
+@pytest.mark.parametrize(("as_input", "as_parameters"), [(True, False), (False, True), (True, True)])
+def test_parameters_with_numbers_as_strings_work_as_an_input_as_request_parameters_and_as_both(
+    ask, answer, as_input, as_parameters
+):
     sent = {"sampling_parameters": json.dumps(GREEDY)} if as_input else {}
-    (result,), error = ask(None if as_input else GREEDY, text_input=PROMPT, stream=False, **sent)
+    (result,), error = ask(GREEDY if as_parameters else None, text_input=PROMPT, stream=False, **sent)
     assert error is None
-    assert text_of([result]) == PROMPT + answer
-
-
-def test_parameters_sent_in_both_places_at_once_work_as_that_backends_tests_send_them(ask, answer):
-    (result,), _ = ask(GREEDY, text_input=PROMPT, stream=False, sampling_parameters=json.dumps(GREEDY))
     assert text_of([result]) == PROMPT + answer
 
 
@@ -74,12 +71,22 @@ def test_streamed_deltas_come_without_the_prompt(ask, answer):
         assert text_of(results) == answer
 
 
-def test_asking_for_the_prompt_while_streaming_is_the_error_word_for_word(ask):
-    """Clients of that backend compare the whole text."""
-    _, error = ask(GREEDY, text_input=PROMPT, stream=True, exclude_input_in_output=False)
-    assert error.message() == (
-        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
-    )
+@pytest.mark.parametrize(
+    ("parameters", "inputs", "message"),
+    [
+        (
+            GREEDY,
+            {"stream": True, "exclude_input_in_output": False},
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+        ),
+        ({"lora_name": "doll"}, {"stream": False}, "LoRA feature is not enabled."),
+    ],
+)
+def test_errors_whose_whole_text_clients_of_that_backend_compare_are_the_same_word_for_word(
+    ask, parameters, inputs, message
+):
+    _, error = ask(parameters, text_input=PROMPT, **inputs)
+    assert error.message() == message
 
 
 def test_every_combination_of_additional_outputs_has_their_form(server):
@@ -188,55 +195,3 @@ def test_a_cancelled_stream_ends_with_cancelled(server, metric):
         client.stop_stream(cancel_requests=True)
     assert [error.status() for error in errors] == ["StatusCode.CANCELLED"]
     eventually(lambda: metric("dflash:request_errors_total", status="CANCELLED") == before + 1, "it is counted")
-
-
-def test_an_adapter_is_refused_word_for_word(ask):
-    _, error = ask({"lora_name": "doll"}, text_input=PROMPT, stream=False)
-    assert error.message() == "LoRA feature is not enabled."
-
-
-def test_every_field_of_vllms_sampling_parameters_is_taken_at_its_default(ask, answer):
-    fields = {
-        "n": 1,
-        "seed": None,
-        "stop": [],
-        "stop_token_ids": [],
-        "logprobs": None,
-        "logit_bias": None,
-        "prompt_logprobs": None,
-        "bad_words": [],
-        "allowed_token_ids": None,
-        "detokenize": True,
-        "spaces_between_special_tokens": True,
-        "structured_outputs": None,
-        "extra_args": None,
-        "output_kind": 0,
-        "flat_logprobs": False,
-        "skip_clone": False,
-        "skip_reading_prefix_cache": None,
-        "thinking_token_budget": None,
-        "repetition_detection": None,
-    }
-    sampling = {**GREEDY, **fields, "max_tokens": 16}
-    (result,), error = ask(text_input=PROMPT, stream=False, sampling_parameters=json.dumps(sampling))
-    assert error is None
-    assert text_of([result]) == PROMPT + answer
-
-
-def test_seeds_below_minus_one_and_logprobs_true_are_taken(ask):
-    sampling = {"temperature": 1, "seed": -7, "logprobs": True, "max_tokens": 6, "ignore_eos": True}
-    (one,), _ = ask(text_input=PROMPT, sampling_parameters=json.dumps(sampling), return_logprobs=True)
-    (two,), _ = ask(text_input=PROMPT, sampling_parameters=json.dumps(sampling), return_logprobs=True)
-    assert text_of([one]) == text_of([two])
-    assert {len(entry) for entry in json.loads(one.as_numpy("logprobs")[0])} <= {1, 2}
-
-
-def test_a_parameter_that_does_not_exist_is_an_error_as_it_was(ask):
-    _, error = ask({"temprature": "0"}, text_input=PROMPT, stream=False)
-    assert "did you mean 'temperature'" in error.message()
-
-
-@pytest.mark.parametrize("name", ["image", "embedding_request"])
-def test_inputs_that_this_model_cannot_use_are_refused_by_name(ask, name):
-    _, error = ask(GREEDY, text_input=PROMPT, **{name: "aGk="})
-    assert error.message().startswith(f"INVALID_ARGUMENT: input '{name}' is not supported: this server")
