@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from dflash_backend.config import EngineConfig
@@ -39,11 +40,11 @@ class Watched:
         self.clock, self.log, self._lives = Clock(), [], lives
         logger = SimpleNamespace(info=self.log.append, error=self.log.append)
         self.supervisor = EngineSupervisor(EngineConfig(), logger, COMMAND, self.clock)
-        self._others = children()
+        self._others = psutil.Process().children()
 
     def children(self) -> list[int]:
-        """Child processes since the test began: others may have left some that live as long as the tests."""
-        return [pid for pid in children() if pid not in self._others]
+        """Child processes since the test began, those that have ended and were not waited for among them."""
+        return [child.pid for child in psutil.Process().children() if child not in self._others]
 
     def begin(self, *lives: str) -> None:
         """Start the first engine; `lives` are how it and those after it go."""
@@ -67,6 +68,23 @@ class Watched:
         with pytest.raises(EngineLost) as lost:
             self.turn_until(lambda: False)
         return str(lost.value)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.supervisor.engine.pid, number)
+
+    def kill(self) -> str:
+        """Kill the engine; what the supervisor says of its death."""
+        self.send_signal(signal.SIGKILL)
+        return self.lose()
+
+    def wait_until_replaced(self) -> None:
+        self.turn_until(lambda: self.supervisor.engine is not None)
+
+    def poll(self, seconds: int) -> None:
+        """Poll for `seconds` of the clock, once a second."""
+        for _ in range(seconds):
+            self.clock.now += 1.0
+            self.supervisor.receive(20)
 
     def serve_one(self) -> None:
         self.ask(1)
@@ -95,21 +113,14 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched
     watched.supervisor.close()
 
 
-def test_delays_double_up_to_a_minute_for_an_engine_that_never_serves():
+def test_delays_double_up_to_a_minute_until_an_engine_served_and_are_the_longest_for_an_error_of_the_setup():
     backoff = Backoff()
-    delays = [backoff.delay_s(served=False, setup_error=False) for _ in range(8)]
-    assert delays == [1, 2, 4, 8, 16, 32, 60, 60]
 
+    def delays(*served: bool) -> list[float]:
+        return [backoff.delay_s(served=one, setup_error=False) for one in served]
 
-def test_an_engine_that_served_is_started_at_once_and_the_doubling_begins_anew():
-    backoff = Backoff()
-    for _ in range(5):
-        backoff.delay_s(served=False, setup_error=False)
-    assert backoff.delay_s(served=True, setup_error=False) == 0
-    assert backoff.delay_s(served=False, setup_error=False) == 1
-
-
-def test_an_error_of_the_setup_waits_for_the_longest_time():
+    assert delays(*[False] * 8) == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert delays(True, False, False) == [0, 1, 2]
     assert Backoff().delay_s(served=False, setup_error=True) == 60
 
 
@@ -117,10 +128,9 @@ def test_an_engine_that_served_comes_back_at_once(watched):
     watched.begin()
     watched.serve_one()
     first = watched.supervisor.engine
-    os.kill(first.pid, signal.SIGKILL)
-    assert "died (signal 9)" in watched.lose()
+    assert "died (signal 9)" in watched.kill()
     assert watched.supervisor.engine is None
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
     assert watched.supervisor.engine is not first
     assert (watched.supervisor.num_restarts, watched.clock.now) == (1, 0.0)
     watched.serve_one()
@@ -131,9 +141,8 @@ def test_an_engine_whose_answer_ended_in_a_stop_string_has_served(watched):
     watched.ask(1, max_tokens=10**9)
     watched.supervisor.receive(1000)
     watched.supervisor.send(AbortRequests(["r"], {"r": 1}))
-    os.kill(watched.supervisor.engine.pid, signal.SIGKILL)
-    watched.lose()
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.kill()
+    watched.wait_until_replaced()
     assert watched.clock.now == 0.0
 
 
@@ -145,7 +154,7 @@ def test_an_engine_that_dies_before_it_served_waits_out_its_delay(watched):
         watched.supervisor.receive(0)
     assert (watched.supervisor.engine, watched.supervisor.num_restarts) == (None, 0)
     watched.clock.now += 1.0
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
     assert watched.supervisor.num_restarts == 1
 
 
@@ -155,11 +164,11 @@ def test_deaths_while_loading_are_tried_again_ever_more_seldom(watched):
     watched.ask(toy_engine.DIE)
     assert "died (exit status 9)" in watched.lose()
     watched.failures(3)
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
     watched.ask(1)
     watched.lose()
     watched.clock.now += LONGEST_DELAY_S
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
     whens = [line.partition("started again ")[2] for line in watched.deaths()]
     assert whens == ["at once", "in 1 s", "in 2 s", "in 4 s"]
 
@@ -167,18 +176,10 @@ def test_deaths_while_loading_are_tried_again_ever_more_seldom(watched):
 def test_a_load_error_at_a_restart_is_said_with_what_to_do_and_tried_again(watched):
     watched.begin("live", "fail", "live")
     watched.serve_one()
-    os.kill(watched.supervisor.engine.pid, signal.SIGKILL)
-    watched.lose()
+    watched.kill()
     line = watched.failures(2)[1]
     assert "the toy cannot load with None; the engine is started again in 60 s; correct the settings" in line
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
-
-
-def poll(watched: Watched, seconds: int) -> None:
-    """Poll for `seconds` of the watched clock, once a second."""
-    for _ in range(seconds):
-        watched.clock.now += 1.0
-        watched.supervisor.receive(20)
+    watched.wait_until_replaced()
 
 
 def test_an_engine_that_sends_nothing_for_too_long_is_killed_and_replaced(watched):
@@ -186,44 +187,38 @@ def test_an_engine_that_sends_nothing_for_too_long_is_killed_and_replaced(watche
     watched.serve_one()
     hanging = watched.supervisor.engine
     os.kill(hanging.pid, signal.SIGSTOP)
-    poll(watched, 3)  # what it sent before it was stopped
+    watched.poll(3)  # what it sent before it was stopped
     with pytest.raises(
         EngineLost, match=r"the engine hangs: it has said nothing for 120 s \(engine_hang_timeout_s\)"
     ) as lost:
-        poll(watched, 122)
+        watched.poll(122)
     assert lost.value.engine is hanging
     assert watched.supervisor.silence_s == 0.0
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
     assert watched.children() == [watched.supervisor.engine.pid]
     watched.serve_one()
 
 
-def test_the_engines_silence_is_measured_and_ends_with_its_next_message(watched):
+def test_silence_is_measured_while_the_engine_is_polled_and_ends_with_its_next_message(watched):
     watched.begin()
-    os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
-    poll(watched, 50)
-    assert 45 <= watched.supervisor.silence_s <= 50
-    os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
-    watched.turn_until(lambda: watched.supervisor.silence_s == 0.0)
-
-
-def test_time_without_a_poll_is_no_silence(watched):
-    watched.begin()
-    os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
+    watched.send_signal(signal.SIGSTOP)
     watched.supervisor.receive(20)
     watched.clock.now += 3600.0
     watched.supervisor.receive(20)
     assert watched.supervisor.silence_s <= 1.0
-    os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
+    watched.poll(50)
+    assert 45 <= watched.supervisor.silence_s <= 51
+    watched.send_signal(signal.SIGCONT)
+    watched.turn_until(lambda: watched.supervisor.silence_s == 0.0)
 
 
 def test_without_a_limit_silence_ends_no_engine(watched, monkeypatch):
     config = EngineConfig(engine_hang_timeout_s=0.0)
     monkeypatch.setattr(watched.supervisor, "_config", config)
     watched.begin()
-    os.kill(watched.supervisor.engine.pid, signal.SIGSTOP)
-    poll(watched, 300)
-    os.kill(watched.supervisor.engine.pid, signal.SIGCONT)
+    watched.send_signal(signal.SIGSTOP)
+    watched.poll(300)
+    watched.send_signal(signal.SIGCONT)
     watched.serve_one()
 
 
@@ -236,10 +231,9 @@ def test_an_error_in_a_step_is_a_death_with_its_reason(watched):
 def test_a_message_for_an_engine_that_is_gone_is_lost_and_has_no_effect(watched):
     watched.begin()
     gone = watched.supervisor.engine
-    os.kill(gone.pid, signal.SIGKILL)
-    watched.lose()
+    watched.kill()
     watched.clock.now += LONGEST_DELAY_S
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
     gone.send(GenerationRequest("late", [1], SamplingParams()))
     gone.wake()
     watched.serve_one()
@@ -248,14 +242,14 @@ def test_a_message_for_an_engine_that_is_gone_is_lost_and_has_no_effect(watched)
 def test_a_process_that_cannot_be_started_is_tried_again(watched, monkeypatch):
     watched.begin()
     watched.serve_one()
-    os.kill(watched.supervisor.engine.pid, signal.SIGKILL)
+    watched.send_signal(signal.SIGKILL)
     monkeypatch.setattr(watched.supervisor, "_command", ["/nowhere/python"])
     watched.lose()
-    before = descriptors()
+    before = psutil.Process().num_fds()
     assert "could not be started" in watched.failures(4)[-1]
-    assert descriptors() <= before
+    assert psutil.Process().num_fds() <= before
     monkeypatch.setattr(watched.supervisor, "_command", COMMAND)
-    watched.turn_until(lambda: watched.supervisor.engine is not None)
+    watched.wait_until_replaced()
 
 
 def test_restarts_leave_no_descriptor_no_thread_no_folder_and_no_zombie(watched, tmp_path, monkeypatch):
@@ -264,15 +258,17 @@ def test_restarts_leave_no_descriptor_no_thread_no_folder_and_no_zombie(watched,
 
     def die_and_return() -> None:
         watched.serve_one()
-        os.kill(watched.supervisor.engine.pid, signal.SIGKILL)
-        watched.lose()
-        watched.turn_until(lambda: watched.supervisor.engine is not None)
+        watched.kill()
+        watched.wait_until_replaced()
+
+    def held() -> tuple[int, int, int]:
+        return psutil.Process().num_fds(), threading.active_count(), psutil.Process().num_threads()
 
     die_and_return()
-    before = (descriptors(), threading.active_count(), len(os.listdir("/proc/self/task")))
+    before = held()
     for _ in range(3):
         die_and_return()
-    assert (descriptors(), threading.active_count(), len(os.listdir("/proc/self/task"))) == before
+    assert held() == before
     assert list(tmp_path.glob("dflash-*")) == []
     assert watched.children() == [watched.supervisor.engine.pid]
 
@@ -281,8 +277,7 @@ def test_restarts_leave_no_descriptor_no_thread_no_folder_and_no_zombie(watched,
 def test_closing_does_not_wait_for_a_restart(watched, when):
     watched.begin("live", "die")
     watched.serve_one()
-    os.kill(watched.supervisor.engine.pid, signal.SIGKILL)
-    watched.lose()
+    watched.kill()
     if when == "waiting":
         watched.failures(2)
     else:
@@ -310,15 +305,3 @@ def test_a_first_load_that_fails_is_not_tried_again(watched):
         watched.begin("fail")
     assert watched.supervisor.engine is None
     assert watched.children() == []
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def children() -> list[int]:
-    """Child processes of this one, those that have ended and were not waited for among them."""
-    found = []
-    for task in os.listdir("/proc/self/task"):
-        found += map(int, Path(f"/proc/self/task/{task}/children").read_text(encoding="utf-8").split())
-    return found

@@ -1,7 +1,7 @@
 """Incremental text: nothing lost, nothing torn, nothing past a stop string."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_backend.messages import SamplingParams
@@ -10,19 +10,27 @@ from dflash_backend.text.stop_strings import StopAutomaton, StopStrings
 from dflash_backend.text.tokenizer import Tokenizer
 from tests.byte_tokenizer import EOS, START
 
-cuts = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+part_sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 byte_ids = st.lists(st.integers(0, 255), max_size=40)
 texts = st.text(alphabet="aé漢🙂�\n ", max_size=20)
+special_or_not = st.lists(st.one_of(st.just(START), st.integers(0, 255)), max_size=12)
 
 
 def pieces(items, sizes):
-    """`items` cut into pieces of these sizes, over and over; at least one, so that there is a last."""
-    cut, start, turn = [], 0, 0
-    while start < len(items) or not cut:
-        cut.append(items[start : start + sizes[turn % len(sizes)]])
+    """`items` in pieces of these sizes, over and over; at least one, so that there is a last."""
+    found, start, turn = [], 0, 0
+    while start < len(items) or not found:
+        found.append(items[start : start + sizes[turn % len(sizes)]])
         start += sizes[turn % len(sizes)]
         turn += 1
-    return cut
+    return found
+
+
+def long_run(token_id: int):
+    """Token ids around a long run of one of them."""
+    return st.tuples(special_or_not, st.integers(60, 200), special_or_not).map(
+        lambda drawn: [*drawn[0], *[token_id] * drawn[1], *drawn[2]]
+    )
 
 
 def run(tokenizer: Tokenizer, token_ids, sizes, **sampling) -> tuple[list[str], bool]:
@@ -32,43 +40,49 @@ def run(tokenizer: Tokenizer, token_ids, sizes, **sampling) -> tuple[list[str], 
     return [delta.text for delta in deltas], deltas[-1].stopped
 
 
-@given(ids=byte_ids, sizes=cuts)
-def test_deltas_of_any_bytes_join_to_the_decoded_text(tokenizer, ids, sizes):
-    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
-    assert "".join(deltas) == tokenizer.decode(ids)
-
-
-@given(ids=st.lists(st.integers(0, START), max_size=30), sizes=cuts, skip=st.booleans())
-def test_special_tokens_between_bytes_change_nothing_about_that(tokenizer, ids, sizes, skip):
+@settings(max_examples=400)
+@given(
+    ids=st.one_of(byte_ids, st.lists(st.integers(0, START), max_size=30), long_run(0xE6), long_run(START)),
+    sizes=part_sizes,
+    skip=st.booleans(),
+)
+def test_deltas_of_any_tokens_join_to_the_decoded_text(tokenizer, ids, sizes, skip):
+    """Bytes that are no text and special tokens among them, also long runs of either."""
     deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True, skip_special_tokens=skip)
     assert "".join(deltas) == tokenizer.decode(ids, skip)
 
 
-@given(text=st.text(alphabet="aé漢🙂", max_size=20), sizes=cuts)
-def test_a_character_split_over_tokens_never_shows_as_a_replacement(tokenizer, text, sizes):
-    deltas, _ = run(tokenizer, text.encode(), sizes)
-    assert "".join(deltas) == text
-    assert all("\ufffd" not in delta for delta in deltas)
+# An incomplete character at the end; parts of characters before a run of special tokens, of which four were taken for
+# the end of a longer run, and far apart; a character in which thousands of special tokens lie.
+TORN = [
+    [*b"ok", 0xE6, 0xBC],
+    *([128] * num_bytes + [START] * num_special for num_bytes in (1, 3, 4, 5, 60, 70) for num_special in (1, 62, 200)),
+    ([128] + [START] * 60) * 80,
+    [0xE6, *[START] * 3000, 0xBC, 0xA2],
+]
 
 
-@given(text=texts, sizes=cuts)
-def test_a_genuine_replacement_character_is_kept(tokenizer, text, sizes):
-    assert "".join(run(tokenizer, text.encode(), sizes)[0]) == text
+@pytest.mark.parametrize("ids", TORN, ids=len)
+def test_deltas_of_torn_characters_join_to_the_decoded_text(tokenizer, ids):
+    for sizes in ([1], [7]):
+        deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
+        assert "".join(deltas) == tokenizer.decode(ids)
+    assert tokenizer.decode(TORN[0]) == "ok\ufffd"
+    assert tokenizer.decode(TORN[-1]) == "漢"
 
 
-def test_an_incomplete_character_at_the_end_comes_out_as_decode_would(tokenizer):
-    ids = [*b"ok", 0xE6, 0xBC]
-    deltas, _ = run(tokenizer, ids, [1])
-    assert "".join(deltas) == "ok\ufffd" == tokenizer.decode(ids)
-
-
-def test_the_demo_tokenizer_streams_what_it_decodes():
-    from dflash_backend.config import asset_path
-
-    demo = Tokenizer.load(asset_path("demo", "pair", "target"))
+def test_the_demo_tokenizer_streams_what_it_decodes(demo):
     text = "Ω≈ç√ naïve 漢字 🙂🙃 def f(x):\n    return x"
-    ids = demo.encode(text)
-    assert "".join(run(demo, ids, [3])[0]) == text
+    assert "".join(run(demo, demo.encode(text), [3])[0]) == text
+    # Its first space is that of a text, also after special tokens.
+    ids = [*[demo.eos_token_ids[0]] * 200, *demo.encode(" a b")]
+    assert "".join(run(demo, ids, [1], ignore_eos=True)[0]) == demo.decode(ids)
+
+
+@given(text=texts, sizes=part_sizes)
+def test_a_replacement_character_shows_only_where_it_is_genuine(tokenizer, text, sizes):
+    """Not where a character is split over tokens."""
+    assert "".join(run(tokenizer, text.encode(), sizes)[0]) == text
 
 
 def test_the_end_of_sequence_token_adds_no_text(tokenizer):
@@ -90,7 +104,7 @@ def test_an_ignored_end_of_sequence_token_is_text_like_any_other(tokenizer):
 @given(
     text=texts.map(lambda t: t.replace("�", "b")),
     stops=st.lists(texts.filter(bool), min_size=1, max_size=3),
-    sizes=cuts,
+    sizes=part_sizes,
 )
 def test_where_a_text_stops_does_not_depend_on_how_it_came(tokenizer, text, stops, sizes):
     whole, whole_stopped = run(tokenizer, text.encode(), [1000], stop=tuple(stops))
@@ -118,22 +132,10 @@ def test_of_stop_strings_that_end_together_the_longest_counts():
     assert StopStrings(("c", "bc"), include=False).append("abcd", False) == ("a", True)
 
 
-@given(head=byte_ids, count=st.integers(60, 200), tail=byte_ids, sizes=cuts)
-def test_a_long_run_of_bytes_that_are_no_text_leaves_before_its_end(tokenizer, head, count, tail, sizes):
-    ids = [*head, *[0xE6] * count, *tail]
-    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
-    assert "".join(deltas) == tokenizer.decode(ids)
-
-
-def test_the_window_does_not_grow_with_such_a_run(tokenizer):
-    detokenizer = Detokenizer(tokenizer, SamplingParams())
-    for _ in range(2000):
-        detokenizer.append([0xE6], False)
-    assert len(detokenizer._window) < 300
-
-
 @given(
-    text=st.text(alphabet="aé漢🙂", max_size=20), stop=st.text(alphabet="aé漢🙂", min_size=1, max_size=3), sizes=cuts
+    text=st.text(alphabet="aé漢🙂", max_size=20),
+    stop=st.text(alphabet="aé漢🙂", min_size=1, max_size=3),
+    sizes=part_sizes,
 )
 def test_no_token_past_the_one_that_completes_a_stop_string_counts(tokenizer, text, stop, sizes):
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=(stop,)))
@@ -143,25 +145,20 @@ def test_no_token_past_the_one_that_completes_a_stop_string_counts(tokenizer, te
     assert count == len(expected.encode())
 
 
-def test_a_stop_string_within_the_first_min_tokens_does_not_count(tokenizer):
-    sampling = {"stop": ("ab", "abcd"), "min_tokens": 3}
-    for sizes in ([1], [2], [40]):
-        deltas, stopped = run(tokenizer, b"abcabxab", sizes, **sampling)
-        assert ("".join(deltas), stopped) == ("abc", True)
-
-
-def test_a_stop_string_that_ends_in_the_last_of_min_tokens_does_not_count(tokenizer):
+@pytest.mark.parametrize(
+    ("text", "stops", "min_tokens", "expected"),
+    [
+        (b"abcabxab", ("ab", "abcd"), 3, "abc"),
+        # It ends in the last of them, and in the first after them.
+        (b"xabyab", ("ab",), 3, "xaby"),
+        (b"xabyab", ("ab",), 2, "x"),
+        (b"xxabab", ("ab",), 3, "xx"),
+    ],
+)
+def test_a_stop_string_counts_that_ends_after_min_tokens(tokenizer, text, stops, min_tokens, expected):
     for sizes in ([1], [2], [3], [40]):
-        deltas, stopped = run(tokenizer, b"xabyab", sizes, stop=("ab",), min_tokens=3)
-        assert ("".join(deltas), stopped) == ("xaby", True)
-        deltas, stopped = run(tokenizer, b"xabyab", sizes, stop=("ab",), min_tokens=2)
-        assert ("".join(deltas), stopped) == ("x", True)
-
-
-def test_a_stop_string_that_begins_within_min_tokens_and_ends_after_counts(tokenizer):
-    for sizes in ([1], [2], [40]):
-        deltas, stopped = run(tokenizer, b"xxabab", sizes, stop=("ab",), min_tokens=3)
-        assert ("".join(deltas), stopped) == ("xx", True)
+        deltas, stopped = run(tokenizer, text, sizes, stop=stops, min_tokens=min_tokens)
+        assert ("".join(deltas), stopped) == (expected, True)
 
 
 @given(ids=byte_ids)
@@ -187,53 +184,18 @@ def test_a_part_of_a_character_adds_nothing_and_its_last_byte_all_of_it(tokenize
 
 # The thread that turns tokens into text answers everybody: what a token costs must not grow with what came before.
 
-special_or_not = st.lists(st.one_of(st.just(START), st.integers(0, 255)), max_size=12)
 
-
-@pytest.mark.parametrize("num_bytes", [1, 3, 4, 5, 60, 70])
-@pytest.mark.parametrize("num_special", [1, 62, 200])
-def test_parts_of_characters_before_a_run_of_special_tokens_are_all_there(tokenizer, num_bytes, num_special):
-    """Four of them were taken for the end of a longer run, and cut off."""
-    ids = [128] * num_bytes + [START] * num_special
-    for sizes in ([1], [7]):
-        deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
-        assert "".join(deltas) == tokenizer.decode(ids)
-
-
-def test_parts_of_characters_far_apart_between_special_tokens_are_all_there(tokenizer):
-    ids = ([128] + [START] * 60) * 80
-    deltas, _ = run(tokenizer, ids, [1], ignore_eos=True)
-    assert "".join(deltas) == tokenizer.decode(ids)
-
-
-@given(head=special_or_not, count=st.integers(60, 200), tail=special_or_not, sizes=cuts)
-def test_a_long_run_of_skipped_special_tokens_changes_no_text(tokenizer, head, count, tail, sizes):
-    ids = [*head, *[START] * count, *tail]
-    deltas, _ = run(tokenizer, ids, sizes, ignore_eos=True)
-    assert "".join(deltas) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("head", [b"", b"abc", b"ab\xe6"], ids=["nothing", "text", "a part of a character"])
-def test_the_window_does_not_grow_with_skipped_special_tokens(tokenizer, head):
+@pytest.mark.parametrize(
+    ("head", "token_id", "longest"),
+    [(b"", 0xE6, 300), (b"", START, 100), (b"abc", START, 100), (b"ab\xe6", START, 100)],
+    ids=["no text", "special tokens", "special tokens after text", "special tokens after a part of a character"],
+)
+def test_the_window_does_not_grow_with_a_long_run(tokenizer, head, token_id, longest):
     detokenizer = Detokenizer(tokenizer, SamplingParams(ignore_eos=True))
     detokenizer.append(list(head), False)
     for _ in range(2000):
-        detokenizer.append([START], False)
-    assert len(detokenizer._window) < 100
-
-
-def test_a_character_is_whole_although_thousands_of_special_tokens_lie_in_it(tokenizer):
-    first, *rest = "漢".encode()
-    deltas, _ = run(tokenizer, [first, *[START] * 3000, *rest], [1])
-    assert "".join(deltas) == "漢"
-
-
-def test_the_demo_tokenizers_first_space_survives_a_run_of_special_tokens():
-    from dflash_backend.config import asset_path
-
-    demo = Tokenizer.load(asset_path("demo", "pair", "target"))
-    ids = [*[demo.eos_token_ids[0]] * 200, *demo.encode(" a b")]
-    assert "".join(run(demo, ids, [1], ignore_eos=True)[0]) == demo.decode(ids)
+        detokenizer.append([token_id], False)
+    assert len(detokenizer._window) < longest
 
 
 class CountingAutomaton(StopAutomaton):
@@ -280,7 +242,7 @@ def test_a_character_costs_two_look_ups_at_most_on_average_whatever_the_stop_str
 @given(
     text=st.text(alphabet="ab", max_size=40),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4),
-    sizes=cuts,
+    sizes=part_sizes,
     unsearched=st.integers(0, 3),
 )
 def test_stop_strings_are_found_where_a_search_of_the_whole_text_finds_them(text, stops, sizes, unsearched):

@@ -57,7 +57,7 @@ def test_deltas_after_the_end_count_for_nothing(tokenizer: Tokenizer) -> None:
     assert (request.num_new_tokens, request.completions[0].finish_reason) == (2, "stop")
 
 
-def test_statistics_are_the_engines_where_nothing_is_cut(tokenizer: Tokenizer) -> None:
+def test_statistics_are_the_engines_where_nothing_is_trimmed(tokenizer: Tokenizer) -> None:
     request = state(tokenizer)
     request.add(delta(b"ab", "length"))
     assert request.completions[0].stats == STATS

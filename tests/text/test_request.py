@@ -18,13 +18,15 @@ from tests.triton.fake_triton import as_input
 READY = EngineReady(
     max_model_len=32, num_speculative_tokens=5, num_kv_blocks=8, kv_block_size=16, vocab_size=258, description=""
 )
+RULES = RequestRules(4)
 
 
 @pytest.fixture
 def parse(tokenizer):
-    def parse(parameters="{}", **inputs):
+    def parse(parameters="{}", rules=RULES, max_model_len=32, vocab_size=258, **inputs):
+        ready = msgspec.structs.replace(READY, max_model_len=max_model_len, vocab_size=vocab_size)
         arrays = {name: as_input(value) for name, value in inputs.items()}
-        return parse_request(arrays, parameters, tokenizer, READY, RequestRules(4))
+        return parse_request(arrays, parameters, tokenizer, ready, rules)
 
     return parse
 
@@ -62,7 +64,7 @@ def test_outputs_are_returned_when_asked_for(parse):
     assert flags == ReturnFlags(finish_reason=True, spec_stats=True)
 
 
-def test_the_longest_prompt_leaves_room_for_one_token(parse):
+def test_the_longest_prompt_leaves_space_for_one_token(parse):
     assert len(parse(text_input="a" * 31).prompt_token_ids) == 31
 
 
@@ -149,26 +151,28 @@ def test_a_nul_in_a_prompt_is_a_character_like_others(parse):
 # Settings that ask something of requests, and options of the chat template
 
 
-def test_a_server_may_require_a_salt(tokenizer):
-    def parse(**sampling):
-        inputs = {"text_input": as_input("a"), "sampling_parameters": as_input(json.dumps(sampling))}
-        return parse_request(inputs, "{}", tokenizer, READY, RequestRules(4, require_cache_salt=True))
-
-    assert parse(cache_salt="mine").sampling.cache_salt == "mine"
-    for sampling in ({}, {"cache_salt": ""}, {"cache_salt": None}):
+def test_a_server_may_require_a_salt(parse):
+    rules = RequestRules(4, require_cache_salt=True)
+    assert parse('{"cache_salt": "mine"}', rules, text_input="a").sampling.cache_salt == "mine"
+    for parameters in ("{}", '{"cache_salt": ""}', '{"cache_salt": null}'):
         with pytest.raises(InputError, match="'cache_salt' is missing; this server requires one"):
-            parse(**sampling)
+            parse(parameters, rules, text_input="a")
 
 
-def test_defaults_of_the_checkpoint_hold_for_what_a_request_leaves_out(tokenizer):
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({}, (0.6, 20, 64)),
+        ({"temperature": 0}, (0.0, 20, 64)),
+        ({"top_k": None}, (0.6, 20, 64)),
+        # As many as fit after a prompt of one token.
+        ({"max_tokens": None}, (0.6, 20, 31)),
+    ],
+)
+def test_defaults_of_the_checkpoint_hold_for_what_a_request_leaves_out(parse, parameters, expected):
     rules = RequestRules(4, sampling_defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 64})
-
-    def parse(**sampling):
-        return parse_request({"text_input": as_input("a")}, json.dumps(sampling), tokenizer, READY, rules).sampling
-
-    assert (parse().temperature, parse().top_k, parse().max_tokens) == (0.6, 20, 64)
-    assert (parse(temperature=0, top_k=None).temperature, parse(top_k=None).top_k) == (0, 20)
-    assert parse(max_tokens=None).max_tokens == 31, "as many as fit after a prompt of one token"
+    sampling = parse(json.dumps(parameters), rules, text_input="a").sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -256,32 +260,25 @@ def test_token_ids_are_checked_as_an_array(parse, ids, message):
         parse(input_ids=array)
 
 
-def test_a_bias_for_every_token_of_a_large_vocabulary_fits(tokenizer):
-    ready = msgspec.structs.replace(READY, vocab_size=152_000)
+def test_a_bias_for_every_token_of_a_large_vocabulary_fits(parse):
     biases = json.dumps({"logit_bias": {str(token_id): -99.75 for token_id in range(152_000)}})
-    parsed = parse_request(
-        {"text_input": as_input("a"), "sampling_parameters": as_input(biases)}, "{}", tokenizer, ready, RequestRules(4)
-    )
+    parsed = parse(vocab_size=152_000, text_input="a", sampling_parameters=biases)
     assert len(parsed.sampling.logit_bias) == 152_000
 
 
+# Of such a vocabulary a whole logit bias is longer than other parameters may be.
 VOCABULARY = 20_000
 BIASES = {str(token_id): 0.5 for token_id in range(VOCABULARY)}
 
 
-def parse_long(tokenizer, text, as_parameters=False):
-    """Parse parameters for a vocabulary of which a whole logit bias is longer than other parameters may be."""
-    ready = msgspec.structs.replace(READY, vocab_size=VOCABULARY)
-    inputs = {"text_input": as_input("a")} | ({} if as_parameters else {"sampling_parameters": as_input(text)})
-    return parse_request(inputs, text if as_parameters else "{}", tokenizer, ready, RequestRules(4)).sampling
-
-
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("as_parameters", [False, True])
-def test_a_long_bias_is_read_with_what_is_around_it(tokenizer, nested, as_parameters):
+def test_a_long_bias_is_read_with_what_is_around_it(parse, nested, as_parameters):
     biases = {**BIASES, "7": -1e9, "8": 3}
     values = {"seed": 5, "logit_bias": json.dumps(biases) if nested else biases, "stop": ["logit_bias", "\u00e9{:"]}
-    sampling = parse_long(tokenizer, json.dumps(values), as_parameters)
+    text = json.dumps(values)
+    sent = {"parameters": text} if as_parameters else {"sampling_parameters": text}
+    sampling = parse(vocab_size=VOCABULARY, text_input="a", **sent).sampling
     assert (sampling.seed, sampling.stop) == (5, ("logit_bias", "\u00e9{:"))
     assert sampling.logit_bias == {int(name): 0.5 for name in BIASES} | {7: -100.0, 8: 3.0}
     assert ENGINE_INPUT.decode(ENCODER.encode(GenerationRequest("a", [1], sampling))).sampling == sampling
@@ -313,10 +310,10 @@ def long_bias(**changes):
         (json.dumps({f"triton_{n}": 1 for n in range(9000)}), "besides 'logit_bias'"),
     ],
 )
-def test_a_long_text_that_is_wrong_is_refused_with_a_sentence(tokenizer, text, message):
+def test_a_long_text_that_is_wrong_is_refused_with_a_sentence(parse, text, message):
     assert len(text) > 65_536
     with pytest.raises(ValueError, match=message):
-        parse_long(tokenizer, text)
+        parse(vocab_size=VOCABULARY, text_input="a", sampling_parameters=text)
 
 
 @pytest.mark.parametrize(
@@ -341,19 +338,16 @@ def test_a_text_is_tokenised_no_further_than_it_takes_to_refuse_it(parse, tokeni
 
     monkeypatch.setattr(Tokenizer, "_encode", counting)
     monkeypatch.setattr(tokenizer, "max_token_chars", 20)
-    ready = msgspec.structs.replace(READY, max_model_len=2048)
     with pytest.raises(InputError, match="has 10000 characters, which are too many tokens: max_model_len is 2048"):
-        parse_request({"text_input": as_input("a" * 10_000)}, "{}", tokenizer, ready, RequestRules(4))
+        parse(max_model_len=2048, text_input="a" * 10_000)
     assert 0 < sum(tokenised) < 9000
 
 
-def test_a_long_text_of_long_tokens_is_not_refused_for_its_length(tokenizer, monkeypatch):
+def test_a_long_text_of_long_tokens_is_not_refused_for_its_length(parse, tokenizer, monkeypatch):
     monkeypatch.setattr("dflash_backend.text.tokenizer.PIECE_CHARS_PER_TOKEN", 1)
-    ready = msgspec.structs.replace(READY, max_model_len=2000)
     text = "</s>" * 1990 + "<s>" * 9
     assert not tokenizer.has_more_tokens(text, 1999)
-    parsed = parse_request({"text_input": as_input(text)}, "{}", tokenizer, ready, RequestRules(4))
-    assert len(parsed.prompt_token_ids) == 1999
+    assert len(parse(max_model_len=2000, text_input=text).prompt_token_ids) == 1999
 
 
 def test_tokenising_lets_other_threads_run(tokenizer):

@@ -37,10 +37,8 @@ def test_messages_without_a_template_are_the_clients_mistake(tmp_path):
         Tokenizer.load(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}])
 
 
-def test_a_template_that_raises_refuses_the_messages(tmp_path):
-    write_byte_tokenizer(tmp_path)
-    refusing = Tokenizer.load(tmp_path)
-    refusing._template.chat_template = "{{ raise_exception('system messages are not allowed') }}"
+def test_a_template_that_raises_refuses_the_messages(with_template):
+    refusing = with_template("{{ raise_exception('system messages are not allowed') }}")
     with pytest.raises(PromptError, match="system messages are not allowed"):
         refusing.render_chat([{"role": "system", "content": "x"}])
 
