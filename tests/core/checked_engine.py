@@ -1,23 +1,23 @@
 """An engine core on the toy worker whose every invariant is checked by content after every step.
 
-Called by the model-based tests: `test_core_machine.py` lets hypothesis choose what happens and shrinks what breaks,
-`test_core_random.py` runs many more steps from seeds. What the toy checks while a step runs (OWN, RESERVE, WINDOW, and
-that every row reads its own K/V) is checked here as well, by running it; what must hold between steps is below.
+`test_core_machine.py` lets hypothesis choose what happens and shrinks what breaks, `test_core_random.py` runs many more
+steps from seeds. What the toy checks while a step runs (OWN, RESERVE, WINDOW, and that every row reads its own K/V) is
+checked here as well, by running it; what must hold between steps is below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from toy_core import Engine, lookup, prefix_states, root_state
-from toy_reference import expected_output
+from toy_engine import Engine, lookup
+from toy_model import expected_output, prefix_states, root_state
 
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest, RequestRejected
 
-# Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the step in
-# flight, behind one of its own, and that is collected before anything is planned; then nothing is left to collect.
+# Calls of `step` that may go by without progress of the oldest request when steps overlap: it had no row in the last
+# step, behind one of its own, and that is collected before anything is planned; then nothing is left to collect.
 MAX_CALLS_WITHOUT_PROGRESS = 2
 MAX_STEPS_TO_FINISH = 10_000
 
@@ -25,7 +25,7 @@ MAX_STEPS_TO_FINISH = 10_000
 class CheckedEngine(Engine):
     """`Engine` with the checks of a model: which K/V lies where, and what every request must yield."""
 
-    def __init__(self, config: SchedulerConfig, lag: Callable[[], int] | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, lag: int | Callable[[], int] | None = None) -> None:
         super().__init__(config, lag)
         self._patience = 0 if lag is None else MAX_CALLS_WITHOUT_PROGRESS
         self._calls_without_progress = 0
@@ -36,41 +36,40 @@ class CheckedEngine(Engine):
         self._seen: dict[str, Request] = {}
         self._states: dict[str, list[int]] = {}
         self._seeds: dict[str, int] = {}
-        self._cut: set[str] = set()
+        self._interrupted: set[str] = set()
         self._oldest_progress: tuple[str, int, int] | None = None
 
-    def add(self, request: GenerationRequest) -> None:
-        super().add(request)
-        self.requests[request.request_id] = request
-        state = self.core.scheduler.waiting[request.request_id]
-        self._seeds[request.request_id] = state.seed
-        self._states[request.request_id] = [root_state(request.sampling.cache_salt)]
+    def add(self, *requests: GenerationRequest) -> None:
+        super().add(*requests)
+        for request in requests:
+            self.requests[request.request_id] = request
+            self._seeds[request.request_id] = self.scheduler.waiting[request.request_id].seed
+            self._states[request.request_id] = [root_state(request.sampling.cache_salt)]
 
     def abort(self, request_id: str) -> None:
-        if self.outputs[request_id].finish_reason is None:
-            self._cut.add(request_id)
-        self.core.abort([request_id])
-        self._check_between_steps()
+        self._end(request_id, {})
 
     def stop(self, request_id: str) -> None:
+        self._end(request_id, {request_id: len(self.outputs[request_id].token_ids)})
+
+    def _end(self, request_id: str, num_output_tokens: dict[str, int]) -> None:
         if self.outputs[request_id].finish_reason is None:
-            self._cut.add(request_id)
-        self.core.abort([request_id], {request_id: len(self.outputs[request_id].token_ids)})
+            self._interrupted.add(request_id)
+        self.core.abort([request_id], num_output_tokens)
         self._check_between_steps()
 
     def step(self) -> None:
-        scheduler = self.core.scheduler
-        num_refused, num_failed = self.worker.num_refused, self.worker.num_failed
-        self._seen = dict(scheduler.running)
+        num_refused, num_failed = len(self.worker.refused), self.worker.num_failed
+        self._seen = dict(self.scheduler.running)
         outputs = self.core.step()
         self.take(outputs.deltas)
-        self._seen.update(scheduler.running)
+        self._seen.update(self.scheduler.running)
         self._take_failed(outputs.rejected)
         self._check_between_steps()
-        # The call after a failed step looks into it, and everybody computes anew from there.
+        # The call after a failed step runs its requests alone, and each is computed anew from there.
         if self.worker.num_failed > num_failed or self._failed_before:
             self._oldest_progress, self._calls_without_progress = None, 0
-        elif self.worker.num_refused == num_refused:
+        elif len(self.worker.refused) == num_refused:
             self._check_oldest()
         elif (oldest := self._oldest()) is not None and self._oldest_progress is not None:
             # Who is the oldest may be preempted in the same call once an older one was admitted.
@@ -86,9 +85,8 @@ class CheckedEngine(Engine):
             self.step()
         else:
             raise AssertionError(f"not done after {MAX_STEPS_TO_FINISH} steps")
-        pool = self.core.scheduler.kv.pool
-        pool.check([])
-        assert pool.num_free == pool.num_blocks, "RETURN"
+        self.pool.check([])
+        assert self.pool.num_free == self.pool.num_blocks, "RETURN"
         for request_id in self.requests:
             self._check_output(request_id)
 
@@ -97,13 +95,13 @@ class CheckedEngine(Engine):
         self.failed += failed
         for failure in failed:
             assert self.worker.max_tokens_in_memory is not None or self.worker.num_failed
-            self._cut.add(failure.request_id)
+            self._interrupted.add(failure.request_id)
 
     def _check_between_steps(self) -> None:
         self.core.check_invariants()
         self._check_published()
         salt_of: dict[int, str] = {}
-        for request in self.core.scheduler.running.values():
+        for request in self.scheduler.running.values():
             for block_id in request.block_ids:
                 salt = request.sampling.cache_salt
                 assert salt_of.setdefault(block_id, salt) == salt, "ISOLATE"
@@ -111,7 +109,7 @@ class CheckedEngine(Engine):
     def _check_published(self) -> None:
         """PUBLISH, TOGETHER: under every name that a request would look for lies a block that holds, for target and
         drafter, the final K/V of exactly its tokens: no query, no rejected draft, no other prefix, no other salt."""
-        worker, pool = self.worker, self.core.scheduler.kv.pool
+        worker, pool = self.worker, self.pool
         block_size = self.core.config.block_size
         for request in self._seen.values():
             states = self._states[request.request_id]
@@ -128,7 +126,7 @@ class CheckedEngine(Engine):
     def _check_oldest(self) -> None:
         """The oldest request comes nearer to its end, whatever the others do: in every step, and with a step in flight
         in every few."""
-        running, oldest = self.core.scheduler.running, self._oldest()
+        running, oldest = self.scheduler.running, self._oldest()
         before = self._oldest_progress
         if before is not None and before[0] in self.core._requests:
             assert before[0] in running, f"{before[0]} was the oldest that ran, and was preempted"
@@ -147,13 +145,13 @@ class CheckedEngine(Engine):
 
     def _oldest(self) -> Request | None:
         """Of the running requests the one that arrived first."""
-        return min(self.core.scheduler.running.values(), key=lambda request: request.arrival, default=None)
+        return min(self.scheduler.running.values(), key=lambda request: request.arrival, default=None)
 
     def _check_output(self, request_id: str) -> None:
         """LOSSLESS: the output is the model's own; a prefix of it where the request was cut short from outside."""
         output = self.outputs[request_id]
         tokens, reason = expected_output(self.requests[request_id], self.core.config, self._seeds[request_id])
-        if request_id in self._cut or output.finish_reason == "abort":
+        if request_id in self._interrupted or output.finish_reason == "abort":
             assert output.token_ids == tokens[: len(output.token_ids)]
         else:
             assert (output.token_ids, output.finish_reason) == (tokens, reason)

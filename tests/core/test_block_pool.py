@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from toy_core import lookup
+from toy_engine import lookup
 
 from dflash_backend.core.block_pool import PROTECTED_LIFE_IN_POOLS, BlockPool
 
@@ -58,52 +58,39 @@ def _use_again(pool: BlockPool, *block_ids: int) -> None:
     pool.free(block_ids)
 
 
-def _cold_prompt(pool: BlockPool, number: int) -> None:
-    """Cache a block that nobody asks for again."""
-    _cached_then_freed(pool, b"cold %d" % number)
+def _cold_prompts(pool: BlockPool, numbers: range) -> None:
+    """Cache a block for each number, which no later request asks for."""
+    for number in numbers:
+        _cached_then_freed(pool, b"cold %d" % number)
 
 
-def test_blocks_that_were_found_outlive_any_number_of_cold_ones() -> None:
+@pytest.mark.parametrize(
+    ("found", "num_cold", "kept"),
+    [(True, 3 * 16, True), (False, 16, False), (True, (PROTECTED_LIFE_IN_POOLS + 2) * 16, False)],
+    ids=["found", "not found, and the pool was filled once", "found long ago"],
+)
+def test_a_block_that_was_found_outlives_cold_ones_for_a_while(found: bool, num_cold: int, kept: bool) -> None:
     pool = BlockPool(16)
     shared = _cached_then_freed(pool, b"a", b"b")
-    _use_again(pool, *shared)
-    for number in range(3 * 16):
-        _cold_prompt(pool, number)
-    assert [lookup(pool, b"a"), lookup(pool, b"b")] == shared
-
-
-def test_a_block_that_nobody_found_goes_when_the_pool_has_been_filled_once() -> None:
-    pool = BlockPool(16)
-    _cached_then_freed(pool, b"a")
-    for number in range(16):
-        _cold_prompt(pool, number)
-    assert lookup(pool, b"a") is None
-
-
-def test_a_block_that_was_found_long_ago_goes_in_the_end() -> None:
-    pool = BlockPool(16)
-    shared = _cached_then_freed(pool, b"a", b"b")
-    _use_again(pool, *shared)
-    for number in range((PROTECTED_LIFE_IN_POOLS + 2) * 16):
-        _cold_prompt(pool, number)
-    assert [lookup(pool, b"a"), lookup(pool, b"b")] == [None, None]
+    if found:
+        _use_again(pool, *shared)
+    _cold_prompts(pool, range(num_cold))
+    assert [lookup(pool, b"a"), lookup(pool, b"b")] == (shared if kept else [None, None])
 
 
 def test_a_found_block_that_is_found_again_in_time_stays_for_good() -> None:
     pool = BlockPool(16)
     shared = _cached_then_freed(pool, b"a")
-    for number in range(20 * 16):
-        if number % 32 == 0:
-            _use_again(pool, *shared)
-        _cold_prompt(pool, number)
+    for start in range(0, 20 * 16, 32):
+        _use_again(pool, *shared)
+        _cold_prompts(pool, range(start, start + 32))
     assert lookup(pool, b"a") == shared[0]
 
 
 def test_found_blocks_leave_a_quarter_of_the_pool_to_new_prompts() -> None:
     pool = BlockPool(16)
     _use_again(pool, *_cached_then_freed(pool, *[b"hot %d" % index for index in range(16)]))
-    for number in range(8):
-        _cold_prompt(pool, number)
+    _cold_prompts(pool, range(8))
     assert [lookup(pool, b"cold %d" % number) is not None for number in range(8)] == [False] * 4 + [True] * 4
     assert sum(lookup(pool, b"hot %d" % index) is not None for index in range(16)) == 12
     assert lookup(pool, b"hot 0") is not None, "it was the tails that had to go"

@@ -3,11 +3,14 @@ short script."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from checked_engine import CheckedEngine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from toy_core import EOS, make_config, make_request
+from toy_engine import make_config, make_request
+from toy_model import EOS
 
 from tests.scale import scaled
 
@@ -19,92 +22,55 @@ class EngineMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps, cancels and stops on a small pool keeps every invariant and every output."""
 
     @initialize(
-        block_size=st.sampled_from([1, 2, 4]),
+        limits=st.fixed_dictionaries(
+            {
+                "block_size": st.sampled_from([1, 2, 4]),
+                "num_speculative_tokens": st.sampled_from([0, 1, 3]),
+                "max_prefill_tokens_per_step": st.sampled_from([None, 1, 5]),
+                "drafter_max_len": st.sampled_from([MAX_MODEL_LEN, 20, 500]),
+                "enable_prefix_caching": st.sampled_from([True, True, False]),
+                "tenant_weights": st.sampled_from([{}, {"a": 3.0, "b": 0.25}]),
+                "max_step_s": st.sampled_from([None, 0.5]),
+            }
+        ),
         spare_blocks=st.integers(0, 8),
-        k=st.sampled_from([0, 1, 3]),
-        budget=st.integers(0, 30),
-        prefill=st.sampled_from([None, 1, 5]),
-        window=st.sampled_from([MAX_MODEL_LEN, 20, 500]),
-        caching=st.sampled_from([True, True, False]),
+        spare_tokens=st.integers(0, 30),
         lag=st.sampled_from([None, 0, 1, 2]),
-        weights=st.sampled_from([{}, {"a": 3.0, "b": 0.25}]),
-        max_step_s=st.sampled_from([None, 0.5]),
     )
-    def start(
-        self,
-        block_size: int,
-        spare_blocks: int,
-        k: int,
-        budget: int,
-        prefill: int | None,
-        window: int,
-        caching: bool,
-        lag: int | None,
-        weights: dict[str, float],
-        max_step_s: float | None,
-    ) -> None:
+    def start(self, limits: dict[str, Any], spare_blocks: int, spare_tokens: int, lag: int | None) -> None:
         config = make_config(
-            block_size=block_size,
-            num_blocks=MAX_MODEL_LEN // block_size + spare_blocks,
-            num_speculative_tokens=k,
-            max_num_batched_tokens=1 + k + budget,
-            max_prefill_tokens_per_step=prefill,
+            num_blocks=MAX_MODEL_LEN // limits["block_size"] + spare_blocks,
+            max_num_batched_tokens=1 + limits["num_speculative_tokens"] + spare_tokens,
             min_prefill_tokens_per_step=4,
             max_model_len=MAX_MODEL_LEN,
-            drafter_max_len=window,
             max_num_seqs=4,
-            enable_prefix_caching=caching,
-            tenant_weights=weights,
-            max_step_s=max_step_s,
+            **limits,
         )
-        self.engine = CheckedEngine(config, None if lag is None else lambda: lag)
+        self.engine = CheckedEngine(config, lag)
 
     @rule(
         stem=st.sampled_from(STEMS),
         shared=st.integers(0, 12),
         tail=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-        seed=st.integers(0, 3),
-        temperature=st.sampled_from([0.0, 1.0]),
-        max_tokens=st.integers(1, 20),
-        min_tokens=st.sampled_from([0, 0, 1]),
-        salt=st.sampled_from(["", "", "other"]),
         k=st.sampled_from([None, None, 0, 1]),
-        deadline_s=st.sampled_from([0.0, 0.0, 6.0]),
-        tenant=st.sampled_from(["", "", "a", "b"]),
-        priority=st.sampled_from([0, 0, 1, 101]),
+        sampling=st.fixed_dictionaries(
+            {
+                "seed": st.integers(0, 3),
+                "temperature": st.sampled_from([0.0, 1.0]),
+                "max_tokens": st.integers(1, 20),
+                "min_tokens": st.sampled_from([0, 0, 1]),
+                "cache_salt": st.sampled_from(["", "", "other"]),
+                "deadline_s": st.sampled_from([0.0, 0.0, 6.0]),
+                "tenant": st.sampled_from(["", "", "a", "b"]),
+                "priority": st.sampled_from([0, 0, 1, 101]),
+            }
+        ),
     )
-    def arrive(
-        self,
-        stem: list[int],
-        shared: int,
-        tail: list[int],
-        seed: int,
-        temperature: float,
-        max_tokens: int,
-        min_tokens: int,
-        salt: str,
-        k: int | None,
-        deadline_s: float,
-        tenant: str,
-        priority: int,
-    ) -> None:
-        allowed = self.engine.core.config.num_speculative_tokens
-        self.engine.add(
-            make_request(
-                f"r{len(self.engine.requests)}",
-                stem[:shared] + tail,
-                seed=seed,
-                temperature=temperature,
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                eos_token_ids=(EOS,),
-                cache_salt=salt,
-                num_speculative_tokens=k if k is None else min(k, allowed),
-                deadline_s=deadline_s,
-                tenant=tenant,
-                priority=priority,
-            )
-        )
+    def arrive(self, stem: list[int], shared: int, tail: list[int], k: int | None, sampling: dict[str, Any]) -> None:
+        name = f"r{len(self.engine.requests)}"
+        k = k and min(k, self.engine.core.config.num_speculative_tokens)
+        prompt = stem[:shared] + tail
+        self.engine.add(make_request(name, prompt, eos_token_ids=(EOS,), num_speculative_tokens=k, **sampling))
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

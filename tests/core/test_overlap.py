@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_core import Engine, OverlappingToy, greedy_continuation, make_config, make_request
+from toy_engine import PROMPT, Engine, crowd, make_config, make_request
+from toy_model import ALL_ACCEPTED, NONE_ACCEPTED, greedy_continuation
+from toy_worker import OverlappingToy
 
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.messages import GenerationRequest
-
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]
-ALL_STAND, NONE_STANDS = 3, 0  # seeds of a greedy request
 
 
 def overlapping(**changes: object) -> Engine:
-    return Engine(make_config(**changes), lag=lambda: 1)
+    return Engine(make_config(**changes), lag=1)
 
 
 def step_ids_in_flight(engine: Engine) -> list[int]:
@@ -29,13 +28,10 @@ def by_step(engine: Engine, request_id: str) -> dict[int, ScheduledRequest]:
 
 def test_the_next_step_is_submitted_before_the_one_ahead_is_collected() -> None:
     engine = overlapping()
-    engine.add(make_request("a", PROMPT, seed=NONE_STANDS))
-    engine.step()
-    assert (step_ids_in_flight(engine), engine.outputs["a"].token_ids) == ([1], [])
-    engine.step()
-    assert (step_ids_in_flight(engine), len(engine.outputs["a"].token_ids)) == ([2], 1)
-    engine.step()
-    assert (step_ids_in_flight(engine), len(engine.outputs["a"].token_ids)) == ([3], 2)
+    engine.add(make_request("a", PROMPT, seed=NONE_ACCEPTED))
+    for num_steps in (1, 2, 3):
+        engine.step()
+        assert (step_ids_in_flight(engine), len(engine.outputs["a"].token_ids)) == ([num_steps], num_steps - 1)
 
 
 def test_without_the_setting_or_with_a_worker_that_does_not_overlap_nothing_stays_in_flight() -> None:
@@ -52,7 +48,7 @@ def test_without_the_setting_or_with_a_worker_that_does_not_overlap_nothing_stay
 
 def test_a_row_behind_one_in_flight_starts_at_an_upper_bound() -> None:
     engine = overlapping(block_size=1)
-    engine.run(make_request("a", PROMPT, max_tokens=30, seed=NONE_STANDS))
+    engine.run(make_request("a", PROMPT, max_tokens=30, seed=NONE_ACCEPTED))
     prefill, first, second, third, *_ = engine.rows_of("a")
     assert (prefill.num_computed, prefill.num_unverified_drafts) == (0, 0)
     assert (first.num_computed, first.num_unverified_drafts) == (9, 0), "a prefill leaves no doubt"
@@ -62,35 +58,37 @@ def test_a_row_behind_one_in_flight_starts_at_an_upper_bound() -> None:
     assert reserved == 13 + 1 + 3 + 4, "RESERVE counts from the upper bound"
 
 
-def test_the_bound_leaves_out_outcomes_that_end_the_request() -> None:
-    engine = overlapping()
-    engine.run(make_request("a", PROMPT, max_tokens=5, seed=NONE_STANDS))
+@pytest.mark.parametrize(
+    ("max_model_len", "max_tokens", "first_bounds", "highest"),
+    [
+        # One that goes on has four tokens at most, the last not computed.
+        (128, 5, [0, 9, 9 + 5 - 1 - 1], 9 + 5 - 2),
+        (16, 50, [0, 9, 10], 16 - 2),
+    ],
+)
+def test_the_bound_leaves_out_outcomes_that_end_the_request(
+    max_model_len: int, max_tokens: int, first_bounds: list[int], highest: int
+) -> None:
+    engine = overlapping(max_model_len=max_model_len)
+    engine.run(make_request("a", PROMPT, max_tokens=max_tokens, seed=NONE_ACCEPTED))
     bounds = [row.num_computed for row in engine.rows_of("a")]
-    assert bounds[:3] == [0, 9, 9 + 5 - 1 - 1], "one that goes on has four tokens at most, the last not computed"
-    assert max(bounds) == 9 + 5 - 2
-
-
-def test_the_bound_leaves_out_outcomes_past_the_models_length() -> None:
-    engine = overlapping(max_model_len=16)
-    engine.run(make_request("a", PROMPT, max_tokens=50, seed=NONE_STANDS))
-    assert max(row.num_computed for row in engine.rows_of("a")) == 16 - 2
+    assert (bounds[:3], max(bounds)) == (first_bounds, highest)
 
 
 def test_a_request_that_is_sure_to_end_is_not_planned() -> None:
     for max_tokens in range(1, 12):
         engine = overlapping()
-        (output,) = engine.run(make_request("a", PROMPT, max_tokens=max_tokens, seed=NONE_STANDS))
+        (output,) = engine.run(make_request("a", PROMPT, max_tokens=max_tokens, seed=NONE_ACCEPTED))
         assert len(output.token_ids) == max_tokens
         assert engine.worker.num_steps == max_tokens, "each step yields one token, and none is run for nothing"
 
 
 def test_where_k_depends_on_what_is_in_flight_the_request_sits_the_step_out() -> None:
-    # Behind the row at 9 the drafts would be 3 after up to one draft that stands, and 0 after more.
+    # Behind the row at 9 the drafts would be 3 after up to one accepted draft, and 0 after more.
     config = make_config(drafter_max_len=19)
-    engine = Engine(config, lag=lambda: 1)
-    engine.add(make_request("other", [1, 2], max_tokens=60, seed=NONE_STANDS))
-    request = make_request("a", PROMPT, max_tokens=30, seed=NONE_STANDS)
-    engine.run(request)
+    engine = Engine(config, lag=1)
+    engine.add(make_request("other", [1, 2], max_tokens=60, seed=NONE_ACCEPTED))
+    engine.run(make_request("a", PROMPT, max_tokens=30, seed=NONE_ACCEPTED))
     rows = by_step(engine, "a")
     assert sorted(rows)[:3] == [1, 2, 4], "step 3 has no row of it"
     assert 3 in by_step(engine, "other"), "and runs for the others"
@@ -104,7 +102,7 @@ def test_draft_blocks_start_where_they_do_without_overlap(limit: str, temperatur
         for seed in range(4):
             request = make_request("a", PROMPT, max_tokens=40, seed=seed, temperature=temperature)
             config = make_config(**{limit: length})
-            plain, ahead = Engine(config), Engine(config, lag=lambda: 2)
+            plain, ahead = Engine(config), Engine(config, lag=2)
             assert plain.run(request)[0].token_ids == ahead.run(request)[0].token_ids
             drafted = [row.num_draft for row in plain.rows_of("a")]
             assert [row.num_draft for row in ahead.rows_of("a")][: len(drafted)] == drafted
@@ -125,18 +123,18 @@ def test_a_request_that_needs_its_own_output_is_planned_when_nothing_of_it_is_in
     sampling: dict[str, object],
 ) -> None:
     engine = overlapping()
-    exact = make_request("exact", PROMPT, seed=NONE_STANDS, max_tokens=6, **sampling)
-    other = make_request("other", PROMPT, seed=NONE_STANDS, max_tokens=12)
+    exact = make_request("exact", PROMPT, seed=NONE_ACCEPTED, max_tokens=6, **sampling)
+    other = make_request("other", PROMPT, seed=NONE_ACCEPTED, max_tokens=12)
     engine.run(exact, other)
     assert sorted(by_step(engine, "exact")) == [1, 3, 5, 7, 9, 11]
     assert sorted(by_step(engine, "other")) == list(range(1, 13)), "the others go on without it"
     assert all(row.num_unverified_drafts == 0 for row in engine.rows_of("exact"))
 
 
-def test_behind_a_prefill_that_sits_a_step_out_nobody_is_admitted() -> None:
+def test_behind_a_prefill_that_sits_a_step_out_no_request_is_admitted() -> None:
     engine = overlapping(max_num_batched_tokens=8)
     engine.run(
-        make_request("exact", [1] * 30, max_tokens=2, min_tokens=1, seed=NONE_STANDS),
+        make_request("exact", [1] * 30, max_tokens=2, min_tokens=1, seed=NONE_ACCEPTED),
         make_request("late", PROMPT[:6], max_tokens=2),
     )
     chunks = by_step(engine, "exact")
@@ -144,26 +142,9 @@ def test_behind_a_prefill_that_sits_a_step_out_nobody_is_admitted() -> None:
     assert min(by_step(engine, "late")) >= max(step for step, row in chunks.items() if row.num_new == 6)
 
 
-def crowd(**sampling: object) -> list[GenerationRequest]:
-    return [make_request(f"r{i}", [20 + i, *PROMPT], max_tokens=24, **({"seed": i} | sampling)) for i in range(6)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("changes", [{}, {"num_blocks": 20}, {"max_num_batched_tokens": 13}, {"drafter_max_len": 26}])
-def test_outputs_are_those_without_overlap(temperature: float, changes: dict[str, int]) -> None:
-    config = make_config(**changes)
-    requests = crowd(temperature=temperature)
-    plain = Engine(config).run(*requests)
-    for lag in range(3):
-        ahead = Engine(config, lag=lambda lag=lag: lag).run(*requests)
-        assert [out.token_ids for out in ahead] == [out.token_ids for out in plain]
-        assert [out.finish_reason for out in ahead] == [out.finish_reason for out in plain]
-
-
-def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+def test_no_request_is_preempted_while_a_step_is_in_flight() -> None:
     engine = overlapping(num_blocks=20, enable_prefix_caching=False)
-    for request in crowd():
-        engine.add(request)
+    engine.add(*crowd(6))
     num_preemptions = 0
     while engine.core.has_unfinished():
         in_flight = bool(step_ids_in_flight(engine))
@@ -176,29 +157,27 @@ def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
 
 def test_when_blocks_run_out_the_plan_ends_there_and_the_next_one_is_made_with_nothing_in_flight() -> None:
     engine = overlapping(num_blocks=20, enable_prefix_caching=False)
-    requests = crowd(seed=NONE_STANDS)
-    for request in requests:
-        engine.add(request)
+    engine.add(*crowd(6, seed=NONE_ACCEPTED))
     num_steps = 0
-    while not engine.core.scheduler._must_settle or engine.worker.num_steps == num_steps:
+    while not engine.scheduler._must_settle or engine.worker.num_steps == num_steps:
         num_steps = engine.worker.num_steps
         engine.step()
-    running = list(engine.core.scheduler.running)
+    running = engine.running
     rows = [row.request_id for row in engine.worker.plans[-1].rows]
     assert 0 < len(rows) < len(running)
     assert rows == running[: len(rows)], "the oldest go on"
-    assert not engine.worker.plans[-1].new_requests, "and nobody overtakes"
+    assert not engine.worker.plans[-1].new_requests, "and none overtakes them"
     engine.step()
     assert step_ids_in_flight(engine) == [], "what is in flight is collected, and nothing submitted"
     engine.step()
     assert engine.core.stats().num_preemptions > 0
-    assert [row.request_id for row in engine.worker.plans[-1].rows] == list(engine.core.scheduler.running)
+    assert [row.request_id for row in engine.worker.plans[-1].rows] == engine.running
 
 
 def stopping_at(index: int) -> tuple[GenerationRequest, list[int]]:
     """A request that a stop token ends, and its output."""
     expected = greedy_continuation(PROMPT, index + 1)
-    return make_request("a", PROMPT, max_tokens=40, seed=ALL_STAND, stop_token_ids=(expected[-1],)), expected
+    return make_request("a", PROMPT, max_tokens=40, seed=ALL_ACCEPTED, stop_token_ids=(expected[-1],)), expected
 
 
 def test_a_request_that_ended_in_flight_runs_once_more_and_what_it_yields_is_dropped() -> None:
@@ -217,137 +196,101 @@ def test_the_core_is_done_only_when_nothing_is_in_flight() -> None:
     request, _ = stopping_at(4)
     engine = overlapping()
     engine.add(request)
-    while engine.outputs["a"].finish_reason is None:
-        engine.step()
+    engine.run_until_finished("a")
     assert len(step_ids_in_flight(engine)) == 1
     assert engine.core.has_unfinished()
     assert engine.core.step().deltas == []
     assert step_ids_in_flight(engine) == []
     assert not engine.core.has_unfinished()
-    pool = engine.core.scheduler.kv.pool
-    pool.check([])
-    assert pool.num_free == pool.num_blocks
+    engine.pool.check([])
+    assert engine.pool.num_free == engine.pool.num_blocks
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_an_id_that_is_used_again_gets_nothing_of_what_is_in_flight(lag: int) -> None:
-    engine = Engine(make_config(), lag=lambda: lag)
-    engine.add(make_request("a", PROMPT, max_tokens=40, seed=NONE_STANDS))
-    for _ in range(3):
-        engine.step()
+    engine = Engine(make_config(), lag=lag)
+    engine.add(make_request("a", PROMPT, max_tokens=40, seed=NONE_ACCEPTED))
+    engine.steps(3)
     engine.core.abort(["a"])
-    again = make_request("a", [1, 2, 3], max_tokens=8, seed=ALL_STAND)
-    engine.add(again)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=8, seed=ALL_ACCEPTED))
     assert len(step_ids_in_flight(engine)) == 1
     engine.step()
     assert engine.outputs["a"].token_ids == [], "that step was the former's"
-    while engine.core.has_unfinished():
-        engine.step()
+    engine.run()
     assert engine.outputs["a"].token_ids == greedy_continuation([1, 2, 3], 8)
-
-
-def cut_short(engine: CheckedEngine, how: str) -> None:
-    if how == "deadline":
-        engine.clock.now = 100.0
-        engine.step()
-    elif how == "stop":
-        engine.stop("a")
-    else:
-        engine.abort("a")
 
 
 @pytest.mark.parametrize("how", ["stop", "abort", "deadline"])
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_a_request_that_is_ended_with_a_row_in_flight_frees_its_blocks_at_once(how: str, lag: int) -> None:
     # The pool holds one of them: the blocks that are given up are taken by the next, while the row is still to run.
-    engine = CheckedEngine(make_config(num_blocks=8, block_size=4, max_num_seqs=1), lag=lambda: lag)
-    engine.add(make_request("a", PROMPT, max_tokens=15, seed=NONE_STANDS, deadline_s=100.0))
-    engine.add(make_request("b", [1, *PROMPT], max_tokens=15, seed=ALL_STAND))
-    for _ in range(3):
-        engine.step()
+    engine = CheckedEngine(make_config(num_blocks=8, block_size=4, max_num_seqs=1), lag=lag)
+    engine.add(make_request("a", PROMPT, max_tokens=15, seed=NONE_ACCEPTED, deadline_s=100.0))
+    engine.add(make_request("b", [1, *PROMPT], max_tokens=15, seed=ALL_ACCEPTED))
+    engine.steps(3)
     sent = list(engine.outputs["a"].token_ids)
-    held = set(engine.core.scheduler.running["a"].block_ids)
+    held = set(engine.scheduler.running["a"].block_ids)
     assert sent
-    cut_short(engine, how)
-    if how != "deadline":
-        assert engine.core.scheduler.kv.pool.usage == 0.0
-        engine.step()
-    assert held & set(engine.core.scheduler.running["b"].block_ids)
+    if how == "deadline":
+        engine.clock.now = 100.0
+    else:
+        (engine.stop if how == "stop" else engine.abort)("a")
+        assert engine.pool.usage == 0.0
+    engine.step()
+    assert held & set(engine.scheduler.running["b"].block_ids)
     engine.finish()
     assert engine.outputs["a"].token_ids == sent
     assert engine.outputs["a"].finish_reason == ("abort" if how == "deadline" else None)
 
 
 def test_a_row_that_runs_for_nothing_may_lie_past_its_blocks() -> None:
-    # All drafts stand, so the request ends at its length: its real positions are past the bound that was planned with.
-    engine = CheckedEngine(make_config(block_size=1, drafter_max_len=14), lag=lambda: 2)
+    # All drafts are accepted, so the request ends at its length: its real positions are past the bound of the plan.
+    engine = CheckedEngine(make_config(block_size=1, drafter_max_len=14), lag=2)
     engine.worker.keep_plans = True
-    engine.add(make_request("a", PROMPT, max_tokens=5, seed=ALL_STAND))
+    engine.add(make_request("a", PROMPT, max_tokens=5, seed=ALL_ACCEPTED))
     engine.finish()
     prefill, verification, for_nothing = engine.rows_of("a")
     assert (verification.num_computed, verification.num_draft, verification.num_next_draft) == (9, 3, 0)
     assert (for_nothing.num_computed, for_nothing.num_unverified_drafts) == (9 + 5 - 2, 3)
     covered = sum(len(row.new_block_ids) for row in (prefill, verification, for_nothing))
-    assert covered == 9 + 4, "where it starts when all four tokens of the row before it stand"
-
-
-def refusals(engine: Engine) -> list[StepPlan]:
-    """The plans that did not fit the memory, as they come."""
-    refused: list[StepPlan] = []
-    refuse = engine.worker._refuse
-
-    def note(plan: StepPlan) -> None:
-        refused.append(plan)
-        refuse(plan)
-
-    engine.worker._refuse = note  # type: ignore[method-assign]
-    return refused
+    assert covered == 9 + 4, "where it starts when the row before it yields all four tokens"
 
 
 @pytest.mark.parametrize("lag", [None, 0, 2])
 def test_a_step_that_does_not_fit_the_memory_preempts_the_latest_and_all_finish(lag: int | None) -> None:
-    engine = CheckedEngine(make_config(), None if lag is None else lambda: lag)
-    refused = refusals(engine)
+    engine = CheckedEngine(make_config(), lag)
     engine.worker.max_tokens_in_memory = 11  # two rows that verify three drafts, and not three
-    for request in crowd(seed=NONE_STANDS):
-        engine.add(request)
+    engine.add(*crowd(6, seed=NONE_ACCEPTED))
     engine.finish()
-    assert refused
+    assert engine.worker.refused
     assert engine.failed == []
-    preempted = [engine.outputs[f"r{i}"].stats.num_preemptions for i in range(6)]  # type: ignore[union-attr]
+    preempted = [engine.outputs[f"r{i}"].stats.num_preemptions for i in range(6)]
     assert preempted[0] == 0
     assert sum(preempted) == engine.core.stats().num_preemptions > 0
-    for request in crowd():
-        assert engine.outputs[request.request_id].token_ids == greedy_continuation(request.prompt_token_ids, 24)
 
 
 def test_a_step_without_new_requests_that_does_not_fit_preempts_the_request_that_arrived_last() -> None:
     engine = overlapping()
-    for request in crowd(seed=NONE_STANDS)[:3]:
-        engine.add(request)
-    engine.step()
-    engine.step()
+    engine.add(*crowd(3, seed=NONE_ACCEPTED))
+    engine.steps(2)
     engine.worker.max_tokens_in_memory = 11
     engine.step()
-    assert list(engine.core.scheduler.running) == ["r0", "r1"]
+    assert engine.running == ["r0", "r1"]
     assert step_ids_in_flight(engine) == [], "what was in flight has been collected"
     assert all(len(engine.outputs[f"r{i}"].token_ids) == 2 for i in range(3)), "and its results are not lost"
 
 
-def test_who_did_not_fit_the_memory_is_not_admitted_again_at_once() -> None:
+def test_a_request_that_did_not_fit_the_memory_is_not_admitted_again_at_once() -> None:
     engine = overlapping()
-    refused = refusals(engine)
     engine.worker.max_tokens_in_memory = 11
-    for request in crowd(seed=NONE_STANDS)[:3]:
-        engine.add(request)
-    for _ in range(20):
-        engine.step()
-    assert 0 < len(refused) <= 4, "one for each that waits, and again when some steps have gone by"
+    engine.add(*crowd(3, seed=NONE_ACCEPTED))
+    engine.steps(20)
+    assert 0 < len(engine.worker.refused) <= 4, "one for each that waits, and again when some steps have gone by"
 
 
 @pytest.mark.parametrize("lag", [None, 1])
 def test_a_request_that_does_not_fit_the_memory_alone_ends_with_an_error(lag: int | None) -> None:
-    engine = Engine(make_config(), None if lag is None else lambda: lag)
+    engine = Engine(make_config(), lag)
     engine.worker.max_tokens_in_memory = 12
     small, large = make_request("small", PROMPT), make_request("large", [1] * 20, max_tokens=4)
     engine.add(large)
@@ -358,5 +301,5 @@ def test_a_request_that_does_not_fit_the_memory_alone_ends_with_an_error(lag: in
     assert "no memory for 20 tokens" in failure.message
     assert "gpu_memory_utilization" in failure.message
     assert (engine.outputs["large"].token_ids, engine.outputs["large"].finish_reason) == ([], None)
-    assert engine.core.scheduler.kv.pool.usage == 0.0
+    assert engine.pool.usage == 0.0
     assert engine.worker.held_ids <= {"small"}

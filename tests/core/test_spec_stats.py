@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from toy_core import Engine, make_config, make_request
+from toy_engine import Engine, make_config, make_request
+from toy_model import ALL_ACCEPTED
 
 from dflash_backend.messages import RequestStats
 from dflash_backend.spec_stats import SpecDecodingStats
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-ALL_ACCEPTED = 3  # the seed with which the toy's target takes every draft
-
-
-def _stats(engine: Engine, request_id: str) -> RequestStats:
-    stats = engine.outputs[request_id].stats
-    assert stats is not None
-    return stats
 
 
 def _rows_without_drafts(engine: Engine, request_id: str) -> int:
@@ -27,7 +21,7 @@ def _rows_without_drafts(engine: Engine, request_id: str) -> int:
 def test_every_token_of_an_answer_is_counted_once(max_tokens: int, seed: int) -> None:
     engine = Engine(make_config())
     (output,) = engine.run(make_request("a", PROMPT, seed=seed, max_tokens=max_tokens))
-    spec = _stats(engine, "a").spec_decoding
+    spec = engine.outputs["a"].stats.spec_decoding
     assert len(output.token_ids) == max_tokens
     assert spec.num_drafts + spec.num_accepted_tokens + _rows_without_drafts(engine, "a") == max_tokens
     assert spec.num_accepted_tokens == sum(spec.num_accepted_tokens_per_pos)
@@ -37,7 +31,7 @@ def test_every_token_of_an_answer_is_counted_once(max_tokens: int, seed: int) ->
 def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
     engine = Engine(make_config())
     engine.run(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=2))
-    spec = _stats(engine, "a").spec_decoding
+    spec = engine.outputs["a"].stats.spec_decoding
     assert (spec.num_drafts, spec.num_draft_tokens, spec.acceptance_length) == (1, 3, 1.0)
 
 
@@ -45,13 +39,13 @@ def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool) -> None:
     """9 tokens are out, in steps of 1, 4 and 4, when the frontend says how many of them belong to the answer."""
-    engine = Engine(make_config(), lag=(lambda: 1) if overlap else None)
+    engine = Engine(make_config(), lag=1 if overlap else None)
     engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
     while len(engine.outputs["a"].token_ids) < 9:
         engine.step()
     before = engine.core.stats().spec_decoding
     engine.core.abort(["a"], {"a": num_kept})
-    assert engine.core.stats().spec_decoding == before, "a counter does not fall"
+    assert engine.core.stats().spec_decoding == before, "a counter does not decrease"
     spec = engine.core._spec_stats
     assert 1 + spec.num_drafts + spec.num_accepted_tokens == num_kept
     assert spec.num_draft_tokens == 3 * spec.num_drafts == 3 * -(-(num_kept - 1) // 4)
@@ -66,12 +60,12 @@ def test_a_counter_goes_on_where_it_would_be_without_what_was_taken_back() -> No
     engine.core.stats()
     engine.core.abort(["a"], {"a": 2})
     engine.run(make_request("b", PROMPT, seed=ALL_ACCEPTED, max_tokens=30))
-    b, total = _stats(engine, "b").spec_decoding, engine.core.stats().spec_decoding
+    b, total = engine.outputs["b"].stats.spec_decoding, engine.core.stats().spec_decoding
     assert (total.num_drafts, total.num_accepted_tokens) == (1 + b.num_drafts, b.num_accepted_tokens)
 
 
-def test_a_last_step_is_cut_where_its_text_ended() -> None:
+def test_a_last_step_is_trimmed_where_its_text_ended() -> None:
     stats = RequestStats(9, 9, 0, SpecDecodingStats(2, 6, 6, [2, 2, 2]), 0, 0.0)
-    cut = stats.with_last_step_trimmed(4, 2)
-    assert (cut.num_output_tokens, cut.spec_decoding) == (7, SpecDecodingStats(2, 6, 4, [2, 1, 1]))
+    trimmed = stats.with_last_step_trimmed(4, 2)
+    assert (trimmed.num_output_tokens, trimmed.spec_decoding) == (7, SpecDecodingStats(2, 6, 4, [2, 1, 1]))
     assert stats.with_last_step_trimmed(4, 4) == stats

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from toy_core import Clock, Engine, ToyWorker, make_config, make_request, run_alone
+from toy_engine import Clock, Engine, make_config, make_request
+from toy_model import expected_output
+from toy_worker import ToyWorker
 
 from dflash_backend.core.plan import StepPlan, StepResult
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.step_time import AUTO_STEP_S, LIGHT_TOKENS, ONE_TENANT_FACTOR, StepTime
 
 
 class SlowToy(ToyWorker):
-    """Each step takes `fixed_s`, and so much more for each prompt token and for each decode token."""
+    """Each step takes `fixed_s`, and `prompt_s` more for each prompt token, `decode_s` for each decode token."""
 
     clock: Clock
-    fixed_s, prompt_s, decode_s = 0.01, 0.001, 0.0005
+    fixed_s: float
+    prompt_s: float
+    decode_s = 0.0005
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self.took: list[float] = []
 
     def submit(self, plan: StepPlan) -> None:
@@ -31,67 +36,56 @@ class SlowToy(ToyWorker):
         return super().collect()
 
 
-def slow_engine(**changes: object) -> tuple[Engine, SlowToy]:
+def slow_engine(fixed_s: float = 0.01, prompt_s: float = 0.001, **changes: object) -> tuple[Engine, SlowToy]:
+    """An engine that has measured a step."""
     config = make_config(**({"num_blocks": 4000, "max_model_len": 2000, "max_num_batched_tokens": 2000} | changes))
-    engine = Engine(config)
     worker = SlowToy(config)
-    worker.clock, worker.pool = engine.clock, engine.worker.pool
-    engine.worker = engine.core._worker = worker
+    engine = Engine(config, worker=worker)
+    worker.clock, worker.fixed_s, worker.prompt_s = engine.clock, fixed_s, prompt_s
+    engine.run(make_request("first", [1] * 100, max_tokens=1))
     return engine, worker
 
 
 def flood(engine: Engine, count: int = 20, length: int = 900, **sampling: object) -> None:
-    for index in range(count):
-        engine.add(make_request(f"long{index}", [index, *([7] * length)], max_tokens=2, **sampling))
+    engine.add(*[make_request(f"long{i}", [i, *([7] * length)], max_tokens=2, **sampling) for i in range(count)])
 
 
 @pytest.mark.parametrize("max_step_s", [None, 0.1])
 def test_steps_beside_another_tenant_are_short(max_step_s: float | None) -> None:
-    engine, worker = slow_engine(max_step_s=max_step_s)
-    worker.fixed_s = 0.001 if max_step_s is None else 0.01
-    engine.run(make_request("first", [1] * 100, max_tokens=1))
+    engine, worker = slow_engine(0.001 if max_step_s is None else 0.01, max_step_s=max_step_s)
     flood(engine, tenant="a")
     engine.add(make_request("other", [3], tenant="b", max_tokens=400))
-    for _ in range(100):
-        engine.step()
+    engine.steps(100)
     bound = max_step_s or AUTO_STEP_S
     assert max(worker.took[10:]) < 1.5 * bound
     assert sum(worker.took[10:]) / len(worker.took[10:]) > 0.7 * bound, "and no shorter than they need be"
 
 
 def test_steps_for_one_tenant_are_longer_and_bounded_too() -> None:
-    engine, worker = slow_engine()
-    worker.fixed_s = 0.001
-    engine.run(make_request("first", [1] * 100, max_tokens=1))
+    engine, worker = slow_engine(fixed_s=0.001)
     flood(engine)
-    for _ in range(60):
-        engine.step()
+    engine.steps(60)
     mean = sum(worker.took[10:]) / len(worker.took[10:])
     assert 0.7 * ONE_TENANT_FACTOR * AUTO_STEP_S < mean < 1.3 * ONE_TENANT_FACTOR * AUTO_STEP_S
 
 
-def test_a_prompt_with_nobody_to_keep_waiting_takes_the_whole_step() -> None:
+def test_a_prompt_that_keeps_no_request_waiting_takes_the_whole_step() -> None:
     engine, worker = slow_engine()
-    engine.run(make_request("first", [1] * 100, max_tokens=1))
     engine.run(make_request("long", [2] * 1500, max_tokens=1))
     assert worker.took[-1] > 1.4
 
 
 def test_a_slow_device_gets_no_bound_that_leaves_nothing_for_prompts() -> None:
-    engine, worker = slow_engine()
-    worker.fixed_s, worker.prompt_s = 0.4, 0.04
-    engine.run(make_request("first", [1] * 100, max_tokens=1))
+    engine, worker = slow_engine(fixed_s=0.4, prompt_s=0.04)
     flood(engine, tenant="a")
     engine.add(make_request("other", [3], tenant="b", max_tokens=900, seed=0))
-    for _ in range(80):
-        engine.step()
+    engine.steps(80)
     late = worker.took[40:]
     assert max(late) < 1.3, "no seconds"
     assert sum(late) / len(late) > 0.6, "and the prompts have about as much of a step as the rest"
 
 
 def test_outputs_do_not_depend_on_it() -> None:
-    config = make_config()
     for max_step_s in (0.011, 0.05, 10.0):
         engine, _ = slow_engine(max_step_s=max_step_s)
         requests = [
@@ -99,8 +93,7 @@ def test_outputs_do_not_depend_on_it() -> None:
             for i in range(8)
         ]
         outputs = engine.run(*requests)
-        for request, output in zip(requests, outputs, strict=True):
-            assert output.token_ids == run_alone(request, config).token_ids
+        assert [out.token_ids for out in outputs] == [expected_output(r, engine.core.config)[0] for r in requests]
 
 
 def test_nothing_is_bounded_before_anything_was_measured() -> None:
@@ -117,8 +110,6 @@ def test_a_measurement_that_is_far_off_does_not_decide() -> None:
     before = step_time.max_prefill_tokens(0, True)
     step_time.observe(100, 0, 60.0)
     after = step_time.max_prefill_tokens(0, True)
-    assert before is not None
-    assert after is not None
     assert after > 0.7 * before
     assert after >= LIGHT_TOKENS
 

@@ -10,7 +10,8 @@ import contextlib
 from collections import Counter
 
 import pytest
-from toy_core import Engine, make_config, make_request
+from toy_engine import Engine, make_config, make_request
+from toy_model import greedy_continuation
 
 from dflash_backend.core.engine import RequestError
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, MAX_ABSENT
@@ -24,14 +25,13 @@ def _request(name: str, tenant: str, length: int = 20, **sampling: object) -> Ge
 
 
 def _flood(engine: Engine, tenant: str, count: int, **sampling: object) -> None:
-    for index in range(count):
-        engine.add(_request(f"{tenant}{index}", tenant, **({"max_tokens": 1} | sampling)))
+    engine.add(*[_request(f"{tenant}{i}", tenant, **({"max_tokens": 1} | sampling)) for i in range(count)])
 
 
-def _tokens_by_tenant(engine: Engine) -> Counter[str]:
-    """Tokens that were run, by the tenant that the names begin with."""
+def _tokens_by_tenant(engine: Engine, first: int = 0) -> Counter[str]:
+    """Tokens that were run from the step `first` on, by the tenant that the names begin with."""
     counts: Counter[str] = Counter()
-    for plan in engine.worker.plans:
+    for plan in engine.worker.plans[first:]:
         for row in plan.rows:
             counts[row.request_id.rstrip("0123456789")] += row.num_new + row.num_draft
     return counts
@@ -41,19 +41,14 @@ def _starts(engine: Engine, first: int = 0) -> list[str]:
     return [new.request_id for plan in engine.worker.plans[first:] for new in plan.new_requests]
 
 
-def _steps(engine: Engine, count: int) -> None:
-    for _ in range(count):
-        engine.step()
-
-
 @pytest.mark.parametrize("lag", [None, 1])
 @pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 1.0, "b": 2.0}])
 def test_competing_tenants_get_steps_by_weight(weights: dict[str, float], lag: int | None) -> None:
     config = make_config(max_num_batched_tokens=40, max_queue_size=500, tenant_weights=weights)
-    engine = Engine(config, None if lag is None else lambda: lag)
+    engine = Engine(config, lag)
     _flood(engine, "a", 200)
     _flood(engine, "b", 200)
-    _steps(engine, 60)
+    engine.steps(60)
     counts = _tokens_by_tenant(engine)
     wanted = weights.get("a", 1.0) / weights.get("b", 1.0)
     assert counts["a"] / counts["b"] == pytest.approx(wanted, rel=0.1)
@@ -65,7 +60,7 @@ def test_decode_tokens_count() -> None:
     engine = Engine(make_config(max_queue_size=500, num_blocks=400, max_num_seqs=6, num_speculative_tokens=0))
     _flood(engine, "long", 100, max_tokens=20)
     _flood(engine, "short", 300, max_tokens=2)
-    _steps(engine, 150)
+    engine.steps(150)
     counts = _tokens_by_tenant(engine)
     assert counts["long"] / counts["short"] == pytest.approx(1.0, rel=0.25)
     started = Counter(name.rstrip("0123456789") for name in _starts(engine))
@@ -73,32 +68,28 @@ def test_decode_tokens_count() -> None:
 
 
 def test_cached_tokens_are_cheap() -> None:
-    # Room for one prompt a step. The prompts of "hit" are cached but for a token or two, so many of them equal one.
+    # A step holds one prompt. The prompts of "hit" are cached but for a token or two, so a number of them equal one.
     engine = Engine(make_config(max_num_batched_tokens=42, max_queue_size=500, num_blocks=400, max_num_seqs=4))
     prefix = list(range(1, 41))
     engine.run(make_request("warm", [*prefix, 1], max_tokens=1, tenant="hit"))
     first = len(engine.worker.plans)
-    for index in range(300):
-        engine.add(make_request(f"hit{index}", [*prefix, index % 50], max_tokens=1, tenant="hit"))
+    engine.add(*[make_request(f"hit{i}", [*prefix, i % 50], max_tokens=1, tenant="hit") for i in range(300)])
     _flood(engine, "miss", 100, length=41)
-    _steps(engine, 60)
+    engine.steps(60)
     started = Counter(request_id.rstrip("0123456789") for request_id in _starts(engine, first))
     assert started["hit"] > 4 * started["miss"]
-    tenants = engine.core.scheduler.queue.tenants
+    tenants = engine.scheduler.queue.tenants
     assert tenants["hit"].service == pytest.approx(tenants["miss"].service, abs=80)
     assert 0 < CACHED_TOKEN_COST < 0.1
 
 
 def test_a_tenant_alone_has_every_token_and_row_of_a_step() -> None:
     alone, anonymous = (Engine(make_config(max_num_batched_tokens=64, num_blocks=200)) for _ in range(2))
-    _flood(alone, "a", 30)
-    _flood(anonymous, "", 30)
-    for engine in (alone, anonymous):
-        while engine.core.has_unfinished():
-            engine.step()
-    shapes = [
-        [[(row.num_new, row.num_draft) for row in plan.rows] for plan in e.worker.plans] for e in (alone, anonymous)
-    ]
+    shapes = []
+    for engine, tenant in ((alone, "a"), (anonymous, "")):
+        _flood(engine, tenant, 30)
+        engine.run()
+        shapes.append([[(row.num_new, row.num_draft) for row in plan.rows] for plan in engine.worker.plans])
     assert shapes[0] == shapes[1]
     assert all(plan.num_tokens == 64 for plan in alone.worker.plans[:-1])
 
@@ -107,8 +98,7 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
     engine = Engine(make_config(max_num_batched_tokens=48, num_blocks=200))
     _flood(engine, "a", 20)
     _flood(engine, "b", 20)
-    while engine.core.has_unfinished():
-        engine.step()
+    engine.run()
     for tenant in "ab":
         assert [name for name in _starts(engine) if name[0] == tenant] == [f"{tenant}{i}" for i in range(20)]
 
@@ -116,7 +106,7 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
 def test_a_short_request_runs_beside_a_flood_of_long_prompts() -> None:
     engine = Engine(make_config(max_num_batched_tokens=64, max_queue_size=500, num_blocks=400))
     _flood(engine, "flood", 300, length=120, max_tokens=4)
-    _steps(engine, 20)
+    engine.steps(20)
     for index in range(10):
         name = f"short{index}"
         engine.add(_request(name, "other", length=6, max_tokens=2))
@@ -124,58 +114,45 @@ def test_a_short_request_runs_beside_a_flood_of_long_prompts() -> None:
         assert engine.outputs[name].token_ids, "its first token comes with the step after it arrived"
         engine.step()
         assert engine.outputs[name].finish_reason == "length"
-        _steps(engine, 3)
+        engine.steps(3)
 
 
 @pytest.mark.parametrize("lag", [None, 1])
 def test_a_tenant_that_waits_for_a_row_has_one_made_free(lag: int | None) -> None:
-    engine = Engine(make_config(num_blocks=400, max_num_seqs=4), None if lag is None else lambda: lag)
+    engine = Engine(make_config(num_blocks=400, max_num_seqs=4), lag)
     _flood(engine, "flood", 6, max_tokens=60, seed=0)
-    _steps(engine, 3)
-    assert list(engine.core.scheduler.running) == [f"flood{i}" for i in range(4)]
+    engine.steps(3)
+    assert engine.running == [f"flood{i}" for i in range(4)]
     engine.add(_request("short", "other", max_tokens=2))
-    _steps(engine, 1 if lag is None else 3)
-    assert list(engine.core.scheduler.running) == ["flood0", "flood1", "flood2", "short"], "the latest of them went"
-    while engine.core.has_unfinished():
-        engine.step()
-    assert engine.outputs["flood3"].stats is not None
+    engine.steps(1 if lag is None else 3)
+    assert engine.running == ["flood0", "flood1", "flood2", "short"], "the latest of them went"
+    engine.run()
+    preempted = _request("flood3", "flood", max_tokens=60, seed=0)
     assert engine.outputs["flood3"].stats.num_preemptions == 1
-    assert (
-        engine.outputs["flood3"].token_ids
-        == Engine(make_config()).run(_request("flood3", "flood", max_tokens=60, seed=0))[0].token_ids
-    )
+    assert engine.outputs["flood3"].token_ids == greedy_continuation(preempted.prompt_token_ids, 60)
 
 
-def test_rows_come_to_equal_shares_and_stay_there() -> None:
-    engine = Engine(make_config(num_blocks=400, max_num_seqs=8))
+@pytest.mark.parametrize(("weights", "num_rows"), [({}, {"a": 4, "b": 4}), ({"a": 3.0}, {"a": 6, "b": 2})])
+def test_rows_come_to_shares_by_weight_and_stay_there(weights: dict[str, float], num_rows: dict[str, int]) -> None:
+    engine = Engine(make_config(num_blocks=400, max_num_seqs=8, tenant_weights=weights))
     _flood(engine, "a", 20, max_tokens=80, seed=0)
-    _steps(engine, 4)
+    engine.steps(4)
     _flood(engine, "b", 20, max_tokens=80, seed=0)
-    _steps(engine, 30)
-    running = Counter(name[0] for name in engine.core.scheduler.running)
-    assert running == {"a": 4, "b": 4}
+    engine.steps(30)
+    assert Counter(name[0] for name in engine.running) == num_rows
     preempted = engine.core.stats().num_preemptions
-    _steps(engine, 20)
-    assert engine.core.stats().num_preemptions == preempted == 4, "nobody takes a row back"
-
-
-def test_rows_are_shared_by_weight() -> None:
-    engine = Engine(make_config(num_blocks=400, max_num_seqs=8, tenant_weights={"a": 3.0}))
-    _flood(engine, "a", 20, max_tokens=80, seed=0)
-    _steps(engine, 4)
-    _flood(engine, "b", 20, max_tokens=80, seed=0)
-    _steps(engine, 30)
-    assert Counter(name[0] for name in engine.core.scheduler.running) == {"a": 6, "b": 2}
+    engine.steps(20)
+    assert engine.core.stats().num_preemptions == preempted == num_rows["b"], "no row is taken back"
 
 
 def test_a_tenant_that_waits_for_blocks_has_some_made_free() -> None:
     engine = Engine(make_config(num_blocks=32, max_num_seqs=8, enable_prefix_caching=False))
     _flood(engine, "flood", 12, length=30, max_tokens=60, seed=0)
-    _steps(engine, 3)
-    num_running = len(engine.core.scheduler.running)
-    assert engine.core.scheduler.kv.pool.num_free < 5
+    engine.steps(3)
+    num_running = len(engine.scheduler.running)
+    assert engine.pool.num_free < 5
     engine.add(_request("short", "other", length=16, max_tokens=2, seed=3))
-    _steps(engine, 4)
+    engine.steps(4)
     assert engine.outputs["short"].finish_reason == "length"
     assert engine.core.stats().num_preemptions >= 1
     assert num_running >= 2
@@ -186,8 +163,7 @@ def test_a_tenants_only_request_is_not_preempted_for_another_tenant() -> None:
     engine.add(_request("giant", "a", length=90, max_tokens=8, seed=0))
     engine.step()
     engine.add(_request("short", "b", length=30, max_tokens=2))
-    while engine.outputs["giant"].finish_reason is None:
-        engine.step()
+    engine.run_until_finished("giant")
     assert engine.core.stats().num_preemptions == 0
 
 
@@ -196,8 +172,8 @@ def test_a_tenants_only_row_is_not_taken_for_another_tenant() -> None:
     for tenant in "abc":
         engine.add(_request(tenant, tenant, max_tokens=30, seed=0))
         engine.step()
-    _steps(engine, 10)
-    assert list(engine.core.scheduler.running) == ["a", "b"]
+    engine.steps(10)
+    assert engine.running == ["a", "b"]
     assert engine.core.stats().num_preemptions == 0
 
 
@@ -207,28 +183,21 @@ def test_a_growing_request_takes_blocks_of_the_tenant_that_holds_most() -> None:
     _flood(engine, "a", 3, max_tokens=40, length=16, seed=0)
     engine.step()
     engine.add(_request("b0", "b", length=4, max_tokens=12, seed=0))
-    while engine.core.has_unfinished():
-        engine.step()
-    assert engine.outputs["b0"].stats is not None
+    engine.run()
     assert engine.outputs["b0"].stats.num_preemptions == 0
     assert engine.core.stats().num_preemptions > 0
-    assert engine.outputs["a0"].stats is not None
-    assert engine.outputs["a0"].stats.num_preemptions == 0, "who arrived first is never preempted"
+    assert engine.outputs["a0"].stats.num_preemptions == 0, "the first to arrive is never preempted"
 
 
 def test_the_request_that_arrived_first_is_not_preempted_though_it_is_its_tenants_least_urgent() -> None:
     engine = Engine(make_config(num_blocks=26, enable_prefix_caching=False, max_num_seqs=3))
     engine.add(_request("a0", "a", max_tokens=50, length=16, seed=0, priority=200))
     engine.step()
-    for name in ("a1", "a2"):
-        engine.add(_request(name, "a", max_tokens=50, length=16, seed=0, priority=1))
+    engine.add(*[_request(name, "a", max_tokens=50, length=16, seed=0, priority=1) for name in ("a1", "a2")])
     engine.step()
     engine.add(_request("b0", "b", length=16, max_tokens=50, seed=0))
-    while engine.core.has_unfinished():
-        engine.step()
-    stats = engine.outputs["a0"].stats
-    assert stats is not None
-    assert stats.num_preemptions == 0
+    engine.run()
+    assert engine.outputs["a0"].stats.num_preemptions == 0
     assert engine.core.stats().num_preemptions > 0
 
 
@@ -238,16 +207,15 @@ def test_priority_orders_one_tenants_requests_and_0_is_between() -> None:
         engine.add(_request(name, "", max_tokens=2, priority=priority))
         if name == "running":
             engine.step()
-    while engine.core.has_unfinished():
-        engine.step()
+    engine.run()
     assert _starts(engine) == ["running", "first", "default", "equal", "late"]
 
 
-def test_priority_is_nothing_to_other_tenants() -> None:
+def test_priority_does_not_count_between_tenants() -> None:
     engine = Engine(make_config(max_num_batched_tokens=40, max_queue_size=500))
     _flood(engine, "a", 100, priority=1)
     _flood(engine, "b", 100, priority=500)
-    _steps(engine, 40)
+    engine.steps(40)
     counts = _tokens_by_tenant(engine)
     assert counts["a"] / counts["b"] == pytest.approx(1.0, rel=0.1)
 
@@ -264,23 +232,20 @@ def test_a_timeout_ends_a_request_with_what_it_has() -> None:
         assert len(output.token_ids) == 3
 
 
-def test_an_absence_is_no_claim() -> None:
+def test_an_absent_tenant_gains_no_claim() -> None:
     engine = Engine(make_config(max_num_batched_tokens=40, max_queue_size=500))
     _flood(engine, "a", 200)
-    _steps(engine, 30)
+    engine.steps(30)
     first = len(engine.worker.plans)
     _flood(engine, "b", 100)
-    _steps(engine, 30)
-    counts: Counter[str] = Counter()
-    for plan in engine.worker.plans[first:]:
-        for row in plan.rows:
-            counts[row.request_id[0]] += row.num_new
+    engine.steps(30)
+    counts = _tokens_by_tenant(engine, first)
     assert counts["a"] / counts["b"] == pytest.approx(1.0, rel=0.2)
 
 
 def test_a_pause_pays_no_debt() -> None:
     engine = Engine(make_config(max_num_batched_tokens=40, max_queue_size=500, tenant_weights={"b": 0.1}))
-    tenants = engine.core.scheduler.queue.tenants
+    tenants = engine.scheduler.queue.tenants
     _flood(engine, "a", 50)
     engine.add(_request("b", "b", length=100, max_tokens=1))
     had = 0.0
@@ -297,7 +262,7 @@ def test_counters_of_tenants_that_left_are_bounded() -> None:
     for index in range(2 * MAX_ABSENT):
         engine.add(make_request(f"r{index}", [1], tenant=f"t{index}"))
         engine.core.abort([f"r{index}"])
-    queue = engine.core.scheduler.queue
+    queue = engine.scheduler.queue
     assert len(queue._absent) <= MAX_ABSENT
     assert len(queue._turns) <= 100
 
@@ -306,21 +271,20 @@ def test_aborted_requests_leave_the_queue() -> None:
     engine = Engine(make_config(max_num_seqs=1, max_queue_size=500))
     _flood(engine, "a", 400)
     engine.core.abort([f"a{index}" for index in range(1, 399)])
-    tenant = engine.core.scheduler.queue.tenants["a"]
+    tenant = engine.scheduler.queue.tenants["a"]
     assert len(tenant.queue) < 40
-    while engine.core.has_unfinished():
-        engine.step()
+    engine.run()
     assert _starts(engine) == ["a0", "a399"]
 
 
-def test_requests_that_free_rows_wait_for_take_no_place_in_the_queue() -> None:
+def test_requests_that_free_rows_wait_for_do_not_count_for_the_queue() -> None:
     engine = Engine(make_config(max_num_seqs=32, max_queue_size=2))
     _flood(engine, "", 34)
     with pytest.raises(RequestError, match="34 requests wait already and max_queue_size is 2"):
         engine.add(_request("one more", ""))
 
 
-def test_a_tenant_that_fills_its_queue_leaves_places_to_others() -> None:
+def test_a_tenant_that_fills_its_queue_leaves_some_of_the_queue_to_others() -> None:
     engine = Engine(make_config(max_num_seqs=1, max_queue_size=10))
     for index in range(30):
         for tenant in "abcdef":
@@ -329,9 +293,9 @@ def test_a_tenant_that_fills_its_queue_leaves_places_to_others() -> None:
     with pytest.raises(RequestError, match=r"requests of tenant 'a' wait already \(.* of all tenants\)") as error:
         engine.add(_request("one more", "a"))
     assert error.value.status == "UNAVAILABLE"
-    waiting = Counter(request.sampling.tenant for request in engine.core.scheduler.waiting.values())
+    waiting = Counter(request.sampling.tenant for request in engine.scheduler.waiting.values())
     assert max(waiting.values()) <= 10
-    assert sum(waiting.values()) < TENANTS_IN_QUEUE * 10, "a place is left"
+    assert sum(waiting.values()) < TENANTS_IN_QUEUE * 10, "the queue is not full"
     engine.add(_request("newcomer", "g"))
 
 
@@ -345,28 +309,22 @@ def test_waiting_tokens_are_bounded() -> None:
     engine.add(_request("other", "b", length=90))
 
 
-def test_a_prompt_of_several_steps_leaves_room_for_a_tenant_whose_turn_it_is() -> None:
+def test_a_prompt_of_several_steps_leaves_tokens_to_a_tenant_whose_turn_it_is() -> None:
     engine = Engine(make_config(max_num_batched_tokens=24))
     engine.add(_request("long", "a", length=100, max_tokens=1))
     engine.step()
     engine.add(_request("other", "b", length=100, max_tokens=1))
-    _steps(engine, 8)
+    engine.steps(8)
     counts = _tokens_by_tenant(engine)
     assert counts["other"] > 70
     assert all(plan.num_tokens == 24 for plan in engine.worker.plans[:8])
 
 
 @pytest.mark.parametrize("weights", [{}, {"t1": 10.0}])
-def test_nobody_starves_among_many_tenants(weights: dict[str, float]) -> None:
+def test_no_tenant_starves_among_many(weights: dict[str, float]) -> None:
     engine = Engine(make_config(max_num_seqs=4, max_queue_size=400, num_blocks=40, tenant_weights=weights))
     for index in range(20):
-        for tenant in range(20):
-            engine.add(_request(f"t{tenant}.{index}", f"t{tenant}", length=12, max_tokens=6))
-    arrived_last = {f"t{tenant}.0" for tenant in range(20)}
-    num_steps = 0
-    while any(engine.outputs[name].finish_reason is None for name in arrived_last):
-        engine.step()
-        num_steps += 1
-    assert num_steps < 120, "the first request of each comes long before the last of anybody"
-    while engine.core.has_unfinished():
-        engine.step()
+        engine.add(*[_request(f"t{t}.{index}", f"t{t}", length=12, max_tokens=6) for t in range(20)])
+    num_steps = engine.run_until_finished(*[f"t{tenant}.0" for tenant in range(20)])
+    assert num_steps < 120, "the first request of each comes long before the last of any"
+    engine.run()

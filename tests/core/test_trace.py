@@ -8,27 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_engine import make_config, make_request
+from toy_worker import OverlappingToy, ToyWorker
 
 from dflash_backend import LLM
 from dflash_backend.config import ConfigError
 from dflash_backend.core.engine import EngineCore
-from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.trace import HOST, PHASES, STEPS, StepTrace
-from dflash_backend.messages import GenerationRequest, SamplingParams
-from tests.core.toy_core import OverlappingToy, ToyWorker
-
-LIMITS = SchedulerConfig(
-    num_blocks=64,
-    block_size=4,
-    max_model_len=96,
-    max_num_seqs=4,
-    max_num_batched_tokens=64,
-    max_queue_size=16,
-    enable_prefix_caching=True,
-    num_speculative_tokens=3,
-    lookahead_base=1,
-    drafter_max_len=96,
-)
 
 
 class Ticks:
@@ -43,15 +29,14 @@ class Ticks:
 
 
 def traced_core(directory: Path, max_steps: int = 1000, overlap: bool = False) -> tuple[EngineCore, StepTrace]:
-    clock = Ticks()
+    clock, config = Ticks(), make_config()
     trace = StepTrace(directory, max_steps, clock)
-    worker = OverlappingToy(LIMITS) if overlap else ToyWorker(LIMITS)
-    return EngineCore(LIMITS, worker, clock, trace, overlap), trace
+    worker = OverlappingToy(config) if overlap else ToyWorker(config)
+    return EngineCore(config, worker, clock, trace, overlap), trace
 
 
 def run(core: EngineCore, request_id: str, max_tokens: int = 12) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    core.add_request(GenerationRequest(request_id, list(range(1, 10)), sampling, ()))
+    core.add_request(make_request(request_id, list(range(1, 10)), max_tokens=max_tokens))
     while core.has_unfinished():
         core.step()
 
@@ -125,7 +110,7 @@ def test_with_overlap_a_step_is_planned_and_submitted_before_the_one_ahead_is_wa
 def test_a_request_lasts_from_its_arrival_to_its_end(tmp_path: Path) -> None:
     core, trace = traced_core(tmp_path)
     run(core, "a", max_tokens=5)
-    core.add_request(GenerationRequest("b", [1, 2], SamplingParams(max_tokens=5), ()))
+    core.add_request(make_request("b", [1, 2]))
     core.abort(["b"])
     trace.close()
     lives = [(e["ph"], e["id"]) for e in events(files(tmp_path)[0]) if e.get("cat") == "request"]

@@ -11,11 +11,7 @@ from tests.lint.source_files import ROOT, SOURCE_FOLDERS, python_files
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
-# What is longer today. An entry goes when its file is below the bound; none may be added.
-LONG_FILES = {
-    "tests/core/test_scheduling.py",
-    "tests/core/toy_core.py",
-}
+# What is longer today. An entry goes when its function is below the bound; none may be added.
 LONG_FUNCTIONS = {
     "kernels/dflash_kernels/accept.py:accept_reference",
     "tests/worker/random_steps.py:random_step",
@@ -29,7 +25,7 @@ def sources() -> dict[str, str]:
 
 def test_files_are_short(sources: dict[str, str]) -> None:
     long = {file for file, text in sources.items() if text.count("\n") > MAX_FILE_LINES}
-    assert not long - LONG_FILES, f"longer than {MAX_FILE_LINES} lines"
+    assert not long, f"longer than {MAX_FILE_LINES} lines"
 
 
 def test_functions_are_short(sources: dict[str, str]) -> None:
@@ -41,3 +37,4 @@ def test_functions_are_short(sources: dict[str, str]) -> None:
         and (node.end_lineno or 0) - node.lineno + 1 > MAX_FUNCTION_LINES
     }
     assert not long - LONG_FUNCTIONS, f"longer than {MAX_FUNCTION_LINES} lines"
+    assert not LONG_FUNCTIONS - long, "not longer any more: take it out of the list"

@@ -1,16 +1,10 @@
-"""A worker without a model, and the few helpers that the core's tests share.
+"""A worker without a model, for the core's tests.
 
-The toy really keeps K/V: for every slot of the target's and of the drafter's cache the *prefix state* of what was
-written there, a number that stands for the salt of the request that wrote it and for all of its tokens up to that
-position. Before a row "attends" it reads every earlier position through the row's own block table and stops when one
-holds anything else, so a block that is shared, freed or reserved wrongly is found where it would do harm. Two requests
-agree on a slot only when salt and prefix are the same. The drafter's queries overwrite whatever lies at their
-positions, as they do on a device. A position past a row's blocks is not written.
-
-Its target's next token is a function of the prefix. A greedy request gets just that. For a sampled one the toy mimics
-rejection sampling with random numbers fixed by seed and position: the tokens depend on where draft blocks start, as
-they do in truth, so an output that survives batching, chunking and preemption shows that the alignment survived too.
-`toy_reference.py` has the same arithmetic without an engine.
+The toy really keeps K/V: for every slot of the target's and of the drafter's cache the prefix state (`toy_model.py`) of
+what was written there. Before a row "attends" it reads every earlier position through the row's own block table and
+stops when one holds anything else, so a block that is shared, freed or reserved wrongly is found where it would do
+harm. Two requests agree on a slot only when salt and prefix are the same. The drafter's queries overwrite whatever lies
+at their positions, as they do on a device. A position past a row's blocks is not written.
 
 `OverlappingToy` is the same worker behind a queue: a step runs some time after it was submitted, as the test's clock of
 the device says, and at the latest when its result is collected. Everything is checked when the step runs, in the
@@ -19,13 +13,13 @@ device's order, also for the rows of requests that have ended.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+
+from toy_model import prefix_states, propose, root_state, verify
 
 from dflash_backend.core.block_pool import BlockPool
-from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.plan import (
     NewRequest,
     RequestResult,
@@ -36,75 +30,10 @@ from dflash_backend.core.plan import (
     StepResult,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.messages import GenerationRequest, RequestRejected, RequestStats, SamplingParams
+from dflash_backend.messages import SamplingParams
 
-VOCAB = 50
-EOS = 0
 EMPTY = 0  # a slot that was never written
 QUERY = -1  # a slot that holds the K/V of a drafter's query
-
-ACCEPTANCE_PERCENT = (0, 35, 75, 100)  # by the request's seed
-
-
-def lookup(pool: BlockPool, block_hash: bytes) -> int | None:
-    """The cached block with this block_hash, as a request finds it."""
-    found = pool.find_chain([block_hash], 1)
-    return found[0] if found else None
-
-
-def root_state(salt: str = "") -> int:
-    """The prefix state before the first token."""
-    return hash((17, *map(ord, salt)))
-
-
-def next_state(state: int, token_id: int) -> int:
-    """The prefix state after one token more. Hashes of integers are the same in every process."""
-    return hash((state, token_id))
-
-
-def prefix_states(token_ids: list[int], state: int) -> list[int]:
-    """The state after each of `token_ids`, from the state before them."""
-    states = []
-    for token_id in token_ids:
-        state = hash((state, token_id))
-        states.append(state)
-    return states
-
-
-def greedy_token(state: int) -> int:
-    """The target's next token after a prefix, whatever its salt."""
-    return hash((11, state)) % VOCAB
-
-
-def verify(seed: int, greedy: bool, position: int, state: int, drafts: list[int]) -> list[int]:
-    """The drafts that stand and the token after them, from the state of the anchor; `position` is the first draft's."""
-    tokens: list[int] = []
-    for draft in drafts:
-        if greedy:
-            token = hash((11, state)) % VOCAB
-            stands = token == draft
-        else:
-            stands = hash((12, seed, position, state, draft)) % 100 < ACCEPTANCE_PERCENT[seed % 4]
-            token = draft if stands else hash((13, seed, position, state)) % VOCAB
-        tokens.append(token)
-        if not stands:
-            return tokens
-        state = hash((state, token))
-        position += 1
-    tokens.append(hash((11, state)) % VOCAB if greedy else hash((14, seed, position, state)) % VOCAB)
-    return tokens
-
-
-def propose(seed: int, greedy: bool, anchor: int, state: int, k: int) -> list[int]:
-    """k drafts after the anchor at position `anchor`, from its state."""
-    drafts, anchor_state = [], state
-    for i in range(k):
-        token = hash((15, seed, anchor_state, anchor, i)) % VOCAB
-        if greedy and hash((16, seed, anchor, i)) % 100 < ACCEPTANCE_PERCENT[seed % 4]:
-            token = hash((11, state)) % VOCAB
-        drafts.append(token)
-        state = hash((state, token))
-    return drafts
 
 
 @dataclass
@@ -122,8 +51,7 @@ class _Held:
     def extend(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids
         self.states += prefix_states(token_ids, self.states[-1])
-        for token_id in token_ids:
-            self.plain = hash((self.plain, token_id))
+        self.plain = [self.plain, *prefix_states(token_ids, self.plain)][-1]
 
     def tokens_left(self, config: SchedulerConfig) -> int:
         """How many tokens may come yet; none or less for a request that has ended by its length."""
@@ -145,8 +73,8 @@ class ToyWorker:
         self._held: dict[str, _Held] = {}
         self._results: deque[StepResult] = deque()
         num_slots = config.num_blocks * config.block_size
-        # Of tokens, positions and drafts of one request: what ended with drafts standing runs past its longest.
-        self._num_places = config.max_model_len + config.num_speculative_tokens + 1
+        # Of tokens, positions and drafts of one request: one that ended by accepted drafts runs past its longest.
+        self._max_positions = config.max_model_len + config.num_speculative_tokens + 1
         self.target_kv = [EMPTY] * num_slots
         self.drafter_kv = [EMPTY] * num_slots
         self.pool: BlockPool | None = None
@@ -158,11 +86,11 @@ class ToyWorker:
         # Whether a step fails, by what it runs. It fails midway: requests and blocks of the plan were taken in.
         self.fails: Callable[[StepPlan], bool] = lambda plan: False
         self.num_failed = 0
-        self.num_refused = 0
+        self.refused: list[StepPlan] = []  # plans that did not fit the memory
 
     @property
     def held_ids(self) -> set[str]:
-        """Requests that it was told of and not told to forget."""
+        """Requests that it was told of and not told to remove."""
         return set(self._held)
 
     def submit(self, plan: StepPlan) -> None:
@@ -181,29 +109,27 @@ class ToyWorker:
         assert plan.num_tokens <= self._config.max_num_batched_tokens
         assert len({row.request_id for row in plan.rows}) == len(plan.rows)
         if self.max_tokens_in_memory is not None and plan.num_tokens > self.max_tokens_in_memory:
-            self.num_refused += 1
-            self._refuse(plan)
+            self.refused.append(plan)
+            self._take_deltas_only(plan)
+            raise StepOutOfMemory(f"no memory for {plan.num_tokens} tokens")
         if self.fails(plan):
             self.num_failed += 1
-            self._fail(plan)
+            self._take_deltas_only(plan)
+            for row in plan.rows:
+                held = self._held[row.request_id]
+                held.extend([7])
+                held.drafts = []
+            raise StepFailed("ValueError: something about a row")
         self.num_steps += 1
         if self.keep_plans:
             self.plans.append(plan)
 
-    def _refuse(self, plan: StepPlan) -> None:
+    def _take_deltas_only(self, plan: StepPlan) -> None:
+        """Take what a plan brings that does not run."""
         self._take_deltas(plan)
-        raise StepOutOfMemory(f"no memory for {plan.num_tokens} tokens")
-
-    def _fail(self, plan: StepPlan) -> None:
-        self._take_deltas(plan)
-        for row in plan.rows:
-            held = self._held[row.request_id]
-            held.extend([7])
-            held.drafts = []
-        raise StepFailed("ValueError: something about a row")
 
     def _take_deltas(self, plan: StepPlan) -> None:
-        """Forget and learn requests, and take the blocks that rows gained."""
+        """Remove and add requests, and take the blocks that rows gained."""
         for request_id in plan.finished_req_ids:
             del self._held[request_id]
         for new in plan.new_requests:
@@ -234,7 +160,7 @@ class ToyWorker:
             held.extend(result.token_ids)
             held.drafts = []
             held.num_computed = final
-            assert len(held.token_ids) <= self._num_places, "more tokens than a worker keeps for a request"
+            assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
             self._write(held, self.drafter_kv, start, held.states[start:final])
         for row, held, _ in work:
             if row.num_next_draft:
@@ -283,10 +209,7 @@ class ToyWorker:
     def _check_owners(self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
         """OWN: what a row may write (from its first uncomputed position on) is in no other request's table, not in the
         prefix cache, and in the guard's set when there is one."""
-        num_holders: dict[int, int] = {}
-        for held in self._held.values():
-            for block_id in held.block_ids:
-                num_holders[block_id] = num_holders.get(block_id, 0) + 1
+        num_holders = Counter(block_id for held in self._held.values() for block_id in held.block_ids)
         for row, held, start in work:
             written = held.block_ids[start // self._config.block_size :]
             for block_id in written:
@@ -327,7 +250,7 @@ class ToyWorker:
         anchor = held.num_computed
         assert anchor is not None
         assert anchor == len(held.token_ids) - 1
-        assert anchor + row.num_next_draft < self._num_places, "drafts past what a worker keeps for a request"
+        assert anchor + row.num_next_draft < self._max_positions, "drafts past what a worker keeps for a request"
         queries = [QUERY] * self._num_queries(row)
         self._write(held, self.drafter_kv, anchor, queries)
         # Stricter than a device: the target must not need anything there either, for it has yet to run the anchor.
@@ -337,14 +260,14 @@ class ToyWorker:
 
 
 class OverlappingToy(ToyWorker):
-    """The toy as a device with a queue. `lag()` is asked at each submission how many steps may stay in the queue, not
-    run yet: 0 runs them at once, 1 leaves the new one, 2 leaves both until the first is collected."""
+    """The toy as a device with a queue. `lag` says, at each submission if it is a function, how many steps may stay in
+    the queue, not run yet: 0 runs them at once, 1 leaves the new one, 2 leaves both until the first is collected."""
 
     overlaps = True
 
-    def __init__(self, config: SchedulerConfig, lag: Callable[[], int] = lambda: 1) -> None:
+    def __init__(self, config: SchedulerConfig, lag: int | Callable[[], int] = 1) -> None:
         super().__init__(config)
-        self._lag = lag
+        self._lag = lag if callable(lag) else lambda: lag
         self._queue: deque[StepPlan] = deque()
         self._uncollected: deque[StepPlan] = deque()
 
@@ -362,13 +285,9 @@ class OverlappingToy(ToyWorker):
         self._uncollected.popleft()
         return self._results.popleft()
 
-    def _refuse(self, plan: StepPlan) -> None:
+    def _take_deltas_only(self, plan: StepPlan) -> None:
         self._run_queue(0)  # what is ahead comes first, also with what it brings of requests and blocks
-        super()._refuse(plan)
-
-    def _fail(self, plan: StepPlan) -> None:
-        self._run_queue(0)
-        super()._fail(plan)
+        super()._take_deltas_only(plan)
 
     def _run_queue(self, num_left: int) -> None:
         while len(self._queue) > num_left:
@@ -376,125 +295,14 @@ class OverlappingToy(ToyWorker):
 
     def _check_certainty(self, plan: StepPlan) -> None:
         """A row is as uncertain as the step in flight makes it. A request that needs its own output waits for it."""
-        learnt = {new.request_id for new in plan.new_requests}
+        added = {new.request_id for new in plan.new_requests}
         ahead = {row.request_id: row for other in self._uncollected for row in other.rows}
         for row in plan.rows:
-            other = None if row.request_id in learnt else ahead.get(row.request_id)
+            other = None if row.request_id in added else ahead.get(row.request_id)
             assert row.num_unverified_drafts == (0 if other is None else other.num_draft)
             if other is not None:
                 assert not self._sampling_of(row.request_id).disables_overlap, f"{row} needs what is in flight"
 
     def _sampling_of(self, request_id: str) -> SamplingParams:
-        for plan in reversed(self._queue):
-            for new in plan.new_requests:
-                if new.request_id == request_id:
-                    return new.sampling
-        return self._held[request_id].new.sampling
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_config(**changes: Any) -> SchedulerConfig:
-    """Limits that leave room for everything, but for `changes`."""
-    values: dict[str, Any] = {
-        "num_blocks": 64,
-        "block_size": 4,
-        "max_model_len": 128,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_queue_size": 100,
-        "enable_prefix_caching": True,
-        "num_speculative_tokens": 3,
-        "drafter_max_len": 128,
-        "kv_write_guard": True,
-    }
-    return SchedulerConfig(**(values | changes))
-
-
-def make_request(request_id: str, prompt: list[int], **sampling: Any) -> GenerationRequest:
-    """A greedy request of 16 tokens without a stop token, but for what `sampling` says."""
-    deadline_s = sampling.pop("deadline_s", 0.0)
-    eos = sampling.pop("eos_token_ids", ())
-    params = SamplingParams(**({"temperature": 0.0, "seed": 3} | sampling))
-    return GenerationRequest(request_id, prompt, params, eos, deadline_s)
-
-
-@dataclass
-class Output:
-    """All deltas of one request, joined."""
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stats: RequestStats | None = None
-
-
-class Engine:
-    """An engine core on a toy worker that checks all invariants after every step and joins the deltas.
-
-    With `lag`, which is the overlapping toy's, a step is in flight between two steps.
-    """
-
-    def __init__(self, config: SchedulerConfig, lag: Callable[[], int] | None = None) -> None:
-        self.clock = Clock()
-        self.worker = ToyWorker(config) if lag is None else OverlappingToy(config, lag)
-        self.core = EngineCore(config, self.worker, self.clock, overlap=True)
-        self.worker.pool = self.core.scheduler.kv.pool
-        self.outputs: dict[str, Output] = {}
-        self.failed: list[RequestRejected] = []
-
-    def add(self, request: GenerationRequest) -> None:
-        self.core.add_request(request)
-        self.outputs[request.request_id] = Output()
-
-    def step(self) -> None:
-        outputs = self.core.step()
-        self.take(outputs.deltas)
-        self.failed += outputs.rejected
-        self.core.check_invariants()
-
-    def take(self, deltas: list[Any]) -> None:
-        """Join deltas to the outputs."""
-        assert len({delta.request_id for delta in deltas}) == len(deltas), "two deltas for one request in a step"
-        for delta in deltas:
-            output = self.outputs[delta.request_id]
-            assert output.finish_reason is None, "a delta after the last one"
-            output.token_ids += delta.token_ids
-            output.finish_reason, output.stats = delta.finish_reason, delta.stats
-            assert delta.finish_reason is None or delta.stats is not None
-
-    def run(self, *requests: GenerationRequest, max_steps: int = 10_000) -> list[Output]:
-        """Add the requests, run until nothing is left, and return their outputs."""
-        for request in requests:
-            self.add(request)
-        for _ in range(max_steps):
-            if not self.core.has_unfinished():
-                return [self.outputs[request.request_id] for request in requests]
-            self.step()
-        raise AssertionError(f"not done after {max_steps} steps")
-
-    def rows_of(self, request_id: str) -> list[ScheduledRequest]:
-        """The rows that the request had, step by step."""
-        return [row for plan in self.worker.plans for row in plan.rows if row.request_id == request_id]
-
-
-def run_alone(request: GenerationRequest, config: SchedulerConfig) -> Output:
-    """The request's output with an engine to itself: no sharing, no chunks, no lack of blocks."""
-    roomy = replace(config, num_blocks=512, max_num_batched_tokens=4096, enable_prefix_caching=False)
-    return Engine(roomy).run(request)[0]
-
-
-def greedy_continuation(prompt: list[int], count: int) -> list[int]:
-    """What the target alone yields, with no engine in between."""
-    state, tokens = prefix_states(prompt, root_state())[-1], []
-    for _ in range(count):
-        tokens.append(greedy_token(state))
-        state = next_state(state, tokens[-1])
-    return tokens
+        queued = [new for plan in self._queue for new in plan.new_requests if new.request_id == request_id]
+        return (queued[-1] if queued else self._held[request_id].new).sampling

@@ -1,0 +1,111 @@
+"""The target and drafter of the core's tests: arithmetic on prefix states in place of a network.
+
+A *prefix state* is a number that stands for the salt of a request and for all of its tokens up to a position. The
+target's next token is a function of it. A greedy request gets just that. For a sampled one, rejection sampling is
+mimicked with random numbers fixed by seed and position: the tokens depend on where draft blocks start, as they do in
+truth, so an output that survives batching, chunking and preemption shows that the alignment survived too.
+
+`expected_output` is what a request must yield, worked out without an engine: no blocks, no batches, no queue.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.messages import GenerationRequest
+
+VOCAB = 50
+EOS = 0
+ACCEPTANCE_PERCENT = (0, 35, 75, 100)  # by the request's seed
+NONE_ACCEPTED, ALL_ACCEPTED = 0, 3  # such seeds
+
+
+def root_state(salt: str = "") -> int:
+    """The prefix state before the first token."""
+    return hash((17, *map(ord, salt)))
+
+
+def next_state(state: int, token_id: int) -> int:
+    """The prefix state after one token more. Hashes of integers are the same in every process."""
+    return hash((state, token_id))
+
+
+def prefix_states(token_ids: list[int], state: int) -> list[int]:
+    """The state after each of `token_ids`, from the state before them."""
+    return list(accumulate(token_ids, next_state, initial=state))[1:]
+
+
+def greedy_token(state: int) -> int:
+    """The target's next token after a prefix, whatever its salt."""
+    return hash((11, state)) % VOCAB
+
+
+def verify(seed: int, greedy: bool, position: int, state: int, drafts: list[int]) -> list[int]:
+    """The accepted drafts and the token after them, from the state of the anchor; `position` is the first draft's."""
+    tokens: list[int] = []
+    for draft in drafts:
+        if greedy:
+            token = greedy_token(state)
+            accepted = token == draft
+        else:
+            accepted = hash((12, seed, position, state, draft)) % 100 < ACCEPTANCE_PERCENT[seed % 4]
+            token = draft if accepted else hash((13, seed, position, state)) % VOCAB
+        tokens.append(token)
+        if not accepted:
+            return tokens
+        state = next_state(state, token)
+        position += 1
+    tokens.append(greedy_token(state) if greedy else hash((14, seed, position, state)) % VOCAB)
+    return tokens
+
+
+def propose(seed: int, greedy: bool, anchor: int, state: int, k: int) -> list[int]:
+    """k drafts after the anchor at position `anchor`, from its state."""
+    drafts, anchor_state = [], state
+    for i in range(k):
+        token = hash((15, seed, anchor_state, anchor, i)) % VOCAB
+        if greedy and hash((16, seed, anchor, i)) % 100 < ACCEPTANCE_PERCENT[seed % 4]:
+            token = greedy_token(state)
+        drafts.append(token)
+        state = next_state(state, token)
+    return drafts
+
+
+def greedy_continuation(prompt: list[int], count: int) -> list[int]:
+    """What the target alone yields."""
+    state, tokens = prefix_states(prompt, root_state())[-1], []
+    for _ in range(count):
+        tokens.append(greedy_token(state))
+        state = next_state(state, tokens[-1])
+    return tokens
+
+
+def expected_output(
+    request: GenerationRequest, config: SchedulerConfig, seed: int | None = None
+) -> tuple[list[int], str]:
+    """The output and its finish reason; `seed` is the resolved one where the request has none.
+
+    The rules for k and for the end of a request are written down a second time: all of k or none, none past the
+    drafter's window, none for a last token.
+    """
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    seed = sampling.seed if seed is None else seed
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
+    k = config.num_speculative_tokens if sampling.num_speculative_tokens is None else sampling.num_speculative_tokens
+    window = min(config.drafter_max_len, config.max_model_len)
+    state = prefix_states(prompt, root_state())[-1]
+    output: list[int] = []
+    drafts: list[int] = []
+    while True:
+        num_tokens = len(prompt) + len(output)
+        fits = num_tokens + len(drafts) + 1 + k <= window
+        next_k = k if fits and len(output) + 1 < sampling.max_tokens else 0
+        for token in verify(seed, sampling.greedy, num_tokens, state, drafts):
+            output.append(token)
+            state = next_state(state, token)
+            if token in stops and len(output) >= sampling.min_tokens:
+                return output, "stop"
+            if len(output) >= sampling.max_tokens or len(prompt) + len(output) >= config.max_model_len:
+                return output, "length"
+        drafts = propose(seed, sampling.greedy, len(prompt) + len(output) - 1, state, next_k)
