@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.messages import TENANTS_IN_QUEUE, EngineReady, SamplingParams
 from dflash_backend.text.request import InputError, ParsedRequest, PromptError, RequestRules, parse_request
-from dflash_backend.text.sampling_params import ParameterError
+from dflash_backend.text.sampling_params import INT64_MAX, ParameterError
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.responder import one_line
@@ -55,7 +56,12 @@ class RequestReader:
         except UnicodeDecodeError:
             # Triton lets half a surrogate pair of HTTP's JSON pass.
             raise InputError("the request's parameters are not UTF-8 text") from None
-        return parse_request(inputs, parameters, self._tokenizer, ready, self._rules, check_queue)
+        rules = self._rules
+        if timeout_us := request.timeout():
+            # Triton does not leave the one of its own protocol among the parameters.
+            defaults = {**rules.sampling_defaults, "timeout": min(timeout_us, INT64_MAX)}
+            rules = dataclasses.replace(rules, sampling_defaults=defaults)
+        return parse_request(inputs, parameters, self._tokenizer, ready, rules, check_queue)
 
     def _check_queue(self, engine: EngineClient, num_completions: int, tenant: str | None = None) -> None:
         """Raise `Refused` when the queue has no place for a request; a `tenant` of None is not known yet.

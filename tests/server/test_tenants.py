@@ -9,6 +9,7 @@ import pytest
 
 from dflash_client import DFlashClient, Unavailable
 from tests.server.conftest import new_server
+from tests.server.raw_grpc import infer, inputs_of
 from tests.waiting import eventually
 
 FLOOD = 14
@@ -43,6 +44,15 @@ def test_a_timeout_ends_a_request_with_what_it_has(post) -> None:
     sampling = json.dumps({"max_tokens": 900, "ignore_eos": True, "timeout": 300_000})
     answer = post(text_input="Hello", sampling_parameters=sampling, return_finish_reason=True).json()
     assert answer["finish_reason"] == "abort"
+
+
+def test_the_timeout_of_tritons_own_protocol_ends_a_request_too(server) -> None:
+    """Triton does not leave it among the request's parameters."""
+    inputs = inputs_of(text_input="Hello", stream=True, return_finish_reason=True)
+    sampling = {"max_tokens": "900", "ignore_eos": "true"}
+    results, error = infer(server.grpc_url, inputs, sampling, timeout=300_000)
+    assert error is None
+    assert results[-1].as_numpy("finish_reason").tolist() == [b"abort"]
 
 
 @pytest.mark.parametrize(

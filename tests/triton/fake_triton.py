@@ -116,6 +116,8 @@ class Request:
 
     def __init__(self, parameters: str = "{}", **inputs: Any) -> None:
         self.sender = Sender()
+        # In microseconds, of Triton's own protocol; 0 is none.
+        self.timeout_us = 0
         self._parameters = parameters
         self._inputs = [Tensor(name, as_input(value)) for name, value in inputs.items()]
 
@@ -124,6 +126,9 @@ class Request:
 
     def parameters(self) -> str:
         return self._parameters
+
+    def timeout(self) -> int:
+        return self.timeout_us
 
     def get_response_sender(self) -> Sender:
         return self.sender

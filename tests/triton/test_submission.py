@@ -1,0 +1,40 @@
+"""What a Triton request says outside of its inputs and parameters."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dflash_backend.messages import EngineReady, SamplingParams
+from dflash_backend.text.request import RequestRules
+from dflash_backend.text.sampling_params import INT64_MAX
+from dflash_backend.triton.submission import RequestReader
+from tests.triton.fake_triton import Request
+
+READY = EngineReady(
+    max_model_len=32, num_speculative_tokens=5, num_kv_blocks=8, kv_block_size=16, vocab_size=258, description=""
+)
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "sampling", "expected"),
+    [
+        (0, {}, 0),
+        (300_000, {}, 300_000),
+        (300_000, {"timeout": 5}, 5),
+        (300_000, {"timeout": 0}, 0),
+        # A timeout of -1, which Triton takes.
+        (2**64 - 1, {}, INT64_MAX),
+    ],
+)
+def test_the_timeout_of_tritons_protocol_holds_where_the_sampling_parameters_have_none(
+    tokenizer: Any, timeout_us: int, sampling: dict[str, int], expected: int
+) -> None:
+    engine: Any = SimpleNamespace(num_waiting=0, num_free_rows=4, num_waiting_of=lambda tenant: 0)
+    request = Request(json.dumps(sampling), text_input="a")
+    request.timeout_us = timeout_us
+    parsed = RequestReader(tokenizer, RequestRules(4), 8, SimpleNamespace()).read(request, engine, READY)
+    assert parsed.sampling == SamplingParams(timeout=expected)
