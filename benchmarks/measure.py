@@ -54,7 +54,7 @@ class HostShare:
 
     num_steps: steps of the run. step_s: all of them, as the engine counts them. phase_s: verify, accept, inject and
     draft of all steps; where rows are shared among cores, those of the slowest part. message_s: encoding what each step
-    has to say to the frontend, which the engine process does after it.
+    has to say to the stub, which the engine process does after it.
     """
 
     streams: int

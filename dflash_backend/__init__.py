@@ -1,4 +1,4 @@
-"""DFlash speculative decoding engine and its Triton frontend.
+"""DFlash speculative decoding engine and its Triton backend.
 
 Nothing heavy is imported here: `dflash_backend.LLM` loads torch on first use.
 """

@@ -1,9 +1,8 @@
-"""What the frontend and the engine process say to each other, as msgspec structs.
+"""What Triton's Python stub and the engine process say to each other, as msgspec structs.
 
-Frontend to engine: `EngineSetup` as the first line of its standard input, then over ZeroMQ `GenerationRequest`,
-`AbortRequests`, `Shutdown`. Engine to frontend: `LoadProgress` while it
-loads, then `EngineReady` or `EngineFailed`, then one `StepOutputs` a step. Everything is tagged by its type, so
-`ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of them.
+Stub to engine: `EngineSetup` as the first line of its standard input, then over ZeroMQ `GenerationRequest`,
+`AbortRequests`, `Shutdown`. Engine to stub: `LoadProgress` while it loads, then `EngineReady` or `EngineFailed`, then
+one `StepOutputs` a step. Everything is tagged by its type, so `ENGINE_INPUT` and `ENGINE_OUTPUT` decode any of them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
     those of the new tokens, of m also those of the m most likely ones. The engine runs one completion a request: for
-    `n` of them, the frontend sends the request n times (`dflash_backend.text.sampling_params.child`).
+    `n` of them, the stub sends the request n times (`dflash_backend.text.sampling_params.child`).
 
     `tenant` is whose share of the server the request takes, by default that of all who name none. `priority` orders the
     requests of one tenant, the lowest first; 0 is `DEFAULT_PRIORITY`. `timeout` in microseconds ends the request with
@@ -80,7 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSetup(msgspec.Struct, frozen=True):
     """What the engine process must know to start: the settings as text, by name, the two ZeroMQ addresses, the folder
     that holds their sockets, the file descriptor that stays open for as long as the process lives, and the number of
-    the `tritonserver` process, with which engine and frontend end; 0 without one."""
+    the `tritonserver` process, with which engine and stub end; 0 without one."""
 
     settings: dict[str, str]
     inputs: str
@@ -237,7 +236,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests. What the frontend must know to validate them."""
+    """The engine takes requests. What the stub must know to validate them."""
 
     max_model_len: int
     num_speculative_tokens: int

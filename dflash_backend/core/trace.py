@@ -11,7 +11,7 @@ of the last steps are there whatever happens. Every file begins with the request
 Tracks: "steps" has a slice for each step with its rows as arguments, from when the worker could begin it to when its
 result was there; "phases" has the worker's phases below it; "host" has what the engine did: schedule, submit, wait and
 apply, which lie below the step before where steps overlap; "messages" has what passed between the engine and the
-frontend; each request is an asynchronous slice from its arrival to its end. The worker tells how long its phases took
+stub; each request is an asynchronous slice from its arrival to its end. The worker tells how long its phases took
 and not when they began, so they are drawn one after the other; what is left of its time is drawn last, as "other".
 """
 

@@ -59,7 +59,7 @@ LOAD_ERRORS = (ConfigError, CheckpointError, BackendError)
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that is ready to step, and what the frontend must know of it."""
+    """An engine that is ready to step, and what the stub must know of it."""
 
     core: EngineCore
     runner: ModelRunner

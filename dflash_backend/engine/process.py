@@ -1,9 +1,8 @@
-"""The engine's own process: builds the engine, then steps it and talks to the frontend over ZeroMQ.
+"""The engine's own process: builds the engine, then steps it and talks to Triton's Python stub over ZeroMQ.
 
 `engine_client.client` starts it as `python -m dflash_backend.engine.process` and writes an `EngineSetup` to its
-standard input, which then stays open: its end says that the frontend is gone. The process ends on `Shutdown`, on
-SIGTERM, and with the frontend; it ignores SIGINT, since a Ctrl-C in a terminal reaches it as well and the frontend
-decides.
+standard input, which then stays open: its end says that the stub is gone. The process ends on `Shutdown`, on SIGTERM,
+and with the stub; it ignores SIGINT, since a Ctrl-C in a terminal reaches it as well and the stub decides.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ _log = logging.getLogger(__name__)
 STDIN = 0
 # How long an idle engine sleeps before it looks whether it was told to end; a request wakes it at once.
 IDLE_POLL_MS = 500
-# How often the engine speaks at least, between two steps and without any: the frontend takes its silence for a hang.
+# How often the engine speaks at least, between two steps and without any: the stub takes its silence for a hang.
 BEAT_S = 1.0
 # A flood of requests must not keep those that run from being stepped.
 MESSAGES_A_STEP = 256
 # How long the last message may take to leave; its reader is in this machine.
 LINGER_MS = 2000
-# How long the frontend may take to end by itself after its server; Triton's stub notices within a second.
-FRONTEND_END_S = 3.0
+# How long the stub may take to end by itself after its server, which it notices within a second.
+STUB_END_S = 3.0
 
 
 class Core(Protocol):
@@ -89,14 +88,14 @@ Builder = Callable[[EngineConfig, Callable[[str, float], None]], Built]
 
 
 class Channel:
-    """The two sockets: a PULL for what the frontend says and a PUSH for what the engine answers."""
+    """The two sockets: a PULL for what the stub says and a PUSH for what the engine answers."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
         self._outputs = self._context.socket(zmq.PUSH)
         for socket in (self._inputs, self._outputs):
-            # No bound: the engine bounds its queue itself, and a step must never wait for the frontend.
+            # No bound: the engine bounds its queue itself, and a step must never wait for the stub.
             socket.set_hwm(0)
             socket.linger = LINGER_MS
         self._inputs.connect(setup.inputs)
@@ -110,7 +109,7 @@ class Channel:
         return messages
 
     def send(self, message: EngineOutput) -> None:
-        """Queue a message for the frontend."""
+        """Queue a message for the stub."""
         self._outputs.send(ENCODER.encode(message))
 
     def close(self) -> None:
@@ -119,7 +118,7 @@ class Channel:
 
 
 class EngineLoop:
-    """Takes what the frontend sent, steps the engine while it has work, and sends what came of it."""
+    """Takes what the stub sent, steps the engine while it has work, and sends what came of it."""
 
     def __init__(self, core: Core, channel: Channel, trace: StepTrace | None = None) -> None:
         self._core = core
@@ -197,7 +196,7 @@ class EngineLoop:
 
 
 class _FailureReport:
-    """A `with` block that tells the frontend why it was left, when that was an error; the error goes on."""
+    """A `with` block that tells the stub why it was left, when that was an error; the error goes on."""
 
     def __init__(self, channel: Channel, doing: str) -> None:
         self._channel = channel
@@ -219,9 +218,9 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSetup)
-    # Children of this process must not hold the lifeline: its end is how the frontend sees this process die.
+    # Children of this process must not hold the lifeline: its end is how the stub sees this process die.
     os.set_inheritable(setup.lifeline, False)
-    threading.Thread(target=_end_with_frontend, args=(setup.socket_dir,), name="frontend-watch", daemon=True).start()
+    threading.Thread(target=_end_with_stub, args=(setup.socket_dir,), name="stub-watch", daemon=True).start()
     if setup.server_pid:
         watch = (WatchedProcess(setup.server_pid), WatchedProcess(os.getppid()), setup.socket_dir)
         threading.Thread(target=_end_with_server, args=watch, name="server-watch", daemon=True).start()
@@ -253,10 +252,10 @@ def _ender(loop: EngineLoop) -> Callable[[int, FrameType | None], Any]:
     return lambda number, frame: loop.end()
 
 
-def _end_with_frontend(socket_dir: str) -> None:
+def _end_with_stub(socket_dir: str) -> None:
     """Wait for the end of standard input, then end this process at once, whatever it is doing.
 
-    The frontend closes it only after the engine has ended, so it closes early only when the frontend was killed; its
+    The stub closes it only after the engine has ended, so it closes early only when the stub was killed; its
     sockets are then left to clean up here.
     """
     # Not through sys.stdin: a thread that waits in there would stop the interpreter from ending normally.
@@ -266,17 +265,17 @@ def _end_with_frontend(socket_dir: str) -> None:
     os._exit(1)
 
 
-def _end_with_server(server: WatchedProcess, frontend: WatchedProcess, socket_dir: str) -> None:
-    """Wait for the end of the server, then make the frontend end, and with it this process.
+def _end_with_server(server: WatchedProcess, stub: WatchedProcess, socket_dir: str) -> None:
+    """Wait for the end of the server, then make the stub end, and with it this process.
 
-    The frontend may not be able to: it may be in a call to the server that never returns, and hold its interpreter's
+    The stub may not be able to: it may be in a call to the server that never returns, and hold its interpreter's
     lock meanwhile, so that no thread of its own can notice.
     """
     server.wait()
-    time.sleep(FRONTEND_END_S)
-    frontend.kill()
-    # Once it has ended, `_end_with_frontend` ends this process; this is for a pipe that another process holds open.
-    time.sleep(FRONTEND_END_S)
+    time.sleep(STUB_END_S)
+    stub.kill()
+    # Once it has ended, `_end_with_stub` ends this process; this is for a pipe that another process holds open.
+    time.sleep(STUB_END_S)
     shutil.rmtree(socket_dir, ignore_errors=True)
     os._exit(1)
 
