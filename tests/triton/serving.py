@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from dflash_backend.engine_client.client import engine_command
 from dflash_backend.triton.service import TritonService
 from tests.triton.fake_triton import InferenceResponse, Request, Sender
 
 COMMAND = engine_command("tests.engine_client.toy_engine")
-WAIT_S = 20.0
 TEXT = "漢字🙂 é"
 
 
@@ -29,9 +27,6 @@ def joined(responses: Iterable[InferenceResponse]) -> str:
     return "".join(response.outputs["text_output"] for response in responses)
 
 
-def eventually(reached: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + WAIT_S
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {WAIT_S} s"
-        time.sleep(0.01)
+def returning(*outputs: str) -> dict[str, bool]:
+    """The inputs that ask for outputs."""
+    return {f"return_{name}": True for name in outputs}

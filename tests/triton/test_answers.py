@@ -11,7 +11,8 @@ from dflash_backend.messages import AbortRequests
 from dflash_backend.triton import reporter
 from tests.engine_client import toy_engine
 from tests.triton.fake_triton import Request
-from tests.triton.serving import TEXT, eventually, joined, submit
+from tests.triton.serving import TEXT, joined, returning, submit
+from tests.waiting import eventually
 
 
 def test_streamed_deltas_join_to_the_text_that_comes_at_once(service):
@@ -30,8 +31,8 @@ def test_the_prompt_comes_first_without_streaming(service):
 
 
 def test_outputs_that_were_asked_for_count_what_is_new_in_each_response(service):
-    flags = ("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats")
-    responses = submit(service, "ab", max_tokens=5, stream=True, **{f"return_{flag}": True for flag in flags}).all()
+    asked = returning("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats")
+    responses = submit(service, "ab", max_tokens=5, stream=True, **asked).all()
     outputs = [response.outputs for response in responses]
     assert [token_id for output in outputs for token_id in output["token_ids"]] == list(b"ababa")
     assert [output["num_output_tokens"][0] for output in outputs] == [len(output["token_ids"]) for output in outputs]
@@ -44,8 +45,7 @@ def test_outputs_that_were_asked_for_count_what_is_new_in_each_response(service)
 def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past_it(service, monkeypatch):
     sent, send = [], service._engine.send
     monkeypatch.setattr(service._engine, "send", lambda message: (sent.append(message), send(message)))
-    flags = ("finish_reason", "num_output_tokens", "token_ids", "logprobs", "spec_stats")
-    asked = {f"return_{flag}": True for flag in flags}
+    asked = returning("finish_reason", "num_output_tokens", "token_ids", "logprobs", "spec_stats")
     responses = submit(service, "abcdef", 10**6, stream=True, sampling={"stop": "de", "logprobs": 0}, **asked).all()
     outputs = [response.outputs for response in responses]
     assert joined(responses) == "abc"
@@ -58,9 +58,8 @@ def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past
 
 
 def test_completions_of_one_request_come_together(service):
-    flags = ("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats", "cumulative_logprob")
-    asked = {f"return_{flag}": True for flag in flags}
-    (whole,) = submit(service, "ab", max_tokens=4, sampling={"n": 3}, **asked).all()
+    names = ("finish_reason", "num_input_tokens", "num_output_tokens", "token_ids", "spec_stats", "cumulative_logprob")
+    (whole,) = submit(service, "ab", max_tokens=4, sampling={"n": 3}, **returning(*names)).all()
     assert whole.outputs["text_output"] == ["ababab"] * 3
     assert whole.outputs["finish_reason"] == ["length"] * 3
     assert whole.outputs["num_input_tokens"] == [2]
@@ -78,15 +77,16 @@ def test_streamed_completions_have_one_response_a_step_and_one_end(service):
     assert len(responses) <= 10
 
 
-def test_one_completion_that_the_engine_refuses_ends_the_request_once(service):
-    (response,) = submit(service, [toy_engine.REFUSE_SECOND], 10**9, sampling={"n": 3}).all()
+@pytest.mark.parametrize(("prompt", "n"), [(toy_engine.REFUSE, 1), (toy_engine.REFUSE_SECOND, 3)])
+def test_what_the_engine_refuses_of_one_or_several_completions_ends_once_with_its_status(service, prompt, n):
+    (response,) = submit(service, [prompt], 10**9, sampling={"n": n}).all()
     assert (response.error.code, response.error.message) == ("UNAVAILABLE", "UNAVAILABLE: the toy refuses this prompt")
     eventually(lambda: service._metrics._last.num_requests_running == 0)
 
 
 def test_logprobs_are_a_list_with_an_object_for_each_token(service):
-    flags = {"return_logprobs": True, "return_cumulative_logprob": True}
-    (whole,) = submit(service, "ab", 2, exclude_input_in_output=True, sampling={"logprobs": 1}, **flags).all()
+    asked = returning("logprobs", "cumulative_logprob")
+    (whole,) = submit(service, "ab", 2, sampling={"logprobs": 1}, **asked).all()
     assert json.loads(whole.outputs["logprobs"]) == [
         {
             "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
@@ -101,8 +101,7 @@ def test_logprobs_are_a_list_with_an_object_for_each_token(service):
 
 
 def test_logprobs_that_no_parameter_asked_for_are_null_and_their_sum_is_there(service):
-    flags = {"return_logprobs": True, "return_cumulative_logprob": True}
-    responses = submit(service, "ab", 9, stream=True, **flags).all()
+    responses = submit(service, "ab", 9, stream=True, **returning("logprobs", "cumulative_logprob")).all()
     assert {response.outputs["logprobs"] for response in responses} == {"null"}
     sums = [response.outputs["cumulative_logprob"][0] for response in responses]
     assert sums == sorted(set(sums), reverse=True)
@@ -135,11 +134,6 @@ def test_bad_requests_are_answered_and_the_others_go_on(service):
     ]
     assert [sender.all()[0].error.code for sender in bad] == ["INVALID_ARG"] * 4
     assert joined(good.all()) == "ab" * 150
-
-
-def test_what_the_engine_refuses_keeps_its_status(service):
-    (response,) = submit(service, [toy_engine.REFUSE]).all()
-    assert (response.error.code, response.error.message) == ("UNAVAILABLE", "UNAVAILABLE: the toy refuses this prompt")
 
 
 def test_requests_are_counted_by_how_they_ended(service, triton):

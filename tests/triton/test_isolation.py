@@ -10,23 +10,17 @@ import pytest
 from dflash_backend.triton.server_memory import ServerMemory
 from tests.engine_client import toy_engine
 from tests.triton.fake_triton import Request
-from tests.triton.serving import WAIT_S, eventually, joined, submit
+from tests.triton.serving import joined, submit
+from tests.waiting import WAIT_S, eventually
 
 
-def test_cancelling_a_request_ends_all_its_completions(service):
-    sender = submit(service, "ab", 10**9, stream=True, sampling={"n": 4})
-    sender.next()
+@pytest.mark.parametrize(("prompt", "n"), [([toy_engine.QUIET], 1), ("ab", 1), ("ab", 4)])
+def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tokens_or_not(service, prompt, n):
+    sender = submit(service, prompt, max_tokens=10**9, sampling={"n": n}, stream=True)
+    if prompt == "ab":
+        sender.next()
     sender.cancelled = True
     assert sender.all()[-1].error.code == "CANCELLED"
-    submit(service, "a", max_tokens=2).all()
-    eventually(lambda: service._metrics._last.num_requests_running == 0)
-
-
-@pytest.mark.parametrize("prompt", [[toy_engine.QUIET], list(b"ab")])
-def test_a_cancelled_request_ends_whether_it_yields_tokens_or_not(service, prompt):
-    sender = submit(service, prompt, max_tokens=10**9)
-    sender.cancelled = True
-    assert sender.all()[0].error.code == "CANCELLED"
     (after,) = submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()
     assert after.outputs["text_output"] == "aa"
     eventually(lambda: service._metrics._last.num_requests_running == 0)
@@ -68,7 +62,7 @@ def test_a_refusal_that_cannot_be_sent_affects_no_other(service):
     assert submit(service, "a", max_tokens=2).all()[0].error is None
 
 
-def test_an_answer_without_room_in_the_shared_memory_is_refused_while_that_can_still_be_said(service):
+def test_an_answer_that_does_not_fit_the_shared_memory_is_refused_while_that_can_still_be_said(service):
     sizes = []
     service._fits_shared_memory = lambda num_bytes: sizes.append(num_bytes) or num_bytes < 500
     (large,) = submit(service, "ab", max_tokens=1000).all()

@@ -25,13 +25,8 @@ def test_memory_below_the_limit_is_no_reason():
 
 
 def test_memory_above_it_is_one_reason_and_each_further_step_another():
-    assert looks(GB, GB + 1, GB + 2, GB + STEP_BYTES, GB + STEP_BYTES + 2, GB + STEP_BYTES + 3) == [
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
+    sizes = (GB + 1, GB + 2, GB + STEP_BYTES, GB + STEP_BYTES + 2, GB + STEP_BYTES + 3)
+    assert looks(GB, *sizes) == [True, False, False, True, False]
 
 
 def test_it_is_looked_at_once_a_second():

@@ -13,7 +13,8 @@ import pytest
 
 from dflash_backend.engine_client.client import EngineError
 from tests.engine_client import toy_engine
-from tests.triton.serving import WAIT_S, eventually, joined, submit
+from tests.triton.serving import joined, submit
+from tests.waiting import WAIT_S, eventually
 
 
 def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_it_is_back(service):
@@ -26,19 +27,16 @@ def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_i
     assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
 
 
-def test_an_error_in_the_engines_step_reaches_the_client_in_words(service):
-    (response,) = submit(service, [toy_engine.BREAK]).all()
-    assert (response.error.code, response.error.message) == (
-        "INTERNAL",
-        "INTERNAL: the engine stopped: RuntimeError: the toy broke",
-    )
-
-
-def test_a_request_that_may_have_caused_the_engines_error_is_not_told_to_come_again(service, monkeypatch):
-    """Although the engine ended before it could say that the request had arrived."""
-    monkeypatch.setattr(type(service._engine.engine), "is_unconfirmed", lambda engine, request_id: True)
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_an_error_in_the_engines_step_reaches_the_client_in_words(service, monkeypatch, confirmed):
+    """A request that may have caused it is not told to come again, although the engine ended before it could say that
+    the request had arrived."""
+    if not confirmed:
+        monkeypatch.setattr(type(service._engine.engine), "is_unconfirmed", lambda engine, request_id: True)
     (response,) = submit(service, [toy_engine.BREAK]).all()
     assert response.error.code == "INTERNAL"
+    if confirmed:
+        assert response.error.message == "INTERNAL: the engine stopped: RuntimeError: the toy broke"
 
 
 def test_an_engine_that_ends_while_a_request_is_handed_over_is_blamed_on_it(service, monkeypatch):
