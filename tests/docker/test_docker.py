@@ -53,18 +53,14 @@ def expressions() -> Iterator[str]:
 
 def series() -> set[str]:
     """The names on the metrics page."""
-    names = {spec.name for spec in METRICS if spec.kind != "histogram"}
-    for spec in METRICS:
-        if spec.kind == "histogram":
-            names |= {f"{spec.name}_{part}" for part in ("sum", "count", "bucket")}
-    return names
+    parts = {"histogram": ("_sum", "_count", "_bucket")}
+    return {spec.name + part for spec in METRICS for part in parts.get(spec.kind, ("",))}
 
 
 def test_the_dashboard_is_what_its_writer_says() -> None:
     writer = runpy.run_path(str(DOCKER / "grafana" / "write_dashboard.py"))
-    assert (DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8") == writer["text"](), (
-        "run `make docs`"
-    )
+    written = (DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8")
+    assert written == writer["text"](), "run `make docs`"
 
 
 def test_every_expression_is_over_metrics_and_labels_that_exist() -> None:
@@ -86,9 +82,9 @@ def test_every_metric_is_on_the_dashboard() -> None:
 
 
 def test_panels_do_not_overlap() -> None:
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    assert len({(place["x"], place["y"]) for place in places}) == len(places)
-    assert all(place["x"] + place["w"] <= 24 for place in places)
+    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    assert len({(at["x"], at["y"]) for at in positions}) == len(positions)
+    assert all(at["x"] + at["w"] <= 24 for at in positions)
 
 
 def test_the_page_says_what_to_do_about_every_alert() -> None:
@@ -106,10 +102,9 @@ def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
     cases = [case for test in read("prometheus", "alerts_test.yml")["tests"] for case in test["alert_rule_test"]]
+    names = {rule["alert"] for rule in alerts()}
     for fires in (True, False):
-        assert {case["alertname"] for case in cases if ("exp_alerts" in case) is fires} == {
-            rule["alert"] for rule in alerts()
-        }
+        assert {case["alertname"] for case in cases if ("exp_alerts" in case) is fires} == names
 
 
 def test_prometheus_scrapes_the_server_under_the_job_that_the_alerts_name() -> None:

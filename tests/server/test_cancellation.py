@@ -76,7 +76,7 @@ def test_requests_that_still_wait_are_found_as_well(grpc_client, metric, freed):
     assert sum(isinstance(first.exception(), Cancelled) for first in firsts) == count - MAX_NUM_SEQS
 
 
-def test_clients_that_give_up_leave_room_for_the_next(grpc_client, freed):
+def test_rows_of_clients_that_give_up_are_free_for_the_next(grpc_client, freed):
     streams = [grpc_client.stream(f"Count from {n} to a thousand.", **LONG) for n in range(MAX_NUM_SEQS)]
     for stream in streams:
         next(stream)

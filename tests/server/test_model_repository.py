@@ -1,4 +1,4 @@
-"""The model in a Triton that somebody runs already: as a backend called `vllm`, with a config.pbtxt of theirs."""
+"""The model in a Triton that an operator runs already: as a backend called `vllm`, with a config.pbtxt of theirs."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_bad_priority_timeout_or_tenant_is_refused_by_name(post, name: str, va
     assert f"INVALID_ARGUMENT: sampling parameter '{name}' has the value" in response.json()["error"]
 
 
-def test_a_small_queue_refuses_nobody_on_an_idle_server() -> None:
+def test_a_small_queue_refuses_no_client_of_an_idle_server() -> None:
     with (
         new_server({"max_queue_size": "2"}) as server,
         DFlashClient(server.grpc_url, "grpc", timeout_s=60) as client,

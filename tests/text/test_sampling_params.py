@@ -26,22 +26,24 @@ def test_nothing_given_is_the_defaults():
     assert parse(temperature=None, stop=None, seed=None) == SamplingParams()
 
 
-def test_numbers_and_booleans_may_be_text():
-    params = parse(max_tokens="64", temperature="0.5", top_k="20", ignore_eos="true", skip_special_tokens="False")
-    assert params == SamplingParams(
-        max_tokens=64, temperature=0.5, top_k=20, ignore_eos=True, skip_special_tokens=False
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "expected", "values"),
     [
+        ("n", 3, ["3"]),
+        ("max_tokens", 64, ["64"]),
+        ("ignore_eos", True, ["true"]),
+        ("skip_special_tokens", False, ["False"]),
+        ("presence_penalty", -0.5, ["-0.5"]),
+        ("frequency_penalty", 2.0, ["2"]),
+        ("repetition_penalty", 1.1, ["1.1"]),
         ("stop", ("END",), ["END"]),
         ("stop", ("a", "b"), [["a", "b"], '["a", "b"]', ["a", "b", "a"]]),
         ("stop", ("[x",), ["[x"]),
         ("stop", (), [[]]),
         ("stop_token_ids", (5, 6), [[5, 6], "[5, 6]", ("5", 6), [5, 6, 5]]),
+        ("stop_token_ids", (), [[]]),
         ("top_k", 0, [-1]),
+        ("top_k", 20, ["20"]),
         ("temperature", LOWEST_TEMPERATURE, [1e-9]),
         ("temperature", 0.0, [0]),
         ("temperature", 1.0, ["1."]),
@@ -53,11 +55,12 @@ def test_numbers_and_booleans_may_be_text():
         ("seed", 2**63 - 2, [-2]),
         ("seed", 2**63 - 5, ["-5"]),
         ("logprobs", 1, [True, "true"]),
-        ("logprobs", 0, [False, "False"]),
+        ("logprobs", 0, [False, "False", "0"]),
         ("logprobs", 20, [20]),
         ("logprobs", 7, ["7"]),
         ("logprobs", None, [None]),
         ("logit_bias", {17: 3.0}, [{17: 3}, {"17": 3}, '{"17": 3}']),
+        ("logit_bias", {17: -100.0, 5: 1.5}, ['{"17": -100, "5": "1.5"}']),
         ("logit_bias", {1: 100.0, 2: -100.0}, [{"1": 1e9, "2": -101}]),
     ],
 )
@@ -152,10 +155,7 @@ def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
         parse(**{"x" * 3_900_000: 1})
 
 
-# Parameters of vLLM
-
-
-# vLLM's defaults.
+# Parameters of vLLM, and its defaults.
 NULL = """prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids stream_interval
 structured_outputs guided_decoding allowed_token_ids extra_args skip_reading_prefix_cache thinking_token_budget
 repetition_detection trace_decode_token_ids truncate_prompt_tokens"""
@@ -213,7 +213,7 @@ def test_any_other_value_of_a_parameter_of_vllm_is_refused_by_name(name, value, 
         parse(**{name: value})
 
 
-def test_best_of_may_be_as_many_as_n():
+def test_as_many_as_n_is_taken_for_best_of():
     assert parse(n=3, best_of="3").n == 3
 
 
@@ -228,25 +228,6 @@ def test_a_name_of_another_server_is_answered_with_ours(name, other):
 
 def test_names_of_triton_are_skipped():
     assert parse(triton_anything="x") == SamplingParams()
-
-
-def test_penalties_bias_logprobs_and_n_may_be_text():
-    params = parse(
-        n="3",
-        presence_penalty="-0.5",
-        frequency_penalty="2",
-        repetition_penalty="1.1",
-        logit_bias='{"17": -100, "5": "1.5"}',
-        logprobs="0",
-    )
-    assert params == SamplingParams(
-        n=3,
-        presence_penalty=-0.5,
-        frequency_penalty=2.0,
-        repetition_penalty=1.1,
-        logit_bias={17: -100.0, 5: 1.5},
-        logprobs=0,
-    )
 
 
 def test_a_bias_for_no_token_is_refused_where_the_vocabulary_is_known():

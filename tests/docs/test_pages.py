@@ -1,0 +1,124 @@
+"""What pages say is what the code has: settings, options, parameters, metrics, log lines, files, and quoted output.
+
+Their examples are run by `test_examples`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import runpy
+
+import pytest
+
+from dflash_backend.checkpoints import TARGET_ARCHITECTURES
+from dflash_backend.config import SETTINGS, asset_path
+from dflash_backend.evaluation.datasets import EMBEDDED_SETS
+from dflash_backend.evaluation.hub_sets import HUB_SETS
+from dflash_backend.spec_stats import SpecDecodingStats
+from dflash_backend.text.chat import OPTION_NAMES
+from dflash_backend.text.sampling_params import PARAMETERS
+from dflash_backend.triton.metrics import METRICS
+from dflash_cli.main import main, parser
+from dflash_client.sampling import Sampling
+from tests.docs.conftest import DOCS, ROOT, first_column, page
+
+CLIENTS, OPERATORS = page("clients.md"), page("operators.md")
+OF_THE_SOURCE = (
+    "README.md",
+    "architecture.md",
+    "dflash.md",
+    "contributing.md",
+    "scheduling.md",
+    "gpu.md",
+    "checkpoints.md",
+)
+REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")
+
+
+def test_the_settings_page_is_what_the_schema_says() -> None:
+    writer = runpy.run_path(str(DOCS / "write_settings.py"))
+    assert page("settings.md") == writer["page"](), "run `make docs`"
+
+
+def test_the_evaluation_page_names_every_option_figure_and_set() -> None:
+    commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    options = [option for action in commands.choices["eval"]._actions for option in action.option_strings]
+    derived = [name for name in SpecDecodingStats().as_dict() if not name.endswith("_per_pos")]
+    for name in [*options, *derived, *EMBEDDED_SETS, *HUB_SETS]:
+        assert name in ("-h", "--help") or name in page("evaluation.md"), name
+
+
+def test_the_checkpoints_page_names_every_architecture() -> None:
+    assert all(f"`{architecture}`" in page("checkpoints.md") for architecture in TARGET_ARCHITECTURES)
+
+
+def test_the_checkpoints_page_quotes_inspect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quoted = page("checkpoints.md").partition("drafter demo/pair/draft\n")[2].partition("```")[0].splitlines()
+    monkeypatch.chdir(ROOT)
+    assert main(["inspect", "demo/pair/draft"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    # Which backends there are, and what for, depends on the machine.
+    expected = [line for line in quoted if line != "  ..." and not line.startswith("  backend ")]
+    assert len(expected) > 10
+    assert [line for line in printed if line in expected] == expected
+
+
+def test_the_tables_of_inputs_and_outputs_are_those_of_the_model() -> None:
+    config = asset_path("model_repository", "dflash", "config.pbtxt").read_text(encoding="utf-8")
+    inputs, _, outputs = config.partition("\noutput [")
+    for heading, tensors in (("Inputs", inputs), ("Outputs", outputs.partition("]\ninstance")[0])):
+        assert sorted(first_column(CLIENTS, heading)) == sorted(re.findall(r'\{ name: "(\w+)"', tensors))
+
+
+def test_the_table_of_sampling_parameters_is_that_of_the_server_and_of_the_client() -> None:
+    names = sorted(parameter.name for parameter in PARAMETERS)
+    assert sorted(first_column(CLIENTS, "Sampling parameters")) == names
+    assert sorted(Sampling.__annotations__) == sorted([*names, *OPTION_NAMES])
+
+
+def test_the_table_of_metrics_and_their_labels_is_that_of_the_server() -> None:
+    assert first_column(OPERATORS, "Metrics") == [metric.name for metric in METRICS]
+    assert set(re.findall(r"`(dflash:\w+)`", OPERATORS)) == {metric.name for metric in METRICS}
+    for metric in METRICS:
+        (kind,) = re.findall(rf"^\| `{metric.name}` \| ([^|]*) \|", OPERATORS, re.MULTILINE)
+        assert kind == metric.kind + (f", by `{metric.label}`" if metric.label else "")
+
+
+@pytest.mark.parametrize("words", [name for name in first_column(OPERATORS, "Log") if " " in name])
+def test_log_lines_are_the_servers(words: str) -> None:
+    stem = words.split(" 70%")[0].rstrip(": ")
+    assert any(stem in path.read_text(encoding="utf-8") for path in (ROOT / "dflash_backend").rglob("*.py"))
+
+
+def test_settings_that_the_operators_page_assigns_exist() -> None:
+    known = {setting.name for setting in SETTINGS}
+    assert set(re.findall(r"`(\w+_\w+)=", OPERATORS)) <= known
+    assert {name.lower() for name in re.findall(r"DFLASH_([A-Z_]*[A-Z])", OPERATORS)} <= known
+
+
+def test_files_and_functions_that_the_pages_name_exist() -> None:
+    references = {match for name in OF_THE_SOURCE for match in REFERENCE.findall(page(name))}
+    assert len(references) > 50
+    missing = sorted(f"{file}:{name}" for file, name in references if not _is_defined(file, name))
+    assert not missing
+
+
+def _is_defined(file: str, name: str) -> bool:
+    for folder in (ROOT, ROOT / "dflash_backend"):
+        path = folder / file
+        if path.is_file():
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            return not name or any(name in _names(node) for node in ast.walk(tree))
+    return False
+
+
+def _names(node: ast.AST) -> list[str]:
+    """What a definition or an assignment names."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef) else []
