@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,29 @@ from tests.client.conftest import one_more_cancellation, url_of
 pytestmark = pytest.mark.server
 
 Body = Callable[[AsyncDFlashClient], Awaitable[None]]
+Run = Callable[[Body], None]
 
 
-@dataclass
-class Runner:
+@pytest.fixture(params=["grpc", "http"])
+def protocol(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def run(protocol: Any, toy: TritonServer) -> Run:
     """Runs a coroutine with a client of the toy server."""
 
-    url: str
-    protocol: Any
-
-    def __call__(self, body: Body) -> None:
+    def run(body: Body) -> None:
         async def main() -> None:
-            async with AsyncDFlashClient(self.url, self.protocol, timeout_s=20.0) as client:
+            async with AsyncDFlashClient(url_of(toy, protocol), protocol, timeout_s=20.0) as client:
                 await body(client)
 
         asyncio.run(main())
 
-
-@pytest.fixture(params=["grpc", "http"])
-def run(request: pytest.FixtureRequest, toy: TritonServer) -> Runner:
-    """For each protocol."""
-    return Runner(url_of(toy, request.param), request.param)
+    return run
 
 
-def test_many_requests_run_at_the_same_time(run: Runner) -> None:
+def test_many_requests_run_at_the_same_time(run: Run) -> None:
     async def body(client: AsyncDFlashClient) -> None:
         results = await asyncio.gather(*(client.generate(f"prompt {i}") for i in range(32)))
         assert [result.text for result in results] == [f"prompt {i}" for i in range(32)]
@@ -48,7 +46,7 @@ def test_many_requests_run_at_the_same_time(run: Runner) -> None:
     run(body)
 
 
-def test_leaving_the_loop_cancels_the_request(run: Runner, cancel_log: Path) -> None:
+def test_leaving_the_loop_cancels_the_request(run: Run, cancel_log: Path) -> None:
     async def body(client: AsyncDFlashClient) -> None:
         async for delta in client.stream("forever"):
             assert delta.text == "x"
@@ -60,7 +58,7 @@ def test_leaving_the_loop_cancels_the_request(run: Runner, cancel_log: Path) -> 
         run(body)
 
 
-def test_leaving_a_with_block_cancels_the_request(run: Runner, cancel_log: Path) -> None:
+def test_leaving_a_with_block_cancels_the_request(run: Run, cancel_log: Path) -> None:
     async def body(client: AsyncDFlashClient) -> None:
         async with client.stream("forever") as stream:
             assert (await anext(stream)).text == "x"
@@ -70,7 +68,7 @@ def test_leaving_a_with_block_cancels_the_request(run: Runner, cancel_log: Path)
         run(body)
 
 
-def test_closing_the_client_cancels_a_stream_that_was_left_open(run: Runner, cancel_log: Path) -> None:
+def test_closing_the_client_cancels_a_stream_that_was_left_open(run: Run, cancel_log: Path) -> None:
     unfinished = []
 
     async def body(client: AsyncDFlashClient) -> None:
@@ -88,7 +86,7 @@ def test_closing_the_client_cancels_a_stream_that_was_left_open(run: Runner, can
 
 
 @pytest.mark.parametrize("prompt", ["forever", "silent"])
-def test_cancelling_the_task_cancels_the_request(run: Runner, cancel_log: Path, prompt: str) -> None:
+def test_cancelling_the_task_cancels_the_request(run: Run, cancel_log: Path, protocol: Any, prompt: str) -> None:
     async def body(client: AsyncDFlashClient) -> None:
         async def read() -> None:
             async for _ in client.stream(prompt):
@@ -101,5 +99,5 @@ def test_cancelling_the_task_cancels_the_request(run: Runner, cancel_log: Path, 
             await task
         await asyncio.to_thread(cancelled)
 
-    with one_more_cancellation(cancel_log, run.protocol, prompt) as cancelled:
+    with one_more_cancellation(cancel_log, protocol, prompt) as cancelled:
         run(body)
