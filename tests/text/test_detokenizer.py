@@ -1,7 +1,7 @@
 """Incremental text: nothing lost, nothing torn, nothing past a stop string."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_backend.messages import SamplingParams
@@ -40,7 +40,8 @@ def run(tokenizer: Tokenizer, token_ids, sizes, **sampling) -> tuple[list[str], 
     return [delta.text for delta in deltas], deltas[-1].stopped
 
 
-@settings(max_examples=400)
+# Without limits of time, which a machine that does other work as well does not keep.
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     ids=st.one_of(byte_ids, st.lists(st.integers(0, START), max_size=30), long_run(0xE6), long_run(START)),
     sizes=part_sizes,
