@@ -56,9 +56,14 @@ class CancellationWatch:
         gone: list[str] = []
         failed: list[tuple[str, SendFailed]] = []
         asked = 0
-        while self._watched and self._due >= 1.0 and asked < CHECKS_A_TURN:
-            request_id, responder = self._watched.popleft()
-            if request_id not in in_flight:
+        while self._watched:
+            request_id, responder = self._watched[0]
+            is_in_flight = request_id in in_flight
+            # Those that have ended go also when no question is due, else requests that are all short would pile up.
+            if is_in_flight and (self._due < 1.0 or asked == CHECKS_A_TURN):
+                break
+            self._watched.popleft()
+            if not is_in_flight:
                 continue
             asked += 1
             self._due -= 1.0

@@ -86,6 +86,22 @@ def test_a_request_that_has_ended_is_not_asked_about():
     assert min(client.asked for client in clients.values()) > 0
 
 
+@pytest.mark.parametrize(("lasts_s", "pause_s"), [(0.02, 0.03), (0.18, 0.06), (0.02, 1.0)])
+def test_requests_that_come_one_after_the_other_do_not_pile_up(lasts_s, pause_s):
+    """Each ends before it is asked about, and with none in flight nothing is due."""
+    watched, now = CancellationWatch(), 100.0
+    for n in range(500):
+        client = Client()
+        watched.add(str(n), client)
+        for step in range(4):
+            watched.ask(now + step / 4 * lasts_s, {str(n): client})
+        now += lasts_s
+        for _ in range(round(pause_s / 0.25) + 1):
+            watched.ask(now, {})
+            now += min(pause_s, 0.25)
+        assert len(watched._watched) <= 1
+
+
 def test_outputs_get_their_turn_between_many_questions():
     watched, clients = watch(1024)
     watched.ask(200.0, clients)
