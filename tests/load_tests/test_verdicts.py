@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,11 @@ def hits_and_misses(hit_s: float = 0.1, miss_s: float = 1.0) -> list[Sample]:
     ]
 
 
+def good(*more: Sample, **changes: Any) -> Run:
+    """A run that meets all bounds, apart from `more` samples and `changes` of the result."""
+    return finished(samples=[*hits_and_misses(), *more], **changes)
+
+
 def missed(run: Run) -> list[str]:
     return [bound.name for bound in run.bounds if bound.missed]
 
@@ -36,133 +42,17 @@ def last_observation(**metrics: float) -> list[Any]:
     return [*seen, observation(40.0, metrics={**seen[-1].metrics, **metrics})]
 
 
-def test_a_good_run_passes() -> None:
-    run = finished(samples=hits_and_misses())
-    assert missed(run) == []
-    assert run.verdict == "PASS"
-
-
-@pytest.mark.parametrize(("outcome", "name"), [("error", "errors"), ("refused", "refused requests")])
-def test_a_request_that_was_not_answered_fails_the_run(outcome: str, name: str) -> None:
-    run = finished(samples=[*hits_and_misses(), sample(39.9, outcome=outcome)])
-    assert missed(run) == [name]
-
-
-def test_a_wrong_answer_fails_the_run() -> None:
-    run = finished(samples=hits_and_misses())
+def with_wrong_answer(run: Run) -> Run:
     run.result.recorder.num_wrong = 1
-    assert missed(run) == ["wrong answers"]
+    return run
 
 
-@pytest.mark.parametrize(
-    ("metric", "name"),
-    [
-        (RUNNING, "requests still running after the end"),
-        (WAITING, "requests still waiting after the end"),
-        (KV_USAGE, "KV blocks still in use after the end"),
-    ],
-)
-def test_what_is_left_in_the_engine_fails_the_run(metric: str, name: str) -> None:
-    assert missed(finished(samples=hits_and_misses(), observations=last_observation(**{metric: 0.5}))) == [name]
-
-
-def test_a_run_that_nobody_watched_fails() -> None:
-    assert "requests still running after the end" in missed(finished(samples=hits_and_misses(), observations=[]))
-
-
-def test_a_run_without_answers_fails() -> None:
-    assert "right answers" in missed(finished(samples=[]))
-
-
-def test_decaying_acceptance_fails_the_run() -> None:
+def decaying() -> Run:
+    """In its last quarter fewer drafts are accepted."""
     samples = hits_and_misses()
     for one in samples[750:]:
         one.num_accepted = 15
-    assert missed(finished(samples=samples)) == ["acceptance length of the last quarter, off the first's"]
-
-
-def test_another_mixture_of_questions_is_no_drift() -> None:
-    """A question that accepts little is asked twice as often in the last quarter; each accepts what it did."""
-    samples = hits_and_misses()
-    for index, one in enumerate(samples):
-        if index % (3 if index < 750 else 2) == 0:
-            one.question, one.num_accepted = "hard", 2
-    run = finished(samples=samples)
-    assert bounds.acceptance_drift(run.result).measured == pytest.approx(0.0)
-    for one in samples[750:]:
-        one.num_accepted -= one.question == "hard"
-    assert bounds.acceptance_drift(run.result).verdict == "FAIL"
-
-
-def test_questions_of_one_quarter_alone_are_not_compared() -> None:
-    samples = hits_and_misses()
-    for one in samples[:240]:
-        one.question = "early"
-    drift = bounds.acceptance_drift(finished(samples=samples).result)
-    assert not drift.required
-    assert "10 answers to the same questions" in drift.note
-
-
-def test_acceptance_of_a_handful_of_answers_is_shown_and_not_judged() -> None:
-    samples = hits_and_misses()[::100]
-    samples[-1].num_accepted = 0
-    drift = bounds.acceptance_drift(finished(samples=samples).result)
-    assert not drift.met
-    assert not drift.required
-    assert drift.line().startswith("not measured: acceptance length of the last quarter, off the first's: ")
-
-
-def test_a_run_with_a_bound_that_could_not_be_judged_is_incomplete() -> None:
-    run = finished(samples=hits_and_misses()[::97])
-    assert missed(run) == []
-    assert run.verdict == "INCOMPLETE"
-    assert not [
-        line for line in (bound.line() for bound in run.bounds if not bound.required) if line.startswith("pass")
-    ]
-
-
-def test_a_handful_of_misses_is_not_judged() -> None:
-    samples = [sample(index * 0.04, **(MISS if index < 2 else {})) for index in range(1000)]
-    bound = bounds.hit_ttft(finished(samples=samples).result)
-    assert bound.verdict == "not measured"
-    assert "2 misses; at least 10 of each are needed" in bound.line()
-
-
-def test_what_a_setting_switches_off_is_not_asked_for() -> None:
-    off = Bound("a", None, "at most", 1.0, applies=False, note="prefix caching is off")
-    assert (off.line(), verdict(True, [off])) == ("not asked: a: prefix caching is off", "PASS")
-
-
-def test_a_hit_rate_far_from_the_ideal_fails_the_run() -> None:
-    run = finished(samples=hits_and_misses(), ideal=IdealHits(1000, 930), ideal_bounded=IdealHits(1000, 930))
-    assert missed(run) == ["prefix cache hit rate below the ideal"]
-
-
-def test_a_hit_rate_below_the_ideal_is_excused_by_a_pool_that_is_too_small() -> None:
-    run = finished(samples=hits_and_misses(), ideal=IdealHits(1000, 950), ideal_bounded=IdealHits(1000, 900))
-    assert missed(run) == []
-    assert "too small" in bounds.hit_rate(run.result).note
-
-
-def test_a_cache_that_is_on_and_counts_nothing_fails_the_run() -> None:
-    empty = [observation(float(at), metrics={QUERIES: 0.0, HITS: 0.0}) for at in range(41)]
-    assert bounds.hit_rate(finished(observations=empty).result).verdict == "FAIL (not measured)"
-
-
-def test_nothing_is_asked_of_a_cache_that_is_off() -> None:
-    run = finished(
-        samples=hits_and_misses(), settings={"enable_prefix_caching": "false"}, ideal=None, ideal_bounded=None
-    )
-    assert missed(run) == []
-
-
-def test_hits_that_are_as_slow_as_misses_fail_the_run() -> None:
-    run = finished(samples=hits_and_misses(hit_s=0.3, miss_s=1.0))
-    assert missed(run) == ["time to first token, hits over misses (medians)"]
-
-
-def test_hits_are_only_compared_when_there_are_misses() -> None:
-    assert bounds.hit_ttft(finished().result).verdict == "FAIL (not measured)"
+    return finished(samples=samples)
 
 
 def interference(gap_s: float) -> Run:
@@ -172,14 +62,6 @@ def interference(gap_s: float) -> Run:
         one.gaps = array("d", [0.05, gap_s, gap_s])
     arriving = [sample(30.0, phase="with long prompts", traffic="long prompts")]
     return finished("interference", [*alone, *beside, *arriving])
-
-
-def test_streams_that_keep_their_pace_beside_long_prompts_pass() -> None:
-    assert missed(interference(gap_s=0.09)) == []
-
-
-def test_streams_that_stutter_beside_long_prompts_fail() -> None:
-    assert missed(interference(gap_s=0.2)) == ["inter-token p99 in 'with long prompts' over 'alone'"]
 
 
 def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "right") -> Run:
@@ -192,24 +74,6 @@ def tenants(polite_s: float = 0.5, flood_every_s: float = 1.1, outcome: str = "r
     both = [sample(20.0, phase="both", traffic="flood", ended_s=20 + at * flood_every_s) for at in range(40)]
     phases = [PhaseSpan("idle", 0.0, 5.0), PhaseSpan("flood", 5.0, 20.0), PhaseSpan("both", 20.0, 40.0)]
     return finished("tenants", [*idle, *alone, *beside, *both], phases=phases)
-
-
-def test_a_tenant_that_is_served_beside_a_flood_passes() -> None:
-    assert missed(tenants()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"polite_s": 0.7}, "median latency of the other tenant beside the flood, over idle"),
-        ({"flood_every_s": 1.5}, "goodput of the flood beside the other tenant, over alone"),
-        ({"outcome": "cancelled"}, "requests of the other tenant that were answered"),
-    ],
-)
-def test_a_tenant_that_a_flood_holds_up_and_a_flood_that_is_slowed_down_fail(
-    changes: dict[str, Any], name: str
-) -> None:
-    assert missed(tenants(**changes)) == [name]
 
 
 def overloaded(
@@ -246,69 +110,168 @@ def overloaded(
     )
 
 
-def test_an_overload_that_is_carried_passes() -> None:
-    assert missed(overloaded()) == []
-    assert overload.recovery_s(overloaded().result) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"goodput": 8.0}, "goodput in overload over its peak"),
-        ({"refusal_s": 0.06}, "time to refusal, p99"),
-        ({"queue": 97.0}, "longest queue"),
-        ({"offered": 15.0}, "offered load over capacity"),
-        ({"slow_until_s": 40.0}, "recovery after the load"),
-    ],
-)
-def test_each_bound_of_an_overload_can_be_missed(changes: dict[str, float], name: str) -> None:
-    assert missed(overloaded(**changes)) == [name]
-
-
 def growing(role: str, per_second: int) -> Run:
     seen = [
         observation(
-            float(at), rss_bytes={name: (100 << 20) + (at * per_second if name == role else 0) for name in roles}
+            float(at), rss_bytes={name: (100 << 20) + (at * per_second if name == role else 0) for name in ROLES}
         )
-        for roles in [("stub", "engine", "server")]
         for at in range(41)
     ]
     return finished("soak", observations=seen)
 
 
-@pytest.mark.parametrize("role", ["stub", "engine", "server"])
-def test_memory_that_grows_fails_a_soak(role: str) -> None:
-    assert missed(growing(role, per_second=0)) == []
-    assert missed(growing(role, per_second=400 << 10)) == [
-        f"memory of the {role} in the last third, largest over smallest"
+ROLES = ("stub", "engine", "server")
+UNSEEN = [observation(float(at), rss_bytes={}) for at in range(41)]
+NO_CACHE = {"settings": {"enable_prefix_caching": "false"}, "ideal": None, "ideal_bounded": None}
+FAR_FROM_IDEAL = {"ideal": IdealHits(1000, 930), "ideal_bounded": IdealHits(1000, 930)}
+CANCELLED = [sample(1.0), sample(2.0, outcome="cancelled")]
+
+# Runs, each with the one bound that it misses, or with none.
+RUNS: dict[str, tuple[Callable[[], Run], str | None]] = {
+    "a good run": (good, None),
+    "an error": (lambda: good(sample(39.9, outcome="error")), "errors"),
+    "a refusal": (lambda: good(sample(39.9, outcome="refused")), "refused requests"),
+    "a wrong answer": (lambda: with_wrong_answer(good()), "wrong answers"),
+    "running": (lambda: good(observations=last_observation(**{RUNNING: 0.5})), "requests still running after the end"),
+    "waiting": (lambda: good(observations=last_observation(**{WAITING: 0.5})), "requests still waiting after the end"),
+    "blocks": (lambda: good(observations=last_observation(**{KV_USAGE: 0.5})), "KV blocks still in use after the end"),
+    "decay": (decaying, "acceptance length of the last quarter, off the first's"),
+    "few hits": (lambda: good(**FAR_FROM_IDEAL), "prefix cache hit rate below the ideal"),
+    "no cache": (lambda: good(**NO_CACHE), None),
+    "slow hits": (
+        lambda: finished(samples=hits_and_misses(hit_s=0.3, miss_s=1.0)),
+        "time to first token, hits over misses (medians)",
+    ),
+    "streams that keep their pace": (lambda: interference(gap_s=0.09), None),
+    "streams that stutter": (lambda: interference(gap_s=0.2), "inter-token p99 in 'with long prompts' over 'alone'"),
+    "tenants": (tenants, None),
+    "a tenant that waits": (
+        lambda: tenants(polite_s=0.7),
+        "median latency of the other tenant beside the flood, over idle",
+    ),
+    "a flood that is slowed down": (
+        lambda: tenants(flood_every_s=1.5),
+        "goodput of the flood beside the other tenant, over alone",
+    ),
+    "a tenant that is cancelled": (
+        lambda: tenants(outcome="cancelled"),
+        "requests of the other tenant that were answered",
+    ),
+    "overload": (overloaded, None),
+    "low goodput": (lambda: overloaded(goodput=8.0), "goodput in overload over its peak"),
+    "slow refusals": (lambda: overloaded(refusal_s=0.06), "time to refusal, p99"),
+    "a long queue": (lambda: overloaded(queue=97.0), "longest queue"),
+    "too little load": (lambda: overloaded(offered=15.0), "offered load over capacity"),
+    "slow recovery": (lambda: overloaded(slow_until_s=40.0), "recovery after the load"),
+    "a soak": (lambda: growing("stub", per_second=0), None),
+    **{
+        f"memory of the {role}": (
+            lambda role=role: growing(role, per_second=400 << 10),
+            f"memory of the {role} in the last third, largest over smallest",
+        )
+        for role in ROLES
+    },
+    "memory of a server that is not ours": (lambda: finished("soak", observations=UNSEEN), None),
+    "a slow burst": (lambda: finished("burst", [sample(1.0), sample(2.0, ended_s=9.0)]), "slowest answer"),
+    "nothing cancelled": (lambda: finished("cancel-heavy"), "cancelled requests"),
+    "cancelled": (lambda: finished("cancel-heavy", CANCELLED), None),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_misses_the_bound_that_it_breaks_and_no_other(name: str) -> None:
+    make, bound = RUNS[name]
+    run = make()
+    assert missed(run) == ([] if bound is None else [bound])
+    assert run.verdict == "PASS" or name != "a good run"
+
+
+def test_a_run_without_observations_fails() -> None:
+    assert "requests still running after the end" in missed(good(observations=[]))
+
+
+def test_a_run_without_answers_fails() -> None:
+    assert "right answers" in missed(finished(samples=[]))
+
+
+def test_another_mixture_of_questions_is_no_drift() -> None:
+    """A question that accepts little is asked twice as often in the last quarter; each accepts what it did."""
+    samples = hits_and_misses()
+    for index, one in enumerate(samples):
+        if index % (3 if index < 750 else 2) == 0:
+            one.question, one.num_accepted = "hard", 2
+    run = finished(samples=samples)
+    assert bounds.acceptance_drift(run.result).measured == pytest.approx(0.0)
+    for one in samples[750:]:
+        one.num_accepted -= one.question == "hard"
+    assert bounds.acceptance_drift(run.result).verdict == "FAIL"
+
+
+def test_questions_of_one_quarter_alone_are_not_compared() -> None:
+    samples = hits_and_misses()
+    for one in samples[:240]:
+        one.question = "early"
+    drift = bounds.acceptance_drift(finished(samples=samples).result)
+    assert not drift.required
+    assert "10 answers to the same questions" in drift.note
+
+
+def test_acceptance_of_a_handful_of_answers_is_shown_and_has_no_verdict() -> None:
+    samples = hits_and_misses()[::100]
+    samples[-1].num_accepted = 0
+    drift = bounds.acceptance_drift(finished(samples=samples).result)
+    assert not drift.met
+    assert not drift.required
+    assert drift.line().startswith("not measured: acceptance length of the last quarter, off the first's: ")
+
+
+def test_a_run_with_a_bound_that_could_not_be_checked_is_incomplete() -> None:
+    run = finished(samples=hits_and_misses()[::97])
+    assert missed(run) == []
+    assert run.verdict == "INCOMPLETE"
+    assert not [
+        line for line in (bound.line() for bound in run.bounds if not bound.required) if line.startswith("pass")
     ]
 
 
-def test_the_memory_of_a_server_that_is_not_ours_is_not_judged() -> None:
-    unseen = [observation(float(at), rss_bytes={}) for at in range(41)]
-    assert missed(finished("soak", observations=unseen)) == []
+def test_a_handful_of_misses_has_no_verdict() -> None:
+    samples = [sample(index * 0.04, **(MISS if index < 2 else {})) for index in range(1000)]
+    bound = bounds.hit_ttft(finished(samples=samples).result)
+    assert bound.verdict == "not measured"
+    assert "2 misses; at least 10 of each are needed" in bound.line()
 
 
-def test_a_slow_answer_fails_a_burst() -> None:
-    run = finished("burst", [sample(1.0), sample(2.0, ended_s=9.0)])
-    assert missed(run) == ["slowest answer"]
+def test_what_a_setting_switches_off_is_not_asked_for() -> None:
+    off = Bound("a", None, "at most", 1.0, applies=False, note="prefix caching is off")
+    assert (off.line(), verdict(True, [off])) == ("not asked: a: prefix caching is off", "PASS")
 
 
-def test_a_cancel_heavy_run_must_have_cancelled_something() -> None:
-    assert missed(finished("cancel-heavy")) == ["cancelled requests"]
-    cancelled = [sample(1.0), sample(2.0, outcome="cancelled")]
-    assert missed(finished("cancel-heavy", cancelled)) == []
+def test_a_hit_rate_below_the_ideal_is_excused_by_a_pool_that_is_too_small() -> None:
+    run = good(ideal=IdealHits(1000, 950), ideal_bounded=IdealHits(1000, 900))
+    assert missed(run) == []
+    assert "too small" in bounds.hit_rate(run.result).note
+
+
+def test_a_cache_that_is_on_and_counts_nothing_fails_the_run() -> None:
+    empty = [observation(float(at), metrics={QUERIES: 0.0, HITS: 0.0}) for at in range(41)]
+    assert bounds.hit_rate(finished(observations=empty).result).verdict == "FAIL (not measured)"
+
+
+def test_hits_are_only_compared_when_there_are_misses() -> None:
+    assert bounds.hit_ttft(finished().result).verdict == "FAIL (not measured)"
+
+
+def test_the_time_to_recover_from_an_overload_is_measured() -> None:
+    assert overload.recovery_s(overloaded().result) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_every_scenario_fails_on_a_wrong_answer(name: str) -> None:
-    run = finished(name)
-    run.result.recorder.num_wrong = 1
-    assert "wrong answers" in missed(run)
+    assert "wrong answers" in missed(with_wrong_answer(finished(name)))
 
 
 def test_an_interrupted_run_is_neither_passed_nor_failed() -> None:
-    assert finished(samples=hits_and_misses(), complete=False).verdict == "INTERRUPTED"
+    assert good(complete=False).verdict == "INTERRUPTED"
 
 
 def test_what_was_not_measured_is_missed() -> None:
