@@ -11,6 +11,7 @@ from dflash_backend.attention import AttentionPattern, KVLayer, RowLayout
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
+from dflash_backend.worker.batch import spans
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -42,8 +43,7 @@ def context(
     """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`."""
     backend = TorchBackend(BLOCK_SIZE)
     lens = np.array(query_lens, dtype=np.int64)
-    positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, query_lens, strict=True)])
-    rows = np.repeat(np.arange(len(starts)), lens)
+    rows, positions = spans(np.array(starts, dtype=np.int64), lens)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables).to(device))
     where, to = torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device)

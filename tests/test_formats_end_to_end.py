@@ -21,7 +21,6 @@ from benchmarks.workload import held_out_dir, load_prompts
 from checks.acceptance import shifted_drafter
 from checks.sampling import PROMPT, exact_distribution
 from dflash_backend import LLM
-from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import asset_path
 from dflash_backend.drafters import layer_ids as conversion
 from dflash_backend.engine.llm import RequestOutput
@@ -94,23 +93,11 @@ def test_with_a_tenth_of_the_vocabulary_the_output_is_the_same(cut: Path, origin
     assert 1.5 < found.acceptance_length < original.acceptance_length
 
 
-def test_a_checkpoint_can_ask_for_a_smaller_k(tmp_path: Path) -> None:
-    llm = LLM(target=str(rewrite(DRAFT, TARGET, tmp_path, num_speculative_tokens=7)))
-    assert llm.engine.ready.num_speculative_tokens == 7
-
-
 @pytest.mark.parametrize("k", [1, 6])
 def test_a_smaller_k_gives_the_same_output(k: int, rewritten: Path, original: Answers) -> None:
     found = answers(target=str(rewritten), num_speculative_tokens=k)
     assert found.token_ids == original.token_ids
     assert 1.5 < found.acceptance_length <= 1 + k
-
-
-@pytest.mark.parametrize("which", ["rewritten", "z-lab"])
-def test_a_larger_k_is_refused_with_the_reason(which: str, rewritten: Path) -> None:
-    draft = rewritten if which == "rewritten" else DRAFT
-    with pytest.raises(CheckpointError, match=r"num_speculative_tokens is 16; .*blocks? of 16.* 15"):
-        LLM(draft=str(draft), num_speculative_tokens=16)
 
 
 @pytest.mark.slow

@@ -59,24 +59,7 @@ def test_a_backend_that_is_not_installed_is_named() -> None:
         select_backend("flash_attn", NEEDS, 16)
 
 
-class CausalOnly(TorchBackend):
-    """A backend as some are: no query sees past its own position."""
-
-    name = "triton"
-    capabilities = limited(non_causal=False)
-
-
-class NonCausalOnly(TorchBackend):
-    name = "triton"
-    capabilities = limited(causal=False)
-
-
-class NoWindows(TorchBackend):
-    name = "triton"
-    capabilities = limited(sliding_window=False)
-
-
-Prefer = Callable[[type[TorchBackend]], None]
+Prefer = Callable[[Capabilities], None]
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +73,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prefer(monkeypatch: pytest.MonkeyPatch) -> Prefer:
-    """Installs a backend that `auto` asks before torch."""
+    """Installs a backend with these capabilities, which `auto` asks before torch."""
 
-    def install(backend: type[TorchBackend]) -> None:
+    def install(capabilities: Capabilities) -> None:
+        backend = type("Preferred", (TorchBackend,), {"name": "triton", "capabilities": capabilities})
         monkeypatch.delitem(BACKENDS, TorchBackend.name)
-        monkeypatch.setitem(BACKENDS, backend.name, (backend.capabilities, backend))
+        monkeypatch.setitem(BACKENDS, backend.name, (capabilities, backend))
         monkeypatch.setitem(BACKENDS, TorchBackend.name, (TorchBackend.capabilities, TorchBackend))
 
     return install
@@ -106,33 +90,28 @@ def load(pair: Path, target: str = "target", **settings: object) -> str:
     return build_engine(EngineConfig.from_values(values | settings)).runner.step.backend.name
 
 
-def test_a_non_causal_drafter_is_refused_at_load_on_a_causal_backend(pair: Path, prefer: Prefer) -> None:
-    prefer(CausalOnly)
-    with pytest.raises(BackendError, match="'triton' lacks non-causal attention.*these would do: torch"):
-        load(pair, attention_backend="triton")
-    assert load(pair, attention_backend="auto") == "torch"
-
-
-def test_the_causal_setting_makes_a_causal_backend_do(pair: Path, prefer: Prefer) -> None:
-    prefer(CausalOnly)
-    assert load(pair, attention_backend="triton", causal="true") == "triton"
-    assert load(pair, causal="true") == "triton"
-    assert load(pair, draft_model="") == "triton"
-
-
-def test_causal_layers_are_refused_at_load_on_a_backend_without_them(pair: Path, prefer: Prefer) -> None:
-    prefer(NonCausalOnly)
-    with pytest.raises(BackendError, match="'triton' lacks causal attention.*these would do: torch"):
-        load(pair, attention_backend="triton", causal="true")
-    assert load(pair, causal="true") == "torch"
-
-
-def test_windows_are_refused_at_load_on_a_backend_without_them(pair: Path, prefer: Prefer) -> None:
-    prefer(NoWindows)
-    with pytest.raises(BackendError, match="'triton' lacks sliding-window attention.*these would do: torch"):
-        load(pair, "windowed", attention_backend="triton")
-    assert load(pair, "windowed") == "torch"
-    assert load(pair) == "triton"
+@pytest.mark.parametrize(
+    ("lacking", "named", "needing", "doing_without"),
+    [
+        ({"non_causal": False}, "non-causal attention", {}, [{"causal": "true"}, {"draft_model": ""}]),
+        ({"causal": False}, "causal attention", {"causal": "true"}, []),
+        ({"sliding_window": False}, "sliding-window attention", {"target": "windowed"}, [{}]),
+    ],
+)
+def test_a_pair_that_needs_more_than_a_backend_has_is_refused_at_load(
+    pair: Path,
+    prefer: Prefer,
+    lacking: dict[str, bool],
+    named: str,
+    needing: dict[str, str],
+    doing_without: list[dict[str, str]],
+) -> None:
+    prefer(limited(**lacking))
+    with pytest.raises(BackendError, match=f"'triton' lacks {named}.*these would do: torch"):
+        load(pair, attention_backend="triton", **needing)
+    assert load(pair, **needing) == "torch"
+    for settings in doing_without:
+        assert load(pair, **settings) == load(pair, attention_backend="triton", **settings) == "triton"
 
 
 def test_the_causality_of_a_drafter_alone_decides() -> None:

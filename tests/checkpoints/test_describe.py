@@ -61,16 +61,17 @@ def test_a_target_in_words(tmp_path: Path) -> None:
     assert facts["end of sequence"] == "0"
 
 
-def test_loading_says_how_both_checkpoints_were_read(tmp_path: Path) -> None:
+def test_loading_says_how_both_checkpoints_were_read_and_what_was_guessed(tmp_path: Path) -> None:
     make_target(tmp_path / "t")
-    make_draft(tmp_path / "d")
-    heard: list[tuple[str, float]] = []
+    make_draft(tmp_path / "d", dflash_config={"mask_token_id": 96})
+    reports: list[tuple[str, float]] = []
     settings = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "kv_cache_gb": 0.01}
-    build_engine(EngineConfig.from_values(settings), lambda *report: heard.append(report))
-    messages = [message for message, _ in heard]
-    assert "drafter: features: layer ids [1, 3] of the target, which are boundary ids [2, 4]" in messages
+    build_engine(EngineConfig.from_values(settings), lambda *report: reports.append(report))
+    messages = [message for message, _ in reports]
+    assert "drafter: features: layer ids [1, 2] of the target, which are boundary ids [2, 3]" in messages
     assert "target: architecture: Qwen3ForCausalLM" in messages
-    fractions = [fraction for _, fraction in heard]
+    assert [text for text in messages if text.startswith("drafter: warning: no field names the target's layers")]
+    fractions = [fraction for _, fraction in reports]
     assert fractions == sorted(fractions)
 
 
@@ -84,15 +85,6 @@ def test_what_was_guessed_or_said_twice_is_said(tmp_path: Path) -> None:
     assert "no field names the target's layers, so the layer ids [1, 2] are the method's default" in warnings[0]
     assert warnings[1] == "dflash_config.block_size is 4 and is used; block_size is 8"
     assert "not known here and not read: unheard_of = [1], dflash_config.conv_taps = 2; drafts" in warnings[2]
-
-
-def test_the_log_of_a_server_says_what_was_guessed(tmp_path: Path) -> None:
-    make_target(tmp_path / "t")
-    make_draft(tmp_path / "d", dflash_config={"mask_token_id": 96})
-    said: list[str] = []
-    settings = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "kv_cache_gb": "0.01"}
-    build_engine(EngineConfig.from_values(settings), progress=lambda text, share: said.append(text))
-    assert [text for text in said if text.startswith("drafter: warning: no field names the target's layers")]
 
 
 def test_scales_and_the_normed_last_layer_are_said(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import TargetModel, load_target
+from dflash_backend.worker.batch import spans
 from tests.models.dense_drafter import DenseDrafter
-from tests.models.drafting import KeepsLogits, draft_batch, slots, spans
+from tests.models.drafting import KeepsLogits, draft_batch, slots
 from tests.paged import BLOCK_SIZE, block_tables, caches
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 
@@ -116,10 +117,13 @@ def make_pair(directory: Path, variant: Variant) -> Pair:
     return Pair(drafter, dense_drafter(directory / "draft", spec, tensors, target))
 
 
+def with_decoder(spec: DFlashSpec, **changes: Any) -> DFlashSpec:
+    return dataclasses.replace(spec, decoder=dataclasses.replace(spec.decoder, **changes))
+
+
 def variant_spec(plain: DFlashSpec, variant: Variant) -> DFlashSpec:
     return dataclasses.replace(
-        plain,
-        decoder=dataclasses.replace(plain.decoder, **variant.decoder),
+        with_decoder(plain, **variant.decoder),
         target_hidden_size=variant.target_hidden,
         draft_vocab_size=variant.draft_vocab,
         has_embedding=variant.embedding,
@@ -208,10 +212,6 @@ def test_drafts_equal_a_dense_implementation_after_any_acceptance(name: str, tmp
         assert draft.tokens == draft.dense_tokens
 
 
-def with_decoder(spec: DFlashSpec, **changes: Any) -> DFlashSpec:
-    return dataclasses.replace(spec, decoder=dataclasses.replace(spec.decoder, **changes))
-
-
 @torch.inference_mode()
 def test_a_block_of_16_is_compared_at_all_its_positions(tmp_path: Path) -> None:
     drafts = drafts_of(make_pair(tmp_path, VARIANTS["block of 16"]))
@@ -225,48 +225,38 @@ class LaterQueriesInPlace(DenseDrafter):
         return n + torch.arange(q).clamp(max=8)
 
 
-MISREADINGS: dict[str, tuple[str, Callable[[DenseDrafter], DenseDrafter]]] = {
-    "causality of one layer": (
-        "causality of each layer",
-        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, causal=(False, False))),
-    ),
-    "window one too long": (
-        "window beside full attention",
-        lambda d: dataclasses.replace(d, spec=with_decoder(d.spec, sliding_windows=(21, None))),
-    ),
-    "window on every layer": (
-        "window shorter than the block",
-        lambda d: dataclasses.replace(d, spec=with_decoder(d.spec, sliding_windows=(5, 5))),
-    ),
-    "rope scaling ignored": (
-        "llama3 rope",
-        lambda d: dataclasses.replace(d, spec=with_decoder(d.spec, rope=RopeSpec(500.0))),
-    ),
-    "features in another order": (
-        "non-causal",
-        lambda d: dataclasses.replace(
-            d, tensors=d.tensors | {"fc.weight": torch.cat(d.tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
-        ),
-    ),
+Misread = Callable[[DenseDrafter], DenseDrafter]
+
+
+def spec(**changes: Any) -> Misread:
+    return lambda dense: dataclasses.replace(dense, spec=dataclasses.replace(dense.spec, **changes))
+
+
+def decoder(**changes: Any) -> Misread:
+    return lambda dense: dataclasses.replace(dense, spec=with_decoder(dense.spec, **changes))
+
+
+def features_in_another_order(dense: DenseDrafter) -> DenseDrafter:
+    weight = torch.cat(dense.tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
+    return dataclasses.replace(dense, tensors=dense.tensors | {"fc.weight": weight})
+
+
+MISREADINGS: dict[str, tuple[str, Misread]] = {
+    "causality of one layer": ("causality of each layer", spec(causal=(False, False))),
+    "window one too long": ("window beside full attention", decoder(sliding_windows=(21, None))),
+    "window on every layer": ("window shorter than the block", decoder(sliding_windows=(5, 5))),
+    "rope scaling ignored": ("llama3 rope", decoder(rope=RopeSpec(500.0))),
+    "features in another order": ("non-causal", features_in_another_order),
     "queries past the eighth at the eighth's position": (
         "block of 16",
-        lambda d: LaterQueriesInPlace(**vars(d)),
+        lambda dense: LaterQueriesInPlace(**vars(dense)),
     ),
-    "input embeddings as they are": (
-        "input embedding scale",
-        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, input_embedding_scale=1.0)),
-    ),
-    "logits without their cap": (
-        "logits",
-        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, logits=LogitsSpec(1.5, None, 0.75))),
-    ),
-    "logits scaled before their cap": (
-        "logits",
-        lambda d: dataclasses.replace(d, spec=dataclasses.replace(d.spec, logits=LogitsSpec(1.5 * 0.75, 2.0))),
-    ),
+    "input embeddings as they are": ("input embedding scale", spec(input_embedding_scale=1.0)),
+    "logits without their cap": ("logits", spec(logits=LogitsSpec(1.5, None, 0.75))),
+    "logits scaled before their cap": ("logits", spec(logits=LogitsSpec(1.5 * 0.75, 2.0))),
     "the table's row for the mask": (
         "mask embedding",
-        lambda d: dataclasses.replace(d, mask=d.embedding[d.spec.mask_token_id]),
+        lambda dense: dataclasses.replace(dense, mask=dense.embedding[dense.spec.mask_token_id]),
     ),
 }
 

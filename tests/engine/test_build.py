@@ -63,7 +63,7 @@ class Gpu:
         pass
 
 
-def gpu_with_room_for(num_tokens: int) -> Gpu:
+def gpu_with_memory_for(num_tokens: int) -> Gpu:
     """One of which 0.9, the default share, leaves so much for the KV cache."""
     return Gpu((Gpu.WEIGHTS + Gpu.OTHERS + Gpu.STEP + num_tokens * BYTES_PER_TOKEN) / 0.9 + 100)
 
@@ -76,6 +76,28 @@ def test_auto_is_what_the_target_can_address(tmp_path: Path) -> None:
     ready = build(tmp_path).ready
     assert ready.max_model_len == 512
     assert "the KV cache holds no more" not in ready.description
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "gpu_tokens", "length", "num_blocks"),
+    [
+        # A length that just fits is served to its last token.
+        ({"kv_cache_gb": gib_for(160), "max_model_len": 160}, {}, None, 160, 10),
+        # Millions of positions take no more than the KV cache.
+        ({"kv_cache_gb": gib_for(320)}, {"max_position_embeddings": 2**24}, None, 320, 20),
+        # YaRN addresses more than it was trained for.
+        ({"kv_cache_gb": gib_for(4096)}, YARN, None, 2048, 256),
+        # On a GPU the cache gets no more than all requests could use, unless its size is set.
+        ({"max_num_seqs": 2}, {}, 100_000, 512, 2 * (512 + 16) // 16),
+        ({"kv_cache_gb": gib_for(320)}, {}, 1000, 320, 20),
+    ],
+)
+def test_lengths_and_blocks_follow_from_settings_models_and_memory(
+    tmp_path: Path, settings: Any, target: dict[str, Any], gpu_tokens: int | None, length: int, num_blocks: int
+) -> None:
+    gpu = gpu_tokens and gpu_with_memory_for(gpu_tokens)
+    ready = build(tmp_path, settings=settings, gpu=gpu or None, **target).ready
+    assert (ready.max_model_len, ready.num_kv_blocks) == (length, num_blocks)
 
 
 def test_auto_is_no_more_than_the_kv_cache_holds_and_says_so(tmp_path: Path) -> None:
@@ -91,11 +113,6 @@ def test_a_length_that_is_set_and_does_not_fit_is_refused_with_numbers(tmp_path:
         build(tmp_path, settings={"kv_cache_gb": gib_for(165), "max_model_len": 161})
 
 
-def test_a_length_that_just_fits_is_served_to_its_last_token(tmp_path: Path) -> None:
-    built = build(tmp_path, settings={"kv_cache_gb": gib_for(160), "max_model_len": 160})
-    assert (built.ready.max_model_len, built.ready.num_kv_blocks) == (160, 10)
-
-
 @pytest.mark.parametrize("kv_cache_gb", [1e9, 1e308])
 def test_a_kv_cache_larger_than_the_machine_is_a_sentence(tmp_path: Path, kv_cache_gb: float) -> None:
     with pytest.raises(ConfigError, match=r"'kv_cache_gb' is 1e.*, and this machine has [0-9.]+ GiB of memory"):
@@ -108,15 +125,6 @@ def test_a_kv_cache_that_the_machine_does_not_give_is_a_sentence(
     monkeypatch.setattr("os.sysconf", lambda name: 1 << 30)
     with pytest.raises(ConfigError, match="takes .* GiB, which cpu does not have; lower kv_cache_gb"):
         build(tmp_path, settings={"kv_cache_gb": 1e9})
-
-
-def test_millions_of_positions_take_no_more_than_the_kv_cache(tmp_path: Path) -> None:
-    ready = build(tmp_path, max_position_embeddings=2**24, settings={"kv_cache_gb": gib_for(320)}).ready
-    assert ready.max_model_len == 320
-
-
-def test_yarn_addresses_more_than_it_was_trained_for(tmp_path: Path) -> None:
-    assert build(tmp_path, **YARN).ready.max_model_len == 2048
 
 
 def test_dynamic_scaling_starts_only_where_a_longer_length_is_asked_for(tmp_path: Path) -> None:
@@ -143,19 +151,14 @@ def test_a_drafters_window_is_what_its_own_positions_reach(tmp_path: Path) -> No
 
 
 def test_on_a_gpu_the_cache_gets_what_models_steps_and_others_leave(tmp_path: Path) -> None:
-    gpu = gpu_with_room_for(8 * 520)
+    gpu = gpu_with_memory_for(8 * 520)
     ready = build(tmp_path, settings={"max_num_seqs": 100}, gpu=gpu).ready
     assert (ready.max_model_len, ready.num_kv_blocks) == (512, 8 * 520 // 16)
     assert any(message.startswith("memory: 0.07 GiB in all") for message in gpu.messages)
 
 
-def test_on_a_gpu_the_cache_is_no_larger_than_all_requests_could_use(tmp_path: Path) -> None:
-    ready = build(tmp_path, settings={"max_num_seqs": 2}, gpu=gpu_with_room_for(100_000)).ready
-    assert ready.num_kv_blocks == 2 * (512 + 16) // 16
-
-
 def test_on_a_gpu_auto_gives_way_to_what_was_measured_and_the_engine_runs(tmp_path: Path) -> None:
-    built = build(tmp_path, gpu=gpu_with_room_for(165))
+    built = build(tmp_path, gpu=gpu_with_memory_for(165))
     assert (built.ready.max_model_len, built.ready.num_kv_blocks) == (160, 10)
     assert "the target could do 512; the KV cache holds no more, raise gpu_memory_utilization" in (
         built.ready.description
@@ -168,7 +171,7 @@ def test_on_a_gpu_auto_gives_way_to_what_was_measured_and_the_engine_runs(tmp_pa
 
 def test_on_a_gpu_a_length_that_does_not_fit_is_refused_with_the_whole_sum(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        build(tmp_path, settings={"max_model_len": 161}, gpu=gpu_with_room_for(165))
+        build(tmp_path, settings={"max_model_len": 161}, gpu=gpu_with_memory_for(165))
     message = str(raised.value)
     assert "'max_model_len' is 161" in message
     assert "11 KV blocks of 16 tokens (0.00 GiB); there is memory for 10, which hold 160 tokens" in message
@@ -183,13 +186,8 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path: Pa
     assert not any("safetensors" in message for message in gpu.messages)
 
 
-def test_a_kv_cache_size_that_is_set_is_what_a_gpu_gives(tmp_path: Path) -> None:
-    ready = build(tmp_path, settings={"kv_cache_gb": gib_for(320)}, gpu=gpu_with_room_for(1000)).ready
-    assert ready.num_kv_blocks == 20
-
-
 def test_a_kv_cache_size_that_the_gpu_does_not_have_beside_a_step_is_refused(tmp_path: Path) -> None:
-    # There is room for it beside the weights, but not for a step as well.
+    # There is memory for it beside the weights, but not for a step as well.
     total = Gpu.WEIGHTS + Gpu.OTHERS + Gpu.STEP + 4 * MIB
     with pytest.raises(ConfigError, match=r"'kv_cache_gb' is .*more than the GPU has left \(.*the largest step 0.00"):
         build(tmp_path, settings={"kv_cache_gb": 6 / 1024}, gpu=Gpu(total))

@@ -55,24 +55,6 @@ def test_a_stop_string_ends_the_text_before_it_with_its_stats(llm: LLM) -> None:
     assert output.stats is not None
 
 
-def test_the_same_seed_gives_the_same_output_alone_and_among_others(llm: LLM) -> None:
-    params = {"max_tokens": 40, "temperature": 1.5, "seed": 7}
-    alone = llm.generate("Tell me", params)[0]
-    crowd = llm.generate(["Tell me"] + [QUESTION] * 7, [params] + [{"max_tokens": 60, "temperature": 1.2}] * 7)[0]
-    other = llm.generate("Tell me", params | {"seed": 8})[0]
-    assert alone.token_ids == crowd.token_ids
-    assert alone.token_ids != other.token_ids
-
-
-def test_sampled_output_survives_preemption_unchanged() -> None:
-    params = [{"max_tokens": 60, "temperature": 1.3, "seed": seed, "ignore_eos": True} for seed in range(8)]
-    calm = LLM(max_num_seqs=8, max_model_len=256).generate([QUESTION] * 8, params)
-    tight = LLM(max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
-    preempted = tight.generate([QUESTION] * 8, params)
-    assert tight.stats().num_preemptions > 0
-    assert [output.token_ids for output in preempted] == [output.token_ids for output in calm]
-
-
 def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm: LLM) -> None:
     params = {"max_tokens": 20, "temperature": 1.5, "seed": 7, "logprobs": 0}
     finished: list[int] = []

@@ -46,17 +46,17 @@ def request(request_id: str, prompt: list[int], max_tokens: int = 5) -> Generati
     return GenerationRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def hear(client: EngineClient, enough) -> list:
+def receive_until(client: EngineClient, enough) -> list:
     """What the engine says, up to the first thing that is `enough`."""
-    heard: list = []
+    received: list = []
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for message in client.receive(1000):
             parts = [*message.deltas, *message.rejected] if isinstance(message, StepOutputs) else [message]
-            heard += parts
+            received += parts
             if any(enough(part) for part in parts):
-                return heard
-    raise AssertionError(f"not heard in {WAIT_S} s: {heard}")
+                return received
+    raise AssertionError(f"not received in {WAIT_S} s: {received}")
 
 
 def finished(request_id: str):
@@ -93,51 +93,43 @@ def test_a_load_that_takes_too_long_is_given_up():
 
 def test_each_step_yields_a_delta_and_the_last_one_has_stats(engine):
     engine.send(request("a", [1, 2], max_tokens=5))
-    deltas = hear(engine, finished("a"))
+    deltas = receive_until(engine, finished("a"))
     assert [delta.token_ids for delta in deltas] == [[1, 2, 1], [2, 1]]
     assert (deltas[-1].finish_reason, deltas[-1].stats.num_output_tokens) == ("length", 5)
 
 
-def test_a_request_that_is_refused_does_not_touch_the_others(engine):
-    # The one to be refused goes first, so that its answer cannot come after the other's last.
-    engine.send(request("bad", [toy_engine.REFUSE]))
+@pytest.mark.parametrize(
+    ("token", "status", "message"),
+    [
+        (toy_engine.REFUSE, "UNAVAILABLE", "the toy refuses this prompt"),
+        (toy_engine.BREAK_IN_QUEUEING, "INTERNAL", "KeyError: 'the toy has no place for this prompt'"),
+        (toy_engine.GIVE_UP, "INTERNAL", "the toy gave up"),
+    ],
+    ids=["refused", "defect as it is queued", "given up"],
+)
+def test_a_request_that_cannot_be_served_ends_and_does_not_touch_the_others(engine, token, status, message):
+    # It goes first, so that its answer cannot come after the other's last.
+    engine.send(request("bad", [token]))
     engine.send(request("good", [1], max_tokens=30))
-    heard = hear(engine, finished("good"))
-    assert RequestRejected("bad", "UNAVAILABLE", "the toy refuses this prompt") in heard
-    assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
+    received = receive_until(engine, finished("good"))
+    (rejected,) = [part for part in received if isinstance(part, RequestRejected)]
+    assert (rejected.request_id, rejected.status) == ("bad", status)
+    assert message in rejected.message
+    assert sum(len(part.token_ids) for part in received if isinstance(part, TokenDelta)) == 30
 
 
-def test_a_defect_that_a_request_shows_as_it_is_queued_ends_that_request_alone(engine):
-    engine.send(request("bad", [toy_engine.BREAK_IN_QUEUEING]))
-    engine.send(request("good", [1], max_tokens=30))
-    heard = hear(engine, finished("good"))
-    (rejected,) = [part for part in heard if isinstance(part, RequestRejected)]
-    assert (rejected.request_id, rejected.status) == ("bad", "INTERNAL")
-    assert "KeyError: 'the toy has no place for this prompt'" in rejected.message
-
-
-def test_a_request_that_is_given_up_is_told_and_does_not_touch_the_others(engine):
-    engine.send(request("bad", [toy_engine.GIVE_UP]))
-    engine.send(request("good", [1], max_tokens=30))
-    heard = hear(engine, finished("good"))
-    assert [part for part in heard if isinstance(part, RequestRejected)] == [
-        RequestRejected("bad", "INTERNAL", "the toy gave up")
-    ]
-    assert sum(len(part.token_ids) for part in heard if isinstance(part, TokenDelta)) == 30
-
-
-def test_an_aborted_request_is_not_heard_of_again(engine):
+def test_an_aborted_request_yields_nothing_more(engine):
     engine.send(request("gone", [1], max_tokens=10**9))
-    hear(engine, lambda part: True)
+    receive_until(engine, lambda part: True)
     engine.send(AbortRequests(["gone", "never-there"]))
     engine.send(request("next", [2]))
-    hear(engine, finished("next"))
+    receive_until(engine, finished("next"))
     assert engine.receive(100) == []
 
 
-def test_the_engine_hears_how_much_of_a_stopped_request_counts(engine):
+def test_the_engine_is_told_how_much_of_a_stopped_request_counts(engine):
     engine.send(request("s", [1], max_tokens=10**9))
-    hear(engine, lambda part: True)
+    receive_until(engine, lambda part: True)
     engine.send(AbortRequests(["s", "never-there"], {"s": 2, "never-there": 1}))
     engine.send(request("next", [1], max_tokens=1))
     deadline = time.monotonic() + WAIT_S
@@ -149,29 +141,29 @@ def test_the_engine_hears_how_much_of_a_stopped_request_counts(engine):
 
 def test_an_error_in_a_step_is_told_before_the_process_ends(engine):
     engine.send(request("b", [toy_engine.BREAK]))
-    assert hear(engine, lambda part: True) == [EngineFailed("the engine stopped: RuntimeError: the toy broke")]
+    assert receive_until(engine, lambda part: True) == [EngineFailed("the engine stopped: RuntimeError: the toy broke")]
     with pytest.raises(EngineError, match=r"died \(exit status 1\)"):
-        hear(engine, lambda part: True)
+        receive_until(engine, lambda part: True)
 
 
 def test_a_killed_engine_is_noticed_with_its_signal(engine):
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"died \(signal 9\)"):
-        hear(engine, lambda part: True)
+        receive_until(engine, lambda part: True)
 
 
 def test_sigint_is_left_to_the_frontend_and_sigterm_ends_it_cleanly(engine):
     os.kill(engine.pid, signal.SIGINT)
     engine.send(request("a", [1]))
-    hear(engine, finished("a"))
+    receive_until(engine, finished("a"))
     os.kill(engine.pid, signal.SIGTERM)
     with pytest.raises(EngineError, match=r"died \(exit status 0\)"):
-        hear(engine, lambda part: True)
+        receive_until(engine, lambda part: True)
 
 
 def test_closing_ends_a_busy_engine(engine):
     engine.send(request("a", [1], max_tokens=10**9))
-    hear(engine, lambda part: True)
+    receive_until(engine, lambda part: True)
     engine.close()
     assert not running(engine.pid)
 
@@ -179,7 +171,13 @@ def test_closing_ends_a_busy_engine(engine):
 def test_the_sockets_leave_no_file_once_both_sides_are_connected(engine):
     assert not Path(engine._dir).exists()
     engine.send(request("a", [1]))
-    hear(engine, finished("a"))
+    receive_until(engine, finished("a"))
+
+
+def start_frontend(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process that prints a line once it has started an engine."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environ)
 
 
 FRONTEND = """
@@ -196,11 +194,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("when", ["ready", "loading"])
 def test_an_engine_ends_with_its_frontend_however_that_went(when):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    with subprocess.Popen(
-        [sys.executable, "-c", FRONTEND, when], stdout=subprocess.PIPE, text=True, env=environ
-    ) as frontend:
-        assert frontend.stdout is not None
+    with start_frontend(FRONTEND, when) as frontend:
         pid, directory = frontend.stdout.readline().split()
         frontend.kill()
     deadline = time.monotonic() + WAIT_S
@@ -222,9 +216,7 @@ ctypes.PyDLL(None).sleep(600)
 
 
 def test_a_frontend_that_is_stuck_with_the_interpreters_lock_ends_with_its_server_and_so_does_the_engine():
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True, env=environ) as frontend:
-        assert frontend.stdout is not None
+    with start_frontend(STUCK) as frontend:
         server, engine = map(int, frontend.stdout.readline().split())
         assert running(engine)
         os.kill(server, signal.SIGKILL)
@@ -238,15 +230,15 @@ def test_a_frontend_that_is_stuck_with_the_interpreters_lock_ends_with_its_serve
 
 
 def test_an_idle_engine_speaks_now_and_then(engine):
-    hear_one = [engine.receive(5000) for _ in range(3)]
-    assert all(isinstance(message, StepOutputs) for messages in hear_one for message in messages)
-    assert all(hear_one)
+    received = [engine.receive(5000) for _ in range(3)]
+    assert all(isinstance(message, StepOutputs) for messages in received for message in messages)
+    assert all(received)
 
 
 def test_requests_are_confirmed_before_they_are_worked_on(engine):
     engine.send(request("a", [toy_engine.BREAK]))
     assert engine.is_unconfirmed("a")
-    hear(engine, lambda part: isinstance(part, EngineFailed))
+    receive_until(engine, lambda part: isinstance(part, EngineFailed))
     assert not engine.is_unconfirmed("a")
     assert engine.num_waiting <= 1
 
@@ -259,7 +251,7 @@ def test_requests_that_were_aborted_before_a_stopped_engine_received_them_do_not
     engine.send(AbortRequests(["a", "c"]))
     assert engine.num_waiting == 1
     os.kill(engine.pid, signal.SIGCONT)
-    hear(engine, finished("b"))
+    receive_until(engine, finished("b"))
     assert engine.num_waiting == 0
 
 

@@ -112,40 +112,44 @@ def test_what_is_neither_set_nor_file_is_refused_with_the_sets(text: str) -> Non
         parse_source(text)
 
 
-def test_gsm8k_asks_for_a_boxed_answer_and_knows_it(write: Write) -> None:
-    path = write({"question": "How many?", "answer": "2 + 1,200 = <<2+1200=1202>>1,202\n#### 1,202"})
-    (question,) = load_questions([parse_source(f"gsm8k={path}")])
-    asked = "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+GSM8K = {"question": "How many?", "answer": "2 + 1,200 = <<2+1200=1202>>1,202\n#### 1,202"}
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "assert f()", "canonical_solution": "  ..."}
+MATH500 = {"problem": "What is x?", "subject": "Algebra", "level": 2, "unique_id": "test/a/1.json"}
+MT_BENCH = {"category": "writing", "prompt_id": 81}
+TURNS = ["Write a poem.", "Now in prose."]
+OF_HUMANEVAL = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```"
+)
+OF_MATH500 = {"id": "test/a/1.json", "category": "math500/Algebra"}
+OF_MT_BENCH = {"follow_ups": ("Now in prose.",), "category": "mt-bench/writing"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "asked", "expected"),
+    [
+        ("gsm8k", GSM8K, "How many?" + BOXED, {"answer": "1,202", "max_tokens": 2048}),
+        ("humaneval", HUMANEVAL, OF_HUMANEVAL, {"id": "HumanEval/0", "answer": None}),
+        # Answers that are numbers are scored.
+        ("math500", MATH500 | {"answer": "27"}, "What is x?" + BOXED, OF_MATH500 | {"answer": "27"}),
+        ("math500", MATH500 | {"answer": "\\frac{3}{4}"}, "What is x?" + BOXED, OF_MATH500 | {"answer": None}),
+        ("math500", MATH500 | {"answer": "-1,000"}, "What is x?" + BOXED, OF_MATH500 | {"answer": "-1,000"}),
+        (
+            "mbpp",
+            {"task_id": 11, "prompt": "Write f.", "code": "..."},
+            "Write f.",
+            {"answer": None, "max_tokens": 2048},
+        ),
+        ("mt-bench", MT_BENCH | {"turns": TURNS}, TURNS[0], OF_MT_BENCH),
+        ("mt-bench", MT_BENCH | {"prompt": TURNS}, TURNS[0], OF_MT_BENCH),
+    ],
+)
+def test_a_published_row_is_asked_and_scored_as_its_authors_do(
+    write: Write, name: str, row: dict[str, Any], asked: str, expected: dict[str, Any]
+) -> None:
+    (question,) = load_questions([parse_source(f"{name}={write(row)}")])
     assert question.messages == ({"role": "user", "content": asked},)
-    assert question.answer == "1,202"
-    assert question.max_tokens == 2048
-
-
-def test_humaneval_asks_for_a_solution_and_judges_none(write: Write) -> None:
-    path = write(
-        {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "assert f()", "canonical_solution": "  ..."}
-    )
-    (question,) = load_questions([parse_source(f"humaneval={path}")])
-    content = question.messages[0]["content"]
-    assert content == (
-        "Write a solution to the following problem and make sure that it passes the tests:\n```python\ndef f():\n\n```"
-    )
-    assert (question.id, question.answer) == ("HumanEval/0", None)
-
-
-@pytest.mark.parametrize(("answer", "scored"), [("27", "27"), ("\\frac{3}{4}", None), ("-1,000", "-1,000")])
-def test_math500_asks_for_a_boxed_answer_and_scores_numbers(write: Write, answer: str, scored: str | None) -> None:
-    row = {"problem": "What is x?", "answer": answer, "subject": "Algebra", "level": 2, "unique_id": "test/a/1.json"}
-    (question,) = load_questions([parse_source(f"math500={write(row)}")])
-    asked = "What is x?\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert question.messages == ({"role": "user", "content": asked},)
-    assert (question.id, question.category, question.answer) == ("test/a/1.json", "math500/Algebra", scored)
-
-
-def test_mbpp_asks_what_its_row_asks(write: Write) -> None:
-    (question,) = load_questions([parse_source(f"mbpp={write({'task_id': 11, 'prompt': 'Write f.', 'code': '...'})}")])
-    assert question.messages == ({"role": "user", "content": "Write f."},)
-    assert (question.answer, question.max_tokens) == (None, 2048)
+    assert {field: getattr(question, field) for field in expected} == expected
 
 
 def test_a_shuffled_set_has_the_authors_order_and_a_limit_keeps_its_beginning(write: Write) -> None:
@@ -156,15 +160,6 @@ def test_a_shuffled_set_has_the_authors_order_and_a_limit_keeps_its_beginning(wr
         asked = [int(question.messages[0]["content"]) for question in load_questions([source], limit, shuffle=True)]
         assert asked == expected[:limit]
     assert [q.id for q in load_questions([source], 2)] == ["mbpp-1", "mbpp-2"]
-
-
-@pytest.mark.parametrize("field", ["turns", "prompt"])
-def test_mt_bench_has_two_turns_and_categories(write: Write, field: str) -> None:
-    path = write({field: ["Write a poem.", "Now in prose."], "category": "writing", "prompt_id": 81})
-    (question,) = load_questions([parse_source(f"mt-bench={path}")])
-    assert question.messages == ({"role": "user", "content": "Write a poem."},)
-    assert question.follow_ups == ("Now in prose.",)
-    assert question.category == "mt-bench/writing"
 
 
 @pytest.mark.parametrize(

@@ -55,25 +55,22 @@ def test_a_prompt_that_does_not_fit_is_named(llm: LLM) -> None:
         evaluate(EngineAnswerer(llm), [question], Sampling())
 
 
-def test_thinking_is_off_where_the_template_knows_it(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
+def tokenizer_with(template: str | None, folder: Path) -> Tokenizer:
+    """The demo target's, with another chat template or without any."""
     shutil.copytree(asset_path("demo", "pair", "target"), folder)
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    config["chat_template"] = "{{ messages[0]['content'] }}{% if enable_thinking is false %} plainly{% endif %}"
-    path.write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return Tokenizer.load(folder)
+
+
+def test_thinking_is_off_where_the_template_knows_it(tmp_path: Path) -> None:
+    template = "{{ messages[0]['content'] }}{% if enable_thinking is false %} plainly{% endif %}"
+    tokenizer = tokenizer_with(template, tmp_path / "target")
     request = ModelRequest("q", None, ({"role": "user", "content": "Say it"},), {})
     assert tokenizer.decode(encode(tokenizer, request)) == "Say it plainly"
 
 
 def test_a_tokenizer_without_a_template_is_a_sentence(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    shutil.copytree(asset_path("demo", "pair", "target"), folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text())
-    del config["chat_template"]
-    path.write_text(json.dumps(config))
     request = ModelRequest("q-7", None, ({"role": "user", "content": "x"},), {})
     with pytest.raises(EvaluationError, match="q-7: the target's tokenizer has no chat template"):
-        encode(Tokenizer.load(folder), request)
+        encode(tokenizer_with(None, tmp_path / "target"), request)

@@ -8,6 +8,7 @@ import torch
 from dflash_backend.attention import RowLayout
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.sampling.vocabulary import VocabularyMap
+from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.paged import BLOCK_SIZE
 
@@ -43,13 +44,6 @@ def draft_batch(
         int(k.max()) + 1,
         masks,
     )
-
-
-def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of every position in `[start, start + len)`."""
-    pairs = [(row, start + i) for row, (start, n) in enumerate(zip(starts, lens, strict=True)) for i in range(n)]
-    rows, positions = np.array(pairs, dtype=np.int64).T
-    return rows, positions
 
 
 def slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:

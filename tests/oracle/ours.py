@@ -20,7 +20,8 @@ from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.models import load_target
 from dflash_backend.spec_stats import SpecDecodingStats
-from tests.models.drafting import KeepsLogits, draft_batch, slots, spans
+from dflash_backend.worker.batch import spans
+from tests.models.drafting import KeepsLogits, draft_batch, slots
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
