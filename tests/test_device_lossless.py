@@ -16,9 +16,8 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
-from dflash_backend.worker.runner import ModelRunner
 from tests.tiny_models import make_draft, make_target
-from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
+from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 6}
@@ -62,13 +61,9 @@ class Result:
 
 
 def run(built: BuiltEngine, prompts: list[list[int]], requests: list[dict[str, Any]] = REQUESTS) -> Result:
-    outputs = Outputs(built)
-    for i, (prompt, asked) in enumerate(zip(prompts, requests, strict=True)):
-        outputs.add(str(i), prompt, **{"max_tokens": MAX_TOKENS, "ignore_eos": True, **asked})
-    tokens, stats = outputs.finish(), built.core.stats()
-    return Result(
-        tokens, outputs.reasons, stats.spec_decoding.num_draft_tokens, stats.spec_decoding.num_accepted_tokens
-    )
+    outputs = outputs_of(built, prompts, [{"max_tokens": MAX_TOKENS, **asked} for asked in requests])
+    drafting = built.core.stats().spec_decoding
+    return Result(outputs.tokens, outputs.reasons, drafting.num_draft_tokens, drafting.num_accepted_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +132,11 @@ def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int
         {"temperature": 0.8, "seed": 8, "logit_bias": {5: 4.0, 300: -8.0}, "logprobs": 0},
         {"temperature": 0.0},
     ]
-    results = []
-    for built in (engine(**SETTINGS), on_device_runner(engine(**SETTINGS))):
-        outputs = Outputs(built)
-        for i, asked in enumerate(requests):
-            outputs.add(str(i), prompts[i], **{"max_tokens": 20, "ignore_eos": True, **asked})
-        outputs.finish()
-        results.append(outputs)
+    sampling = [{"max_tokens": 20, **asked} for asked in requests]
+    results = [
+        outputs_of(built, prompts[: len(requests)], sampling)
+        for built in (engine(**SETTINGS), on_device_runner(engine(**SETTINGS)))
+    ]
     assert results[1].tokens == results[0].tokens
     assert results[1].reasons == results[0].reasons
     assert results[1].logprobs.keys() == results[0].logprobs.keys() == {"0", "3"}
@@ -164,21 +157,14 @@ def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path) -> None:
         num_target_layers=2,
         dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 96},
     )
-    settings = {
-        "target_model": tmp_path / "t",
-        "draft_model": tmp_path / "d",
-        "kv_block_size": 4,
-        "max_model_len": 24,
-        "max_num_seqs": 2,
-    }
-    outputs = []
-    for built in (engine(**settings), triton_engine(**settings, kv_write_guard=False)):
-        one = Outputs(built)
-        one.add("greedy", [1, 2, 3, 4], max_tokens=4, temperature=0.0, ignore_eos=True)
-        one.add("sampled", [9, 8], max_tokens=4, temperature=0.8, seed=3, ignore_eos=True)
-        outputs.append(one.finish())
-    assert isinstance(built.runner, ModelRunner)
-    assert outputs[0] == outputs[1]
+    models = {"target_model": tmp_path / "t", "draft_model": tmp_path / "d"}
+    settings = {**models, "kv_block_size": 4, "max_model_len": 24, "max_num_seqs": 2}
+    sampling = [{"temperature": 0.0, "max_tokens": 4}, {"temperature": 0.8, "seed": 3, "max_tokens": 4}]
+    expected, found = (
+        run(built, [[1, 2, 3, 4], [9, 8]], sampling)
+        for built in (engine(**settings), triton_engine(**settings, kv_write_guard=False))
+    )
+    assert found == expected
 
 
 @pytest.mark.slow
@@ -188,12 +174,7 @@ def test_kernels_throughout_are_lossless_on_the_demo_pair() -> None:
     tokenizer = LLM(draft="").tokenizer
     short = sorted((tokenizer.encode(row.prompt) for row in load_prompts(100)), key=len)[1:3]
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "num_speculative_tokens": 5}
-    outputs, accepted = [], []
-    for built in (engine(**settings), triton_engine(**settings)):
-        one = Outputs(built)
-        for i, prompt in enumerate(short):
-            one.add(str(i), prompt, max_tokens=10, temperature=0.0, ignore_eos=True)
-        outputs.append(one.finish())
-        accepted.append(built.core.stats().spec_decoding.num_accepted_tokens)
-    assert outputs[0] == outputs[1]
-    assert accepted[0] == accepted[1] > 8
+    sampling = [{"temperature": 0.0, "max_tokens": 10}] * 2
+    expected, found = (run(built, short, sampling) for built in (engine(**settings), triton_engine(**settings)))
+    assert found == expected
+    assert found.num_accepted > 8

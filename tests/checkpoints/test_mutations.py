@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from dflash_backend.config import EngineConfig
+from dflash_backend.drafters.dflash.config import KNOWN as DFLASH_FIELDS
+from dflash_backend.drafters.fields import KNOWN
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.drafters.drafts import make_speculators
 from tests.scale import scaled
@@ -82,32 +84,15 @@ ROPE = {
     "rope_theta": [1, 1.0000001, 1e4, 1e300],
     "truncate": [True, False],
 }
-EXTRA_FIELDS = [
-    "auto_map",
-    "attention_bias",
-    "causal",
+OF_TARGETS = (
     "decoder_sparse_step",
-    "eos_token_id",
-    "final_logit_softcapping",
     "generation_config",
-    "head_dim",
-    "is_causal",
-    "layer_types",
-    "max_window_layers",
     "mlp_only_layers",
     "num_experts",
     "partial_rotary_factor",
     "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "sliding_window",
-    "swa_window_size",
-    "target_hidden_size",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "use_sliding_window",
-    "use_swa",
-]
+)
+EXTRA_FIELDS = sorted(KNOWN.union(DFLASH_FIELDS, OF_TARGETS))
 
 
 @pytest.fixture(scope="module")
@@ -121,26 +106,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def entries(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) inside a JSON value."""
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
-            yield from places(value[key])
+            yield from entries(value[key])
 
 
 def mutate(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A config with one to three changes."""
     config = copy.deepcopy(config)
     for _ in range(rng.randint(1, 3)):
-        container, key = rng.choice(list(places(config)) or [(config, "x")])
+        container, key = rng.choice(list(entries(config)) or [(config, "x")])
         kind = rng.random()
         if kind < 0.2:
             container.pop(key, None) if isinstance(container, dict) else container.pop(key)
         elif kind < 0.7:
             container[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind < 0.85:
-            holder = rng.choice([config, *(c[k] for c, k in places(config) if isinstance(c[k], dict))])
+            holder = rng.choice([config, *(c[k] for c, k in entries(config) if isinstance(c[k], dict))])
             holder[rng.choice(EXTRA_FIELDS)] = copy.deepcopy(rng.choice(VALUES))
         else:
             holder = rng.choice([config, config.get("transformer_layer_config")])

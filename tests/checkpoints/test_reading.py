@@ -15,7 +15,7 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
-from tests.drafters.drafts import edit
+from tests.drafters.drafts import put
 from tests.tiny_models import MASK_TOKEN_ID, make_draft, make_target
 
 
@@ -49,12 +49,8 @@ def test_an_empty_draft_model_is_no_speculation_and_an_unset_one_warns(pair: Pat
     assert unset.warning is not None
 
 
-def draft_field(field: str, value: Any) -> Callable[[Path], None]:
-    return lambda pair: edit(pair / "d" / "config.json", lambda data: data.update({field: value}))
-
-
-def target_field(field: str, value: Any) -> Callable[[Path], None]:
-    return lambda pair: edit(pair / "t" / "config.json", lambda data: data.update({field: value}))
+def field(model: str, name: str, value: Any) -> Callable[[Path], None]:
+    return lambda pair: put(pair / model / "config.json", **{name: value})
 
 
 def truncate(pair: Path) -> None:
@@ -66,7 +62,7 @@ def garbage(pair: Path) -> None:
     (pair / "d" / "model.safetensors").write_bytes(b"not a model")
 
 
-def change_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+def change_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def apply(pair: Path) -> None:
         tensors = load_file(pair / "d" / "model.safetensors")
         change(tensors)
@@ -75,52 +71,46 @@ def change_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callabl
     return apply
 
 
-def remove_fc(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["fc.weight"]
-
-
-def wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
-
-
-def wrong_dtype(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm.weight"] = tensors["norm.weight"].to(torch.int32)
-
-
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no target config": (lambda pair: (pair / "t" / "config.json").unlink(), r"config\.json does not exist"),
     "no json": (lambda pair: (pair / "t" / "config.json").write_text("{"), r"config\.json is not valid JSON"),
     "json list": (lambda pair: (pair / "t" / "config.json").write_text("[]"), "expected a JSON object"),
-    "other target": (target_field("architectures", ["GPT2LMHeadModel"]), "GPT2LMHeadModel.*runs Qwen3ForCausalLM"),
-    "text for a size": (target_field("hidden_size", "32"), "'hidden_size' is '32'; expected an integer"),
-    "heads that do not divide": (target_field("num_key_value_heads", 3), "'num_key_value_heads' is 3.*divisor"),
+    "other target": (field("t", "architectures", ["GPT2LMHeadModel"]), "GPT2LMHeadModel.*runs Qwen3ForCausalLM"),
+    "text for a size": (field("t", "hidden_size", "32"), "'hidden_size' is '32'; expected an integer"),
+    "heads that do not divide": (field("t", "num_key_value_heads", 3), "'num_key_value_heads' is 3.*divisor"),
     "scaled rotary": (
-        target_field("rope_scaling", {"rope_type": "longrope"}),
+        field("t", "rope_scaling", {"rope_type": "longrope"}),
         "'rope_type' is 'longrope'.*yarn, llama3",
     ),
-    "no mask token": (draft_field("dflash_config", {}), "dflash_config: field 'mask_token_id' is missing"),
-    "no dflash_config": (draft_field("dflash_config", None), "dflash_config: field 'mask_token_id' is missing"),
-    "dflash_config of another type": (draft_field("dflash_config", [1]), "'dflash_config' is .*expected an object"),
-    "mask past the vocabulary": (draft_field("dflash_config", {"mask_token_id": 97}), "mask_token_id is 97.*97 tokens"),
-    "layers of another target": (draft_field("num_target_layers", 9), "made for 9 target layers.*has 5"),
+    "no mask token": (field("d", "dflash_config", {}), "dflash_config: field 'mask_token_id' is missing"),
+    "no dflash_config": (field("d", "dflash_config", None), "dflash_config: field 'mask_token_id' is missing"),
+    "dflash_config of another type": (field("d", "dflash_config", [1]), "'dflash_config' is .*expected an object"),
+    "mask past the vocabulary": (field("d", "dflash_config", {"mask_token_id": 97}), "mask_token_id is 97.*97 tokens"),
+    "layers of another target": (field("d", "num_target_layers", 9), "made for 9 target layers.*has 5"),
     "layer id too high": (
-        draft_field("dflash_config", {"mask_token_id": 1, "target_layer_ids": [1, 5]}),
+        field("d", "dflash_config", {"mask_token_id": 1, "target_layer_ids": [1, 5]}),
         "'target_layer_ids' is .*layer ids below num_target_layers",
     ),
     "boundary id too high": (
-        draft_field("eagle_aux_hidden_state_layer_ids", [2, 6]),
+        field("d", "eagle_aux_hidden_state_layer_ids", [2, 6]),
         "'eagle_aux_hidden_state_layer_ids' is .*boundary ids up to num_target_layers",
     ),
-    "hidden size of another target": (draft_field("hidden_size", 64), "hidden_size is 64, the target's is 32"),
-    "no drafter": (draft_field("architectures", ["Qwen3ForCausalLM"]), "z-lab format has 'DFlashDraftModel'"),
-    "a window of no size": (draft_field("layer_types", ["sliding_attention"] * 2), "'sliding_window' is missing"),
+    "hidden size of another target": (field("d", "hidden_size", 64), "hidden_size is 64, the target's is 32"),
+    "no drafter": (field("d", "architectures", ["Qwen3ForCausalLM"]), "z-lab format has 'DFlashDraftModel'"),
+    "a window of no size": (field("d", "layer_types", ["sliding_attention"] * 2), "'sliding_window' is missing"),
     "truncated weights": (truncate, r"model\.safetensors cannot be read as safetensors"),
     "garbage weights": (garbage, r"model\.safetensors cannot be read as safetensors"),
     "no weights": (lambda pair: (pair / "d" / "model.safetensors").unlink(), "has no .safetensors file"),
-    "missing tensor": (change_tensors(remove_fc), "tensor 'fc.weight' is missing"),
+    "missing tensor": (change_tensors(lambda t: t.pop("fc.weight")), "tensor 'fc.weight' is missing"),
     "strange tensor": (change_tensors(lambda t: t.update(x=torch.zeros(2))), "tensor 'x' of shape .* not part"),
-    "wrong shape": (change_tensors(wrong_shape), r"'fc.weight' has shape \[32, 63\]; config.json asks for \[32, 64\]"),
-    "wrong dtype": (change_tensors(wrong_dtype), "'norm.weight' is I32"),
+    "wrong shape": (
+        change_tensors(lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1].contiguous()})),
+        r"'fc.weight' has shape \[32, 63\]; config.json asks for \[32, 64\]",
+    ),
+    "wrong dtype": (
+        change_tensors(lambda t: t.update({"norm.weight": t["norm.weight"].int()})),
+        "'norm.weight' is I32",
+    ),
 }
 
 

@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES
-from dflash_backend.config import EngineConfig
-from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.messages import GenerationRequest, SamplingParams
+from dflash_backend.engine.build import BuiltEngine
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.worker.engines import Outputs, engine
 
 MAX_TOKENS = 24
 CASES: list[tuple[str, dict[str, Any]]] = [(architecture, {}) for architecture in TARGET_ARCHITECTURES] + [
@@ -40,20 +39,12 @@ def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
     """All prompts at once; the second pair arrives when the first is under way, so that it can hit the prefix cache."""
-    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-
-    def step() -> None:
-        for delta in built.core.step().deltas:
-            outputs[delta.request_id] += delta.token_ids
-
+    outputs = Outputs(built)
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        built.core.add_request(GenerationRequest(str(index), prompt, params, ()))
-        step()
-        step()
-    while built.core.has_unfinished():
-        step()
-    return list(outputs.values())
+        outputs.add(str(index), prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        outputs.step()
+        outputs.step()
+    return list(outputs.finish().values())
 
 
 @pytest.mark.parametrize(("architecture", "changes"), CASES)
@@ -64,16 +55,8 @@ def test_greedy_output_is_that_of_transformers_with_and_without_a_drafter(
     make_draft(tmp_path / "draft")
     wanted = [expected(model, prompt) for prompt in prompts()]
     for draft in ("", str(tmp_path / "draft")):
-        settings = {
-            "target_model": tmp_path / "target",
-            "draft_model": draft,
-            "kv_block_size": 4,
-            "max_num_batched_tokens": 64,
-            "max_model_len": 128,
-            "kv_write_guard": True,
-            "device": "cpu",
-        }
-        built = build_engine(EngineConfig.from_values(settings))
+        models = {"target_model": tmp_path / "target", "draft_model": draft}
+        built = engine(**models, kv_block_size=4, max_num_batched_tokens=64, max_model_len=128)
         assert generate(built, prompts()) == wanted
         stats = built.core.stats()
         assert stats.prefix_cache_hits > 0

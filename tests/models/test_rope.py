@@ -35,15 +35,11 @@ CASES = [
     # A ramp of no width.
     dataclasses.replace(YARN, original_max_positions=6, truncate=False),
 ]
-NAMES = {
-    "original_max_positions": "original_max_position_embeddings",
-    "attention_factor": "attention_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "truncate": "truncate",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-}
+# Fields of `transformers`, and ours where the name differs.
+ORIGINAL = "original_max_position_embeddings"
+OF_YARN = (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "truncate")
+OF_LLAMA3 = (ORIGINAL, "low_freq_factor", "high_freq_factor")
+OURS = {ORIGINAL: "original_max_positions"}
 
 
 def reference(rope: RopeSpec, head_dim: int) -> LlamaRotaryEmbedding:
@@ -51,9 +47,8 @@ def reference(rope: RopeSpec, head_dim: int) -> LlamaRotaryEmbedding:
     parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.kind != "default":
         parameters["factor"] = rope.factor
-    if rope.kind in ("yarn", "llama3"):
-        wanted = [name for name in NAMES if name.startswith("original") or ("freq" in name) == (rope.kind == "llama3")]
-        parameters |= {NAMES[name]: getattr(rope, name) for name in wanted}
+    names = {"yarn": OF_YARN, "llama3": OF_LLAMA3}.get(rope.kind, ())
+    parameters |= {name: getattr(rope, OURS.get(name, name)) for name in names}
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -94,6 +94,16 @@ class Outputs:
             self.step()
             self.core.check_invariants()
         return self.tokens
+
+
+def outputs_of(built: BuiltEngine, prompts: Sequence[list[int]], sampling: Sequence[dict[str, Any]]) -> Outputs:
+    """Runs requests together to their end; each is named by its index, and no token ends it unless its own parameters
+    say so."""
+    outputs = Outputs(built)
+    for index, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+        outputs.add(str(index), prompt, **{"ignore_eos": True, **own})
+    outputs.finish()
+    return outputs
 
 
 def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:

@@ -60,60 +60,25 @@ def random_step(
     graph: 1 + k tokens and distributions for each row, those that are not used being padding.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def below(bound: int) -> int:
-        return int(torch.randint(bound, (), generator=generator))
-
-    num_state, max_model_len = num_rows + 2, 6 * block_size + 1
-    state = StateTensors.allocate(num_state, max_model_len, k, block_size, torch.device("cpu"))
-    state.tokens.random_(VOCAB, generator=generator)
-    num_ids = state.blocks.numel()
-    state.blocks.copy_(torch.randperm(num_ids, generator=generator).view_as(state.blocks))
-    state.seeds.random_(generator=generator)
-    state.temperature.uniform_(0.2, 2.0, generator=generator)
-    if k > 0 and drawn_drafts:
-        state.allocate_draft_probs(VOCAB)
-        assert state.draft_probs is not None
-        state.draft_probs.copy_(torch.randn(state.draft_probs.shape, generator=generator).mul_(2).softmax(-1))
-
-    indices = torch.randperm(num_state, generator=generator).tolist()
+    max_model_len = 6 * block_size + 1
+    state = _random_state(generator, num_rows + 2, max_model_len, k, block_size, drawn_drafts)
+    indices = torch.randperm(num_rows + 2, generator=generator).tolist()
     layout: list[dict[str, int]] = []
     token_row: list[int] = []
     dist = 0
     for r in range(num_rows):
-        row = dict.fromkeys(DeviceBatch.__dataclass_fields__, 0)
-        del row["token_row"]
-        row["query_start"] = len(token_row)
-        if padding and below(4) == 0:
-            row.update(req_idx=-1, logits_start=-1)
-        else:
-            decodes = graph or below(2) == 0
-            row["req_idx"] = indices[r]
-            row["start"] = below(max_model_len - k - 6)
-            row["num_new"] = 1 if decodes else 1 + below(5)
-            row["num_draft"] = below(k + 1) if decodes else 0
-            row["num_next"] = below(k + 1)
-            row["query_lens"] = row["num_new"] + row["num_draft"]
-            samples = decodes or below(2) == 0
-            row["logits_start"] = (r * (k + 1) if graph else dist) if samples else -1
-            row["sampled"] = below(2)
-            dist += row["num_draft"] + 1 if samples else 0
-            computed = row["start"]
-            if decodes and row["start"] > 0 and below(2) == 0:
-                row["num_unverified"] = 1 + below(row["start"])
-                computed -= below(row["num_unverified"] + 1)
-            end = row["start"] + row["query_lens"] + row["num_next"] + 1
-            num_blocks = min(-(-end // block_size) + below(2), state.blocks.shape[1])
-            if zombies and row["num_unverified"] and below(2) == 0:
-                computed = below(state.max_len + 2 * block_size)
-            state.num_blocks[indices[r]] = num_blocks
-            state.computed[indices[r]] = computed
-        layout.append(row)
-        token_row += [r] * row["query_lens"]
+        row = {"req_idx": -1, "logits_start": -1}
+        if not padding or _below(generator, 4):
+            row = _random_row(generator, state, indices[r], max_model_len - k - 6, graph, zombies)
+        if row["logits_start"] >= 0:
+            row["logits_start"] = r * (k + 1) if graph else dist
+            dist += row["num_draft"] + 1
+        layout.append(row | {"query_start": len(token_row)})
+        token_row += [r] * row.get("query_lens", 0)
         if graph:
             token_row += [-1] * ((r + 1) * (k + 1) - len(token_row))
         elif padding:
-            token_row += [-1] * below(2)
+            token_row += [-1] * _below(generator, 2)
     buffer = torch.zeros(DeviceBatch.buffer_size(num_rows, len(token_row)), dtype=torch.int32)
     rows = DeviceBatch.over(buffer, num_rows)
     for r, row in enumerate(layout):
@@ -122,6 +87,54 @@ def random_step(
     rows.token_row.copy_(torch.tensor(token_row, dtype=torch.int32))
     num_distributions = num_rows * (k + 1) if graph else dist
     return RandomStep(_moved(state, DEVICE), DeviceBatch.over(buffer.to(DEVICE), num_rows), num_distributions)
+
+
+def _below(generator: torch.Generator, bound: int) -> int:
+    return int(torch.randint(bound, (), generator=generator))
+
+
+def _random_state(
+    generator: torch.Generator, num_requests: int, max_model_len: int, k: int, block_size: int, drawn_drafts: bool
+) -> StateTensors:
+    """Requests with random tokens, scattered blocks and, with `drawn_drafts`, distributions of their drafts."""
+    state = StateTensors.allocate(num_requests, max_model_len, k, block_size, torch.device("cpu"))
+    state.tokens.random_(VOCAB, generator=generator)
+    state.blocks.copy_(torch.randperm(state.blocks.numel(), generator=generator).view_as(state.blocks))
+    state.seeds.random_(generator=generator)
+    state.temperature.uniform_(0.2, 2.0, generator=generator)
+    if k > 0 and drawn_drafts:
+        state.allocate_draft_probs(VOCAB)
+        assert state.draft_probs is not None
+        state.draft_probs.copy_(torch.randn(state.draft_probs.shape, generator=generator).mul_(2).softmax(-1))
+    return state
+
+
+def _random_row(
+    generator: torch.Generator, state: StateTensors, req_idx: int, max_start: int, decodes: bool, zombies: bool
+) -> dict[str, int]:
+    """The numbers of a row of request `req_idx`, whose state is set to go with them. `logits_start` is 0 where the row
+    samples. decodes: whether it must; else it may be a chunk of a prompt."""
+
+    def below(bound: int) -> int:
+        return _below(generator, bound)
+
+    decodes = decodes or below(2) == 0
+    row = {"req_idx": req_idx, "start": below(max_start), "num_new": 1 if decodes else 1 + below(5)}
+    row["num_draft"] = below(state.k + 1) if decodes else 0
+    row["num_next"] = below(state.k + 1)
+    row["query_lens"] = row["num_new"] + row["num_draft"]
+    row["logits_start"] = 0 if decodes or below(2) == 0 else -1
+    row["sampled"] = below(2)
+    computed = row["start"]
+    if decodes and row["start"] > 0 and below(2) == 0:
+        row["num_unverified"] = 1 + below(row["start"])
+        computed -= below(row["num_unverified"] + 1)
+    end = row["start"] + row["query_lens"] + row["num_next"] + 1
+    state.num_blocks[req_idx] = min(-(-end // state.block_size) + below(2), state.blocks.shape[1])
+    if zombies and "num_unverified" in row and below(2) == 0:
+        computed = below(state.max_len + 2 * state.block_size)
+    state.computed[req_idx] = computed
+    return row
 
 
 def _moved(state: StateTensors, device: torch.device) -> StateTensors:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import pytest
+
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.worker.memory import decode_step, prefill_step
@@ -70,23 +72,24 @@ def test_a_prefill_step_takes_all_that_few_short_requests_can_bring() -> None:
     assert prefill_step(limits(300, 3, 4096, 7, 400)).num_tokens == 3 * 299
 
 
-def test_a_decode_step_has_every_request_with_all_its_drafts_and_proposes_as_many() -> None:
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "k", "num_rows"),
+    # Without a drafter a row is one token; no more requests decode than a step has tokens for.
+    [(4096, 7, 64), (4096, 0, 64), (100, 7, 100 // 8)],
+)
+def test_a_decode_step_has_every_request_with_all_its_drafts_and_proposes_as_many(
+    max_num_batched_tokens: int, k: int, num_rows: int
+) -> None:
+    _, plan = steps(limits(300, 64, max_num_batched_tokens, k, 400 if k else 0))
+    assert [(row.num_new, row.num_draft, row.num_next_draft) for row in plan.rows] == [(1, k, k)] * num_rows
+
+
+def test_the_longest_request_of_a_decode_step_has_all_its_drafts() -> None:
     _, plan = steps(limits(300, 64, 4096, 7, 400))
-    assert [(row.num_new, row.num_draft, row.num_next_draft) for row in plan.rows] == [(1, 7, 7)] * 64
     assert max(row.num_computed for row in plan.rows) == 300 - 2 * 7 - 2
 
 
-def test_no_more_requests_decode_than_a_step_has_tokens_for() -> None:
-    _, plan = steps(limits(300, 64, 100, 7, 400))
-    assert len(plan.rows) == 100 // 8
-
-
-def test_without_a_drafter_a_decode_row_is_one_token() -> None:
-    _, plan = steps(limits(300, 64, 4096, 0, 0))
-    assert [(row.num_new, row.num_draft, row.num_next_draft) for row in plan.rows] == [(1, 0, 0)] * 64
-
-
-def test_a_step_forgets_the_requests_of_the_one_before_and_learns_its_own() -> None:
+def test_a_step_ends_the_requests_of_the_one_before_and_adds_its_own() -> None:
     bounds = limits(300, 3, 100, 7, 400)
     first, second = steps(bounds)
     third = decode_step(bounds, second)

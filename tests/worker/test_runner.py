@@ -15,7 +15,15 @@ from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import PHASES
-from tests.worker.engines import Outputs, device_runner, engine, kv_tensors, on_device_runner, state_tensors, unchanged
+from tests.worker.engines import (
+    device_runner,
+    engine,
+    kv_tensors,
+    on_device_runner,
+    outputs_of,
+    state_tensors,
+    unchanged,
+)
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -171,10 +179,8 @@ def test_outputs_survive_steps_that_do_not_fit(
     for calls in (set(), {2, 3, 5}):
         built = on_device_runner(engine(**settings), overlap)
         lack_memory(monkeypatch, DFlashDrafter, "propose", calls)
-        one = Outputs(built)
-        for i in range(4):
-            sampling: dict[str, Any] = {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": i}
-            one.add(str(i), [*PROMPT, i], max_tokens=20, ignore_eos=True, **sampling)
-        outputs.append(one.finish())
+        temperatures = [0.9, 0.0, 0.9, 0.0]
+        sampling = [{"temperature": value, "seed": i, "max_tokens": 20} for i, value in enumerate(temperatures)]
+        outputs.append(outputs_of(built, [[*PROMPT, i] for i in range(4)], sampling).tokens)
     assert outputs[0] == outputs[1]
     assert built.core.stats().num_preemptions > 0

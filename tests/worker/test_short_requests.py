@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash_backend.engine.build import BuiltEngine
-from tests.worker.engines import Outputs, engine, on_device_runner
+from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 K = 7
@@ -24,28 +24,25 @@ def test_a_request_shorter_than_its_drafts_ends_as_it_does_without_overlap(
     settings: dict[str, Any], prompt_len: int
 ) -> None:
     """Every length of output up to one past a whole block of drafts, all in one engine."""
-    tokens = []
-    for built in (engine(**settings), on_device_runner(engine(**settings))):
-        outputs = Outputs(built)
-        for max_tokens in range(1, K + 3):
-            prompt = [5 + max_tokens] * prompt_len
-            outputs.add(f"{max_tokens}", prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        tokens.append(outputs.finish())
-    assert tokens[1] == tokens[0]
-    assert {name: len(output) for name, output in tokens[1].items()} == {str(n): n for n in range(1, K + 3)}
+    lengths = range(1, K + 3)
+    sampling = [{"max_tokens": n, "temperature": 0.0} for n in lengths]
+    expected, found = (
+        outputs_of(built, [[5 + n] * prompt_len for n in lengths], sampling).tokens
+        for built in (engine(**settings), on_device_runner(engine(**settings)))
+    )
+    assert found == expected
+    assert [len(output) for output in found.values()] == list(lengths)
 
 
 def test_min_tokens_of_a_short_request_still_waits_for_what_is_in_flight(settings: dict[str, Any]) -> None:
     """The stop token is hidden for two tokens, though the bounds say that the request has ended."""
-    tokens = []
-    for built in (engine(**settings), on_device_runner(engine(**settings))):
-        outputs = Outputs(built)
-        sampling = {"max_tokens": 4, "min_tokens": 2, "stop_token_ids": tuple(range(1, 97)), "ignore_eos": True}
-        for prompt_len in (1, 2, 3):
-            outputs.add(f"{prompt_len}", [5] * prompt_len, temperature=0.0, **sampling)
-        tokens.append(outputs.finish())
-    assert tokens[1] == tokens[0]
-    assert all(len(output) >= 2 for output in tokens[1].values())
+    sampling = {"max_tokens": 4, "min_tokens": 2, "stop_token_ids": tuple(range(1, 97)), "temperature": 0.0}
+    expected, found = (
+        outputs_of(built, [[5] * prompt_len for prompt_len in (1, 2, 3)], [sampling] * 3).tokens
+        for built in (engine(**settings), on_device_runner(engine(**settings)))
+    )
+    assert found == expected
+    assert all(len(output) >= 2 for output in found.values())
 
 
 def _workload(seed: int) -> tuple[dict[str, Any], list[tuple[int, str, list[int], int | None, dict[str, Any]]]]:
