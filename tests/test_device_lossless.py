@@ -16,7 +16,7 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -150,14 +150,8 @@ def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int
 @pytest.mark.slow
 def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path) -> None:
     """Two requests on a model of two layers and a drafter of one: a prefill step and three padded decode steps."""
-    make_target(tmp_path / "t", num_hidden_layers=2)
-    make_draft(
-        tmp_path / "d",
-        block_size=3,
-        num_target_layers=2,
-        dflash_config={"target_layer_ids": [0, 1], "mask_token_id": 96},
-    )
-    models = {"target_model": tmp_path / "t", "draft_model": tmp_path / "d"}
+    layers = {"target_layer_ids": [0, 1], "mask_token_id": 96}
+    models = make_pair(tmp_path, {"num_hidden_layers": 2}, block_size=3, num_target_layers=2, dflash_config=layers)
     settings = {**models, "kv_block_size": 4, "max_model_len": 24, "max_num_seqs": 2}
     sampling = [{"temperature": 0.0, "max_tokens": 4}, {"temperature": 0.8, "seed": 3, "max_tokens": 4}]
     expected, found = (

@@ -83,10 +83,11 @@ def make_target(
     return model
 
 
-def make_pair(directory: Path) -> dict[str, str]:
-    """Save a random target and a drafter for it, and return the settings that name them."""
-    make_target(directory / "t")
-    make_draft(directory / "d")
+def make_pair(directory: Path, target: dict[str, Any] | None = None, **draft: Any) -> dict[str, str]:
+    """Save a random target `t` and a drafter `d` for it, each with these fields of its config, and return the settings
+    that name them."""
+    make_target(directory / "t", **(target or {}))
+    make_draft(directory / "d", **draft)
     return {"target_model": str(directory / "t"), "draft_model": str(directory / "d")}
 
 

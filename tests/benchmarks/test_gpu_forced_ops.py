@@ -12,7 +12,7 @@ from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.row_parallel import one_thread
 from dflash_backend.worker.step_ops import Prepared
 from tests.tiny_models import make_pair
-from tests.worker.engines import Outputs, ReferenceStepOps, engine, on_device_runner
+from tests.worker.engines import ReferenceStepOps, engine, on_device_runner, outputs_of
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -26,13 +26,10 @@ def test_each_row_accepts_as_many_drafts_as_the_function_says(tmp_path: Path, co
 
     built = engine(**make_pair(tmp_path), max_model_len=64, max_num_seqs=4)
     built = on_device_runner(built, ops=force_acceptance(ReferenceStepOps(), acceptance))
-    lengths = [19, 22, 28]
-    outputs = Outputs(built)
+    sampling = [{"max_tokens": length, "temperature": 0.0} for length in (19, 22, 28)]
     with one_thread():
-        for i, length in enumerate(lengths):
-            outputs.add(str(i), [*PROMPT, i], max_tokens=length, temperature=0.0, ignore_eos=True)
-        outputs.finish()
-    assert [len(tokens) for tokens in outputs.tokens.values()] == lengths
+        outputs = outputs_of(built, [[*PROMPT, i] for i in range(3)], sampling)
+    assert [len(tokens) for tokens in outputs.tokens.values()] == [19, 22, 28]
     per_position = built.core.stats().spec_decoding.num_accepted_tokens_per_pos
     assert min(per_position[:count], default=1) > 0
     assert not any(per_position[count:])

@@ -34,23 +34,26 @@ def test_outputs_part_at_their_first_difference_and_the_prefix_is_what_both_had(
     assert found.is_tie
 
 
-def test_a_token_that_is_worse_by_more_than_rounding_is_no_tie() -> None:
-    worse = 10.0 - (TIE_ROUNDINGS + 1) * spacing(10.0)
-    found = parting(0, [], [0], [1], lambda ids: [10.0, worse])
+WORSE = 10.0 - (TIE_ROUNDINGS + 1) * spacing(10.0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "logits"),
+    [
+        (([0], [1]), [10.0, WORSE]),
+        # Two tokens that tie, both below the most likely one.
+        (([1], [2]), [10.0, 5.0, 5.0]),
+        # An output that ends early.
+        (([1, 2], [1]), []),
+    ],
+)
+def test_what_is_worse_by_more_than_rounding_is_no_tie(
+    outputs: tuple[list[int], list[int]], logits: list[float]
+) -> None:
+    found = parting(0, [], *outputs, lambda ids: logits)
     assert found is not None
     assert not found.is_tie
-
-
-def test_two_tokens_that_tie_below_the_best_are_no_tie() -> None:
-    found = parting(0, [], [1], [2], lambda ids: [10.0, 5.0, 5.0])
-    assert found is not None
-    assert not found.is_tie
-
-
-def test_an_output_that_ends_early_is_no_tie() -> None:
-    found = parting(0, [], [1, 2], [1], lambda ids: [])
-    assert found is not None
-    assert found.roundings == math.inf
+    assert math.isfinite(found.roundings) == bool(logits)
 
 
 def test_ties_are_counted_and_shown() -> None:

@@ -12,7 +12,7 @@ from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.engine.build import build_engine
 from tests.drafters.drafts import edit, make_speculators, put
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_draft, make_pair, make_target
 
 
 def test_a_zlab_drafter_in_words(tmp_path: Path) -> None:
@@ -62,10 +62,8 @@ def test_a_target_in_words(tmp_path: Path) -> None:
 
 
 def test_loading_says_how_both_checkpoints_were_read_and_what_was_guessed(tmp_path: Path) -> None:
-    make_target(tmp_path / "t")
-    make_draft(tmp_path / "d", dflash_config={"mask_token_id": 96})
     reports: list[tuple[str, float]] = []
-    settings = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "kv_cache_gb": 0.01}
+    settings = make_pair(tmp_path, dflash_config={"mask_token_id": 96}) | {"kv_cache_gb": 0.01}
     build_engine(EngineConfig.from_values(settings), lambda *report: reports.append(report))
     messages = [message for message, _ in reports]
     assert "drafter: features: layer ids [1, 2] of the target, which are boundary ids [2, 3]" in messages

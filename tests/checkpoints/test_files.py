@@ -19,7 +19,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.registry import read_draft
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from dflash_backend.text.tokenizer import Tokenizer
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair, make_target
 
 
 @pytest.fixture
@@ -100,13 +100,11 @@ def test_a_mask_embedding_alone_is_no_weight_file(tmp_path: Path) -> None:
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    make_target(tmp_path / "t")
-    make_draft(tmp_path / "d", auto_map={"AutoModel": "modeling.Model"})
+    settings = make_pair(tmp_path, auto_map={"AutoModel": "modeling.Model"}) | {"kv_cache_gb": 0.01}
     ran = tmp_path / "ran"
     for directory in (tmp_path / "t", tmp_path / "d"):
         for name in ("modeling.py", "__init__.py", "tokenization.py"):
             (directory / name).write_text(f"open({str(ran)!r}, 'w')\n")
-    settings = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "kv_cache_gb": 0.01}
     said: list[str] = []
     build_engine(EngineConfig.from_values(settings), lambda message, fraction: said.append(message))
     assert not ran.exists()

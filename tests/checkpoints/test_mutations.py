@@ -27,49 +27,17 @@ MAX_BYTES = 1024**3
 CASES = scaled(250, at_least=50)  # of each of the four kinds
 BATCHES = 5
 
-VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    3,
-    7,
-    2**24,
-    2**31,
-    2**31 - 1,
-    2**63,
-    10**9,
-    10**400,
-    0.5,
-    -0.0,
-    1e-320,
-    1e308,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-    "",
-    "8",
-    "full_attention",
-    "\0",
-    "x" * 5000,
-    [],
-    [0],
-    [-1],
-    [None],
-    [1, 3],
-    [2**40],
-    ["sliding_attention"],
-    ["sliding_attention"] * 2,
-    ["sliding_attention"] * 5,
-    [[[]]],
+INTEGERS = [0, -1, 1, 2, 3, 7, 2**24, 2**31, 2**31 - 1, 2**63, 10**9, 10**400]
+NUMBERS = [0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), float("-inf")]
+TEXTS = ["", "8", "full_attention", "\0", "x" * 5000]
+LISTS: list[Any] = [[], [0], [-1], [None], [1, 3], [2**40], *(["sliding_attention"] * n for n in (1, 2, 5)), [[[]]]]
+OBJECTS: list[Any] = [
     {},
     {"a": {"b": [1, {"c": None}]}},
     {"rope_type": "default"},
     {"sliding_attention": {"rope_theta": 7.0}, "full_attention": {}},
 ]
+VALUES: list[Any] = [None, True, False, *INTEGERS, *NUMBERS, *TEXTS, *LISTS, *OBJECTS]
 ROPE = {
     "rope_type": ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "mrope"],
     "factor": [1, 2.0, 8, 1e6, -1, 0.5],

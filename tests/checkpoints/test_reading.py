@@ -16,14 +16,13 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.drafters.drafts import put
-from tests.tiny_models import MASK_TOKEN_ID, make_draft, make_target
+from tests.tiny_models import MASK_TOKEN_ID, make_pair
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
     """A folder with a target `t` and a drafter `d`."""
-    make_target(tmp_path / "t")
-    make_draft(tmp_path / "d")
+    make_pair(tmp_path)
     return tmp_path
 
 

@@ -10,7 +10,7 @@ import pytest
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from tests.tiny_models import make_draft, make_target
+from tests.tiny_models import make_pair
 
 # 5 target layers and 2 draft layers, keys and values of 2 heads of 16 in float32.
 BYTES_PER_TOKEN = (5 + 2) * 2 * 2 * 16 * 4
@@ -22,9 +22,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e
 def build(
     root: Path, draft: dict[str, Any] | None = None, settings: Any = None, gpu: Gpu | None = None, **target: Any
 ) -> BuiltEngine:
-    make_target(root / "t", **target)
-    make_draft(root / "d", **(draft or {}))
-    values = {"target_model": str(root / "t"), "draft_model": str(root / "d"), "device": "cpu"} | (settings or {})
+    values = make_pair(root, target, **(draft or {})) | {"device": "cpu"} | (settings or {})
     return build_engine(EngineConfig.from_values(values), gpu and gpu.progress, gpu)
 
 

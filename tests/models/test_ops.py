@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ TOLERANCE = 1e-5
 MAX_POSITIONS = 64
 CAPTURE = (3, 0, 4)
 OPS = [LayerOps(), TritonLayerOps()]
+with_either = pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -74,7 +76,7 @@ def test_a_target_computes_the_same_with_either(architecture: str, tmp_path: Pat
     triton_outcome.assert_close(torch_outcome)
 
 
-@pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
+@with_either
 @torch.inference_mode()
 def test_the_last_captured_feature_is_the_hidden_state_itself(ops: LayerOps, tmp_path: Path) -> None:
     make_target(tmp_path)
@@ -108,13 +110,10 @@ def test_a_drafter_injects_and_computes_the_same_with_either(tmp_path: Path) -> 
     triton_outcome.assert_close(torch_outcome)
 
 
-def snapshot(kv: list[KVLayer]) -> torch.Tensor:
-    """A copy of all layers: `[num_layers, num_slots, 2, num_kv_heads, head_dim]`."""
-    return stacked(kv).clone()
-
-
-def written_slots(before: torch.Tensor, kv: list[KVLayer]) -> list[set[int]]:
-    """The slots of each layer that changed."""
+def written_slots(kv: list[KVLayer], run: Callable[[list[KVLayer]], object]) -> list[set[int]]:
+    """The slots of each layer that `run` changes."""
+    before = stacked(kv).clone()
+    run(kv)
     changed = (stacked(kv) != before).flatten(2).any(dim=2)
     return [set(layer.nonzero().flatten().tolist()) for layer in changed]
 
@@ -126,31 +125,29 @@ def with_padding(paged: PagedContext) -> tuple[PagedContext, set[int]]:
     return dataclasses.replace(paged, slots=slots, padded=True), set(slots.tolist()) - {-1}
 
 
-@pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
+@with_either
 @torch.inference_mode()
 def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
     make_target(tmp_path)
     target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
     paged, slots = with_padding(context(block_tables(1), [0], [6], target.patterns, device=DEVICE.type))
     kv = caches(target.spec.decoder, device=DEVICE.type)
-    before = snapshot(kv)
-    target.forward(torch.arange(6, device=DEVICE), paged, kv, ())
-    assert written_slots(before, kv) == [slots] * TARGET_LAYERS
+    ids = torch.arange(6, device=DEVICE)
+    assert written_slots(kv, lambda kv: target.forward(ids, paged, kv, ())) == [slots] * TARGET_LAYERS
 
 
-@pytest.mark.parametrize("ops", OPS, ids=["torch", "triton"])
+@with_either
 @torch.inference_mode()
 def test_padding_tokens_of_a_drafter_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
     model = drafter(tmp_path, ops)
     paged, slots = with_padding(context(block_tables(1), [0], [6], model.patterns, device=DEVICE.type))
-    for run in ("inject", "forward"):
+    features, queries = random(6, model.fc.in_features), random(6, model.fc.out_features)
+    for run in (
+        lambda kv: model.inject(features, paged.positions, paged.slots, kv, padded=True),
+        lambda kv: model.forward(queries, paged, kv),
+    ):
         kv = caches(model.spec.decoder, device=DEVICE.type)
-        before = snapshot(kv)
-        if run == "inject":
-            model.inject(random(6, model.fc.in_features), paged.positions, paged.slots, kv, padded=True)
-        else:
-            model.forward(random(6, model.fc.out_features), paged, kv)
-        assert written_slots(before, kv) == [slots] * len(model.layers)
+        assert written_slots(kv, run) == [slots] * len(model.layers)
 
 
 def shape_of_drafter(directory: Path) -> DecoderSpec:
