@@ -46,6 +46,12 @@ def single_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def inference_mode() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="fail for skips that tests/allowed_skips.py lacks")
 

@@ -53,7 +53,7 @@ def first_turns(questions: Sequence[Question]) -> list[Question]:
 
 
 def defects_of_the_pair(found: Evaluation, dataset: str) -> list[str]:
-    """In what a run of the published pair falls short of what its authors publish; empty where in nothing."""
+    """What a run of the published pair misses of what its authors publish; empty where nothing."""
     least, mean = least_acceptance_length(dataset), found.overall.mean_acceptance_length
     if mean is not None and mean >= least:
         return []
@@ -62,7 +62,7 @@ def defects_of_the_pair(found: Evaluation, dataset: str) -> list[str]:
 
 
 def defects_of_speculators(found: Evaluation, published: SpeculatorsFigures) -> list[str]:
-    """In what a run of a speculators checkpoint falls short; empty where in nothing."""
+    """What a run of a speculators checkpoint misses; empty where nothing."""
     overall, rates = found.overall, found.overall.counts.per_position_rates
     figures = [
         ("accuracy", overall.accuracy, published.accuracy * published.accuracy_tolerance),
@@ -78,7 +78,7 @@ def defects_of_speculators(found: Evaluation, published: SpeculatorsFigures) -> 
     ]
 
 
-def few_shot(examples: Sequence[Row], rows: Sequence[Row]) -> list[Question]:
+def with_examples(examples: Sequence[Row], rows: Sequence[Row]) -> list[Question]:
     """GSM8K as text to continue, after the first examples of its training set with their solutions."""
     before = "".join(
         f"Question: {row.text('question')}\nAnswer: {row.text('answer')}\n\n" for row in examples[:NUM_EXAMPLES]

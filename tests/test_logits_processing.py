@@ -92,7 +92,7 @@ def assert_greedy(output: RequestOutput, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("k", [0, 15])
 @pytest.mark.parametrize("changes", PENALTIES.values(), ids=PENALTIES.keys())
-def test_greedy_output_is_the_best_token_of_the_changed_logits_at_every_place(
+def test_greedy_output_is_the_argmax_of_the_changed_logits_at_every_position(
     llm: LLM, changes: dict[str, Any], k: int
 ) -> None:
     params = SamplingParams(max_tokens=48, temperature=0.0, num_speculative_tokens=k, **changes)
@@ -156,12 +156,12 @@ def test_min_tokens_refuses_stop_tokens_that_were_drafted(llm: LLM) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_bias_of_100_always_wins_and_of_minus_100_never(llm: LLM, temperature: float) -> None:
-    best = llm.generate(STORY, max_tokens=1, temperature=0)[0].token_ids[0]
+    argmax = llm.generate(STORY, max_tokens=1, temperature=0)[0].token_ids[0]
     for seed in range(8):
         forced = llm.generate(STORY, max_tokens=12, temperature=temperature, seed=seed, logit_bias={77: 100})[0]
         assert forced.token_ids == [77] * 12
-        params = {"max_tokens": 24, "temperature": temperature, "seed": seed, "logit_bias": {best: -100}}
-        assert best not in llm.generate(STORY, params)[0].token_ids
+        params = {"max_tokens": 24, "temperature": temperature, "seed": seed, "logit_bias": {argmax: -100}}
+        assert argmax not in llm.generate(STORY, params)[0].token_ids
 
 
 # " the" and " and" are made so likely that they often come twice, which the penalties then make less likely.

@@ -37,8 +37,8 @@ from tests.published import (
     SUBSET,
     defects_of_speculators,
     defects_of_the_pair,
-    few_shot,
     first_turns,
+    with_examples,
 )
 
 PREFIX = "DFLASH_REAL_WEIGHTS_"
@@ -98,5 +98,5 @@ def test_the_published_pair_reaches_the_published_acceptance_length(published_pa
 def test_a_speculators_checkpoint_given_alone_reaches_what_vllm_asserts_of_it() -> None:
     llm = LLM(given("SPECULATORS"), kv_cache_gb=KV_CACHE_GB)
     assert llm.engine.ready.num_speculative_tokens > 0
-    questions = few_shot(gsm8k_rows("train", NUM_EXAMPLES), gsm8k_rows("test", limit_of("gsm8k")))
+    questions = with_examples(gsm8k_rows("train", NUM_EXAMPLES), gsm8k_rows("test", limit_of("gsm8k")))
     assert defects_of_speculators(measure(llm, questions, Sampling(stop=STOP)), QWEN3_8B_SPECULATORS) == []

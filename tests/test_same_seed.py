@@ -53,7 +53,7 @@ def test_a_request_gets_its_output_among_31_others_and_with_a_prefix_hit(
 
 
 def test_a_request_gets_its_output_after_a_preemption(prompts: list[str], alone: list[list[int]]) -> None:
-    llm = LLM(kv_cache_gb=0.004, kv_write_guard=True, **{**SETTINGS, "max_model_len": 256})
+    llm = LLM(**{**SETTINGS, "max_model_len": 256}, kv_cache_gb=0.004, kv_write_guard=True)
     assert together(llm, prompts) == alone
     assert llm.stats().num_preemptions > 0
 

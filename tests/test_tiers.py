@@ -64,7 +64,7 @@ def test_every_path_that_is_named_exists() -> None:
         assert (ROOT / start.removesuffix("::")).exists(), start
 
 
-def test_a_scaled_number_never_falls_below_what_shows_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaled_number_is_never_below_what_shows_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.scale.SCALE", 0.1)
     assert [scaled(400, at_least=60), scaled(1000), scaled(3, at_least=5)] == [60, 100, 3]
     monkeypatch.setattr("tests.scale.SCALE", 2.0)

@@ -86,7 +86,7 @@ def test_asking_about_clients_has_a_bound() -> None:
 
 @pytest.fixture
 def sender() -> malformed.Sender:
-    """One that judges and sends nothing."""
+    """One that checks answers and sends nothing."""
     sender = malformed.Sender.__new__(malformed.Sender)
     sender.report, sender._lock = malformed.Report(), threading.Lock()
     return sender

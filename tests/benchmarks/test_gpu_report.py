@@ -33,7 +33,7 @@ def test_gap_is_what_no_phase_accounts_for() -> None:
     assert CYCLE.over_floor("inject") == pytest.approx(1.3)
 
 
-def test_promises_are_judged_on_both_sides_and_not_without_a_measurement() -> None:
+def test_promises_are_checked_on_both_sides_and_not_without_a_measurement() -> None:
     verdicts = {target.name: target.verdict for target in report.targets(results(CYCLE))}
     assert verdicts["verify over its floor, batch 1"] == "met"
     assert verdicts["inject over its floor, batch 1"] == "met"
@@ -70,7 +70,7 @@ def test_tables_json_and_a_plot_are_written_and_say_what_is_missing(tmp_path: Pa
     assert (tmp_path / "cycle-qwen3-8b.png").stat().st_size > 5000
 
 
-def test_records_come_back_and_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_records_come_back_and_a_line_that_was_truncated_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "records"
     recorder = Recorder(path)
     for record in (Ceilings(1.0, 2.0), CYCLE, Skipped("this", "that")):

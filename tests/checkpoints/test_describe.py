@@ -94,7 +94,7 @@ def test_scales_and_the_normed_last_layer_are_said(tmp_path: Path) -> None:
     assert facts["features"].endswith("boundary ids [2, 5]; the last layer's after the final norm")
 
 
-def test_a_cut_vocabulary_without_a_head_takes_rows_of_the_targets(tmp_path: Path) -> None:
+def test_a_draft_vocabulary_without_a_head_takes_rows_of_the_targets(tmp_path: Path) -> None:
     make_speculators(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["lm_head.weight"]

@@ -12,14 +12,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, TargetSpec, read_target
+from tests.tiny_models import FAMILIES
 
-MODEL_TYPES = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen2ForCausalLM": "qwen2",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
+MODEL_TYPES = {architecture: config.model_type for architecture, (_, config, _) in FAMILIES.items()}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

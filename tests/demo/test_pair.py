@@ -14,6 +14,7 @@ from demo.checkpoint import load_target
 from demo.data import SPECIAL_TOKEN_IDS, held_out_rows
 from demo.evaluate import ReferencePair, pair_config
 from tests.scale import scaled
+from tests.tiny_models import layer_shapes
 
 PAIR = Path(__file__).parents[2] / "demo" / "pair"
 DRAFT_FIELDS = json.loads((PAIR / "draft" / "config.json").read_text(encoding="utf-8"))
@@ -31,10 +32,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def layer_names(count: int) -> set[str]:
-    parts = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"self_attn.{p}_norm" for p in "qk"]
-    parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    parts += ["input_layernorm", "post_attention_layernorm"]
-    return {f"layers.{i}.{part}.weight" for i in range(count) for part in parts}
+    return {name for i in range(count) for name in layer_shapes(f"layers.{i}.", intermediate=1)}
 
 
 def test_all_weights_take_at_most_6_mb():
@@ -55,7 +53,7 @@ def test_target_checkpoint_has_exactly_the_qwen3_keys_in_bf16():
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
-def test_draft_config_is_non_causal_with_block_16_and_room_to_shift_its_layer_ids():
+def test_draft_config_is_non_causal_with_block_16_and_layer_ids_that_can_be_shifted():
     assert DRAFT_FIELDS["architectures"] == ["DFlashDraftModel"]
     assert DRAFT_FIELDS["block_size"] == 16
     assert DRAFT_FIELDS["dflash_config"]["mask_token_id"] == TOKENIZER.convert_tokens_to_ids("<|mask|>")

@@ -20,8 +20,8 @@ def draft_inputs(length: int, anchors: list[int]) -> tuple[torch.Tensor, torch.T
 def test_a_block_sees_no_feature_at_or_after_its_anchor():
     features, blocks, anchors = draft_inputs(40, [25])
     draft = DraftModel(SMOKE_CONFIG)
-    whole, cut = draft(features, blocks, anchors), draft(features[:, :25], blocks, anchors)
-    torch.testing.assert_close(whole, cut)
+    whole, truncated = draft(features, blocks, anchors), draft(features[:, :25], blocks, anchors)
+    torch.testing.assert_close(whole, truncated)
 
 
 def test_blocks_of_one_row_do_not_see_each_other():
@@ -50,7 +50,7 @@ def test_anchors_are_answer_tokens_and_weights_end_with_the_answer():
         assert (weights > 0).tolist() == [place + i < 9 for i in range(1, 6)]
 
 
-def test_judging_stops_at_the_first_mismatch_and_after_the_end():
+def test_verifying_stops_at_the_first_mismatch_and_after_the_end():
     assert verify([5, 6, 7], [5, 6, 8, 9], end=2) == (2, [5, 6, 8])
     assert verify([5, 6, 7], [5, 6, 7, 9], end=2) == (3, [5, 6, 7, 9])
     assert verify([5, 2, 7], [5, 2, 7, 9], end=2) == (2, [5, 2])

@@ -28,6 +28,7 @@ from tests.models.drafting import KeepsLogits, draft_batch, slots
 from tests.paged import BLOCK_SIZE, block_tables, caches
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
 CPU = torch.device("cpu")
 MAX_POSITIONS = 512
 HIDDEN = 32
@@ -202,7 +203,6 @@ def largest_difference(drafts: list[Draft]) -> float:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@torch.inference_mode()
 def test_drafts_equal_a_dense_implementation_after_any_acceptance(name: str, tmp_path: Path) -> None:
     drafts = drafts_of(make_pair(tmp_path, VARIANTS[name]))
     assert len(drafts) >= 3 * NUM_ROWS
@@ -212,7 +212,6 @@ def test_drafts_equal_a_dense_implementation_after_any_acceptance(name: str, tmp
         assert draft.tokens == draft.dense_tokens
 
 
-@torch.inference_mode()
 def test_a_block_of_16_is_compared_at_all_its_positions(tmp_path: Path) -> None:
     drafts = drafts_of(make_pair(tmp_path, VARIANTS["block of 16"]))
     assert max(len(draft.tokens) for draft in drafts) == 15
@@ -262,7 +261,6 @@ MISREADINGS: dict[str, tuple[str, Misread]] = {
 
 
 @pytest.mark.parametrize("name", MISREADINGS)
-@torch.inference_mode()
 def test_the_comparison_notices_a_misread_checkpoint(name: str, tmp_path: Path) -> None:
     """The test above can fail."""
     variant, misread = MISREADINGS[name]
@@ -271,7 +269,6 @@ def test_the_comparison_notices_a_misread_checkpoint(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mistake", ["features at other positions", "query K/V left in place"])
-@torch.inference_mode()
 def test_the_comparison_notices_a_wrong_injection(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +290,6 @@ def test_the_comparison_notices_a_wrong_injection(
     assert largest_difference(drafts_of(pair)) > 1e-2
 
 
-@torch.inference_mode()
 def test_an_anchor_that_is_the_mask_token_has_the_mask_embedding_and_no_other_token_has(tmp_path: Path) -> None:
     drafter = make_pair(tmp_path, VARIANTS["mask embedding"]).drafter
     vector = torch.load(tmp_path / "draft" / "mask_embedding.pt", weights_only=True)[0]
@@ -304,7 +300,7 @@ def test_an_anchor_that_is_the_mask_token_has_the_mask_embedding_and_no_other_to
     assert torch.equal(embeddings[changed[0]], vector)
 
 
-def cut_checkpoint(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> DFlashSpec:
+def small_vocabulary_checkpoint(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> DFlashSpec:
     """The spec of a drafter with a cut vocabulary whose tensors `change` has edited."""
     tensors = make_draft(directory)
     tensors["d2t"] = torch.arange(DRAFT_VOCAB) * 3
@@ -340,7 +336,7 @@ def d2t_is(index: int, value: int) -> Callable[[dict[str, torch.Tensor]], None]:
 def test_a_bad_vocabulary_map_is_refused(
     change: Callable[[dict[str, torch.Tensor]], None], message: str, tmp_path: Path
 ) -> None:
-    spec = cut_checkpoint(tmp_path, change)
+    spec = small_vocabulary_checkpoint(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
 
@@ -358,8 +354,8 @@ def test_maps_of_equal_vocabularies_and_what_only_training_needs_are_ignored(tmp
     assert model.id_map is None
 
 
-def test_a_map_is_allocated_for_a_cut_vocabulary_only(tmp_path: Path) -> None:
-    spec = cut_checkpoint(tmp_path, lambda tensors: None)
+def test_a_map_is_allocated_for_a_draft_vocabulary_only(tmp_path: Path) -> None:
+    spec = small_vocabulary_checkpoint(tmp_path, lambda tensors: None)
     model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
     assert model.id_map is not None
     assert model.id_map.tolist() == [4 * i for i in range(DRAFT_VOCAB)]

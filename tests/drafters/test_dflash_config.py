@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from operator import attrgetter
@@ -285,12 +284,6 @@ def test_a_mask_embedding_beside_the_weights_is_noticed(tmp_path: Path, written:
     FORMATS[written](tmp_path)
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     assert read_draft(tmp_path).has_mask_embedding
-
-
-def test_speculators_decides_over_the_architecture(tmp_path: Path) -> None:
-    make_speculators(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
-    assert read_draft(tmp_path).format == "speculators"
 
 
 @pytest.mark.parametrize(("claimed", "shipped"), [(True, False), (False, True)])

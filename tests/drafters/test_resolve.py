@@ -110,7 +110,7 @@ def test_a_zlab_drafter_without_a_target_is_tried_with_the_demo_target(models: P
 
 
 @pytest.mark.parametrize(("k", "expected"), [(1, 1), (7, 7), ("auto", 5)])
-def test_k_may_be_any_number_that_the_block_has_room_for(models: Path, k: Any, expected: int) -> None:
+def test_k_may_be_any_number_that_the_block_can_hold(models: Path, k: Any, expected: int) -> None:
     pair = resolve(target_model=models / "t", draft_model=models / "s", num_speculative_tokens=k)
     assert pair.num_speculative_tokens == expected
 
@@ -166,7 +166,7 @@ def test_a_drafter_of_another_width_needs_its_own_embedding_and_head(models: Pat
         resolve(target_model=models / "t", draft_model=models / "s")
 
 
-def test_a_cut_draft_vocabulary_without_a_head_of_its_own_is_left_to_the_targets(models: Path) -> None:
+def test_a_draft_vocabulary_without_a_head_of_its_own_is_left_to_the_targets(models: Path) -> None:
     put(models / "z" / "config.json", draft_vocab_size=24)
     draft = resolve(target_model=str(models / "t"), draft_model=str(models / "z")).draft
     assert draft is not None

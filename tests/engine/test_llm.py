@@ -9,7 +9,7 @@ import pytest
 
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.core.admission import RequestError
-from dflash_backend.core.plan import StepOutOfMemory, StepPlan, StepResult, Worker
+from dflash_backend.core.plan import StepOutOfMemory, StepPlan
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.sampling_params import ParameterError
 
@@ -48,11 +48,13 @@ def test_each_prompt_can_have_parameters_of_its_own(llm: LLM) -> None:
     assert (len(short.token_ids), len(long.token_ids)) == (3, 9)
 
 
-def test_a_stop_string_ends_the_text_before_it_with_its_stats(llm: LLM) -> None:
-    output = llm.generate(QUESTION, max_tokens=96, temperature=0, stop="Step 2")[0]
+def test_a_stop_string_ends_the_text_before_it_with_its_stats_and_logprobs(llm: LLM) -> None:
+    output = llm.generate(QUESTION, max_tokens=96, temperature=0, stop="Step 2", logprobs=2)[0]
     assert output.text.endswith("4 * 6 = 24.\n")
     assert output.finish_reason == "stop"
     assert output.stats is not None
+    assert output.logprobs is not None
+    assert [entry.token_ids[0] for entry in output.logprobs] == output.token_ids
 
 
 def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm: LLM) -> None:
@@ -67,13 +69,6 @@ def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm:
     third = llm.generate("Tell me", params | {"seed": 9})[0]
     assert several.outputs[2].token_ids == third.token_ids
     assert all(completion.finish_reason and completion.stats for completion in several.outputs)
-
-
-def test_logprobs_come_with_a_stop_string_too(llm: LLM) -> None:
-    output = llm.generate(QUESTION, max_tokens=96, temperature=0, stop="Step 2", logprobs=2)[0]
-    assert output.finish_reason == "stop"
-    assert output.logprobs is not None
-    assert [entry.token_ids[0] for entry in output.logprobs] == output.token_ids
 
 
 @pytest.mark.parametrize(
@@ -99,31 +94,24 @@ def test_bad_input_is_named_and_the_engine_goes_on(
     assert len(llm.generate(QUESTION, max_tokens=2)[0].token_ids) == 2
 
 
-class FullMemory:
-    """A worker whose device has no memory for a step of more than eight tokens."""
+def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(kv_cache_gb=0.05, max_model_len=128)
+    runner = llm.engine.runner
+    submit = runner.submit
 
-    overlaps = False
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def submit(self, plan: StepPlan) -> None:
+    def without_memory(plan: StepPlan) -> None:
+        """Runs no step of more than eight tokens."""
         if plan.num_tokens <= 8:
-            return self._worker.submit(plan)
-        self._worker.submit(dataclasses.replace(plan, rows=[]))
-        self._worker.collect()
+            return submit(plan)
+        submit(dataclasses.replace(plan, rows=[]))
+        runner.collect()
         raise StepOutOfMemory("the memory is full")
 
-    def collect(self) -> StepResult:
-        return self._worker.collect()
-
-
-def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engine_goes_on() -> None:
-    llm = LLM(kv_cache_gb=0.05, max_model_len=128)
-    core = llm.engine.core
-    core._worker = FullMemory(core._worker)
+    monkeypatch.setattr(runner, "submit", without_memory)
     with pytest.raises(RequestError, match="the memory is full") as caught:
         llm.generate([[5] * 30], max_tokens=2)
     assert caught.value.status == "INTERNAL"
-    assert not core.has_unfinished()
+    assert not llm.engine.core.has_unfinished()
     assert len(llm.generate([[5] * 3], max_tokens=2, num_speculative_tokens=0)[0].token_ids) == 2

@@ -24,9 +24,9 @@ from tests.published import (
     STOP,
     defects_of_speculators,
     defects_of_the_pair,
-    few_shot,
     first_turns,
     least_acceptance_length,
+    with_examples,
 )
 
 
@@ -109,7 +109,7 @@ TRAIN = rows(*({"question": f"q{i}", "answer": f"because\n#### {i}"} for i in ra
 
 def speculators_run(num_right: int, rates: Sequence[float]) -> Evaluation:
     """A run of 200 questions of which some are answered right, each a request with these rates."""
-    questions = few_shot(TRAIN, rows(*({"question": "q", "answer": "so\n#### 7"} for _ in range(200))))
+    questions = with_examples(TRAIN, rows(*({"question": "q", "answer": "so\n#### 7"} for _ in range(200))))
     answers = [Answer("so\n#### 7" if i < num_right else "so 8", 50, counts(1000, rates)) for i in range(200)]
     return evaluate(Told(answers), questions, Sampling(stop=STOP))
 
@@ -140,7 +140,7 @@ def test_each_figure_of_the_speculators_checkpoint_is_compared(
 
 
 def test_the_questions_of_the_speculators_checkpoint_follow_five_solved_ones() -> None:
-    (question,) = few_shot(TRAIN, rows({"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 1,005"}))
+    (question,) = with_examples(TRAIN, rows({"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5\n#### 1,005"}))
     assert question.prompt is not None
     assert question.prompt.startswith("Question: q0\nAnswer: because\n#### 0\n\nQuestion: q1\n")
     assert question.prompt.count("Question: ") == 6
@@ -167,7 +167,7 @@ def test_what_measures_published_weights_runs_on_the_demo_pair(
     monkeypatch.setenv("DFLASH_REAL_WEIGHTS_MT_BENCH", str(tmp_path / "mt"))
     monkeypatch.setenv("DFLASH_REAL_WEIGHTS_LIMIT", "2")
     llm = LLM()
-    questions = few_shot(real.gsm8k_rows("train", NUM_EXAMPLES), real.gsm8k_rows("test", real.limit_of("gsm8k")))
+    questions = with_examples(real.gsm8k_rows("train", NUM_EXAMPLES), real.gsm8k_rows("test", real.limit_of("gsm8k")))
     found = real.measure(llm, questions, Sampling(max_tokens=24, stop=STOP))
     assert (found.overall.num_scored, len(found.results)) == (2, 2)
     assert found.overall.counts.num_drafts > 0

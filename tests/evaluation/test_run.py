@@ -83,7 +83,7 @@ def test_progress_counts_answers_not_questions() -> None:
 
 
 class Interrupted(Parrot):
-    """Ctrl-C comes after so many answers."""
+    """Ctrl-C comes after that many answers."""
 
     def __init__(self, after: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class FreshGenerator(torch.Generator):
     """A generator whose seeds are shifted by the run's."""
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """See `torch.Generator.manual_seed`."""
+        """Shifts the seed, as `torch.Generator.manual_seed` otherwise."""
         return super().manual_seed((seed + BASE_SEED) % 2**63)
 
 

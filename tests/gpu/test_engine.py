@@ -78,16 +78,16 @@ def test_sampled_tokens_do_not_depend_on_graphs_and_overlap(
     assert equal >= 0.9 * len(prompts)
 
 
-def test_the_cuts_of_sampled_requests_reach_the_gpu(prompts: list[str]) -> None:
+def test_the_filters_of_sampled_requests_reach_the_gpu(prompts: list[str]) -> None:
     """With top_k = 1 there is nothing to draw, whatever the temperature: the tokens are the greedy ones."""
     from dflash_backend import LLM
 
     llm = LLM(**(SETTINGS | {"device": "cuda", "dtype": "float32"}))
     greedy = llm.generate(list(prompts), max_tokens=MAX_TOKENS, temperature=0)
-    for cut in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        cut_outputs = llm.generate(list(prompts), max_tokens=MAX_TOKENS, temperature=1.5, seed=1, **cut)
-        equal = sum(a.token_ids == b.token_ids for a, b in zip(cut_outputs, greedy, strict=True))
-        assert equal >= 0.9 * len(prompts), cut
+    for filtering in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        filtered = llm.generate(list(prompts), max_tokens=MAX_TOKENS, temperature=1.5, seed=1, **filtering)
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(filtered, greedy, strict=True))
+        assert equal >= 0.9 * len(prompts), filtering
 
 
 def test_bf16_with_drafts_parts_from_k_0_only_at_ties(prompts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ of its own, since a kernel is either interpreted or compiled from its definition
     python -m tests.kernels.compile_only MODULE
 
 imports MODULE, whose `launches()` calls the kernels' functions with tensors on the CPU, and prints each kernel's name
-once it has been compiled for Hopper. What the functions return is as undefined as any memory nobody wrote.
+once it has been compiled for Hopper. What the functions return is as undefined as any memory that was not written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A launch of each kernel of a decoder layer and of the drafter's context, in the shapes of Qwen3-8B, for
-`compile_only`."""
+"""A launch of each kernel of a decoder layer and of the drafter's context, in the shapes of Qwen3-8B, and of the mixture
+of experts, in those of Qwen3-30B-A3B, for `compile_only`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from dflash_kernels.context_write import context_write
+from dflash_kernels.moe import TILES, experts_mlp
+from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
 from dflash_kernels.paged_attention import PagedRows, paged_attention
 from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
@@ -15,6 +17,7 @@ from dflash_kernels.silu_mul import silu_mul
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
 NUM_SLOTS, BLOCK_SIZE = 64, 16
+MOE_HIDDEN, MOE_INNER, NUM_EXPERTS, PER_TOKEN = 2048, 768, 128, 8
 
 
 def launches() -> None:
@@ -34,6 +37,7 @@ def launches() -> None:
     attend([16], causal=True)
     attend([16] * 128, causal=False)
     attend([2048, 16, 0], causal=True)
+    route_to_experts()
 
 
 def attend(query_lens: list[int], causal: bool) -> None:
@@ -47,6 +51,17 @@ def attend(query_lens: list[int], causal: bool) -> None:
     rows = PagedRows(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
     query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
     paged_attention(query, cache, rows, tiled, causal, None)
+
+
+def route_to_experts() -> None:
+    """Every tile; routing and grouping for few tokens and for many."""
+    # Nothing is read: the weights of all experts are those of one.
+    gate_up = zeros(1, 2 * MOE_INNER, MOE_HIDDEN).expand(NUM_EXPERTS, -1, -1)
+    down = zeros(1, MOE_HIDDEN, MOE_INNER).expand(NUM_EXPERTS, -1, -1)
+    weights, experts = route(zeros(4, NUM_EXPERTS), PER_TOKEN, True)
+    for tile in TILES:
+        experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, tile)
+    group(torch.zeros(FEW_ENTRIES + 1, 1, dtype=torch.int32), NUM_EXPERTS, TILES[-1].rows)
 
 
 def zeros(*shape: int) -> torch.Tensor:

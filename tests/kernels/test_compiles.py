@@ -12,8 +12,15 @@ pytest.importorskip("triton.backends.nvidia", reason="this build of Triton canno
 
 # The files whose kernels a module launches; the last one all the others.
 FILES = {
-    "model_launches": ["context_write", "paged_attention", "qk_norm_rope_write", "rms_norm", "silu_mul"],
-    "moe_launches": ["moe", "moe_routing"],
+    "model_launches": [
+        "context_write",
+        "moe",
+        "moe_routing",
+        "paged_attention",
+        "qk_norm_rope_write",
+        "rms_norm",
+        "silu_mul",
+    ],
     "test_timestamp": ["timestamp"],
 }
 KERNELS = {

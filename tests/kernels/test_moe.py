@@ -21,7 +21,6 @@ class Case:
         self, num_tokens: int, per_token: int, hidden: int = 40, inner: int = 24, dtype: torch.dtype = torch.float32
     ) -> None:
         self.generator = torch.Generator().manual_seed(num_tokens * 10 + per_token)
-        self.num_tokens, self.per_token = num_tokens, per_token
         experts = max(NUM_EXPERTS, per_token)
         self.x = self._random(num_tokens, hidden).to(DEVICE, dtype)
         self.gate_up = (self._random(experts, 2 * inner, hidden) / hidden**0.5).to(DEVICE, dtype)
@@ -31,9 +30,6 @@ class Case:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def send_all_to(self, *experts: int) -> None:
-        self.experts = torch.tensor([experts] * self.num_tokens, dtype=torch.int32, device=DEVICE)
-
     def run(self, tile: Tile | None = None) -> torch.Tensor:
         return experts_mlp(self.x, self.gate_up, self.down, self.weights, self.experts, tile)
 
@@ -41,17 +37,23 @@ class Case:
         return experts_mlp_reference(self.x, self.gate_up, self.down, self.weights, self.experts)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 19])
-@pytest.mark.parametrize("per_token", [1, 2, 8])
-def test_kernel_equals_reference_over_token_counts_and_experts_per_token(num_tokens: int, per_token: int) -> None:
-    case = Case(num_tokens, per_token)
+# Tokens and experts of each; widths that fill a tile and widths that do not.
+SIZES: list[tuple[int, ...]] = [
+    *((num_tokens, per_token) for num_tokens in (0, 1, 3, 19) for per_token in (1, 2, 8)),
+    *((5, 2, *widths) for widths in ((64, 64), (128, 192), (33, 70))),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernel_equals_reference_over_tokens_experts_and_widths(sizes: tuple[int, ...]) -> None:
+    case = Case(*sizes)
     torch.testing.assert_close(case.run(), case.expected(), **FLOAT32)
 
 
 @pytest.mark.parametrize("experts", [(0, 1), (5, 0), (4, 2)])
 def test_all_tokens_may_go_to_the_same_experts_and_the_others_get_none(experts: tuple[int, int]) -> None:
     case = Case(37, 2)
-    case.send_all_to(*experts)
+    case.experts = torch.tensor([experts] * 37, dtype=torch.int32, device=DEVICE)
     torch.testing.assert_close(case.run(), case.expected(), **FLOAT32)
 
 
@@ -61,12 +63,6 @@ def test_every_tile_equals_the_reference(tile: Tile) -> None:
     case = Case(tile.rows + 3, 2, hidden=72, inner=136)
     case.experts[:, 0] = 3
     torch.testing.assert_close(case.run(tile), case.expected(), **FLOAT32)
-
-
-@pytest.mark.parametrize(("hidden", "inner"), [(64, 64), (128, 192), (33, 70)])
-def test_widths_that_fill_a_tile_and_widths_that_do_not(hidden: int, inner: int) -> None:
-    case = Case(5, 2, hidden, inner)
-    torch.testing.assert_close(case.run(), case.expected(), **FLOAT32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens equal their references: argmax, the cut distribution, and the draw."""
+"""The kernels that choose tokens equal their references: argmax, the filtered distribution, and the draw."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_softmax_at_a_temperature_equals_its_reference(num_rows: int, vocab: int
 @pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_cut_distribution_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> None:
+def test_a_filtered_distribution_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> None:
     """Every row with cuts of its own, or none; with half-precision logits many tokens are equally likely."""
     generator = torch.Generator().manual_seed(seed)
     logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(dtype)

@@ -82,7 +82,7 @@ def test_a_load_generator_that_is_busy_or_late_says_so() -> None:
 
 
 def machine(others: float) -> list[Observation]:
-    """The server uses one core, the load generator a tenth, and other programs so many."""
+    """The server uses one core, the load generator a tenth, and other programs `others` cores."""
     return [observation(float(at), machine_cpu_s=(1.1 + others) * at) for at in range(41)]
 
 

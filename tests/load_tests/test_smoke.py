@@ -57,7 +57,7 @@ def test_a_small_run_misses_nothing_and_leaves_its_reports(
     options = ("--protocol", "http", "--duration", "3", "--prompts", str(chat.TURNS))
     arguments = command("chat", tmp_path, chat_answers[0], *options)
     done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, timeout=180)
-    # Three seconds are too few to judge some bounds by, and the verdict says so.
+    # Three seconds are too few for some bounds, and the verdict says so.
     assert done.returncode == 3, done.stdout
     directory = tmp_path / "run"
     summary = json.loads((directory / "summary.json").read_text())

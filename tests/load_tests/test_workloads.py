@@ -38,18 +38,15 @@ def sent(scenario: str, count: int, **changes: float) -> list[tuple[str, str, fl
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_makes_the_same_questions_and_shots(name: str) -> None:
-    assert SCENARIOS[name].questions(options(name)) == SCENARIOS[name].questions(options(name))
+def test_the_seed_decides_questions_and_requests(name: str) -> None:
+    questions = SCENARIOS[name].questions(options(name))
+    assert SCENARIOS[name].questions(options(name)) == questions
+    assert SCENARIOS[name].questions(options(name, seed=2)) != questions
     assert sent(name, 10) == sent(name, 10)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_seed_makes_other_questions(name: str) -> None:
-    assert SCENARIOS[name].questions(options(name)) != SCENARIOS[name].questions(options(name, seed=2))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_shots_ask_questions_that_exist(name: str) -> None:
+def test_requests_ask_questions_that_exist(name: str) -> None:
     ids = [question.id for question in SCENARIOS[name].questions(options(name))]
     assert len(ids) == len(set(ids))
     assert {request.question for *_, request in sent(name, 10)} <= set(ids)
@@ -112,7 +109,7 @@ def test_a_burst_brings_all_its_users_at_once() -> None:
     assert [counts[at] for at in (5.0, 15.0, 25.0)] == [7, 7, 7]
 
 
-def test_half_of_the_cancel_heavy_shots_are_cancelled() -> None:
+def test_half_of_the_cancel_heavy_requests_are_cancelled() -> None:
     chosen = options("cancel-heavy")
     requests = itertools.islice(cancel_heavy.requests(chosen, cancel_heavy.questions(chosen)), 2000)
     assert sum(request.cancel_after is not None for request in requests) == pytest.approx(1000, abs=80)

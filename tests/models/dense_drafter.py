@@ -1,7 +1,6 @@
 """DFlash drafting a second time, straight from the equations: dense, without a cache, one row at a time, in float64.
 
-Shares no code with `dflash_backend.models`; of the checkpoint it takes the raw tensors and the normalised spec. Used by
-`test_dflash.py`.
+Shares no code with `dflash_backend.models`; of the checkpoint it takes the raw tensors and the normalised spec.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dflash_backend.drafters.dflash.config import DFlashSpec
 class DenseDrafter:
     """A drafter and what it takes from elsewhere.
 
-    tensors: those of its checkpoint. embedding: `[vocab, hidden]` and head: `[draft_vocab, hidden]`, whoever ships
-    them. mask: `[hidden]`, the embedding of the mask queries. target_ids: the target's id of each draft id.
+    tensors: those of its checkpoint. embedding: `[vocab, hidden]` and head: `[draft_vocab, hidden]`, from whichever
+    checkpoint. mask: `[hidden]`, the embedding of the mask queries. target_ids: the target's id of each draft id.
     """
 
     spec: DFlashSpec

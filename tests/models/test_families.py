@@ -19,6 +19,7 @@ from dflash_backend.models import TargetModel, load_target
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_target
 
+pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 CPU = torch.device("cpu")
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 NUM_TOKENS = 61
@@ -156,14 +157,12 @@ def fresh_cache(request: pytest.FixtureRequest) -> None:
 
 
 @of_every_case
-@torch.inference_mode()
 def test_a_whole_prompt_gives_the_logits_of_transformers(pair: Pair) -> None:
     (logits,), _ = pair.run(block_tables(1), [(0, pair.first.ids)])
     torch.testing.assert_close(logits, pair.first.logits, **TOLERANCE)
 
 
 @of_every_form
-@torch.inference_mode()
 def test_chunks_beside_another_row_give_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
     cuts = [(0, 13), (13, 40), (40, 41), (41, NUM_TOKENS)], [(0, 5), (5, 6), (6, 7), (7, NUM_TOKENS)]
@@ -177,7 +176,6 @@ def test_chunks_beside_another_row_give_the_same_logits(pair: Pair) -> None:
 
 
 @of_every_form
-@torch.inference_mode()
 def test_decode_one_token_at_a_time_gives_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
     pair.run(tables, [(0, pair.first.ids[:18]), (0, pair.second.ids[:31])])
@@ -190,7 +188,6 @@ def test_decode_one_token_at_a_time_gives_the_same_logits(pair: Pair) -> None:
 
 
 @of_every_form
-@torch.inference_mode()
 def test_verify_blocks_give_the_same_logits_whatever_was_rejected_before(pair: Pair) -> None:
     tables, rng = block_tables(1), np.random.default_rng(4)
     pair.run(tables, [(0, pair.first.ids[:10])])
@@ -205,7 +202,6 @@ def test_verify_blocks_give_the_same_logits_whatever_was_rejected_before(pair: P
 
 
 @of_every_form
-@torch.inference_mode()
 def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
     pair.run(tables[:1], [(0, pair.first.ids)])
@@ -215,7 +211,6 @@ def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
 
 
 @of_every_form
-@torch.inference_mode()
 def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> None:
     layer_ids = (3, 0, 4, 2, 1)
     assert sorted(layer_ids) == list(range(TARGET_LAYERS))
@@ -227,7 +222,6 @@ def test_captured_features_are_the_outputs_of_the_layers_named(pair: Pair) -> No
 
 
 @of_every_form
-@torch.inference_mode()
 def test_the_number_of_layers_captures_the_last_layer_after_the_final_norm(pair: Pair) -> None:
     """`hidden_states[id + 1]` of `transformers`, as the DFlash authors' code reads features."""
     states = pair.model(pair.first.ids[None], output_hidden_states=True).hidden_states
@@ -239,7 +233,6 @@ def test_the_number_of_layers_captures_the_last_layer_after_the_final_norm(pair:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", TARGET_ARCHITECTURES)
-@torch.inference_mode()
 def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
     tmp_path_factory: pytest.TempPathFactory, architecture: str, dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ from dflash_backend.engine.build import BuiltEngine
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine
 
+pytestmark = pytest.mark.usefixtures("single_thread")
 MAX_TOKENS = 24
 CASES: list[tuple[str, dict[str, Any]]] = [(architecture, {}) for architecture in TARGET_ARCHITECTURES] + [
     ("MistralForCausalLM", {"sliding_window": 9}),

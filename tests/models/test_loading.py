@@ -15,6 +15,7 @@ from dflash_backend.models.decoder import TargetWeights
 from tests.models.sources import TensorSource
 from tests.tiny_models import make_target
 
+pytestmark = pytest.mark.usefixtures("single_thread")
 CPU = torch.device("cpu")
 
 

@@ -16,6 +16,7 @@ from dflash_backend.models.mlp import SparseMlp
 from dflash_backend.models.ops import LayerOps, TritonLayerOps
 from tests.models.sources import TensorSource
 
+pytestmark = pytest.mark.usefixtures("single_thread")
 HIDDEN, INNER, EXPERTS = 16, 12, 6
 
 

@@ -24,6 +24,7 @@ from dflash_backend.worker.kv_cache import PagedKVCache
 from tests.paged import BLOCK_SIZE, block_tables, caches, context
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
 
+pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Of the largest number of a tensor.
 TOLERANCE = 1e-5
@@ -64,7 +65,6 @@ def two_passes(target: TargetModel) -> Outcome:
 
 
 @pytest.mark.parametrize("architecture", TARGET_ARCHITECTURES)
-@torch.inference_mode()
 def test_a_target_computes_the_same_with_either(architecture: str, tmp_path: Path) -> None:
     # Dense layers beside those with experts.
     changes = {"decoder_sparse_step": 2} if architecture == "Qwen3MoeForCausalLM" else {}
@@ -77,7 +77,6 @@ def test_a_target_computes_the_same_with_either(architecture: str, tmp_path: Pat
 
 
 @with_either
-@torch.inference_mode()
 def test_the_last_captured_feature_is_the_hidden_state_itself(ops: LayerOps, tmp_path: Path) -> None:
     make_target(tmp_path)
     target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
@@ -104,7 +103,6 @@ def inject_and_forward(model: DFlashModel) -> Outcome:
     return Outcome([model.forward(random(4, model.fc.out_features, seed=1), paged, kv)], kv)
 
 
-@torch.inference_mode()
 def test_a_drafter_injects_and_computes_the_same_with_either(tmp_path: Path) -> None:
     torch_outcome, triton_outcome = (inject_and_forward(drafter(tmp_path, ops)) for ops in OPS)
     triton_outcome.assert_close(torch_outcome)
@@ -126,7 +124,6 @@ def with_padding(paged: PagedContext) -> tuple[PagedContext, set[int]]:
 
 
 @with_either
-@torch.inference_mode()
 def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
     make_target(tmp_path)
     target = load_target(read_target(tmp_path), MAX_POSITIONS, torch.float32, DEVICE, ops=ops)
@@ -137,7 +134,6 @@ def test_padding_tokens_of_a_target_write_nothing(ops: LayerOps, tmp_path: Path)
 
 
 @with_either
-@torch.inference_mode()
 def test_padding_tokens_of_a_drafter_write_nothing(ops: LayerOps, tmp_path: Path) -> None:
     model = drafter(tmp_path, ops)
     paged, slots = with_padding(context(block_tables(1), [0], [6], model.patterns, device=DEVICE.type))

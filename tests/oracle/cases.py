@@ -106,10 +106,10 @@ def zlab_config(case: str, block_size: int = 16) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SpeculatorsCase:
-    """A checkpoint of the speculators library. layer: what its decoder's config adds. cut: with a vocabulary of 24."""
+    """A checkpoint of the speculators library. layer: what its decoder's config adds. small_vocabulary: 24 tokens."""
 
     layer: dict[str, Any] = field(default_factory=dict)
-    cut: bool = False
+    small_vocabulary: bool = False
     non_causal: bool = False
     block_size: int = 8
 
@@ -118,7 +118,7 @@ class SpeculatorsCase:
 WIDE = {"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 64}
 SPECULATORS = {
     "full vocabulary": SpeculatorsCase(block_size=16),
-    "cut vocabulary": SpeculatorsCase(cut=True),
+    "cut vocabulary": SpeculatorsCase(small_vocabulary=True),
     "causal window": SpeculatorsCase(WIDE),
     "non-causal window": SpeculatorsCase(WIDE, non_causal=True),
 }

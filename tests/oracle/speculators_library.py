@@ -24,7 +24,7 @@ def build(case: SpeculatorsCase, target: Path) -> Any:
     layer._attn_implementation = "eager"
     config = DFlashSpeculatorConfig(
         transformer_layer_config=layer,
-        draft_vocab_size=len(cases.DRAFT_VOCAB) if case.cut else cases.VOCAB_SIZE,
+        draft_vocab_size=len(cases.DRAFT_VOCAB) if case.small_vocabulary else cases.VOCAB_SIZE,
         block_size=case.block_size,
         aux_hidden_state_layer_ids=[i + 1 for i in cases.TARGET_LAYER_IDS],
         mask_token_id=cases.MASK_TOKEN_ID,
@@ -37,7 +37,7 @@ def build(case: SpeculatorsCase, target: Path) -> Any:
         ),
     )
     model = DFlashDraftModel(config=config)
-    if case.cut:
+    if case.small_vocabulary:
         maps = cases.vocabulary_maps()
         model.load_vocab_mappings(maps["t2d"], maps["d2t"])
     model.load_state_dict(cases.drafter_tensors(), strict=False)

@@ -87,7 +87,7 @@ def speculators_checkpoint(directory: Path, target: Path, name: str) -> Path:
     config = copy.deepcopy(SPECULATORS["configs"][name])
     config["speculators_config"]["verifier"]["name_or_path"] = str(target)
     tensors = cases.drafter_tensors()
-    if cases.SPECULATORS[name].cut:
+    if cases.SPECULATORS[name].small_vocabulary:
         tensors |= cases.vocabulary_maps()
         tensors["lm_head.weight"] = cases.hashed("head", (cases.VOCAB_SIZE, HIDDEN), 0.5)[cases.DRAFT_VOCAB]
     assert sorted(tensors) == SPECULATORS["tensors"][name]
@@ -110,7 +110,7 @@ def test_draft_logits_are_those_of_the_speculators_library(
     torch.testing.assert_close(found, golden[name], **TOLERANCE)
 
 
-def test_a_cut_vocabulary_without_a_head_has_the_rows_that_the_library_would_ship(
+def test_a_draft_vocabulary_without_a_head_has_the_rows_that_the_library_would_ship(
     target: Path, golden: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     draft = speculators_checkpoint(tmp_path, target, "cut vocabulary")

@@ -65,7 +65,7 @@ def saved(directory: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def versions(package: str) -> dict[str, str]:
-    """Of the package that is the judge, and of what it ran on."""
+    """Of the package that is the reference, and of what it ran on."""
     return {name: version(name) for name in (package, "torch", "transformers")}
 
 

@@ -1,6 +1,6 @@
 """What is drafted after any number of accepted and rejected drafts is what a fresh prefill of the same tokens drafts.
 
-Outputs cannot show this: verification mends whatever is drafted, and only acceptance falls.
+Outputs cannot show this: verification mends whatever is drafted, and only acceptance is lower.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,8 @@ from dflash_backend.worker.graphs import EagerStep, capture_sizes, warm_up
 from dflash_backend.worker.runner import ModelRunner
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged
 
+pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
-
-
-@pytest.fixture(autouse=True)
-def _inference(single_thread: None) -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

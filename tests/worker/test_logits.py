@@ -39,7 +39,7 @@ def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Te
 @pytest.mark.parametrize(
     "changes", [{}, {"temperature": 1.0, "top_p": 0.5}, {"min_tokens": 3}, {"logprobs": 5}, {"logit_bias": {99: 5.0}}]
 )
-def test_a_batch_in_which_nobody_asks_gets_its_logits_back_untouched(changes: dict[str, Any]) -> None:
+def test_a_batch_in_which_no_request_asks_gets_its_logits_back_untouched(changes: dict[str, Any]) -> None:
     """`min_tokens` of 3 are there already, and 99 is no token."""
     logits = random_logits(2)
     assert apply_processors(logits, *make_batch([changes, {}])) is logits
@@ -99,7 +99,7 @@ def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
     assert processed[:, 8].tolist() == [2.0] * 4
 
 
-def test_ranks_count_what_is_at_least_as_likely_and_places_among_the_most_likely() -> None:
+def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_likely() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, :4] = torch.tensor([1.0, 3.0, 3.0, 5.0])
     rows, requests = make_batch([{"logprobs": 2}], num_draft=0)

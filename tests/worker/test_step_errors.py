@@ -37,14 +37,19 @@ def _add_others(outputs: Outputs) -> None:
     outputs.add("sampled", [4, 5, 6, 7, 8], max_tokens=12, temperature=0.9, seed=2, ignore_eos=True)
 
 
+def _undisturbed(build: Build) -> dict[str, list[int]]:
+    """The tokens of the others when nothing fails."""
+    outputs = Outputs(build())
+    _add_others(outputs)
+    assert _finish(outputs) == {}
+    return outputs.tokens
+
+
 @pytest.mark.parametrize("breaks_in", ["a new request", "a decode row"])
 def test_the_request_at_fault_ends_and_the_others_get_what_they_get_without_it(
     build: Build, breaks_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = Outputs(build())
-    _add_others(expected)
-    assert _finish(expected) == {}
-
+    expected = _undisturbed(build)
     built = build()
     outputs = Outputs(built)
     outputs.add("bad", [9, 9], max_tokens=12, temperature=0.0, ignore_eos=True, seed=666)
@@ -73,15 +78,12 @@ def test_the_request_at_fault_ends_and_the_others_get_what_they_get_without_it(
     failed = _finish(outputs)
     assert list(failed) == ["bad"]
     assert "a step with this request failed" in failed["bad"]
-    assert {name: outputs.tokens[name] for name in expected.tokens} == expected.tokens
+    assert {name: outputs.tokens[name] for name in expected} == expected
 
 
 def test_an_error_in_the_middle_of_a_step_is_contained(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, after the target ran: all requests go on, and yield what they yield otherwise."""
-    expected = Outputs(build())
-    _add_others(expected)
-    _finish(expected)
-
+    expected = _undisturbed(build)
     built = build()
     calls = iter(range(10_000))
     inject = built.runner.step.drafter.inject
@@ -96,7 +98,7 @@ def test_an_error_in_the_middle_of_a_step_is_contained(build: Build, monkeypatch
     _add_others(outputs)
     assert _finish(outputs) == {}
     assert next(calls) > 3
-    assert outputs.tokens == expected.tokens
+    assert outputs.tokens == expected
 
 
 def test_a_write_into_a_block_of_others_still_ends_the_engine(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

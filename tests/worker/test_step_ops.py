@@ -64,14 +64,14 @@ def test_a_token_of_padding_or_past_its_blocks_is_prepared_as_nothing(
     step = random_step(seed, k, graph=graph)
     rows, state = step.rows, step.state
     starts = np.where(host(rows.req_idx) >= 0, real_starts(step), 0)
-    room = np.array([covered(state, req_idx) for req_idx in host(rows.req_idx).tolist()])
+    capacity = np.array([covered(state, req_idx) for req_idx in host(rows.req_idx).tolist()])
     prepared = ops.prepare(step.inputs, state)
     assert host(prepared.starts).tolist() == starts.tolist()
-    assert host(prepared.seq_lens).tolist() == np.minimum(starts + host(rows.query_lens), room).tolist()
+    assert host(prepared.seq_lens).tolist() == np.minimum(starts + host(rows.query_lens), capacity).tolist()
     for t, row in enumerate(host(rows.token_row).tolist()):
         expected = (0, 0, -1)
         position = int(starts[row]) + t - int(rows.query_start[row])
-        if row >= 0 and position < room[row]:
+        if row >= 0 and position < capacity[row]:
             expected = looked_up(state, int(rows.req_idx[row]), position)
         got = (prepared.token_ids[t], prepared.positions[t], prepared.slots[t])
         assert tuple(int(value) for value in got) == expected
@@ -220,12 +220,12 @@ def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(ops: StepOps, 
         drafts = req_idx >= 0 and num_next > 0
         size = 1 + num_next if drafts else 0
         anchor = int(state.computed[req_idx])
-        room = covered(state, req_idx)
+        capacity = covered(state, req_idx)
         assert int(found.query_lens[r]) == size
-        assert int(found.seq_lens[r]) == (min(anchor + size, room) if drafts else 0)
+        assert int(found.seq_lens[r]) == (min(anchor + size, capacity) if drafts else 0)
         for column in range(k + 1):
             position, expected = anchor + column, (0, 0, -1)
-            if column < size and position < room:
+            if column < size and position < capacity:
                 expected = looked_up(state, req_idx, position)
                 expected = expected if column == 0 else (MASK_ID, *expected[1:])
             place = r * (k + 1) + column
@@ -342,7 +342,7 @@ def same_state(one: StateTensors, other: StateTensors) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-def test_drawn_drafts_without_room_for_their_distributions_are_refused(ops: StepOps) -> None:
+def test_drawn_drafts_without_space_for_their_distributions_are_refused(ops: StepOps) -> None:
     step = random_step(1, 2, drawn_drafts=False)
     drafts = torch.zeros(7, 2, dtype=torch.int64, device=DEVICE)
     with pytest.raises(RuntimeError, match="allocate_draft_probs"):
