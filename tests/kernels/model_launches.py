@@ -1,5 +1,5 @@
-"""A launch of each kernel of a decoder layer and of the drafter's context, in the shapes of Qwen3-8B, and of each of the
-mixture of experts, in those of Qwen3-30B-A3B, for `compile_only`."""
+"""A launch of each kernel of a decoder layer and of the drafter's context, in the shapes of Qwen3-8B, and of each of
+the mixture of experts, in those of Qwen3-30B-A3B, for `compile_only`."""
 
 from __future__ import annotations
 
