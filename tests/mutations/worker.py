@@ -61,7 +61,7 @@ WORKER_MUTANTS = (
         f"{WORKER}/logits.py",
         "put(position)[:, None]) & ~in_prompt",
         "put(position)[:, None] - 1) & ~in_prompt",
-        ("tests/test_logits_processing.py::test_greedy_output_is_the_best_token_of_the_changed_logits_at_every_place",),
+        ("tests/test_logits_processing.py::test_greedy_output_is_the_argmax_of_the_changed_logits_at_every_position",),
     ),
     Mutant(
         "log-probabilities are those of processed logits",
