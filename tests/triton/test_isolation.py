@@ -14,10 +14,10 @@ from tests.triton.serving import joined, submit
 from tests.waiting import WAIT_S, eventually
 
 
-@pytest.mark.parametrize(("prompt", "n"), [([toy_engine.QUIET], 1), ("ab", 1), ("ab", 4)])
-def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tokens_or_not(service, prompt, n):
-    sender = submit(service, prompt, max_tokens=10**9, sampling={"n": n}, stream=True)
-    if prompt == "ab":
+@pytest.mark.parametrize(("prompt", "stream", "n"), [([toy_engine.QUIET], False, 3), ("ab", False, 1), ("ab", True, 4)])
+def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tokens_or_not(service, prompt, stream, n):
+    sender = submit(service, prompt, max_tokens=10**9, sampling={"n": n}, stream=stream)
+    if stream:
         sender.next()
     sender.cancelled = True
     assert sender.all()[-1].error.code == "CANCELLED"
