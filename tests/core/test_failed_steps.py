@@ -25,7 +25,7 @@ def _failures(engine: CheckedEngine) -> dict[str, str]:
 
 @MODES
 @pytest.mark.parametrize("at", ["prefill", "decode"])
-def test_a_request_that_fails_alone_ends_and_the_others_are_none_the_wiser(lag: int | None, at: str) -> None:
+def test_a_request_that_fails_alone_ends_and_the_others_go_on(lag: int | None, at: str) -> None:
     engine = CheckedEngine(make_config(), lag)
     others = [make_request(f"r{i}", [i, *PROMPT], seed=i, max_tokens=20) for i in range(4)]
     engine.add(*others[:2], make_request("bad", PROMPT, max_tokens=20), *others[2:])
@@ -66,7 +66,7 @@ def test_requests_that_fail_only_together_end_and_the_engine_goes_on(lag: int | 
 
 
 @MODES
-def test_a_request_may_be_cancelled_between_a_failed_step_and_the_look_into_it(lag: int | None) -> None:
+def test_a_request_may_be_cancelled_between_a_failed_step_and_its_repetition(lag: int | None) -> None:
     engine = CheckedEngine(make_config(), lag)
     engine.add(*[make_request(name, PROMPT, max_tokens=6) for name in ("stays", "leaves")])
     failing = iter([False, True])

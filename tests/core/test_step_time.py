@@ -100,7 +100,7 @@ def test_nothing_is_bounded_before_anything_was_measured() -> None:
     step_time = StepTime()
     assert step_time.max_prefill_tokens(0, True) is None
     step_time.observe(100, 0, 0.0)
-    assert step_time.max_prefill_tokens(0, True) is None, "a clock that stands tells nothing"
+    assert step_time.max_prefill_tokens(0, True) is None, "a clock that does not move tells nothing"
 
 
 def test_a_measurement_that_is_far_off_does_not_decide() -> None:

@@ -132,14 +132,23 @@ def test_a_tenant_that_waits_for_a_row_has_one_made_free(lag: int | None) -> Non
     assert engine.outputs["flood3"].token_ids == greedy_continuation(preempted.prompt_token_ids, 60)
 
 
-@pytest.mark.parametrize(("weights", "num_rows"), [({}, {"a": 4, "b": 4}), ({"a": 3.0}, {"a": 6, "b": 2})])
+@pytest.mark.parametrize(
+    ("weights", "num_rows"),
+    [
+        ({}, {"a": 4, "b": 4}),
+        ({"a": 3.0}, {"a": 6, "b": 2}),
+        # Of two rows, one is less than what "a" is due.
+        ({"a": 3.0}, {"a": 2, "b": 0}),
+    ],
+)
 def test_rows_come_to_shares_by_weight_and_stay_there(weights: dict[str, float], num_rows: dict[str, int]) -> None:
-    engine = Engine(make_config(num_blocks=400, max_num_seqs=8, tenant_weights=weights))
+    engine = Engine(make_config(num_blocks=400, max_num_seqs=sum(num_rows.values()), tenant_weights=weights))
     _flood(engine, "a", 20, max_tokens=80, seed=0)
     engine.steps(4)
     _flood(engine, "b", 20, max_tokens=80, seed=0)
     engine.steps(30)
-    assert Counter(name[0] for name in engine.running) == num_rows
+    running = Counter(name[0] for name in engine.running)
+    assert {tenant: running[tenant] for tenant in "ab"} == num_rows
     preempted = engine.core.stats().num_preemptions
     engine.steps(20)
     assert engine.core.stats().num_preemptions == preempted == num_rows["b"], "no row is taken back"

@@ -117,7 +117,11 @@ CORE_MUTANTS = (
             "if self._hashes[block_id] is None:\n                    self._unused.append(block_id)",
             "if block_id >= 0:\n                    self._unused.append(block_id)",
         ),
-        ("a block is found by its place and not by its hash", "hint >= 0 and hash_of[hint] == block_hash", "hint >= 0"),
+        (
+            "a block is found by its position and not by its hash",
+            "hint >= 0 and hash_of[hint] == block_hash",
+            "hint >= 0",
+        ),
         ("an evicted block can still be found", "        del self._cached[block_hash]\n", ""),
         ("a second block takes over a hash", "        if block_hash in self._cached:\n            return False\n", ""),
     ),

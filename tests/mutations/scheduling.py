@@ -132,6 +132,11 @@ SCHEDULING_MUTANTS = (
         TENANTS,
         ("no request is preempted for a tenant without a row", "if left >= then and", "if left > 1e9 and"),
         ("a tenant's only request is preempted", "(len(other.running) - 1) / other.weight", "len(other.running) + 1"),
+        (
+            "rows are preempted without regard to weight",
+            "(len(other.running) - 1) / other.weight",
+            "len(other.running) - 1",
+        ),
         ("two tenants preempt each other in turn", "(min_lag if tenant.running else 0.0)", "0.0"),
         (
             "the latest request is preempted, whichever tenant holds the blocks",
