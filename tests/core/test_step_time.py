@@ -9,7 +9,7 @@ from toy_worker import ToyWorker
 
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_time import AUTO_STEP_S, LIGHT_TOKENS, ONE_TENANT_FACTOR, StepTime
+from dflash_backend.core.step_time import AUTO_STEP_S, LIGHT_TOKENS, MAX_JUMP, NEW_WEIGHT, ONE_TENANT_FACTOR, StepTime
 
 
 class SlowToy(ToyWorker):
@@ -76,7 +76,7 @@ def test_a_prompt_that_keeps_no_request_waiting_takes_the_whole_step() -> None:
 
 
 def test_a_slow_device_gets_no_bound_that_leaves_nothing_for_prompts() -> None:
-    engine, worker = slow_engine(fixed_s=0.4, prompt_s=0.04)
+    engine, worker = slow_engine(fixed_s=0.4, prompt_s=0.01)
     flood(engine, tenant="a")
     engine.add(make_request("other", [3], tenant="b", max_tokens=900, seed=0))
     engine.steps(80)
@@ -103,15 +103,16 @@ def test_nothing_is_bounded_before_anything_was_measured() -> None:
     assert step_time.max_prefill_tokens(0, True) is None, "a clock that does not move tells nothing"
 
 
-def test_a_measurement_that_is_far_off_does_not_decide() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "ratio"), [(60.0, 1 - NEW_WEIGHT * (1 - 1 / MAX_JUMP)), (1e-6, 1 + NEW_WEIGHT * (MAX_JUMP - 1))]
+)
+def test_a_measurement_that_is_far_off_does_not_decide(seconds: float, ratio: float) -> None:
     step_time = StepTime()
     for _ in range(20):
         step_time.observe(100, 0, 0.1)
-    before = step_time.max_prefill_tokens(0, True)
-    step_time.observe(100, 0, 60.0)
-    after = step_time.max_prefill_tokens(0, True)
-    assert after > 0.7 * before
-    assert after >= LIGHT_TOKENS
+    before = step_time.max_prefill_tokens(0, False)
+    step_time.observe(100, 0, seconds)
+    assert step_time.max_prefill_tokens(0, False) == pytest.approx(ratio * before, rel=0.02)
 
 
 def test_a_bound_that_nothing_meets_leaves_a_few_tokens() -> None:

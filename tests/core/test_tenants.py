@@ -118,10 +118,11 @@ def test_a_short_request_runs_beside_a_flood_of_long_prompts() -> None:
 
 
 @pytest.mark.parametrize("lag", [None, 1])
-def test_a_tenant_that_waits_for_a_row_has_one_made_free(lag: int | None) -> None:
-    engine = Engine(make_config(num_blocks=400, max_num_seqs=4), lag)
+@pytest.mark.parametrize("limit", [{"max_num_seqs": 4}, {"max_num_batched_tokens": 4 * 4}])
+def test_a_tenant_that_waits_for_a_row_has_one_made_free(limit: dict[str, int], lag: int | None) -> None:
+    engine = Engine(make_config(num_blocks=400, **limit), lag)
     _flood(engine, "flood", 6, max_tokens=60, seed=0)
-    engine.steps(3)
+    engine.steps(20)
     assert engine.running == [f"flood{i}" for i in range(4)]
     engine.add(_request("short", "other", max_tokens=2))
     engine.steps(1 if lag is None else 3)
@@ -167,11 +168,13 @@ def test_a_tenant_that_waits_for_blocks_has_some_made_free() -> None:
     assert num_running >= 2
 
 
-def test_a_tenants_only_request_is_not_preempted_for_another_tenant() -> None:
-    engine = Engine(make_config(num_blocks=30, enable_prefix_caching=False))
+@pytest.mark.parametrize("max_num_batched_tokens", [256, 24])
+def test_a_tenants_only_request_is_not_preempted_for_another_tenant(max_num_batched_tokens: int) -> None:
+    config = make_config(num_blocks=30, enable_prefix_caching=False, max_num_batched_tokens=max_num_batched_tokens)
+    engine = Engine(config)
     engine.add(_request("giant", "a", length=90, max_tokens=8, seed=0))
     engine.step()
-    engine.add(_request("short", "b", length=30, max_tokens=2))
+    engine.add(_request("short", "b", length=30, max_tokens=30, seed=0))
     engine.run_until_finished("giant")
     assert engine.core.stats().num_preemptions == 0
 

@@ -33,8 +33,8 @@ SCHEDULING_MUTANTS = (
         ),
         (
             "more requests run than can decode together",
-            "if self._num_running_tokens + request.max_decode_tokens > config.max_num_batched_tokens:",
-            "if self._num_running_tokens < 0:",
+            "self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens",
+            "True",
         ),
         ("tokens of requests that ended are not given back", "-= request.max_decode_tokens", "-= 0"),
         ("max_num_seqs is exceeded by one", "< config.max_num_seqs", "<= config.max_num_seqs"),
@@ -126,6 +126,13 @@ SCHEDULING_MUTANTS = (
         TENANTS,
         ("priority is nothing", "rank=(sampling.priority or DEFAULT_PRIORITY, arrival)", "rank=(0, arrival)"),
         ("a request's time-out is nothing", "(request.deadline_s, sampling.timeout / 1e6)", "(request.deadline_s,)"),
+    ),
+    Mutant(
+        "no request is preempted for a tenant that waits for tokens of a step",
+        f"{CORE}/scheduler.py",
+        "if self._num_running_tokens + request.max_decode_tokens > config.max_num_batched_tokens:",
+        "if self._num_running_tokens < 0:",
+        TENANTS,
     ),
     *mutants_of(
         f"{CORE}/preemption.py",
