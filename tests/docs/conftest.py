@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.server.conftest import new_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -51,7 +52,7 @@ def blocks(name: str) -> list[Block]:
         shown = after is not None and after[1] == "text" and not text[match.end() : after.start()].strip()
         # "..." stands for lines that are left out.
         lines = [line.strip() for line in after[2].splitlines() if line.strip() not in ("", "...")] if shown else []
-        made.append(Block(match[1], match[2], text.count("\n", 0, match.start()) + 1, tuple(lines)))
+        made.append(Block(match[1], textwrap.dedent(match[2]), text.count("\n", 0, match.start()) + 1, tuple(lines)))
     return made
 
 

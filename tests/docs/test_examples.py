@@ -24,6 +24,8 @@ from tests.servers import clean_environ
 INSTALLS = "installs or runs for minutes; that the make target exists is checked"
 PLACEHOLDER = "has a placeholder for what only the reader knows"
 NETWORK = "needs a package index"
+CONTAINER = "needs a container of Triton"
+LISTING = "a listing of files"
 # The first line of each block that is not run, by page, and why.
 NOT_RUN = {
     "README.md": {
@@ -36,7 +38,7 @@ NOT_RUN = {
     "docs/operators.md": {
         "dflash-triton serve DIR_OR_HUB_ID --draft DIR_OR_HUB_ID --set max_num_seqs=32": PLACEHOLDER,
         "dflash-triton inspect DIR_OR_HUB_ID": PLACEHOLDER,
-        "model_repository/": "a listing of files",
+        "model_repository/": LISTING,
     },
     "docs/evaluation.md": {
         ".venv/bin/dflash-triton eval": "takes minutes; the next block has the same with a limit",
@@ -51,6 +53,24 @@ NOT_RUN = {
         "make load SCENARIO=shared-prefix COMPARE=enable_prefix_caching=false": INSTALLS,
         'make load SCENARIO=chat DURATION=20 SETTINGS="trace_dir=/tmp/trace"': INSTALLS,
         ".venv/bin/dflash-triton serve --set max_num_seqs=32": "a minute of load; tests/load_tests has it",
+    },
+    "docs/openai-frontend.md": {
+        "backends/": LISTING,
+        "cp -r backends/vllm /opt/tritonserver/backends/vllm": CONTAINER,
+        'backend: "vllm"': "a file; tests/server/test_model_repository.py serves one",
+        "python3 openai_frontend/main.py --model-repository models --tokenizer Qwen/Qwen3-8B --backend vllm": CONTAINER,
+    },
+    "docs/deployment.md": {
+        "docker build -f docker/Dockerfile -t dflash-triton .": CONTAINER,
+        "docker run --rm --init --gpus 1 --shm-size 1g --stop-timeout 45 \\": CONTAINER,
+        "docker run --rm -v /srv/models:/models:ro dflash-triton inspect /models/Qwen3-8B "
+        "--draft /models/Qwen3-8B-DFlash-b16": CONTAINER,
+        "docker compose -f docker/compose.yaml --profile gpu up --build": CONTAINER,
+        "GRAFANA_ADMIN_PASSWORD_FILE=/path docker compose -f docker/compose.yaml -f docker/compose.admin.yaml "
+        "--profile gpu up": CONTAINER,
+    },
+    "docs/gpu.md": {
+        "make bench-gpu                                # all published shapes, at most 8 minutes": INSTALLS
     },
 }
 EXAMPLES = [
@@ -120,7 +140,9 @@ def test_what_is_not_run_is_listed_with_a_reason() -> None:
     for name, reasons in NOT_RUN.items():
         shown = [block.text.splitlines()[0] for block in blocks(name) if block.language == "console"]
         assert sorted(shown) == sorted(reasons), name
-    assert sum(map(len, NOT_RUN.values())) == 16
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
+    assert {name for name in pages if blocks(name)} == set(NOT_RUN), "a page with examples is missing here"
+    assert sum(map(len, NOT_RUN.values())) == 26
     assert len(EXAMPLES) > 30
 
 
