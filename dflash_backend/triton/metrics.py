@@ -30,6 +30,8 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 INFINITY = "+Inf"
+# What the hash table of Triton's metrics library holds before it grows; larger families come in any order.
+SMALL_FAMILY = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,8 @@ class Metrics:
         if spec.kind == "gauge":
             self._metric(spec.name, self._engine)
         elif not spec.label:
-            for bound in bounds:
+            # Of a family of so few Triton's page shows the latest first: thus +Inf is last, as on other servers' pages.
+            for bound in reversed(bounds) if len(bounds) <= SMALL_FAMILY else bounds:
                 self._metric(spec.name, "", bound)
 
     def _declare_alias(self, spec: MetricSpec, alias: str) -> None:

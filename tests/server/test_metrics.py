@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from tests.waiting import eventually
@@ -64,6 +65,14 @@ def test_a_histogram_on_the_page_has_buckets_that_add_up(grpc_client, metric):
     assert metric(f"{name}_count", version="1") == before + 8
     assert metric(f"{name}_bucket", le="+Inf") == before + 8
     assert metric(f"{name}_bucket", le="0.0005") <= metric(f"{name}_bucket", le="1") <= before + 8
+
+
+def test_the_largest_bucket_of_a_small_histogram_comes_last_on_the_page(server):
+    """The tests of Triton's vLLM backend take the last line of a name for all observations."""
+    page = httpx.get(f"http://{server.metrics_url}/metrics", timeout=10, trust_env=False).text
+    for name in ("inter_token_latency_seconds", "request_params_n"):
+        buckets = [line for line in page.splitlines() if line.startswith(f"dflash:{name}_bucket{{")]
+        assert 'le="+Inf"' in buckets[-1]
 
 
 def test_each_refusal_is_counted_once_by_its_status(post, metric):
