@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "lossless": (("checks.lossless",), "greedy output equals that of transformers, 200 prompts, 9 ways to run"),
     "sampling": (
         ("checks.sampling", "--prompts", "5", "--seeds", "3"),
-        "sampled output has the target's distribution: 5 prompts, 3 ranges of seeds, both draft methods",
+        "sampled output has the target's distribution: 5 prompts, 3 ranges of seeds, drafts with and without noise",
     ),
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),

@@ -1,7 +1,7 @@
 """The distribution of the first three sampled tokens against the target's own, by a chi-square test.
 
-`python -m checks.sampling` prints the p-value for both draft methods. The exact distribution comes from
-`transformers`, by enumerating all likely continuations.
+`python -m checks.sampling` prints the p-value for drafts without noise and with the request's. The exact distribution
+comes from `transformers`, by enumerating all likely continuations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dflash_backend.messages import SamplingParams
 
 # A bin of the test holds at least this many expected samples; rarer continuations share one bin.
 MIN_EXPECTED = 8.0
-# The target is unsure how to go on here, and the drafter is sometimes right: both steps of rejection sampling matter.
+# The target is unsure how to go on here, and the drafter is sometimes right.
 QUESTION = "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = tuple(QUESTION + beginning for beginning in ("Here", "A", "The", "One", "There"))
 PROMPT = PROMPTS[0]
 LEAST_P = 0.01
-METHODS = ("probabilistic", "greedy")
+DRAFT_TEMPERATURE_RATIOS = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class FitResult:
     """A chi-square test of `num_samples` samples over `num_bins` bins."""
 
-    method: str
+    draft_temperature_ratio: float
     num_samples: int
     num_bins: int
     p_value: float
@@ -62,11 +62,15 @@ def exact_distribution(prompt: list[int], num_samples: int, depth: int = 3) -> d
 
 
 def fit(
-    method: str, num_samples: int, seed: int = 0, num_speculative_tokens: int = 3, prompt: str = PROMPT
+    draft_temperature_ratio: float,
+    num_samples: int,
+    seed: int = 0,
+    num_speculative_tokens: int = 3,
+    prompt: str = PROMPT,
 ) -> FitResult:
     """Sample the first three tokens `num_samples` times at temperature 1 through the engine and test the fit."""
     llm = LLM(
-        draft_sample_method=method,
+        draft_temperature_ratio=draft_temperature_ratio,
         num_speculative_tokens=num_speculative_tokens,
         max_num_seqs=256,
         max_model_len=256,
@@ -83,7 +87,7 @@ def fit(
     observed.append(num_samples - sum(observed))
     expected.append(num_samples - sum(expected))
     return FitResult(
-        method,
+        draft_temperature_ratio,
         num_samples,
         len(expected),
         float(stats.chisquare(observed, expected).pvalue),
@@ -92,22 +96,27 @@ def fit(
 
 
 def main() -> int:
-    """Entry point; the exit status is 1 when a method does not fit."""
+    """Entry point; the exit status is 1 when the output does not fit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=20_000, help="of each fit (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (%(default)s)")
     parser.add_argument("--prompts", type=int, choices=range(1, len(PROMPTS) + 1), default=1, help="%(default)s")
     parser.add_argument("--seeds", type=int, default=1, help="ranges of seeds for each prompt (%(default)s)")
     args = parser.parse_args()
-    fits = [(m, p, args.seed + s) for m in METHODS for p in PROMPTS[: args.prompts] for s in range(args.seeds)]
+    fits = [
+        (r, p, args.seed + s)
+        for r in DRAFT_TEMPERATURE_RATIOS
+        for p in PROMPTS[: args.prompts]
+        for s in range(args.seeds)
+    ]
     # Of many fits that are all right some are this bad by chance: the bound is for the worst of them.
     least = LEAST_P / len(fits)
     failed = False
-    for method, prompt, seed in fits:
-        result = fit(method, args.samples, seed, prompt=prompt)
+    for ratio, prompt, seed in fits:
+        result = fit(ratio, args.samples, seed, prompt=prompt)
         failed = failed or result.p_value <= least
         print(
-            f"{method}, {prompt.rpartition(chr(10))[2]!r}, seeds {seed}: chi-square p = {result.p_value:.3f} over "
+            f"ratio {ratio:g}, {prompt.rpartition(chr(10))[2]!r}, seeds {seed}: p = {result.p_value:.3f} over "
             f"{result.num_bins} bins, {result.num_samples} samples, acceptance length {result.acceptance_length:.2f}",
             flush=True,
         )

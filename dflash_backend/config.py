@@ -57,8 +57,8 @@ class EngineConfig:
         None, "k, draft tokens in a step; auto: what the drafter was trained for", low=0, high=255
     )
     causal: bool | None = setting(None, "causality of drafter layers; auto: what the checkpoint says")
-    draft_sample_method: str = setting(
-        "probabilistic", "how drafts are drawn for sampled requests", choices=("probabilistic", "greedy")
+    draft_temperature_ratio: float = setting(
+        0.0, "drafts of sampled requests are chosen at this times the request's temperature; speed only", low=0, high=1
     )
     device: str | None = setting(None, "auto: cuda where there is one", choices=("cpu", "cuda"))
     dtype: str | None = setting(

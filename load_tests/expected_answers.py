@@ -1,8 +1,7 @@
 """The expected answers, computed before a run by an engine in a process of its own and kept in a file.
 
-For greedy questions the engine runs without a drafter and without a prefix cache, so the answers share nothing with
-what is tested but the target's forward pass. Sampled answers depend on where draft blocks begin, so those come from the
-engine with its drafter.
+That engine runs without a drafter and without a prefix cache, so the answers share nothing with what is tested but the
+target's forward pass and its sampling.
 """
 
 from __future__ import annotations
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
 # Settings of the server that change answers; the others change speed only.
 MODEL_SETTINGS = (
     "target_model",
-    "draft_model",
-    "num_speculative_tokens",
-    "causal",
-    "draft_sample_method",
     "device",
     "dtype",
     "attention_backend",
@@ -117,7 +112,7 @@ def compute(
     answer: Callable[[Sequence[Question], Sequence[str]], list[ExpectedAnswer]],
     on_answers: Callable[[int], None] = lambda num_answered: None,
 ) -> dict[str, ExpectedAnswer]:
-    """The answer to every question, from `answer`, which gets questions of one kind with their prompts. A prompt
+    """The answer to every question, from `answer`, which gets questions with their prompts. A prompt
     contains the answer to its parent, so this goes generation by generation."""
     answers: dict[str, ExpectedAnswer] = {}
     waiting = list(questions)
@@ -125,8 +120,7 @@ def compute(
         ready = [question for question in waiting if question.parent is None or question.parent in answers]
         if not ready:
             raise ValueError(f"the question '{waiting[0].id}' has the parent '{waiting[0].parent}', which is missing")
-        # One kind at a time, and no more than shows progress.
-        chosen = [question for question in ready if (question.temperature > 0) == (ready[0].temperature > 0)][:CHUNK]
+        chosen = ready[:CHUNK]  # no more than shows progress
         found = answer(chosen, [whole_prompt(question, answers) for question in chosen])
         answers |= {question.id: one for question, one in zip(chosen, found, strict=True)}
         waiting = [question for question in waiting if question.id not in answers]
@@ -137,10 +131,10 @@ def compute(
 def generate(
     settings: Mapping[str, str], questions: Sequence[Question], prompts: Sequence[str]
 ) -> list[ExpectedAnswer]:
-    """Answer questions that are all greedy or all sampled, with an engine that is kept for the next ones."""
+    """Answer questions with an engine that is kept for the next ones."""
     from dflash_backend.engine.llm import RequestError
 
-    llm = _engine(tuple(sorted(settings.items())), questions[0].temperature > 0)
+    llm = _engine(tuple(sorted(settings.items())))
     try:
         outputs = llm.generate(prompts, [question.sampling() for question in questions])
     except RequestError as error:
@@ -158,12 +152,12 @@ def generate(
 
 
 @functools.cache
-def _engine(settings: tuple[tuple[str, str], ...], sampled: bool) -> LLM:
-    """An engine without a prefix cache; it has a drafter for sampled answers only."""
+def _engine(settings: tuple[tuple[str, str], ...]) -> LLM:
+    """An engine without a drafter and a prefix cache."""
     from dflash_backend.engine.llm import LLM
 
     arguments: dict[str, Any] = {**dict(settings), "enable_prefix_caching": "false", "max_num_seqs": BATCH}
-    return LLM(**arguments) if sampled else LLM(**{**arguments, "num_speculative_tokens": 0})
+    return LLM(**arguments, num_speculative_tokens=0)
 
 
 def whole_prompt(question: Question, answers: Mapping[str, ExpectedAnswer]) -> str:

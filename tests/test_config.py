@@ -54,7 +54,7 @@ def test_values_are_taken_as_text_or_as_python_values(name: str, value: Any, exp
         ("kv_cache_gb", "inf", "auto or a number above 0"),
         ("enable_overlap", "yes", "true or false"),
         ("device", "tpu", "auto or cpu or cuda"),
-        ("draft_sample_method", "auto", "probabilistic or greedy"),
+        ("draft_temperature_ratio", "2", "a number from 0 to 1"),
     ],
 )
 def test_a_bad_value_is_named_with_its_source_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from checks.sampling import METHODS, PROMPT
+from checks.sampling import DRAFT_TEMPERATURE_RATIOS, PROMPT
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import Completion, RequestOutput
@@ -195,9 +195,9 @@ def exact_distribution(prompt: list[int], params: SamplingParams) -> dict[tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_sampled_output_has_the_distribution_of_the_changed_logits(method: str) -> None:
-    llm = LLM(draft_sample_method=method, num_speculative_tokens=3, max_num_seqs=256, max_model_len=128)
+@pytest.mark.parametrize("ratio", DRAFT_TEMPERATURE_RATIOS)
+def test_sampled_output_has_the_distribution_of_the_changed_logits(ratio: float) -> None:
+    llm = LLM(draft_temperature_ratio=ratio, num_speculative_tokens=3, max_num_seqs=256, max_model_len=128)
     prompt = llm.tokenizer.encode(PROMPT)
     exact = exact_distribution(prompt, SAMPLED)
     repeats = sum(probability for tokens, probability in exact.items() if len(set(tokens)) < 3)

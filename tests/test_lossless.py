@@ -6,6 +6,8 @@ is tested are the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,11 +15,12 @@ from benchmarks.gpu import ties
 from benchmarks.measure import Measurement
 from benchmarks.workload import load_prompts
 from checks.lossless import Case, cases, reference, run_case
-from checks.sampling import METHODS, fit
+from checks.sampling import DRAFT_TEMPERATURE_RATIOS, fit
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_kernels import accept
+from dflash_backend.worker.step_ops import HostStepOps
+from dflash_kernels.sample import sample_reference
 from tests.gpu.test_engine import logits_in_float32
 from tests.scale import scaled
 
@@ -71,20 +74,19 @@ def test_in_bfloat16_drafts_change_nothing_but_at_ties(prompts: list[list[int]])
     assert counts.acceptance_length >= LEAST_ACCEPTANCE_LENGTH
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_first_three_sampled_tokens_have_the_targets_distribution(method: str) -> None:
-    result = fit(method, NUM_SAMPLES)
+@pytest.mark.parametrize("ratio", DRAFT_TEMPERATURE_RATIOS)
+def test_the_first_three_sampled_tokens_have_the_targets_distribution(ratio: float) -> None:
+    result = fit(ratio, NUM_SAMPLES)
     print(result)
     assert result.num_bins >= 20
     assert result.p_value > 0.01
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_distribution_is_wrong_without_the_residual_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_wrong_when_all_positions_have_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail, with half of its samples even."""
 
-    def no_residual(p: torch.Tensor, *rest: object) -> torch.Tensor:
-        return p
+    def same_noise(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return sample_reference(logits, temperature, seeds, torch.zeros_like(seeds), *rest[1:])
 
-    monkeypatch.setattr(accept, "residual_reference", no_residual)
-    assert fit(method, NUM_SAMPLES // 2).p_value < 1e-4
+    monkeypatch.setattr(HostStepOps, "_sample", staticmethod(same_noise))
+    assert fit(0.0, NUM_SAMPLES // 2).p_value < 1e-4

@@ -21,7 +21,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "draft_model": ("", lambda built: built.pair.draft is None, True),
     "num_speculative_tokens": (3, lambda built: built.core.config.num_speculative_tokens, 3),
     "causal": (True, lambda built: built.pair.draft is not None and built.pair.draft.causal, (True, True)),
-    "draft_sample_method": ("greedy", lambda built: built.runner.step.greedy_drafts, True),
+    "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),
     "kv_block_size": (8, lambda built: built.core.config.block_size, 8),

@@ -74,7 +74,9 @@ class RandomEngine:
         if acceptance is not None and k:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
         state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, self.device)
-        step = ModelStep(self.target, drafter, self.kv, self.backend, ops, state, greedy_drafts=True, dtype=self.dtype)
+        step = ModelStep(
+            self.target, drafter, self.kv, self.backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype
+        )
         runner = ModelRunner(step, max_tokens=sizes.num_rows * (k + 1))
         runner.prepare(
             use_graphs=True,

@@ -15,30 +15,28 @@ from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
 
 ForcedAcceptance = Callable[[DeviceBatch, Prepared], torch.Tensor]
-"""How many drafts of each row shall stand: int32 `[R]` on the device, 0 to k, of which no more than the row has stand.
-It is captured in graphs, so it must follow from its arguments: from the rows and where they start."""
+"""How many drafts of each row are accepted: int32 `[R]` on the device, 0 to k, no more than the row has. It is captured
+in graphs, so it must follow from its arguments: from the rows and where they start."""
 
 
 def force_acceptance(ops: StepOps, acceptance: ForcedAcceptance) -> StepOps:
-    """`ops` itself, whose accept sees other choices of the target from now on: `forced_choices`."""
+    """`ops` itself, whose accept sees other tokens of the target from now on: `forced_tokens`."""
     accept = ops.accept
 
-    def forced(
-        choices: torch.Tensor, probs: torch.Tensor | None, batch: DeviceBatch, prepared: Prepared, state: StateTensors
-    ) -> Accepted:
-        choices = forced_choices(acceptance(batch, prepared), choices, batch, prepared, state)
-        return accept(choices, probs, batch, prepared, state)
+    def forced(target_tokens: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> Accepted:
+        counts = acceptance(batch, prepared)
+        return accept(forced_tokens(counts, target_tokens, batch, prepared, state), batch, prepared, state)
 
     ops.accept = forced  # type: ignore[method-assign]
     return ops
 
 
-def forced_choices(
-    counts: torch.Tensor, argmax: torch.Tensor, rows: DeviceBatch, prepared: Prepared, state: StateTensors
+def forced_tokens(
+    counts: torch.Tensor, target_tokens: torch.Tensor, rows: DeviceBatch, prepared: Prepared, state: StateTensors
 ) -> torch.Tensor:
-    """What takes the place of the target's most likely tokens (`argmax`, int64 `[D]`), so that greedy rows accept
-    `counts` (int32 `[R]`) of their drafts: the drafts themselves, and then another token than the next draft."""
-    columns = torch.arange(state.k + 1, device=argmax.device)
+    """What takes the place of `target_tokens` (int64 `[D]`), so that rows accept `counts` (int32 `[R]`) of their
+    drafts: the drafts themselves, and then another token than the next draft."""
+    columns = torch.arange(state.k + 1, device=target_tokens.device)
     first = (prepared.starts + rows.num_new).long()
     positions = (first[:, None] + columns).clamp(min=0, max=state.max_len - 1)
     drafts = state.tokens[rows.req_idx.clamp(min=0).long()[:, None], positions]
@@ -46,5 +44,5 @@ def forced_choices(
     chosen = torch.where(columns < counts[:, None], drafts, other)
     # What no row verifies goes to an index behind the last.
     is_verified = (rows.logits_start[:, None] >= 0) & (columns <= rows.num_draft[:, None])
-    indices = torch.where(is_verified, rows.logits_start[:, None].long() + columns, len(argmax))
-    return torch.cat([argmax, argmax[-1:]]).scatter(0, indices.flatten(), chosen.flatten())[:-1]
+    indices = torch.where(is_verified, rows.logits_start[:, None].long() + columns, len(target_tokens))
+    return torch.cat([target_tokens, target_tokens[-1:]]).scatter(0, indices.flatten(), chosen.flatten())[:-1]

@@ -113,7 +113,7 @@ def markdown(results: Results) -> str:
     if results.attention:
         parts += ["## Attention of one layer alone", attention_table(results)]
     if results.sampling:
-        parts += ["## Distributions of sampled rows", sampling_table(results)]
+        parts += ["## Tokens of sampled rows", sampling_table(results)]
     for shape in dict.fromkeys(entry.shape for entry in results.kernels):
         parts += [f"## Where a cycle's time goes: {shape}", kernel_table(results, shape)]
     if results.skipped:

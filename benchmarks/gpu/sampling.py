@@ -1,4 +1,4 @@
-"""From logits to the distribution that sampled rows choose from: what serves, beside the torch form, which sorts."""
+"""From logits to the tokens of sampled rows: what serves, beside the torch form, which sorts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu.results import SamplingRun
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import graph_of, median_seconds
-from dflash_backend.sampling.filtering import SamplingTensors
-from dflash_backend.worker.step_ops import HostStepOps, select_step_ops
+from dflash_kernels.logits_filter import lowest_kept
+from dflash_kernels.sample import sample
 
 BATCHES = (1, 8, 32)
 # A model's logits are bell-shaped with a few tokens far above: the spread, and how far these are.
@@ -28,26 +28,36 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[
         logits = SPREAD * torch.randn(num_rows, vocab, device=device)
         logits[:, :NUM_LIKELY] += LIKELY * torch.rand(num_rows, min(NUM_LIKELY, vocab), device=device)
         logits = logits.to(dtype)
+        temperature, all_p, none = (torch.full((num_rows,), value, device=device) for value in (0.6, 1.0, 0.0))
+        seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         for name, (top_k, top_p) in FILTERS.items():
-            rows = _parameters(num_rows, top_k, top_p, device)
+            filters = torch.full_like(seeds, top_k), all_p * top_p
+
+            def by_searching(
+                logits: torch.Tensor = logits,
+                temperature: torch.Tensor = temperature,
+                filters: tuple[torch.Tensor, torch.Tensor] = filters,
+                min_p: torch.Tensor = none,
+                seeds: torch.Tensor = seeds,
+            ) -> torch.Tensor:
+                lowest = lowest_kept(logits, temperature, *filters, min_p)
+                return sample(logits, temperature, seeds, seeds, lowest)
+
+            sorting = partial(by_sorting, logits, temperature, *filters)
             with torch.inference_mode():
-                ours, sorting = (
-                    median_seconds(device, graph_of(device, partial(ops.probabilities, logits, rows)))
-                    for ops in (select_step_ops(device), HostStepOps())
-                )
-            yield SamplingRun(shape.name, name, num_rows, vocab, ours, sorting)
+                ours, theirs = (median_seconds(device, graph_of(device, each)) for each in (by_searching, sorting))
+            yield SamplingRun(shape.name, name, num_rows, vocab, ours, theirs)
 
 
-def _parameters(num_rows: int, top_k: int, top_p: float, device: torch.device) -> SamplingTensors:
-    def of_each_row(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=device)
-
-    return SamplingTensors(
-        temperature=of_each_row(0.6),
-        top_p=of_each_row(top_p),
-        top_k=of_each_row(top_k, torch.int64),
-        min_p=of_each_row(0.0),
-        seeds=of_each_row(0, torch.int64),
-        any_top_k_or_p=top_k > 0 or top_p < 1.0,
-        any_min_p=False,
-    )
+def by_sorting(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Tokens with torch's operations alone, by a sort of the vocabulary and random numbers that are not repeatable.
+    Shapes as in `dflash_kernels.logits_filter`."""
+    ordered, order = (logits.float() / temperature[:, None]).sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    ordered = ordered.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), float("-inf"))
+    probs = ordered.softmax(dim=-1)
+    probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= top_p[:, None], 0.0)
+    chosen = (probs / torch.empty_like(probs).exponential_()).argmax(dim=-1, keepdim=True)
+    return order.gather(1, chosen).squeeze(1)

@@ -14,9 +14,6 @@ from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.drafters.spec import DraftSpec
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
-from dflash_backend.sampling.filtering import SamplingTensors
-from dflash_backend.sampling.random import Stream
-from dflash_backend.sampling.vocabulary import VocabularyMap
 
 
 @dataclass(frozen=True)
@@ -72,71 +69,53 @@ class LoadOptions:
     ops: LayerOps
 
 
-class DrawOps(Protocol):
+class SampleOps(Protocol):
     """How tokens are chosen. `worker.step_ops` has these operations."""
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]`: int64 `[n]`."""
         ...
 
-    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
-        """As `sampling.filtering.probabilities`."""
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The column with the largest `logits / temperature + noise`, int64 `[n]`; without noise where the temperature
+        is 0. temperature: float32 `[n]`. The noise is that of seed and position (int64 `[n]`) and the token that a
+        column stands for: `token_ids` (int64 `[vocab]`), by default its own number."""
         ...
 
-    def draw(self, weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """As `sampling.filtering.draw`."""
-        ...
 
-
+@dataclass(frozen=True)
 class DraftSampler:
-    """Turns draft logits into draft tokens, and keeps the distributions that they were drawn from.
+    """Turns draft logits into draft tokens.
 
-    parameters: those of the drafts that are drawn; None where every draft is the argmax. index: int64 `[m]`, the drafts
-    that they belong to; None: all of them. sampled: bool `[num_drafts]`, which of them are really drawn; None: all.
+    The output does not depend on the drafts, so any choice will do. The more often a draft is the token that the target
+    will choose, the better: so it is chosen with the same noise. temperature: float32 `[num_drafts]`, 0 for the argmax;
+    seeds: int64 `[num_drafts]`. None where every draft is the argmax.
     """
 
-    def __init__(
-        self,
-        ops: DrawOps,
-        parameters: SamplingTensors | None = None,
-        index: torch.Tensor | None = None,
-        sampled: torch.Tensor | None = None,
-    ) -> None:
-        self.ops = ops
-        self.parameters = parameters
-        self.index = index
-        self.sampled = sampled
-        self.probs: torch.Tensor | None = None
+    ops: SampleOps
+    temperature: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
 
     def choose(
-        self, logits: torch.Tensor, positions: torch.Tensor, vocabulary: VocabularyMap | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Draft tokens in the target's ids, int64 `[num_drafts]`, for `logits` `[num_drafts, draft vocab]`.
 
-        positions: int64 `[num_drafts]`, of each token. vocabulary: None where draft ids are the target's. Afterwards
-        `probs` `[m, target vocab]` holds the distributions, where any draft is drawn. Temperature, top-k and the like
-        act on the draft vocabulary, before the map: any distribution will do, as long as it is the one that is drawn
-        from. What padding gets has no meaning.
+        positions: int64 `[num_drafts]`, of each token. token_ids: int64 `[draft vocab]`, the target's id of each draft
+        id; None where they are the same. What padding gets has no meaning.
         """
-        tokens = self._chosen(logits, positions)
-        if vocabulary is None:
-            return tokens
-        if self.probs is not None:
-            self.probs = vocabulary.probabilities(self.probs)
-        return vocabulary.tokens(tokens)
-
-    def _chosen(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        parameters, index = self.parameters, self.index
-        if parameters is None:
-            return self.ops.argmax(logits)
-        if index is None:
-            self.probs = self.ops.probabilities(logits, parameters)
-            drawn = self.ops.draw(self.probs, parameters.seeds, positions, Stream.DRAFT)
-            return drawn if self.sampled is None else torch.where(self.sampled, drawn, self.ops.argmax(logits))
-        tokens = self.ops.argmax(logits)
-        self.probs = self.ops.probabilities(logits[index], parameters)
-        tokens[index] = self.ops.draw(self.probs, parameters.seeds, positions[index], Stream.DRAFT)
-        return tokens
+        if self.temperature is None or self.seeds is None:
+            chosen = self.ops.argmax(logits)
+        else:
+            chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
+        return chosen if token_ids is None else token_ids[chosen]
 
 
 Spec = TypeVar("Spec", bound=DraftSpec, contravariant=True)

@@ -199,7 +199,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
         StateTensors.allocate(
             config.max_num_seqs, sizes.max_model_len, pair.num_speculative_tokens, kv.block_size, device
         ),
-        greedy_drafts=config.draft_sample_method == "greedy",
+        draft_temperature_ratio=config.draft_temperature_ratio,
         dtype=models.dtype,
     )
     directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]

@@ -24,15 +24,11 @@ ROW_MULTIPLE = 4
 class BatchTraits:
     """What the host knows of a step's rows together, by which the step runs fewer operations.
 
-    sampled: some row belongs to a sampled request. drafts: some row proposes drafts. any_top_k_or_p, any_min_p: some
-    sampled request filters its distribution. all_sampled: every row belongs to a sampled request.
+    sampled: some row belongs to a request with a temperature. drafts: some row proposes drafts.
     """
 
     sampled: bool
     drafts: bool
-    any_top_k_or_p: bool = False
-    any_min_p: bool = False
-    all_sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,6 @@ _ROW_FIELDS = (
     "query_start",
     "query_lens",
     "logits_start",
-    "sampled",
 )
 
 
@@ -74,8 +69,7 @@ class DeviceBatch:
     flight, is not 0, an upper bound of `StateTensors.computed`, the real one), num_new (known tokens), num_draft
     (drafts behind them), num_next (drafts to propose), query_start (index of the first token), query_lens
     (`num_new + num_draft`), logits_start (index of the first of the row's `num_draft + 1` logits, -1 for a row that
-    does not sample), sampled (1: rejection sampling, 0: greedy). token_row: int32 `[T]`, the row of each token, -1 for
-    padding tokens.
+    does not sample). token_row: int32 `[T]`, the row of each token, -1 for padding tokens.
 
     A padding row has req_idx and logits_start -1 and all its numbers 0.
     """
@@ -89,7 +83,6 @@ class DeviceBatch:
     query_start: torch.Tensor
     query_lens: torch.Tensor
     logits_start: torch.Tensor
-    sampled: torch.Tensor
     token_row: torch.Tensor
 
     @staticmethod
@@ -133,9 +126,9 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A plan's rows as arrays `[n]`, int64 but for sample and sampled, with the meanings of `DeviceBatch`.
+    """A plan's rows as arrays `[n]`, int64 but for sample, with the meanings of `DeviceBatch`.
 
-    sample: bool, rows that yield tokens. sampled: bool, rows of sampled requests.
+    sample: bool, rows that yield tokens.
     """
 
     request_ids: list[str]
@@ -146,7 +139,6 @@ class HostBatch:
     num_draft: np.ndarray
     num_next: np.ndarray
     sample: np.ndarray
-    sampled: np.ndarray
     traits: BatchTraits
 
     @classmethod
@@ -165,19 +157,10 @@ class HostBatch:
             for row in rows
         ]
         req_idx, start, unverified, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
-        sampled = ~requests.greedy[req_idx]
-        which = req_idx[sampled]
-        filters = len(which) > 0
-        traits = BatchTraits(
-            sampled=filters,
-            drafts=bool(num_next.any()),
-            any_top_k_or_p=filters and bool((requests.top_p[which] < 1.0).any() or (requests.top_k[which] > 0).any()),
-            any_min_p=filters and bool((requests.min_p[which] > 0.0).any()),
-            all_sampled=len(which) == len(rows),
-        )
+        traits = BatchTraits(sampled=bool(requests.temperature[req_idx].any()), drafts=bool(num_next.any()))
         return cls(
             [row.request_id for row in rows],
-            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), sampled, traits,
+            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits,
         )  # fmt: skip
 
     @property
@@ -240,14 +223,14 @@ class HostBatch:
         numbers = np.zeros(DeviceBatch.buffer_size(num_rows, len(token_row)), dtype=np.int32)
         num_fields = len(numbers) - len(token_row)
         fields = numbers[:num_fields].reshape(len(_ROW_FIELDS), -1)
-        req_idx, start, unverified, num_new, num_draft, num_next, query_start, lens, logits, sampled = fields
+        req_idx, start, unverified, num_new, num_draft, num_next, query_start, lens, logits = fields
         req_idx[:] = logits[:] = -1
         # Ascending, also where padding rows come last.
         query_start[:] = len(token_row)
         query_start[: len(first)] = first
         req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start, self.num_unverified
         num_new[:count], num_draft[:count], num_next[:count] = self.num_new, self.num_draft, self.num_next
-        lens[:count], logits[:count], sampled[:count] = self.query_lens, logits_start[:count], self.sampled
+        lens[:count], logits[:count] = self.query_lens, logits_start[:count]
         numbers[num_fields:] = token_row
         return numbers
 
@@ -280,7 +263,7 @@ class LayoutBuffer:
         """Send the layout of padding rows alone, to run a padded step that changes nothing."""
         none = np.zeros(0, dtype=np.int64)
         flags = none.astype(bool)
-        batch = HostBatch([], *(none,) * 6, sample=flags, sampled=flags, traits=BatchTraits(False, False))
+        batch = HostBatch([], *(none,) * 6, sample=flags, traits=BatchTraits(False, False))
         self.send_padded(batch, num_rows, width)
 
     def send_ragged(self, batch: HostBatch) -> StepInputs:

@@ -169,8 +169,8 @@ class GraphRunner:
             )
 
     def _inputs(self, num_rows: int, sampled: bool) -> StepInputs:
-        """Of a padded step over the layout buffer: every token has a distribution, any length is possible and, with
-        `sampled`, any cut."""
+        """Of a padded step over the layout buffer: every token has logits, any length is possible and, with
+        `sampled`, any temperature and filter."""
         state = self._step.state
         device = state.tokens.device
         longest = np.full(num_rows, state.max_len)
@@ -179,7 +179,7 @@ class GraphRunner:
             logits_token=None,
             logits_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(self._step.width),
             bounds=LengthBounds(np.full(num_rows, self._step.width), longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, self._step.drafter is not None and state.k > 0, sampled, sampled),
+            traits=BatchTraits(sampled, self._step.drafter is not None and state.k > 0),
         )
 
 

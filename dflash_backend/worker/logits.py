@@ -2,7 +2,8 @@
 them.
 
 The order is vLLM v1's. Log-probabilities are those of the logits as the model gave them. Then come logit bias, stop
-tokens hidden before `min_tokens`, and penalties; temperature and filtering follow in `sampling.filtering`.
+tokens hidden before `min_tokens`, and penalties; temperature and filters follow in
+`StepOps.target_tokens`.
 
 A row with j drafts has j + 1 rows of logits behind one another, and the one after d1 .. di counts d1 .. di as output.
 So a draft is verified by the distribution that the target alone would have had at its position (LOSSLESS). Nothing is

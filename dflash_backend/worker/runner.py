@@ -58,7 +58,7 @@ class ModelRunner:
         self.step = step
         self.device = step.device
         self.overlaps = not step.ops.on_host
-        self.requests = RequestStates(step.state, step.target.spec.vocab_size, step.greedy_drafts)
+        self.requests = RequestStates(step.state, step.target.spec.vocab_size)
         self.row_pool = RowPool(num_row_workers)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), self.device)
@@ -89,7 +89,6 @@ class ModelRunner:
             return
         sizes = sizes or capture_sizes(self._max_padded_rows)
         if self.device.type == "cuda" and serves:
-            self.requests.allocate_draft_probs()  # at the address that graphs know from now on
             progress("compiling kernels", 0.0)
             warm_up(self.step, self.layouts, self._max_tokens)
         if not self.step.backend.capabilities.capturable and self.device.type == "cuda":

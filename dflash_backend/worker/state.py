@@ -15,11 +15,22 @@ import torch
 from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
-from dflash_backend.sampling.filtering import SamplingTensors
 from dflash_backend.worker.transfers import Uploader, share
 
 # Size of the buffers for the changes of usual steps; a long prompt makes them grow.
 INITIAL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Sampling parameters `[n]` on the device: temperature float32, 0 for greedy; top_p, min_p float32; top_k int64, 0
+    for all tokens; seeds int64."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
 
 
 @dataclass
@@ -29,11 +40,8 @@ class StateTensors:
     tokens: int64 `[S, max_len]`: prompt, output, and behind them the drafts of the step before, each at its position.
     blocks: int32 `[S, max_blocks]`, whose first `num_blocks` (int32 `[S]`) columns are the block table; the rest are
     old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose K/V is final.
-    temperature (above 0), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
+    temperature (0: greedy), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
     block_size: tokens in a block. k: the most drafts of a request.
-    draft_probs: float32 `[S, k, vocab]`, what sampled drafts were drawn from; drafts that are the drafter's argmax have
-    no distribution. None until it is needed: on a GPU it is made at the start, since captured graphs read it at a fixed
-    address, elsewhere when the first sampled request comes.
     """
 
     tokens: torch.Tensor
@@ -47,7 +55,6 @@ class StateTensors:
     seeds: torch.Tensor
     block_size: int
     k: int
-    draft_probs: torch.Tensor | None = None
 
     @classmethod
     def allocate(
@@ -65,7 +72,7 @@ class StateTensors:
             blocks=full(0, torch.int32, max_blocks),
             num_blocks=full(0, torch.int32),
             computed=full(0, torch.int32),
-            temperature=full(1.0, torch.float32),
+            temperature=full(0.0, torch.float32),
             top_p=full(1.0, torch.float32),
             min_p=full(0.0, torch.float32),
             top_k=full(0, torch.int64),
@@ -79,14 +86,9 @@ class StateTensors:
         """The most positions of a request."""
         return self.tokens.shape[1]
 
-    def allocate_draft_probs(self, vocab_size: int) -> None:
-        """Make `draft_probs`; to be called once."""
-        shape = (len(self.tokens), self.k, vocab_size)
-        self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=self.tokens.device)
-
-    def sampling_tensors(self, req_idx: torch.Tensor, any_top_k_or_p: bool, any_min_p: bool) -> SamplingTensors:
+    def sampling_tensors(self, req_idx: torch.Tensor) -> SamplingTensors:
         """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); -1, padding, reads request 0, and its
-        result is ignored. The flags: whether any of these requests filters its distribution."""
+        result is ignored."""
         index = req_idx.clamp(min=0)
         return SamplingTensors(
             self.temperature.index_select(0, index),
@@ -94,8 +96,6 @@ class StateTensors:
             self.top_k.index_select(0, index),
             self.min_p.index_select(0, index),
             self.seeds.index_select(0, index),
-            any_top_k_or_p,
-            any_min_p,
         )
 
 
@@ -118,24 +118,21 @@ class RequestRecord:
 class RequestStates:
     """The requests that the worker holds: `state` on the device, and the host's mirror of what plans decide.
 
-    On the host, one entry for each request: greedy bool; temperature (above 0), top_p, min_p float32, top_k (0: all
+    On the host, one entry for each request: temperature (0: greedy), top_p, min_p float32, top_k (0: all
     tokens), seeds int64. And what logits processors need: num_prompt_tokens int64; min_end int64, the position below
     which stop tokens are hidden, 0 for none; biased and penalised bool; penalties float32 `[S, 3]`, repetition,
     frequency, presence; num_logprobs int64, -1 for none.
     """
 
-    def __init__(self, state: StateTensors, vocab_size: int, greedy_drafts: bool) -> None:
-        """`greedy_drafts`: drafts are never drawn, so that `draft_probs` is not needed."""
+    def __init__(self, state: StateTensors, vocab_size: int) -> None:
         count = len(state.tokens)
         self.state = state
         self.device = state.tokens.device
         self.records: dict[str, RequestRecord] = {}
         self._free = list(range(count - 1, -1, -1))
         self._vocab_size = vocab_size
-        self._draws_drafts = state.k > 0 and not greedy_drafts
         self._send = Uploader(INITIAL_BYTES, self.device, grows=True).send if self.device.type == "cuda" else share
-        self.greedy = np.ones(count, dtype=bool)
-        self.temperature = np.ones(count, dtype=np.float32)
+        self.temperature = np.zeros(count, dtype=np.float32)
         self.top_p = np.ones(count, dtype=np.float32)
         self.min_p = np.zeros(count, dtype=np.float32)
         self.top_k = np.zeros(count, dtype=np.int64)
@@ -177,7 +174,7 @@ class RequestStates:
     def clear(self) -> None:
         """Drop every request."""
         self.records.clear()
-        self._free = list(range(len(self.greedy) - 1, -1, -1))
+        self._free = list(range(len(self.temperature) - 1, -1, -1))
 
     def add(self, new: NewRequest) -> RequestRecord:
         """Take a request in, on the host."""
@@ -185,8 +182,7 @@ class RequestStates:
         sampling = new.sampling
         record = self._record(index, new)
         self.records[new.request_id] = record
-        self.greedy[index] = sampling.greedy
-        self.temperature[index] = sampling.temperature or 1.0
+        self.temperature[index] = 0.0 if sampling.greedy else sampling.temperature
         self.top_p[index] = sampling.top_p
         self.min_p[index] = sampling.min_p
         self.top_k[index] = max(sampling.top_k, 0)
@@ -198,14 +194,7 @@ class RequestStates:
         self.penalised[index] = sampling.penalised
         self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
         self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
-        if not sampling.greedy:
-            self.allocate_draft_probs()
         return record
-
-    def allocate_draft_probs(self) -> None:
-        """Make the state's `draft_probs`, unless they exist or drafts are not drawn."""
-        if self._draws_drafts and self.state.draft_probs is None:
-            self.state.allocate_draft_probs(self._vocab_size)
 
     def _record(self, index: int, new: NewRequest) -> RequestRecord:
         sampling, vocab_size = new.sampling, self._vocab_size

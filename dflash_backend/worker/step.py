@@ -31,13 +31,12 @@ NUM_TIMESTAMPS = len(PHASES) + 1
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found. features: `[T, L * hidden]`. choices: int64 `[D]`, the argmax of each row of logits. probs:
-    float32 `[D, vocab]`, where a row is sampled. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
+    """What `verify` found. features: `[T, L * hidden]`. target_tokens: int64 `[D]`, the target's own token for each row
+    of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
 
     prepared: Prepared
     features: torch.Tensor | None
-    choices: torch.Tensor
-    probs: torch.Tensor | None
+    target_tokens: torch.Tensor
     timestamps: torch.Tensor
 
 
@@ -54,7 +53,7 @@ class StepOutput:
 class ModelStep:
     """The models, the K/V, the requests' state and the operations that steps are made of.
 
-    greedy_drafts: whether every draft is the drafter's argmax. dtype: that of the models and the K/V.
+    draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and K/V.
     """
 
     target: TargetModel
@@ -63,7 +62,7 @@ class ModelStep:
     backend: AttentionBackend
     ops: StepOps
     state: StateTensors
-    greedy_drafts: bool
+    draft_temperature_ratio: float
     dtype: torch.dtype
 
     @property
@@ -103,7 +102,7 @@ class ModelStep:
     def verify(
         self, inputs: StepInputs, guard: WriteGuard | None = None, processors: LogitsProcessors | None = None
     ) -> Verified:
-        """One target forward over all rows, and the distributions that their drafts are verified by."""
+        """One target forward over all rows, and the tokens that their drafts are compared with."""
         timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
         record(timestamps, 0)
         prepared = self.ops.prepare(inputs, self.state)
@@ -126,10 +125,9 @@ class ModelStep:
         logits = self.target.logits(hidden)
         if processors is not None:
             logits = processors.apply(logits)
-        choices = self.ops.choices(logits, inputs)
-        probs = self.ops.target_probs(logits, inputs, self.state) if inputs.traits.sampled else None
+        target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
         record(timestamps, 1)
-        return Verified(prepared, output.features, choices, probs, timestamps)
+        return Verified(prepared, output.features, target_tokens, timestamps)
 
     def finish(
         self,
@@ -140,8 +138,7 @@ class ModelStep:
     ) -> StepOutput:
         """Accept, inject and draft."""
         prepared, timestamps = verified.prepared, verified.timestamps
-        accepted = self.ops.accept(verified.choices, verified.probs, inputs.batch, prepared, self.state)
-        # Before anything is drafted: the state can be restored as long as the last drafts' distributions are there.
+        accepted = self.ops.accept(verified.target_tokens, inputs.batch, prepared, self.state)
         logprobs = processors.logprobs(accepted.count, accepted.tokens) if processors is not None else {}
         record(timestamps, 2)
         if self.drafter is not None and verified.features is not None:
@@ -178,9 +175,8 @@ class ModelStep:
         draft = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id)
         if guard is not None:
             guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)
-        sampler = self.ops.draft_sampler(inputs, self.state, self.greedy_drafts)
-        drafts = drafter.propose(draft, sampler)
-        self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)
+        sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio)
+        self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
 
     def _packed(self, accepted: Accepted, timestamps: torch.Tensor) -> torch.Tensor:
         return torch.cat([accepted.count.long(), accepted.tokens.flatten(), timestamps])
@@ -189,8 +185,7 @@ class ModelStep:
 class StateSnapshot:
     """What `ModelStep.finish` changes of the requests' state, as it was before: for a step that fails midway.
 
-    K/V needs no such care: a step that failed wrote no final positions, and the next one writes those again. Nor do the
-    drafts' distributions, which are stored last.
+    K/V needs no such care: a step that failed wrote no final positions, and the next one writes those again.
     """
 
     def __init__(self, state: StateTensors, batch: DeviceBatch, prepared: Prepared) -> None:

@@ -16,12 +16,9 @@ import torch
 
 from dflash_backend.attention import DeviceRows, RowLayout
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
-from dflash_backend.sampling.filtering import SamplingTensors, probabilities
-from dflash_backend.sampling.random import Stream
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
-from dflash_kernels import accept, argmax, filtered_softmax, prepare_draft, prepare_step
-from dflash_kernels import draw as sample
+from dflash_kernels import accept, argmax, logits_filter, prepare_draft, prepare_step, sample
 from dflash_kernels.dispatch import use_triton
 
 Tensors = tuple[torch.Tensor, ...]
@@ -76,12 +73,12 @@ class DeviceStepOps:
     if prepare_step.triton is not None:
         _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
         _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
-        _draw: Callable[..., torch.Tensor] = staticmethod(sample.draw)
+        _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
+        _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
         _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
         _inject_slots = staticmethod(prepare_draft.inject_slots)
         _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
         _store_drafts = staticmethod(prepare_draft.store_drafts)
-        _store_probs = staticmethod(prepare_draft.store_probs)
 
     def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
         """What the target runs."""
@@ -96,47 +93,45 @@ class DeviceStepOps:
         among equals."""
         return self._argmax(logits)
 
-    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
-        """What each row samples from: `[n, vocab]` logits -> float32, as `sampling.filtering.probabilities`."""
-        return filtered_softmax.filtered_softmax(
-            logits, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
-        )
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The column chosen in each row of `logits`, as `drafters.base.SampleOps.sample`."""
+        return self._sample(logits, temperature, seeds, positions.contiguous(), token_ids=token_ids)
 
-    def draw(self, weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """One token for each row of `weights`, as `sampling.filtering.draw`."""
-        return self._draw(weights, seeds.contiguous(), positions.contiguous(), stream)
-
-    def choices(self, logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        """The argmax of each row of the step's `logits` (`[D, vocab]`), int64 `[D]`; without meaning for those of
-        sampled requests."""
-        return self.argmax(logits)
-
-    def target_probs(self, logits: torch.Tensor, inputs: StepInputs, state: StateTensors) -> torch.Tensor:
-        """What each row of the step's `logits` (`[D, vocab]`) samples from, float32 `[D, vocab]`; without meaning for
-        those of greedy requests."""
-        req_idx = inputs.batch.req_idx[inputs.logits_row.clamp(min=0)]
-        traits = inputs.traits
-        return self.probabilities(logits, state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p))
+    def target_tokens(
+        self, logits: torch.Tensor, inputs: StepInputs, prepared: Prepared, state: StateTensors
+    ) -> torch.Tensor:
+        """The target's own token for each row of the step's `logits` (`[D, vocab]`), int64 `[D]`: by the request's
+        temperature, filters and noise for the token's position; the argmax for a greedy request."""
+        if not inputs.traits.sampled:
+            return self.argmax(logits)
+        # A row of logits decides the token behind the one that it follows.
+        positions = prepared.positions + 1
+        if inputs.logits_token is not None:
+            positions = positions.index_select(0, inputs.logits_token)
+        req_idx = inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
+        p = state.sampling_tensors(req_idx)
+        lowest_kept = self._lowest_kept(logits, p.temperature, p.top_k, p.top_p, p.min_p)
+        return self._sample(logits, p.temperature, p.seeds, positions, lowest_kept)
 
     def accept(
-        self,
-        choices: torch.Tensor,
-        probs: torch.Tensor | None,
-        batch: DeviceBatch,
-        prepared: Prepared,
-        state: StateTensors,
+        self, target_tokens: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors
     ) -> Accepted:
         """Which drafts are accepted and which token follows, for the rows that sample; advances `state.tokens` by that
         token and `state.computed` of every row to `start + num_new + count`.
 
-        choices: int64 `[D]`, the argmax of each row of logits. probs: float32 `[D, vocab]`, what sampled rows choose
-        from; None when no row of the step is sampled.
+        target_tokens: int64 `[D]`, the target's own token for each row of logits.
         """
         return Accepted(
             *self._accept(
-                choices, probs, state.draft_probs, state.tokens, state.computed, state.seeds, state.k,
-                batch.req_idx, prepared.starts, batch.num_new, batch.num_draft, batch.logits_start, batch.sampled,
-                Stream.ACCEPT, Stream.TARGET,
+                target_tokens, state.tokens, state.computed, state.k,
+                batch.req_idx, prepared.starts, batch.num_new, batch.num_draft, batch.logits_start,
             )
         )  # fmt: skip
 
@@ -156,28 +151,22 @@ class DeviceStepOps:
         layout = self._layout(batch, widths, bounds.draft_lens, rows, bounds.max_overestimate, state)
         return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
 
-    def draft_sampler(self, inputs: StepInputs, state: StateTensors, greedy: bool) -> DraftSampler:
-        """How the drafts of `prepare_draft` are chosen; with `greedy` as the argmax, also those of sampled requests."""
-        batch, traits = inputs.batch, inputs.traits
-        if greedy or not traits.sampled:
+    def draft_sampler(self, inputs: StepInputs, state: StateTensors, temperature_ratio: float) -> DraftSampler:
+        """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
+        its noise."""
+        if temperature_ratio == 0.0 or not inputs.traits.sampled:
             return DraftSampler(self)
-        req_idx = batch.req_idx.repeat_interleave(state.k)
-        parameters = state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p)
-        return DraftSampler(self, parameters, sampled=(batch.sampled > 0).repeat_interleave(state.k))
+        req_idx = self._draft_req_idx(inputs.batch, state)
+        return DraftSampler(self, state.temperature[req_idx] * temperature_ratio, state.seeds[req_idx])
 
-    def store_drafts(
-        self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors, probs: torch.Tensor | None = None
-    ) -> None:
-        """Write `num_next` of each row's `drafts` (int64 `[num_drafts]`, the target's ids) behind its anchor.
+    def store_drafts(self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors) -> None:
+        """Write `num_next` of each row's `drafts` (int64 `[num_drafts]`, the target's ids) behind its anchor."""
+        drafts = drafts.view(len(batch.req_idx), -1)
+        self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
 
-        probs: float32, over the target's ids, what the drafts of sampled rows were drawn from, which are kept for
-        `accept`; None when none was drawn.
-        """
-        count = len(batch.req_idx)
-        self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts.view(count, -1))
-        if probs is not None:
-            probs = probs.view(count, -1, probs.shape[-1])
-            self._store_probs(_allocated(state), batch.req_idx, batch.num_next, batch.sampled, probs)
+    def _draft_req_idx(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+        """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
+        return batch.req_idx.clamp(min=0).long().repeat_interleave(state.k)
 
     def _prepared(self, batch: DeviceBatch, state: StateTensors) -> Tensors:
         return self._prepare(
@@ -213,12 +202,12 @@ class HostStepOps(DeviceStepOps):
 
     _prepare = staticmethod(prepare_step.prepare_reference)
     _argmax = staticmethod(argmax.argmax_reference)
-    _draw = staticmethod(sample.draw_reference)
+    _sample = staticmethod(sample.sample_reference)
+    _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
     _store_drafts = staticmethod(prepare_draft.store_drafts_reference)
-    _store_probs = staticmethod(prepare_draft.store_probs_reference)
 
     def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
         """As `DeviceStepOps.prepare`."""
@@ -226,29 +215,6 @@ class HostStepOps(DeviceStepOps):
         ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
         layout = _exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), seq_lens.numpy(), state)
         return Prepared(ids, positions, slots, starts, seq_lens, layout, bool((slots.numpy() < 0).any()))
-
-    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
-        """As `DeviceStepOps.probabilities`."""
-        return probabilities(logits, parameters)
-
-    def choices(self, logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        """As `DeviceStepOps.choices`; those of sampled requests alone are left out of the work."""
-        if inputs.traits.all_sampled:
-            return torch.zeros(len(logits), dtype=torch.int64)
-        return self.argmax(logits)
-
-    def target_probs(self, logits: torch.Tensor, inputs: StepInputs, state: StateTensors) -> torch.Tensor:
-        """As `DeviceStepOps.target_probs`; those of greedy requests are left out of the work."""
-        if inputs.traits.all_sampled:
-            return super().target_probs(logits, inputs, state)
-        batch, traits = inputs.batch, inputs.traits
-        rows = inputs.logits_row.numpy()
-        index = ((batch.sampled.numpy()[rows] > 0) & (rows >= 0)).nonzero()[0]
-        req_idx = torch.from_numpy(batch.req_idx.numpy()[rows[index]])
-        parameters = state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p)
-        where = torch.from_numpy(index)
-        probs = torch.zeros(logits.shape, dtype=torch.float32)
-        return probs.index_copy_(0, where, self.probabilities(logits[where], parameters))
 
     def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
         """As `DeviceStepOps.final_tokens`."""
@@ -278,27 +244,12 @@ class HostStepOps(DeviceStepOps):
         padded = bool((slots.numpy() < 0).any())
         return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded)
 
-    def draft_sampler(self, inputs: StepInputs, state: StateTensors, greedy: bool) -> DraftSampler:
-        """As `DeviceStepOps.draft_sampler`; the drafts of greedy requests are left out of the work."""
-        batch, traits = inputs.batch, inputs.traits
-        if greedy or not traits.sampled:
-            return DraftSampler(self)
-        rows = np.repeat(np.arange(inputs.num_rows), batch.num_next.numpy())
-        sampled = batch.sampled.numpy()[rows] > 0
-        if not sampled.any():
-            return DraftSampler(self)
-        index = None if sampled.all() else torch.from_numpy(sampled.nonzero()[0])
-        req_idx = torch.from_numpy(batch.req_idx.numpy()[rows[sampled]])
-        parameters = state.sampling_tensors(req_idx, traits.any_top_k_or_p, traits.any_min_p)
-        return DraftSampler(self, parameters, index)
-
-    def store_drafts(
-        self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors, probs: torch.Tensor | None = None
-    ) -> None:
+    def store_drafts(self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors) -> None:
         """As `DeviceStepOps.store_drafts`."""
         self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
-        if probs is not None:
-            self._store_probs(_allocated(state), batch.req_idx, batch.num_next, batch.sampled, probs)
+
+    def _draft_req_idx(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy()))
 
 
 StepOps = DeviceStepOps
@@ -315,13 +266,3 @@ def _exact_layout(req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndar
     width = max(1, -(-int(seq_lens.max()) // state.block_size))
     tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
     return RowLayout(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
-
-
-def _allocated(state: StateTensors) -> torch.Tensor:
-    """The state's distributions of drawn drafts. Raises `RuntimeError` when there are none."""
-    if state.draft_probs is None:
-        raise RuntimeError(
-            "drafts were drawn, but the state has no place for their distributions; "
-            "call StateTensors.allocate_draft_probs when the first sampled request comes"
-        )
-    return state.draft_probs

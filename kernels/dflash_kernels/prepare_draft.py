@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_kernels.argmax import TILE, WARPS
 from dflash_kernels.prepare_step import covered_lens, look_up_reference
 
 try:
@@ -83,20 +82,6 @@ def store_drafts_reference(
     positions = computed.numpy()[index] + 1 + columns
     within = positions < tokens.shape[1]
     tokens.numpy()[index[within], positions[within]] = values[within]
-
-
-def store_probs_reference(
-    draft_probs: torch.Tensor, req_idx: torch.Tensor, num_next: torch.Tensor, sampled: torch.Tensor, probs: torch.Tensor
-) -> None:
-    """Keep what drafts were drawn from, for rows with `sampled` (int32 `[R]`) not 0, in `draft_probs` (float32
-    `[S, k, vocab]`).
-
-    probs: float32 `[R, k', vocab]` with k' at most k, of which a row has its first `num_next`; or without padding
-    `[drafts of the sampled rows, vocab]`.
-    """
-    rows, columns = _draft_indices(req_idx, num_next * (sampled > 0))
-    values = probs.numpy() if probs.dim() == 2 else probs.numpy()[rows, columns]
-    draft_probs.numpy()[req_idx.numpy()[rows], columns] = values
 
 
 def _draft_indices(req_idx: torch.Tensor, num_next: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -220,32 +205,3 @@ if triton is not None:
             _store_drafts_kernel[(num_rows,)](
                 tokens, computed, req_idx, num_next, drafts, k, tokens.shape[1], COLUMNS=triton.next_power_of_2(k)
             )
-
-    @triton.jit
-    def _store_probs_kernel(
-        kept_ptr, req_idx_ptr, num_next_ptr, sampled_ptr, probs_ptr, width, k, vocab, BLOCK: tl.constexpr
-    ):
-        """One program copies one tile of one draft's distribution."""
-        row, column = tl.program_id(0) // width, tl.program_id(0) % width
-        req_idx = tl.load(req_idx_ptr + row)
-        if (req_idx >= 0) & (tl.load(sampled_ptr + row) > 0) & (column < tl.load(num_next_ptr + row)):
-            offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-            source = probs_ptr + tl.program_id(0).to(tl.int64) * vocab
-            probs = tl.load(source + offsets, mask=offsets < vocab)
-            tl.store(kept_ptr + (req_idx.to(tl.int64) * k + column) * vocab + offsets, probs, mask=offsets < vocab)
-
-    def store_probs(
-        draft_probs: torch.Tensor,
-        req_idx: torch.Tensor,
-        num_next: torch.Tensor,
-        sampled: torch.Tensor,
-        probs: torch.Tensor,
-    ) -> None:
-        """As `store_probs_reference`, for contiguous tensors."""
-        num_rows, width, vocab = probs.shape
-        grid = (num_rows * width, triton.cdiv(vocab, TILE))
-        if grid[0] > 0:
-            _store_probs_kernel[grid](
-                draft_probs, req_idx, num_next, sampled, probs, width, draft_probs.shape[1], vocab,
-                BLOCK=TILE, num_warps=WARPS,
-            )  # fmt: skip

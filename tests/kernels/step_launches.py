@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dflash_backend.sampling.random import Stream
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
@@ -14,7 +13,7 @@ VOCAB, ROWS, K = 5008, 4, 7
 
 
 def launches() -> None:
-    """A step with sampled rows, one without, and drafts that were drawn or not."""
+    """A step with sampled rows, and drafts with noise, in a vocabulary of their own."""
     ops = DeviceStepOps()
     state = StateTensors.allocate(ROWS, 100, K, 16, torch.device("cpu"))
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
@@ -23,12 +22,11 @@ def launches() -> None:
     inputs = StepInputs(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True))
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
     prepared = ops.prepare(inputs, state)
-    argmax, probs = ops.argmax(logits), ops.target_probs(logits, inputs, state)
-    ops.draw(probs[:ROWS], state.seeds, state.seeds, Stream.TARGET)
-    for target in (None, probs):
-        ops.accept(argmax, target, rows, prepared, state)
-    state.allocate_draft_probs(VOCAB)
-    ops.accept(argmax, probs, rows, prepared, state)
+    ops.argmax(logits)
+    ops.accept(ops.target_tokens(logits, inputs, prepared, state), rows, prepared, state)
     ops.final_tokens(rows, prepared, state)
     draft = ops.prepare_draft(inputs, state, 3)
-    ops.store_drafts(draft.of_drafts(draft.token_ids), rows, state, torch.zeros(ROWS * K, VOCAB))
+    positions = draft.of_drafts(draft.positions)
+    temperature, seeds = torch.ones(len(positions)), torch.zeros_like(positions)
+    ops.sample(logits[: len(positions)], temperature, seeds, positions, torch.arange(VOCAB))
+    ops.store_drafts(positions, rows, state)

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens equal their references: argmax, the filtered distribution, and the draw."""
+"""The kernels that choose tokens equal their references: argmax, the filters, and sampling with Gumbel noise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 
 from dflash_kernels.argmax import argmax, argmax_reference
-from dflash_kernels.draw import draw, draw_reference
-from dflash_kernels.filtered_softmax import filtered_softmax, filtered_softmax_reference
+from dflash_kernels.logits_filter import lowest_kept, lowest_kept_reference
+from dflash_kernels.random_numbers import gumbel_reference
+from dflash_kernels.sample import sample, sample_reference
 from tests.kernels.inputs import DEVICE
 
 TILE = 64
@@ -46,14 +48,11 @@ def test_argmax_is_a_token_even_of_values_that_are_not_numbers() -> None:
 def test_rows_may_be_part_of_a_wider_tensor() -> None:
     wide = randn(4, 200).to(DEVICE)
     assert torch.equal(argmax(wide[:, :150], TILE), wide[:, :150].argmax(-1))
-    parameters = [tensor.to(DEVICE) for tensor in cuts(4)]
-    torch.testing.assert_close(
-        filtered_softmax(wide[:, :150], *parameters, TILE), filtered_softmax_reference(wide[:, :150], *parameters)
-    )
+    assert_same_filter(wide[:, :150].cpu(), filters(4, top_k=7), wide[:, :150])
 
 
-def cuts(num_rows: int, **changes: float) -> list[torch.Tensor]:
-    """Temperature, top_k, top_p and min_p, the same for all rows; none cuts anything unless `changes` say so."""
+def filters(num_rows: int, **changes: float) -> list[torch.Tensor]:
+    """Temperature, top_k, top_p and min_p, the same for all rows; all tokens are kept unless `changes` say so."""
     values = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | changes
     return [
         torch.full((num_rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
@@ -98,47 +97,43 @@ def by_hand(logits: list[float], temperature: float, top_k: int, top_p: float, m
         {"top_k": 5, "top_p": 0.9, "min_p": 0.12},
     ],
 )
-def test_the_cuts_see_the_probabilities_at_the_temperature(temperature: float, changes: dict[str, float]) -> None:
-    """Each cut would keep other tokens if it came before the temperature."""
+def test_the_filters_see_the_probabilities_at_the_temperature(temperature: float, changes: dict[str, float]) -> None:
+    """Each filter would keep other tokens if it came before the temperature."""
     logits = [1.3, -0.4, 0.9, 2.2, -1.6, 0.1]
     values = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | changes
     expected = by_hand(logits, temperature, int(values["top_k"]), values["top_p"], values["min_p"])
-    probs = assert_same_distribution(torch.tensor([logits]), cuts(1, temperature=temperature, **changes))
-    assert probs[0].tolist() == pytest.approx(expected, rel=1e-5)
+    kept = assert_same_filter(torch.tensor([logits]), filters(1, temperature=temperature, **changes))
+    assert kept[0].tolist() == [prob > 0.0 for prob in expected]
     assert 0.0 in expected or temperature > 1.0
+
+
+def assert_same_filter(
+    logits: torch.Tensor, parameters: list[torch.Tensor], on_device: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The tokens that the kernel keeps, bool `[n, vocab]`, which are those of the reference."""
+    moved = logits.to(DEVICE) if on_device is None else on_device
+    found = lowest_kept(moved, *(each.to(DEVICE) for each in parameters), TILE).cpu()
+    expected = lowest_kept_reference(logits, *parameters)
+    allowed = logits.float() > float("-inf")
+    kept = allowed & (logits.float() >= found[:, None])
+    reference = allowed if expected is None else allowed & (logits.float() >= expected[:, None])
+    assert torch.equal(kept, reference)
+    return kept
 
 
 def test_no_rows_and_a_vocabulary_of_one_token_are_taken() -> None:
     for num_rows, vocab in ((0, 70), (1, 1)):
         values, integers = randn(num_rows, vocab), torch.ones(num_rows, dtype=torch.int64)
         assert argmax(values.to(DEVICE), TILE).tolist() == [0] * num_rows
-        assert assert_same_distribution(values, cuts(num_rows, top_k=1, top_p=0.5)).tolist() == [[1.0]] * num_rows
-        weights = torch.ones(num_rows, vocab, device=DEVICE)
-        assert draw(weights, integers.to(DEVICE), integers.to(DEVICE), 1, TILE).tolist() == [0] * num_rows
-
-
-def assert_same_distribution(logits: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
-    """The kernel's result, which equals the reference's and hides the same tokens."""
-    probs = filtered_softmax(logits.to(DEVICE), *(tensor.to(DEVICE) for tensor in parameters), TILE).cpu()
-    expected = filtered_softmax_reference(logits, *parameters)
-    torch.testing.assert_close(probs, expected, rtol=2e-5, atol=1e-9)
-    assert torch.equal(probs > 1e-30, expected > 1e-30)
-    return probs
-
-
-@pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_softmax_at_a_temperature_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype) -> None:
-    logits = (10 * randn(num_rows, vocab)).to(dtype)
-    parameters = [torch.linspace(0.3, 3.0, num_rows), *cuts(num_rows)[1:]]
-    assert_same_distribution(logits, parameters)
+        assert assert_same_filter(values, filters(num_rows, top_k=1, top_p=0.5)).tolist() == [[True]] * num_rows
+        assert on_device(values, torch.ones(num_rows), integers, integers).tolist() == [0] * num_rows
 
 
 @pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_filtered_distribution_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> None:
-    """Every row with cuts of its own, or none; with half-precision logits many tokens are equally likely."""
+def test_the_filter_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype, seed: int) -> None:
+    """Every row with filters of its own, or none; with half-precision logits many tokens are equally likely."""
     generator = torch.Generator().manual_seed(seed)
     logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(dtype)
 
@@ -148,7 +143,15 @@ def test_a_filtered_distribution_equals_its_reference(num_rows: int, vocab: int,
     top_k = torch.randint(0, vocab + 2, (num_rows,), generator=generator)
     top_p = torch.where(uniform() < 0.3, 1.0, uniform().clamp(min=0.01))
     min_p = torch.where(uniform() < 0.5, 0.0, 0.2 * uniform())
-    assert_same_distribution(logits, [0.1 + 2 * uniform(), top_k, top_p, min_p])
+    assert_same_filter(logits, [0.1 + 2 * uniform(), top_k, top_p, min_p])
+
+
+def test_a_row_that_filters_nothing_keeps_everything_beside_one_that_does() -> None:
+    parameters = filters(3, top_k=1)
+    parameters[1][1] = 0
+    parameters[0][2] = 0.0  # greedy
+    kept = assert_same_filter(randn(3, 90), parameters)
+    assert kept.sum(dim=1)[:2].tolist() == [1, 90]
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}])
@@ -156,17 +159,16 @@ def test_equally_likely_tokens_are_kept_or_hidden_together(changes: dict[str, fl
     logits = torch.zeros(1, 3 * TILE)
     logits[0, [5, TILE + 1, 2 * TILE]] = -4.0
     logits[0, [7, TILE, 2 * TILE + 3, 3 * TILE - 1]] = 8.0
-    probs = assert_same_distribution(logits, cuts(1, **changes))
-    assert probs.nonzero()[:, 1].tolist() == [7, TILE, 2 * TILE + 3, 3 * TILE - 1]
-    assert probs.unique().tolist() == [0.0, 0.25]
+    kept = assert_same_filter(logits, filters(1, **changes))
+    assert kept.nonzero()[:, 1].tolist() == [7, TILE, 2 * TILE + 3, 3 * TILE - 1]
 
 
-def test_cuts_at_either_end_keep_one_token_or_all() -> None:
+def test_filters_at_either_end_keep_one_token_or_all() -> None:
     logits = randn(1, 200)
     for changes in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        assert assert_same_distribution(logits, cuts(1, **changes)).count_nonzero() == 1
+        assert assert_same_filter(logits, filters(1, **changes)).count_nonzero() == 1
     for changes in ({"top_k": 200}, {"top_k": 5000}, {"top_p": 1.0}):
-        assert assert_same_distribution(logits, cuts(1, **changes)).count_nonzero() == 200
+        assert assert_same_filter(logits, filters(1, **changes)).count_nonzero() == 200
 
 
 # Differences of logits overflow, to a probability of 0.
@@ -174,38 +176,92 @@ def test_cuts_at_either_end_keep_one_token_or_all() -> None:
 def test_logits_of_any_size_are_searched() -> None:
     """From the smallest differences to the largest: a search by halves of the values alone would not end soon."""
     logits = torch.tensor([[0.0, 1e-38, -1e-30, 1e-3, 1.0, 1.0000001, -5e4, 3e4, 3e38, -3e38]]).repeat(9, 1)
-    assert_same_distribution(logits, [torch.ones(9), torch.arange(1, 10), torch.ones(9), torch.zeros(9)])
+    assert_same_filter(logits, [torch.ones(9), torch.arange(1, 10), torch.ones(9), torch.zeros(9)])
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 70}, {"top_k": 150}, {"top_p": 0.9}, {"min_p": 0.01}])
-def test_forbidden_tokens_have_probability_zero(changes: dict[str, float]) -> None:
-    logits = randn(2, 3 * TILE)
-    logits[:, :TILE] = float("-inf")
-    logits[1, 2 * TILE :] = float("-inf")
-    assert not assert_same_distribution(logits, cuts(2, **changes))[:, :TILE].any()
+def on_device(logits: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor:
+    """The kernel's choice on the host."""
+    moved = [None if each is None else each.to(DEVICE) for each in parameters]
+    return sample(logits.to(DEVICE), *moved, *[None] * (5 - len(moved)), TILE).cpu()
+
+
+def requests(num_rows: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Temperature, seeds and positions of requests that have nothing in common."""
+    generator = torch.Generator().manual_seed(num_rows)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+    return torch.full((num_rows,), temperature), seeds, torch.randint(2**20, (num_rows,), generator=generator)
 
 
 @pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
-@pytest.mark.parametrize("stream", [1, 2, 3])
-def test_draw_equals_its_reference(num_rows: int, vocab: int, stream: int) -> None:
-    generator = torch.Generator().manual_seed(vocab)
-    weights = (3 * randn(num_rows, vocab)).softmax(-1)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
-    positions = torch.randint(2**20, (num_rows,), generator=generator)
-    drawn = draw(weights.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE), stream, TILE)
-    assert drawn.tolist() == draw_reference(weights, seeds, positions, stream).tolist()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_sample_equals_its_reference(num_rows: int, vocab: int, dtype: torch.dtype, filtered: bool) -> None:
+    """With a greedy row among them, and ids from a draft vocabulary."""
+    logits = (3 * randn(num_rows, vocab)).to(dtype)
+    temperature, seeds, positions = requests(num_rows, 1.3)
+    temperature[1] = 0.0
+    lowest = torch.linspace(-1.0, 1.0, num_rows) if filtered else None
+    ids = torch.randperm(5000, generator=torch.Generator().manual_seed(3))[:vocab]
+    for token_ids in (None, ids):
+        arguments = temperature, seeds, positions, lowest, token_ids
+        expected = sample_reference(logits, *arguments)
+        assert on_device(logits, *arguments).tolist() == expected.tolist()
+        assert expected[1] == logits[1].argmax()
 
 
-def test_many_draws_from_one_distribution_equal_their_reference() -> None:
-    weights = randn(1, 90).softmax(-1).expand(120, -1).contiguous()
-    seeds, positions = torch.full((120,), 17), torch.arange(120)
-    drawn = draw(weights.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE), 1, 128).cpu()
-    assert len(drawn.unique()) > 30
-    assert torch.equal(drawn, draw_reference(weights, seeds, positions, 1))
+def test_samples_have_the_distribution_of_the_logits_that_are_kept() -> None:
+    count, temperature = 200_000, 1.7
+    logits = 2 * randn(1, 64)
+    lowest = logits.quantile(0.3)
+    seeds, positions = torch.arange(count), torch.arange(count) % 97
+    tokens = sample_reference(
+        logits.expand(count, -1), torch.full((count,), temperature), seeds, positions, lowest.expand(count)
+    )
+    expected = (logits[0].double() / temperature).masked_fill(logits[0] < lowest, float("-inf")).softmax(0) * count
+    counts = torch.bincount(tokens, minlength=64)
+    assert not counts[expected == 0.0].any()
+    kept = expected > 0.0
+    assert stats.chisquare(counts[kept].numpy(), expected[kept].numpy()).pvalue > 0.001
 
 
-def test_a_token_of_weight_zero_is_never_drawn() -> None:
-    weights = torch.zeros(20, 130)
-    weights[:, 67] = 1e-30
-    seeds, positions = torch.arange(20), torch.arange(20)
-    assert (draw(weights.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE), 2, TILE) == 67).all()
+def test_a_draft_of_the_same_logits_is_the_targets_token_in_a_smaller_vocabulary_too() -> None:
+    """The noise belongs to the target's id: a drafter that knows the same logits for its tokens takes the same one."""
+    ids = torch.arange(3, 120, 2)
+    logits = torch.full((50, 120), -40.0)
+    logits[:, ids] = randn(50, len(ids))
+    target = on_device(logits, *requests(50))
+    draft = on_device(logits[:, ids].contiguous(), *requests(50), None, ids)
+    assert ids[draft].tolist() == target.tolist()
+    assert len(target.unique()) > 20
+
+
+def test_a_token_of_probability_zero_is_never_chosen() -> None:
+    logits = torch.full((500, 130), float("-inf"))
+    logits[:, 67] = -1e30
+    assert (on_device(logits, *requests(500)) == 67).all()
+    assert (sample_reference(logits, *requests(500)) == 67).all()
+
+
+def test_rounding_seldom_changes_what_is_chosen() -> None:
+    """A prefix hit computes the same logits in another order; LOSSLESS must not hang on the last bits."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(20_000, 256, generator=generator)
+    rounding = 4e-6 * torch.randn(20_000, 256, generator=generator)
+    first, second = (sample_reference(x, *requests(20_000)) for x in (logits, logits + rounding))
+    assert (first != second).sum().item() <= 2
+
+
+def test_noise_depends_on_seed_position_and_token_and_on_nothing_else() -> None:
+    """Neighbours in any of the three are independent, and a part of the tokens has the numbers of the whole."""
+    count = 60_000
+    zeros, numbers = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+    columns = [gumbel_reference(numbers, zeros + p, torch.tensor([t]))[:, 0] for p in (3, 4) for t in (0, 1)]
+    columns += [gumbel_reference(zeros + s, numbers, torch.tensor([t]))[:, 0] for s in (0, 1) for t in (0, 1)]
+    columns += [gumbel_reference(torch.tensor([s]), torch.tensor([p]), numbers)[0] for s in (0, 1) for p in (0, 1)]
+    correlation = torch.stack(columns).corrcoef() - torch.eye(len(columns))
+    assert correlation.abs().max() < 0.025
+    for column in columns:
+        assert stats.kstest(column.numpy(), stats.gumbel_r.cdf).pvalue > 0.001
+    ids = torch.tensor([70, 3, 900])
+    whole = gumbel_reference(numbers[:5], zeros[:5], torch.arange(1000))
+    assert torch.equal(whole[:, ids], gumbel_reference(numbers[:5], zeros[:5], ids))

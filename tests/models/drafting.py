@@ -7,7 +7,6 @@ import torch
 
 from dflash_backend.attention import RowLayout
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
-from dflash_backend.sampling.vocabulary import VocabularyMap
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.paged import BLOCK_SIZE
@@ -21,10 +20,10 @@ class KeepsLogits(DraftSampler):
         self.logits = torch.empty(0)
 
     def choose(
-        self, logits: torch.Tensor, positions: torch.Tensor, vocabulary: VocabularyMap | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         self.logits = logits
-        return super().choose(logits, positions, vocabulary)
+        return super().choose(logits, positions, token_ids)
 
 
 def draft_batch(

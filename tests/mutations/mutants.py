@@ -5,11 +5,13 @@ from __future__ import annotations
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
+from tests.mutations.sampling import SAMPLING_MUTANTS
 from tests.mutations.scheduling import SCHEDULING_MUTANTS
 from tests.mutations.serving import SERVING_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
 
-MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + DRAFTERS_MUTANTS + SERVING_MUTANTS
+MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + SAMPLING_MUTANTS
+MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
@@ -18,7 +20,7 @@ SMOKE = (
     "protected blocks never grow old",
     "the oldest request is preempted",
     "a result goes to the request that has the id now",
-    "one random number verifies all drafts of a row",
+    "all drafts of a row are compared with samples of one noise",
     "a cache salt's letters beyond ASCII are dropped",
     "the inject phase is not guarded",
     "max_prefill_tokens_per_step does nothing",

@@ -23,7 +23,11 @@ SERVING_MUTANTS = (
     *mutants_of(
         BUILD,
         SETTINGS,
-        ("draft_sample_method does nothing", 'config.draft_sample_method == "greedy",', "False,"),
+        (
+            "draft_temperature_ratio does nothing",
+            "draft_temperature_ratio=config.draft_temperature_ratio",
+            "draft_temperature_ratio=0.0",
+        ),
         ("the setting seed does nothing", "seed=config.seed,", "seed=0,"),
         ("enable_overlap does nothing", "trace, config.enable_overlap)", "trace, True)"),
         (

@@ -7,13 +7,9 @@ from tests.mutations.mutant import Mutant, mutants_of
 ACCEPT = "kernels/dflash_kernels/accept.py"
 DFLASH = "dflash_backend/drafters/dflash"
 DRAFTERS = "dflash_backend/drafters"
-FILTERED_SOFTMAX = "kernels/dflash_kernels/filtered_softmax.py"
 WORKER = "dflash_backend/worker"
-DRAFT_SAMPLER = ("tests/drafters/test_draft_sampler.py",)
 GUARD = ("tests/worker/test_write_guard.py",)
 LOGITS = ("tests/worker/test_logits.py",)
-REJECTION = ("tests/sampling/test_verify.py",)
-STEP_OPS = ("tests/worker/test_step_ops.py",)
 
 WORKER_MUTANTS = (
     Mutant(
@@ -22,14 +18,6 @@ WORKER_MUTANTS = (
         "first_query - pattern.sliding_window + 1, 0)",
         "first_query - pattern.sliding_window + 2, 0)",
         ("tests/attention/test_torch_backend.py",),
-    ),
-    Mutant(
-        "drafts are drawn with the target's random numbers",
-        f"{DRAFTERS}/base.py",
-        "parameters.seeds, positions, Stream.DRAFT)",
-        "parameters.seeds, positions, Stream.TARGET)",
-        DRAFT_SAMPLER,
-        ((f"{DRAFTERS}/base.py", "positions[index], Stream.DRAFT)", "positions[index], Stream.TARGET)"),),
     ),
     Mutant(
         "mask queries past the eighth are rotated as the eighth",
@@ -48,13 +36,6 @@ WORKER_MUTANTS = (
         "                normed_hidden = self.ops.rms_norm(hidden, self.final_norm, self.eps)\n"
         "                captured[index] = normed_hidden if is_last else hidden\n",
         ("tests/models/test_families.py::test_captured_features_are_the_outputs_of_the_layers_named",),
-    ),
-    Mutant(
-        "draft ids of a reduced vocabulary are taken for the target's",
-        "dflash_backend/sampling/vocabulary.py",
-        "self.ids[draft_tokens]",
-        "draft_tokens",
-        DRAFT_SAMPLER,
     ),
     Mutant(
         "penalties do not count the last token",
@@ -110,13 +91,6 @@ WORKER_MUTANTS = (
         ("tests/worker/test_step_errors.py",),
     ),
     Mutant(
-        "the filters are lost where parameters are repeated for each distribution",
-        f"{WORKER}/state.py",
-        "            any_top_k_or_p,\n            any_min_p,\n        )",
-        "            False,\n            False,\n        )",
-        ("tests/sampling/test_filtered_softmax.py",),
-    ),
-    Mutant(
         "top_p, top_k and min_p never reach the device",
         f"{WORKER}/state.py",
         "(state.top_p, self.top_p),",
@@ -157,18 +131,6 @@ WORKER_MUTANTS = (
         LOGITS,
     ),
     Mutant(
-        "drafts are verified by the distributions of the step before",
-        f"{WORKER}/step.py",
-        "        self.ops.store_drafts(drafts, inputs.batch, self.state, sampler.probs)",
-        "        self.ops.store_drafts(drafts, inputs.batch, self.state)\n"
-        "        late, self.late = getattr(self, 'late', None), (inputs.batch, sampler.probs)\n"
-        "        if late is not None and late[1] is not None:\n"
-        "            self.ops._store_probs(\n"
-        "                self.state.draft_probs, late[0].req_idx, late[0].num_next, late[0].sampled, late[1]\n"
-        "            )",
-        ("tests/test_logits_processing.py::test_sampled_output_has_the_distribution_of_the_changed_logits",),
-    ),
-    Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
         "guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)",
@@ -201,62 +163,11 @@ WORKER_MUTANTS = (
         ("tests/worker/test_mixed_speculation.py",),
     ),
     Mutant(
-        "the residual is that of a row's first draft, in every form",
-        ACCEPT,
-        "draft_probs[torch.from_numpy(self.index[rejected]), columns]",
-        "draft_probs[torch.from_numpy(self.index[rejected]), columns * 0]",
-        REJECTION,
-        (
-            (
-                ACCEPT,
-                "place = (req_idx.to(tl.int64) * k + count) * vocab + offsets",
-                "place = req_idx.to(tl.int64) * k * vocab + offsets",
-            ),
-        ),
-    ),
-    Mutant(
-        "one random number verifies all drafts of a row",
-        ACCEPT,
-        "positions = torch.from_numpy(self.first[:, None] + column)",
-        "positions = torch.from_numpy(self.first[:, None] + column * 0)",
-        (*REJECTION, "tests/kernels/test_accept.py"),
-        ((ACCEPT, "first + column, accept_stream)", "first + column * 0, accept_stream)"),),
-    ),
-    Mutant(
         "LOSSLESS: rejected positions injected, and the drafter goes on behind them",
         ACCEPT,
         "computed.numpy()[index[real]] = end[real]",
         "computed.numpy()[index[real]] = (first + lens)[real]",
         ("tests/worker/test_draft_alignment.py",),
-    ),
-    *mutants_of(
-        ACCEPT,
-        STEP_OPS,
-        (
-            "the residual is that of a row's first draft, in one form",
-            "draft_probs[torch.from_numpy(self.index[rejected]), columns]",
-            "draft_probs[torch.from_numpy(self.index[rejected]), columns * 0]",
-        ),
-        (
-            "drafts are verified with the numbers of the position after theirs, in one form",
-            "positions = torch.from_numpy(self.first[:, None] + column)",
-            "positions = torch.from_numpy(self.first[:, None] + column + 1)",
-        ),
-        ("the kernel takes the residual although every draft was accepted", "count < tl.load(", "count <= tl.load("),
-    ),
-    Mutant(
-        "min_p is applied before the temperature",
-        FILTERED_SOFTMAX,
-        "probs = scaled.softmax(dim=-1)",
-        "probs = logits.float().softmax(dim=-1)",
-        ("tests/kernels/test_sampling.py::test_the_cuts_see_the_probabilities_at_the_temperature",),
-        (
-            (
-                FILTERED_SOFTMAX,
-                "lowest_kept = tl.maximum(lowest_kept, top + temperature * tl.log(min_p))",
-                "lowest_kept = tl.maximum(lowest_kept, top + tl.log(min_p))",
-            ),
-        ),
     ),
     Mutant(
         "OWN: padding rows are written",

@@ -13,7 +13,6 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import FinishReason, GenerationRequest, RequestRejected, SamplingParams, TokenLogprobs
-from dflash_backend.sampling.filtering import SamplingTensors, probabilities
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps
 
@@ -23,15 +22,12 @@ class ReferenceStepOps(DeviceStepOps):
 
     _prepare = staticmethod(HostStepOps._prepare)
     _argmax = staticmethod(HostStepOps._argmax)
-    _draw = staticmethod(HostStepOps._draw)
+    _sample = staticmethod(HostStepOps._sample)
+    _lowest_kept = staticmethod(HostStepOps._lowest_kept)
     _accept = staticmethod(HostStepOps._accept)
     _inject_slots = staticmethod(HostStepOps._inject_slots)
     _prepare_draft = staticmethod(HostStepOps._prepare_draft)
     _store_drafts = staticmethod(HostStepOps._store_drafts)
-    _store_probs = staticmethod(HostStepOps._store_probs)
-
-    def probabilities(self, logits: torch.Tensor, parameters: SamplingTensors) -> torch.Tensor:
-        return probabilities(logits, parameters)
 
 
 def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> ModelRunner:
@@ -109,8 +105,7 @@ def outputs_of(built: BuiltEngine, prompts: Sequence[list[int]], sampling: Seque
 def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
     """The requests' state that steps change."""
     state = runner.step.state
-    kept = [state.tokens, state.blocks, state.num_blocks, state.computed]
-    return kept if state.draft_probs is None else [*kept, state.draft_probs]
+    return [state.tokens, state.blocks, state.num_blocks, state.computed]
 
 
 def kv_tensors(runner: ModelRunner) -> list[torch.Tensor]:

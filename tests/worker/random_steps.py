@@ -18,11 +18,11 @@ MASK_ID = 76
 
 @dataclass
 class RandomStep:
-    """State and rows of a step, with as many distributions as its rows sample from."""
+    """State and rows of a step, with the number of its rows of logits."""
 
     state: StateTensors
     rows: DeviceBatch
-    num_distributions: int
+    num_logits: int
 
     @property
     def inputs(self) -> StepInputs:
@@ -31,13 +31,22 @@ class RandomStep:
         lens, starts = rows.query_lens.cpu().numpy(), rows.start.cpu().numpy()
         ends = (starts + lens).astype(np.int64)
         bounds = LengthBounds(lens.astype(np.int64), ends, ends + 2 * self.state.k + 2, self.state.max_len)
-        none = torch.full((1,), -1, dtype=torch.int32, device=rows.req_idx.device)
-        return StepInputs(rows, none.clamp(min=0), none, bounds, BatchTraits(True, True))
+        # Padding rows of logits, and the `num_draft + 1` of each row that samples.
+        token, row = np.zeros((2, max(self.num_logits, 1)), dtype=np.int32)
+        row -= 1
+        for r, start in enumerate(rows.logits_start.tolist()):
+            if start >= 0:
+                end = start + int(rows.num_draft[r]) + 1
+                row[start:end] = r
+                token[start:end] = int(rows.query_start[r] + rows.num_new[r]) - 1 + np.arange(end - start)
+        device = rows.req_idx.device
+        logits_token, logits_row = (torch.from_numpy(each).to(device) for each in (token, row))
+        return StepInputs(rows, logits_token, logits_row, bounds, BatchTraits(True, True))
 
     def to(self, device: torch.device) -> RandomStep:
         """A copy on another device."""
         rows = DeviceBatch(**{name: getattr(self.rows, name).to(device) for name in DeviceBatch.__dataclass_fields__})
-        return RandomStep(_moved(copy.deepcopy(self.state), device), rows, self.num_distributions)
+        return RandomStep(_moved(copy.deepcopy(self.state), device), rows, self.num_logits)
 
     def copy_of_state(self) -> StateTensors:
         """A state of its own for one of the operations that change it."""
@@ -52,27 +61,26 @@ def random_step(
     padding: bool = True,
     zombies: bool = True,
     graph: bool = False,
-    drawn_drafts: bool = True,
 ) -> RandomStep:
     """Rows of every kind: decoding, first chunks, chunks in the middle, resumed, sampled and greedy; some of padding,
     some uncertain, and some whose requests have run past their blocks or past the width of the tokens.
 
-    graph: 1 + k tokens and distributions for each row, those that are not used being padding.
+    graph: 1 + k tokens and rows of logits for each row, those that are not used being padding.
     """
     generator = torch.Generator().manual_seed(seed)
     max_model_len = 6 * block_size + 1
-    state = _random_state(generator, num_rows + 2, max_model_len, k, block_size, drawn_drafts)
+    state = _random_state(generator, num_rows + 2, max_model_len, k, block_size)
     indices = torch.randperm(num_rows + 2, generator=generator).tolist()
     layout: list[dict[str, int]] = []
     token_row: list[int] = []
-    dist = 0
+    num_logits = 0
     for r in range(num_rows):
         row = {"req_idx": -1, "logits_start": -1}
         if not padding or _below(generator, 4):
             row = _random_row(generator, state, indices[r], max_model_len - k - 6, graph, zombies)
         if row["logits_start"] >= 0:
-            row["logits_start"] = r * (k + 1) if graph else dist
-            dist += row["num_draft"] + 1
+            row["logits_start"] = r * (k + 1) if graph else num_logits
+            num_logits += row["num_draft"] + 1
         layout.append(row | {"query_start": len(token_row)})
         token_row += [r] * row.get("query_lens", 0)
         if graph:
@@ -85,8 +93,8 @@ def random_step(
         for name, value in row.items():
             getattr(rows, name)[r] = value
     rows.token_row.copy_(torch.tensor(token_row, dtype=torch.int32))
-    num_distributions = num_rows * (k + 1) if graph else dist
-    return RandomStep(_moved(state, DEVICE), DeviceBatch.over(buffer.to(DEVICE), num_rows), num_distributions)
+    num_logits = num_rows * (k + 1) if graph else num_logits
+    return RandomStep(_moved(state, DEVICE), DeviceBatch.over(buffer.to(DEVICE), num_rows), num_logits)
 
 
 def _below(generator: torch.Generator, bound: int) -> int:
@@ -94,18 +102,16 @@ def _below(generator: torch.Generator, bound: int) -> int:
 
 
 def _random_state(
-    generator: torch.Generator, num_requests: int, max_model_len: int, k: int, block_size: int, drawn_drafts: bool
+    generator: torch.Generator, num_requests: int, max_model_len: int, k: int, block_size: int
 ) -> StateTensors:
-    """Requests with random tokens, scattered blocks and, with `drawn_drafts`, distributions of their drafts."""
+    """Requests with random tokens and parameters, and scattered blocks."""
     state = StateTensors.allocate(num_requests, max_model_len, k, block_size, torch.device("cpu"))
     state.tokens.random_(VOCAB, generator=generator)
     state.blocks.copy_(torch.randperm(state.blocks.numel(), generator=generator).view_as(state.blocks))
     state.seeds.random_(generator=generator)
     state.temperature.uniform_(0.2, 2.0, generator=generator)
-    if k > 0 and drawn_drafts:
-        state.allocate_draft_probs(VOCAB)
-        assert state.draft_probs is not None
-        state.draft_probs.copy_(torch.randn(state.draft_probs.shape, generator=generator).mul_(2).softmax(-1))
+    for values, value in ((state.temperature, 0.0), (state.top_k, 4), (state.top_p, 0.7), (state.min_p, 0.1)):
+        values[torch.rand(num_requests, generator=generator) < 0.3] = value
     return state
 
 
@@ -124,7 +130,6 @@ def _random_row(
     row["num_next"] = below(state.k + 1)
     row["query_lens"] = row["num_new"] + row["num_draft"]
     row["logits_start"] = 0 if decodes or below(2) == 0 else -1
-    row["sampled"] = below(2)
     computed = row["start"]
     if decodes and row["start"] > 0 and below(2) == 0:
         row["num_unverified"] = 1 + below(row["start"])
@@ -142,25 +147,15 @@ def _moved(state: StateTensors, device: torch.device) -> StateTensors:
     return StateTensors(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
 
 
-def random_target(step: RandomStep, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Argmax int64 `[D]` and probabilities float32 `[D, vocab]` that accept about half of the drafts."""
+def random_target(step: RandomStep, seed: int) -> torch.Tensor:
+    """The target's tokens, int64 `[D]`, of which about three in four are the draft."""
     generator = torch.Generator().manual_seed(seed + 1000)
     state, rows = step.copy_of_state(), step.rows
-    count = step.num_distributions
-    argmax = torch.randint(VOCAB, (count,), generator=generator)
-    probs = torch.randn(count, VOCAB, generator=generator).mul_(2).softmax(-1)
+    tokens = torch.randint(VOCAB, (step.num_logits,), generator=generator)
     starts = torch.where(rows.num_unverified > 0, state.computed[rows.req_idx.clamp(min=0)], rows.start)
     for r in range(len(rows.req_idx)):
-        if rows.logits_start[r] < 0:
-            continue
-        for j in range(int(rows.num_draft[r])):
-            place = int(starts[r] + rows.num_new[r]) + j
-            dist = int(rows.logits_start[r]) + j
-            if place < state.max_len and torch.rand((), generator=generator) < 0.75:
-                token = state.tokens[rows.req_idx[r], place]
-                argmax[dist] = token
-                probs[dist] = probs[dist] * 0.2
-                probs[dist, token] += 0.8
-                if state.draft_probs is not None and torch.rand((), generator=generator) < 0.3:
-                    probs[dist] = state.draft_probs[rows.req_idx[r], j].cpu()
-    return argmax.to(DEVICE), probs.to(DEVICE)
+        for j in range(int(rows.num_draft[r]) if rows.logits_start[r] >= 0 else 0):
+            position = int(starts[r] + rows.num_new[r]) + j
+            if position < state.max_len and torch.rand((), generator=generator) < 0.75:
+                tokens[int(rows.logits_start[r]) + j] = state.tokens[rows.req_idx[r], position]
+    return tokens.to(DEVICE)

@@ -155,5 +155,5 @@ def test_prefill_rows_have_no_padded_step(pair: dict[str, Any]) -> None:
     assert runner.graphs.find(HostBatch.of([*rows, chunk], runner.requests)) is None
     decode = HostBatch.of(rows, runner.requests)
     assert runner.graphs.find(decode) is not None
-    sampled = BatchTraits(True, True, any_top_k_or_p=True, any_min_p=True)
+    sampled = BatchTraits(True, True)
     assert runner.graphs.find(dataclasses.replace(decode, traits=sampled)) is not None

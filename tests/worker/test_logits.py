@@ -22,7 +22,7 @@ OUTPUT = [3, 4, 3]
 def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[SamplingMetadata, RequestStates]:
     """A decode row with drafts 5, 3, 5 for each set of sampling parameters."""
     state = StateTensors.allocate(32, 32, K, 4, torch.device("cpu"))
-    requests = RequestStates(state, VOCAB, greedy_drafts=False)
+    requests = RequestStates(state, VOCAB)
     names = [str(i) for i in range(len(asked))]
     for i, changes in enumerate(asked):
         sampling = SamplingParams(**({"temperature": 0.0} | changes))

@@ -15,7 +15,6 @@ from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
-from dflash_backend.sampling.vocabulary import VocabularyMap
 
 
 class DFlashDrafter(Drafter[DFlashSpec]):
@@ -38,7 +37,6 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         self.backend = backend
         self.capture = captured_layers(model.spec, target.spec.decoder.num_layers)
         self.placeholder_id = model.spec.mask_token_id
-        self.vocabulary = VocabularyMap(model.id_map, target.spec.vocab_size) if model.id_map is not None else None
         own_head = target.lm_head if model.id_map is None else target.lm_head.rows(model.id_map)
         self.lm_head = model.lm_head or own_head
 
@@ -74,7 +72,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
             batch.padded,
         )
         hidden = self.model.forward(embeddings, context, self.caches)
-        return sampler.choose(self._head(batch.of_drafts(hidden)), batch.of_drafts(batch.positions), self.vocabulary)
+        return sampler.choose(self._head(batch.of_drafts(hidden)), batch.of_drafts(batch.positions), self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,

@@ -1,4 +1,4 @@
-"""The distribution that a row samples from: its logits at a temperature, filtered by min-p, top-k and top-p.
+"""Which tokens a row may sample: min-p, top-k and top-p, at the row's temperature.
 
 Each filter keeps the tokens from some logit on, so all that has to be found is that logit. The reference sorts; the
 kernel searches, since sorting a large vocabulary costs more than reading it a dozen times, and since a search needs no
@@ -21,43 +21,46 @@ TILE = 8192
 WARPS = 16
 
 
-def filtered_softmax_reference(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    any_top_k_or_p: bool = True,
-    any_min_p: bool = True,
-) -> torch.Tensor:
-    """Probabilities of `logits` (`[n, vocab]`, any floating-point dtype): float32, 0 for tokens that are filtered out.
+def lowest_kept_reference(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor | None:
+    """The lowest of the `logits` (`[n, vocab]`, any floating-point dtype) that each row keeps: float32 `[n]`, -inf
+    where it filters nothing; None where no row does.
 
-    temperature (above 0), top_p (1: all), min_p (0: all): float32 `[n]`. top_k (0: all): int64 `[n]`. The flags say
-    whether any row needs the step. The order is vLLM's: temperature, min-p, top-k, top-p; what is left is renormalised.
+    temperature (0 for the argmax, which needs no filter), top_p (1: all), min_p (0: all): float32 `[n]`. top_k (0:
+    all): int64 `[n]`. The order is vLLM's: temperature, min-p, top-k, top-p, each among the tokens that are left.
     """
-    scaled = logits.float() / temperature[:, None]
-    if any_min_p:
-        probs = scaled.softmax(dim=-1)
-        threshold = probs.amax(dim=-1, keepdim=True) * min_p[:, None]
-        scaled = scaled.masked_fill(probs < threshold, float("-inf"))
-    if any_top_k_or_p:
-        scaled = scaled.masked_fill(scaled < _lowest_kept(scaled, top_k, top_p), float("-inf"))
-    return scaled.softmax(dim=-1)
-
-
-def _lowest_kept(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The lowest logit that is kept, `[n, 1]`: the k-th largest or, if higher, the highest at which the probability of
-    all from it on reaches p."""
-    ordered = logits.sort(dim=-1, descending=True).values
+    any_top_k, any_top_p, any_min_p = bool((top_k > 0).any()), bool((top_p < 1.0).any()), bool((min_p > 0.0).any())
+    if not (any_top_k or any_top_p or any_min_p):
+        return None
+    if not (any_top_k or any_top_p):
+        return _of_sampled(_with_min_p(logits.float().amax(dim=-1), temperature, min_p), temperature)
+    ordered = logits.float().sort(dim=-1, descending=True).values
+    lowest = _with_min_p(ordered[:, 0], temperature, min_p)
     vocab = logits.shape[-1]
-    last = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab) - 1
-    kth = ordered.gather(1, last[:, None])
-    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
-    above = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
-    above[:, 0] = 0.0
-    # A p of 1 keeps everything, whatever rounding does to the sum.
-    hidden = (above >= top_p[:, None]) & (top_p[:, None] < 1.0)
-    return torch.maximum(kth, ordered.masked_fill(hidden, float("inf")).amin(dim=-1, keepdim=True))
+    kth = ordered.gather(1, top_k.clamp(1, vocab)[:, None] - 1).squeeze(1)
+    lowest = torch.where(top_k > 0, torch.maximum(lowest, kth), lowest)
+    if any_top_p:
+        kept = ordered.masked_fill(ordered < lowest[:, None], float("-inf"))
+        above = (kept / temperature.clamp(min=_TINY)[:, None]).softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
+        above[:, 0] = 0.0
+        last = kept.masked_fill(above >= top_p[:, None], float("inf")).amin(dim=-1)
+        # A p of 1 keeps everything, whatever rounding does to the sum.
+        lowest = torch.where(top_p < 1.0, torch.maximum(lowest, last), lowest)
+    return _of_sampled(lowest, temperature)
+
+
+# In place of a temperature of 0, whose result is not read.
+_TINY = 1e-30
+
+
+def _of_sampled(lowest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return torch.where(temperature > 0.0, lowest, float("-inf"))
+
+
+def _with_min_p(top: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """The logit at which a token has `min_p` times the probability of the `top` one."""
+    return torch.where(min_p > 0.0, top + temperature * min_p.log(), float("-inf"))
 
 
 if triton is not None:
@@ -140,32 +143,30 @@ if triton is not None:
         return low
 
     @triton.jit
-    def _filtered_softmax_kernel(
+    def _lowest_kept_kernel(
         logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, vocab, stride, BLOCK: tl.constexpr
     ):  # fmt: skip
-        """One program finds the lowest logit that is kept of one row, and writes its probabilities."""
+        """One program finds the lowest logit that one row keeps. A row that filters nothing is not read."""
         row = tl.program_id(0).to(tl.int64)
         row_ptr = logits_ptr + row * stride
         temperature = tl.load(temperature_ptr + row)
-        scale = 1.4426950408889634 / temperature
-        low, top = _ends(row_ptr, vocab, BLOCK)
-        lowest_kept = low
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        if (top_k > 0) & (top_k < vocab):
-            lowest_kept = _search(row_ptr, vocab, low, top, top_k.to(tl.float32), top, scale, False, BLOCK)
-        if min_p > 0.0:
-            lowest_kept = tl.maximum(lowest_kept, top + temperature * tl.log(min_p))
-        if top_p < 1.0:
-            total, low = _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK)
-            lowest_kept = _search(row_ptr, vocab, low, top, top_p * total, top, scale, True, BLOCK)
-        total, _ = _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK)
-        for base in range(0, vocab, BLOCK):
-            logits = _tile(row_ptr, base, vocab, BLOCK)
-            probs = tl.where(logits >= lowest_kept, _weight(logits, top, scale) / total, 0.0)
-            offsets = base + tl.arange(0, BLOCK)
-            tl.store(out_ptr + row * vocab + offsets, probs, mask=offsets < vocab)
+        by_rank = (top_k > 0) & (top_k < vocab)
+        lowest_kept = float("-inf")
+        if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
+            scale = 1.4426950408889634 / temperature
+            low, top = _ends(row_ptr, vocab, BLOCK)
+            if min_p > 0.0:
+                lowest_kept = top + temperature * tl.log(min_p)
+            if by_rank:
+                kth = _search(row_ptr, vocab, low, top, top_k.to(tl.float32), top, scale, False, BLOCK)
+                lowest_kept = tl.maximum(lowest_kept, kth)
+            if top_p < 1.0:
+                total, low = _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK)
+                lowest_kept = _search(row_ptr, vocab, low, top, top_p * total, top, scale, True, BLOCK)
+        tl.store(out_ptr + row, lowest_kept)
 
-    def filtered_softmax(
+    def lowest_kept(
         logits: torch.Tensor,
         temperature: torch.Tensor,
         top_k: torch.Tensor,
@@ -173,13 +174,14 @@ if triton is not None:
         min_p: torch.Tensor,
         tile: int = TILE,
     ) -> torch.Tensor:
-        """As `filtered_softmax_reference`, up to rounding, which matters where a token lies on the edge of a filter.
+        """As `lowest_kept_reference`, always a tensor, up to rounding, which matters where a token lies on the edge
+        of a filter.
 
         Rows of `logits` must be contiguous. A row's result depends on nothing but the row."""
-        num_rows, vocab = logits.shape
-        out = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits.device)
-        if num_rows > 0:
-            _filtered_softmax_kernel[(num_rows,)](
-                logits, temperature, top_k, top_p, min_p, out, vocab, logits.stride(0), BLOCK=tile, num_warps=WARPS
-            )
+        out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        if len(logits) > 0:
+            _lowest_kept_kernel[(len(logits),)](
+                logits, temperature, top_k, top_p, min_p, out, logits.shape[1], logits.stride(0),
+                BLOCK=tile, num_warps=WARPS,
+            )  # fmt: skip
         return out

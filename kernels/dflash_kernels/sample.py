@@ -1,0 +1,107 @@
+"""Choose a token from each row of logits: the argmax of `logits / temperature + noise`.
+
+The noise is the request's own Gumbel noise for the position and the token (`random_numbers`), so a token is drawn with
+its probability (the Gumbel-max trick), and which one follows from logits, temperature, seed and position alone. A
+temperature of 0 is the case without noise: the argmax. Rounding in a logit, which differs between a prefix hit and a
+miss, only matters where the two best scores are that close.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_kernels.argmax import WARPS
+from dflash_kernels.random_numbers import gumbel_reference
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU needs the reference only
+    triton = None
+
+# Elements of one program. Smaller than where values are only compared: a hash of each takes registers.
+TILE = 2048
+
+if triton is not None:
+    from dflash_kernels.argmax import argmax_in_tile, reduce_tiles, tile_buffers
+    from dflash_kernels.random_numbers import gumbel, state_bits
+
+
+def sample_reference(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    lowest_kept: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The column chosen in each row of `logits` (`[n, vocab]`, any floating-point dtype): int64 `[n]`, the lowest among
+    equals.
+
+    temperature: float32 `[n]`, 0 for the argmax. seeds, positions: int64 `[n]`, of the token that is chosen.
+    lowest_kept: float32 `[n]`, logits below it are left out (`logits_filter`); None: none are. token_ids: int64
+    `[vocab]`, the id whose noise each column takes; None: its own number.
+    """
+    values = logits.float()
+    sampled = temperature.numpy().nonzero()[0]
+    if len(sampled) == 0:
+        return values.argmax(dim=-1)
+    if len(sampled) < len(values):
+        rows = torch.from_numpy(sampled)
+        lowest = None if lowest_kept is None else lowest_kept[rows]
+        some = sample_reference(values[rows], temperature[rows], seeds[rows], positions[rows], lowest, token_ids)
+        return values.argmax(dim=-1).index_copy_(0, rows, some)
+    scores = values / temperature[:, None]
+    if lowest_kept is not None:
+        scores.masked_fill_(values < lowest_kept[:, None], float("-inf"))
+    ids = torch.arange(values.shape[1]) if token_ids is None else token_ids
+    return scores.add_(gumbel_reference(seeds, positions, ids)).argmax(dim=-1)
+
+
+if triton is not None:
+    # Positions may be part of a row of them, at any alignment.
+    @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
+    def _sample_kernel(
+        logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, lowest_kept_ptr, token_ids_ptr,
+        value_ptr, index_ptr, vocab, stride, num_tiles,
+        FILTERED: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One program finds the largest score in one tile of one row."""
+        row, tile = tl.program_id(0), tl.program_id(1)
+        offsets = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < vocab
+        logits = tl.load(logits_ptr + row.to(tl.int64) * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        temperature = tl.load(temperature_ptr + row)
+        scores = logits
+        if temperature > 0.0:
+            token_ids = offsets.to(tl.int64)
+            if MAPPED:
+                token_ids = tl.load(token_ids_ptr + offsets, mask=inside, other=0)
+            state = state_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+            scores = tl.div_rn(logits, temperature) + gumbel(state, token_ids)
+            if FILTERED:
+                scores = tl.where(logits < tl.load(lowest_kept_ptr + row), float("-inf"), scores)
+        value, index = argmax_in_tile(scores, offsets, vocab)
+        place = row.to(tl.int64) * num_tiles + tile
+        tl.store(value_ptr + place, value)
+        tl.store(index_ptr + place, index)
+
+    def sample(
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        lowest_kept: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
+        tile: int = TILE,
+    ) -> torch.Tensor:
+        """As `sample_reference`, up to the rounding of logarithms. Rows of `logits` must be contiguous, and so must all
+        others."""
+        value, index = tile_buffers(len(logits), logits.shape[1], tile, logits.device)
+        if len(logits) > 0:
+            _sample_kernel[value.shape](
+                logits, temperature, seeds, positions, lowest_kept, token_ids,
+                value, index, logits.shape[1], logits.stride(0), value.shape[1],
+                FILTERED=lowest_kept is not None, MAPPED=token_ids is not None, BLOCK=tile, num_warps=WARPS,
+            )  # fmt: skip
+        return reduce_tiles(value, index)
