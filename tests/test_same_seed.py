@@ -1,63 +1,73 @@
-"""Same seed, same prompt, same parameters: same output, whatever else is running."""
+"""Sampled text follows from target, prompt, parameters and seed alone: `checks.sampled_text`, smaller."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from benchmarks.workload import load_prompts
+from checks.sampled_text import Request, answers, partings, random_drafter, requests, target_alone, ways
 from dflash_backend import LLM
+from tests.scale import scaled
+from tests.worker.engines import Outputs, triton_engine
 
-NUM_PROMPTS = 32
+pytestmark = pytest.mark.slow
+NUM_PROMPTS = scaled(32, at_least=32)
 MAX_TOKENS = 48
-SETTINGS = {"max_model_len": 512, "max_num_seqs": 32}
-
-
-def sampling(index: int) -> dict[str, object]:
-    """Each request with a seed and parameters of its own."""
-    return {
-        "max_tokens": MAX_TOKENS,
-        "ignore_eos": True,
-        "seed": 1000 + index,
-        "temperature": (0.7, 1.0, 1.3)[index % 3],
-        "top_p": (1.0, 0.9)[index % 2],
-        "frequency_penalty": (0.0, 0.0, 0.0, 0.5)[index % 4],
-    }
+NAMES = [way.name for way in ways(Path())]
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[str]:
-    return [prompt.prompt for prompt in load_prompts(NUM_PROMPTS)]
+def asked() -> list[Request]:
+    return requests(NUM_PROMPTS, [1], MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def alone(prompts: list[str]) -> list[list[int]]:
-    """Each request's tokens when nothing else runs and nothing is cached."""
-    llm = LLM(enable_prefix_caching=False, **SETTINGS)
-    return [llm.generate(prompt, **sampling(i))[0].token_ids for i, prompt in enumerate(prompts)]
+def expected(asked: list[Request]) -> list[list[int]]:
+    return target_alone(asked)
 
 
-def together(llm: LLM, prompts: list[str]) -> list[list[int]]:
-    outputs = llm.generate(prompts, [sampling(i) for i in range(len(prompts))])
-    return [output.token_ids for output in outputs]
-
-
-def test_a_request_gets_its_output_among_31_others_and_with_a_prefix_hit(
-    prompts: list[str], alone: list[list[int]]
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_to_run_gives_the_text_of_the_target_alone(
+    name: str, asked: list[Request], expected: list[list[int]], tmp_path: Path
 ) -> None:
-    llm = LLM(**SETTINGS)
-    assert together(llm, prompts) == alone
-    before = llm.stats().prefix_cache_hits
-    assert together(llm, prompts[::-1]) != alone, "the seeds go with the places, so other prompts give other outputs"
-    assert together(llm, prompts) == alone
-    assert llm.stats().prefix_cache_hits > before
+    (way,) = (way for way in ways(random_drafter(tmp_path)) if way.name == name)
+    found, llm = answers(way, asked)
+    parted = partings(asked, expected, found)
+    assert len(parted) <= 1, parted
+    assert all(each.is_tie for each in parted), parted
+    stats = llm.stats()
+    if way.settings.get("draft") != "":
+        assert stats.spec_decoding.num_draft_tokens > 0
+    assert (stats.num_preemptions > 0) == (name == "after preemptions")
+    if name == "with prefix hits":
+        assert stats.prefix_cache_hits > 0
 
 
-def test_a_request_gets_its_output_after_a_preemption(prompts: list[str], alone: list[list[int]]) -> None:
-    llm = LLM(**{**SETTINGS, "max_model_len": 256}, kv_cache_gb=0.004, kv_write_guard=True)
-    assert together(llm, prompts) == alone
-    assert llm.stats().num_preemptions > 0
+def test_our_kernels_give_it_too(asked: list[Request], expected: list[list[int]]) -> None:
+    some = range(0, len(asked), len(asked) // 4)
+    outputs = Outputs(triton_engine(max_model_len=256, max_num_seqs=4))
+    for i in some:
+        sampling = {
+            name: getattr(asked[i].sampling, name) for name in ("temperature", "seed", "top_p", "top_k", "min_p")
+        }
+        outputs.add(str(i), list(asked[i].prompt), max_tokens=12, ignore_eos=True, **sampling)
+    found = outputs.finish()
+    assert [found[str(i)] for i in some] == [expected[i][:12] for i in some]
 
 
-def test_a_request_gets_its_output_in_small_chunks(prompts: list[str], alone: list[list[int]]) -> None:
-    llm = LLM(max_num_batched_tokens=48, **SETTINGS)
-    assert together(llm, prompts) == alone
+def test_a_prompt_continued_with_its_output_goes_on_as_it_would_have() -> None:
+    llm = LLM(max_model_len=512)
+    sampling = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
+    prompt = llm.tokenizer.encode(load_prompts(1)[0].prompt)
+    whole = llm.generate([prompt], max_tokens=40, **sampling)[0].token_ids
+    rest = llm.generate([prompt + whole[:17]], max_tokens=23, **sampling)[0].token_ids
+    assert whole[17:] == rest
+
+
+def test_the_comparison_sees_a_wrong_token_and_a_missing_one(asked: list[Request], expected: list[list[int]]) -> None:
+    wrong = [*expected[0][:5], (expected[0][5] + 1) % 1024, *expected[0][6:]]
+    found = partings(asked[:1], expected[:1], [wrong])
+    assert [(each.position, each.is_tie) for each in found] == [(5, False)]
+    assert not partings(asked[:1], expected[:1], [expected[0][:-1]])[0].is_tie

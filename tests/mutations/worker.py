@@ -108,7 +108,7 @@ WORKER_MUTANTS = (
         "        self.records[new.request_id] = record\n"
         "        self.state.resumed = getattr(self.state, 'resumed', {})\n"
         "        self.state.resumed[index] = len(new.token_ids) > new.num_prompt_tokens\n",
-        ("tests/test_same_seed.py::test_a_request_gets_its_output_after_a_preemption",),
+        ("tests/test_same_seed.py",),
         (
             (
                 f"{WORKER}/step.py",
