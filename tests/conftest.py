@@ -7,6 +7,7 @@ Triton reads its variable when a kernel's module is imported, and the attention 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One core a worker, for the processes that the tests start as well. torch reads it when it is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that: those of the tests, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 

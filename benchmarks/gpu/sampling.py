@@ -10,8 +10,9 @@ import torch
 from benchmarks.gpu.results import SamplingRun
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import graph_of, median_seconds
-from dflash_kernels.logits_filter import lowest_kept
-from dflash_kernels.sample import sample
+from dflash_kernels import logits_filter
+from dflash_kernels import sample as sampling
+from dflash_kernels.dispatch import use_triton
 
 BATCHES = (1, 8, 32)
 # A model's logits are bell-shaped with a few tokens far above: the spread, and how far these are.
@@ -21,8 +22,11 @@ FILTERS = {"temperature alone": (0, 1.0), "top_k 20, top_p 0.95": (20, 0.95), "t
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device) -> Iterator[SamplingRun]:
-    """Verify's distributions at each batch, the median over replays of one graph."""
+    """The tokens of verify at each batch, the median over replays of one graph."""
     vocab = shape.target.vocab_size
+    lowest_kept, sample = logits_filter.lowest_kept_reference, sampling.sample_reference
+    if use_triton(device):
+        lowest_kept, sample = logits_filter.lowest_kept, sampling.sample
     for batch in BATCHES:
         num_rows = batch * (1 + shape.num_speculative_tokens)
         logits = SPREAD * torch.randn(num_rows, vocab, device=device)
