@@ -17,12 +17,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # One core a worker, for the processes that the tests start as well. torch reads it when it is imported.
     os.environ["OMP_NUM_THREADS"] = "1"
 
-# A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that: those of the tests, too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import torch
 
 from tests.allowed_skips import is_allowed
+
+# A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that: those of the tests, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
