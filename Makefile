@@ -92,7 +92,7 @@ bench-gpu: ## Measure decode cycles on an NVIDIA GPU against its limits: make be
 	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
 
 # Everything that runs on the GPU where there is one. Compiling takes most of the first run: ARGS="-n 12" shares it out.
-GPU_TESTS := tests/kernels tests/worker/test_step_ops.py tests/worker/test_transfers.py tests/attention/test_device_rows.py \
+GPU_TESTS := tests/kernels tests/worker/test_step_ops.py tests/worker/test_transfers.py tests/attention/test_device_lengths.py \
   tests/models/test_ops.py tests/test_device_lossless.py tests/gpu
 
 test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server

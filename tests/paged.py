@@ -1,4 +1,4 @@
-"""Runs a model over paged K/V with scattered blocks, for parity tests that need no engine."""
+"""Runs a model over paged KV with scattered blocks, for parity tests that need no engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from dflash_backend.attention import AttentionPattern, KVLayer, RowLayout
+from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
@@ -18,7 +18,7 @@ NUM_BLOCKS = 64
 
 
 def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[KVLayer]:
-    """Empty K/V of every layer, one allocation, filled with noise: whatever is read without having been written
+    """Empty KV of every layer, one allocation, filled with noise: whatever is read without having been written
     shows."""
     shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 10
@@ -45,6 +45,6 @@ def context(
     lens = np.array(query_lens, dtype=np.int64)
     rows, positions = spans(np.array(starts, dtype=np.int64), lens)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    layout = RowLayout(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables).to(device))
+    layout = AttentionBatch(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables).to(device))
     where, to = torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device)
     return PagedContext.prepare(layout, where, to, backend, patterns, dtype)

@@ -1,4 +1,4 @@
-"""The attention of one layer alone, at a long context: bytes per second of the K/V that it has to read."""
+"""The attention of one layer alone, at a long context: bytes per second of the KV that it has to read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.gpu.floor import CycleSize, attention_work
 from benchmarks.gpu.results import AttentionRun
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import graph_of, median_seconds
-from dflash_backend.attention import AttentionBackend, AttentionMetadata, AttentionPattern, KVLayer, RowLayout
-from dflash_backend.attention.interface import DeviceRows
+from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionPattern, KVLayer
+from dflash_backend.attention.interface import DeviceLengths
 
 BLOCK_SIZE = 16
-# Layers that a measurement goes through in turn, so that none finds its K/V in the cache from the time before.
+# Layers that a measurement goes through in turn, so that none finds its KV in the cache from the time before.
 NUM_LAYERS = 6
 
 
@@ -44,7 +44,7 @@ def cases(k: int, context: int) -> list[AttentionCase]:
 def measure(
     shape: Shape, backend: AttentionBackend, tests: list[AttentionCase], dtype: torch.dtype, device: torch.device
 ) -> Iterator[AttentionRun]:
-    """Each case on layers of random K/V, the median over replays of one graph of all layers."""
+    """Each case on layers of random KV, the median over replays of one graph of all layers."""
     decoder = shape.target.decoder
     for case in tests:
         blocks_a_row = -(-case.context // BLOCK_SIZE)
@@ -74,7 +74,7 @@ def _attend_all(
         backend.attend(query, layer, metadata)
 
 
-def row_layout(case: AttentionCase, blocks_a_row: int, device: torch.device) -> RowLayout:
+def row_layout(case: AttentionCase, blocks_a_row: int, device: torch.device) -> AttentionBatch:
     """The rows of a case, each over blocks of its own in random order."""
     order = torch.randperm(case.batch * blocks_a_row, generator=torch.Generator().manual_seed(0))
 
@@ -82,9 +82,9 @@ def row_layout(case: AttentionCase, blocks_a_row: int, device: torch.device) -> 
         return torch.full((case.batch,), number, dtype=torch.int32, device=device)
 
     query_start = torch.arange(case.batch, dtype=torch.int32, device=device) * case.queries
-    return RowLayout(
+    return AttentionBatch(
         query_lens=np.full(case.batch, case.queries, dtype=np.int64),
         seq_lens=np.full(case.batch, case.context, dtype=np.int64),
         block_tables=order.view(case.batch, blocks_a_row).to(device, torch.int32),
-        device=DeviceRows(query_start, of_each_row(case.queries), of_each_row(case.context)),
+        device=DeviceLengths(query_start, of_each_row(case.queries), of_each_row(case.context)),
     )

@@ -47,7 +47,7 @@ class EngineSizes:
 
 
 class RandomEngine:
-    """The models of a shape and their K/V, from which cores with and without drafts are made."""
+    """The models of a shape and their KV, from which cores with and without drafts are made."""
 
     def __init__(self, shape: Shape, sizes: EngineSizes, device: torch.device, dtype: torch.dtype) -> None:
         self.shape, self.sizes, self.device, self.dtype = shape, sizes, device, dtype

@@ -1,7 +1,7 @@
 """The engine at a steady state: a number of requests decode, each with a context of a given length.
 
 The core, the scheduler and the device runner are the ones that serve. Two things are not as in service: prompts are not
-computed (`SkippedPrefill`: the K/V of the context is random numbers), and acceptance is drawn (`synthetic`).
+computed (`SkippedPrefill`: the KV of the context is random numbers), and acceptance is drawn (`synthetic`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Cell:
 
 
 class SkippedPrefill:
-    """A worker that takes all but the last position of a prefill chunk as computed: its K/V is what lies in memory.
+    """A worker that takes all but the last position of a prefill chunk as computed: its KV is what lies in memory.
 
     To the core it does what the worker behind it does, so a request of 32k tokens is ready to decode after one step.
     """

@@ -2,7 +2,7 @@
 
 A phase cannot take less time than its bytes over the copy bandwidth, nor than its operations over the matrix rate; the
 larger of the two is its floor, and a cycle's floor is the sum over its phases, which depend on one another. Counted are
-weights, once a phase, K/V of the context, logits and features. Not counted are activations between operations, norms
+weights, once a phase, KV of the context, logits and features. Not counted are activations between operations, norms
 and everything of a request's size: a fused implementation could keep them on the chip, so the floor stays a floor.
 """
 
@@ -46,7 +46,7 @@ class Work:
 @dataclass(frozen=True)
 class CycleSize:
     """What runs in a cycle: `batch` rows, each with `context` positions behind it (the mean), and k drafts (0: plain
-    decoding). `itemsize` is the bytes of a weight, and of a number in the K/V."""
+    decoding). `itemsize` is the bytes of a weight, and of a number in the KV."""
 
     batch: int
     context: float
@@ -100,7 +100,7 @@ def attention_projections(decoder: DecoderSpec, size: CycleSize) -> Work:
 
 
 def attention_work(decoder: DecoderSpec, size: CycleSize, window: int | None = None) -> Work:
-    """Attention of one layer: K/V of every row's context read once, that of its new tokens written and read."""
+    """Attention of one layer: KV of every row's context read once, that of its new tokens written and read."""
     seen = size.context if window is None else min(size.context, window)
     kv_bytes = 2 * decoder.kv_size * size.itemsize
     read = size.batch * (seen + 1 + size.k) * kv_bytes
@@ -121,7 +121,7 @@ def mlp_work(decoder: DecoderSpec, size: CycleSize, layer: int) -> Work:
 
 
 def inject_work(shape: Shape, size: CycleSize) -> Work:
-    """Context K/V of all drafter layers: `fc` over the features, one product for k and v of all layers, the write."""
+    """Context KV of all drafter layers: `fc` over the features, one product for k and v of all layers, the write."""
     decoder, tokens = shape.draft.decoder, size.num_tokens
     widths = len(shape.draft.target_layer_ids) * shape.draft.target_hidden_size
     kv = decoder.num_layers * 2 * decoder.kv_size
@@ -149,7 +149,7 @@ def floor_seconds(work: Mapping[str, Work], ceilings: Ceilings) -> dict[str, flo
 
 
 def kv_bytes_per_token(shape: Shape, itemsize: int) -> int:
-    """K/V of one position over all layers of both models."""
+    """KV of one position over all layers of both models."""
     specs = (shape.target.decoder, shape.draft.decoder)
     return sum(spec.num_layers * 2 * spec.kv_size for spec in specs) * itemsize
 

@@ -40,7 +40,7 @@ NUM_CYCLES = {"cuda": 48, "cpu": 3}
 PROFILED_CYCLES = 8
 REFERENCE_CYCLES = {"cuda": 16, "cpu": 2}
 ATTENTION_CONTEXT = {"cuda": 32768, "cpu": 64}
-# Of the memory that is free once the models are loaded, what the K/V may take; the rest is for graphs and logits.
+# Of the memory that is free once the models are loaded, what the KV may take; the rest is for graphs and logits.
 KV_SHARE = 0.75
 CPU_KV_BYTES = 1 << 20
 
@@ -81,7 +81,7 @@ def run_ceilings(context: Context) -> None:
 
 
 def run_engine_part(context: Context) -> None:
-    """Every cell of the grid with and without drafts, as far as its K/V fits."""
+    """Every cell of the grid with and without drafts, as far as its KV fits."""
     ceilings = _ceilings(context)
     shape, device = context.shape, context.device
     k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
@@ -138,7 +138,7 @@ def run_references(context: Context) -> None:
 
 
 def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell], EngineSizes]:
-    """The cells whose K/V fits beside the models, and the sizes that they need; the others are recorded."""
+    """The cells whose KV fits beside the models, and the sizes that they need; the others are recorded."""
     shape, k = context.shape, context.shape.num_speculative_tokens
     block_bytes = kv_bytes_per_token(shape, context.dtype.itemsize) * BLOCK_SIZE
     available = CPU_KV_BYTES

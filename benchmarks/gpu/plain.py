@@ -1,7 +1,7 @@
 """The same cycle in plain torch, without our kernels, graphs, paging or scheduler: what the engine is compared with.
 
-Written from the models' papers on checkpoint tensors, one dense K/V tensor a layer, one call after the other, as a
-careful user would write it: fused q/k/v and gate/up, attention as two batched products that read the K/V of a group of
+Written from the models' papers on checkpoint tensors, one dense KV tensor a layer, one call after the other, as a
+careful user would write it: fused q/k/v and gate/up, attention as two batched products that read the KV of a group of
 heads once. Dense models only.
 """
 
@@ -47,7 +47,7 @@ class PlainLayer:
 
 
 class PlainStack:
-    """Decoder layers over dense K/V `[batch, num_kv_heads, length, head_dim]`, of checkpoint tensors below `prefix`."""
+    """Decoder layers over dense KV `[batch, num_kv_heads, length, head_dim]`, of checkpoint tensors below `prefix`."""
 
     def __init__(
         self, spec: DecoderSpec, tensors: RandomTensors, prefix: str, causal: bool, batch: int, length: int
@@ -164,7 +164,7 @@ class PlainPair:
         return torch.cat([anchors, drafts], dim=1), lengths
 
     def _inject(self, features: torch.Tensor, positions: torch.Tensor) -> None:
-        """Context K/V of every position; those of rejected drafts are overwritten before they are seen."""
+        """Context KV of every position; those of rejected drafts are overwritten before they are seen."""
         spec, draft = self.shape.draft.decoder, self.draft
         context = F.rms_norm(F.linear(features, self.fc), self.hidden_norm.shape, self.hidden_norm, spec.rms_norm_eps)
         for index, layer in enumerate(draft.layers):

@@ -162,7 +162,7 @@ def comparison_table(results: Results) -> str:
 
 
 def attention_table(results: Results) -> str:
-    """Bytes per second of K/V, and their share of the copy bandwidth."""
+    """Bytes per second of KV, and their share of the copy bandwidth."""
     rows = []
     for run in results.attention:
         share = "-" if results.ceilings is None else f"{run.bytes_per_s / results.ceilings.copy_bandwidth:.0%}"

@@ -66,7 +66,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """The attention of one layer alone: `bytes_per_s` of the K/V that it must read and write."""
+    """The attention of one layer alone: `bytes_per_s` of the KV that it must read and write."""
 
     shape: str
     backend: str

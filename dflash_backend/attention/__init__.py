@@ -2,26 +2,26 @@
 
 from dflash_backend.attention.interface import (
     AttentionBackend,
+    AttentionBatch,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
-    DeviceRows,
+    DeviceLengths,
     KVLayer,
     Requirements,
-    RowLayout,
 )
 from dflash_backend.attention.selection import BackendError, check_installed, select_backend
 
 __all__ = [
     "AttentionBackend",
+    "AttentionBatch",
     "AttentionMetadata",
     "AttentionPattern",
     "BackendError",
     "Capabilities",
-    "DeviceRows",
+    "DeviceLengths",
     "KVLayer",
     "Requirements",
-    "RowLayout",
     "check_installed",
     "select_backend",
 ]

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from dflash_backend.attention.interface import (
     AttentionBackend,
+    AttentionBatch,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
-    DeviceRows,
+    DeviceLengths,
     KVLayer,
-    RowLayout,
 )
 from dflash_backend.attention.triton_backend import exact_rows
 
@@ -66,7 +66,7 @@ class FlashAttnBackend(AttentionBackend):
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> FlashAttnMetadata:
+    def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> FlashAttnMetadata:
         rows = layout.device or exact_rows(layout)
         source, target = compact_tokens(rows, int(layout.query_lens.sum()))
         max_seq_len = min(int(layout.seq_lens.max()), layout.block_tables.shape[1] * self.block_size)
@@ -114,7 +114,7 @@ def running_sum(lens: torch.Tensor) -> torch.Tensor:
     return F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def compact_tokens(rows: DeviceRows, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+def compact_tokens(rows: DeviceLengths, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`source` and `target` of `FlashAttnMetadata`, computed on the device, for as many queries as the bounds allow."""
     ends = rows.query_lens.cumsum(0)
     place = torch.arange(num_queries, device=ends.device)

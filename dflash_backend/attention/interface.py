@@ -2,7 +2,7 @@
 
 A forward pass runs *rows*: row r has `query_lens[r]` consecutive queries, the last of them at position
 `seq_lens[r] - 1`, over the KV of positions `[0, seq_lens[r])` of one request. Queries of all rows lie behind one
-another in `[num_tokens, ...]` tensors. On a GPU the host may know only bounds of these lengths (`DeviceRows`).
+another in `[num_tokens, ...]` tensors. On a GPU the host may know only bounds of these lengths (`DeviceLengths`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Requirements:
 
 
 @dataclass(frozen=True)
-class DeviceRows:
+class DeviceLengths:
     """The rows of a forward pass as the device knows them: int32 `[num_rows]` each, on the device.
 
     Row r has the queries of tokens `[query_start[r], query_start[r] + query_lens[r])`, the last of them at position
@@ -71,7 +71,7 @@ class DeviceRows:
 
 
 @dataclass(frozen=True)
-class RowLayout:
+class AttentionBatch:
     """The rows of a forward pass, on the host, and their block tables, on the device.
 
     query_lens, seq_lens: int64 `[num_rows]`. block_tables: int64 or int32 `[num_rows, >= blocks of the longest row]`.
@@ -86,7 +86,7 @@ class RowLayout:
     query_lens: np.ndarray
     seq_lens: np.ndarray
     block_tables: torch.Tensor
-    device: DeviceRows | None = None
+    device: DeviceLengths | None = None
     max_overestimate: int = 0
 
 
@@ -113,7 +113,7 @@ class AttentionBackend(Protocol):
     name: str
     capabilities: Capabilities
 
-    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> AttentionMetadata:
+    def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> AttentionMetadata:
         """Build what all layers of a forward pass that have the same pattern share."""
         ...
 

@@ -4,8 +4,8 @@
 Runs everywhere and is the reference for the other backends. Neighbouring rows with the same number of queries and
 similar contexts are padded to one batch, since on a CPU the number of calls costs as much as the arithmetic.
 
-Where only the device knows the rows' lengths (`DeviceRows`), the host's bounds say how much is gathered, and the masks
-hide what the real lengths leave out.
+Where only the device knows the rows' lengths (`DeviceLengths`), the host's bounds say how much is gathered, and the
+masks hide what the real lengths leave out.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch.nn.functional as F
 
 from dflash_backend.attention.interface import (
     AttentionBackend,
+    AttentionBatch,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
-    DeviceRows,
+    DeviceLengths,
     KVLayer,
-    RowLayout,
 )
 
-# A group may compute this many times the K/V positions that its rows need, plus a few blocks.
+# A group may compute this many times the KV positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25
 PADDING_ALLOWANCE = 64
-# On a CPU the rows of a group are gathered a few at a time, so that their K/V is read again from the core's own cache
+# On a CPU the rows of a group are gathered a few at a time, so that their KV is read again from the core's own cache
 # and not from memory.
 GATHER_BYTES = 1024**2
 
@@ -48,7 +48,7 @@ class TokenIndex:
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class BatchGroup:
     """Rows `[first_row, first_row + num_rows)` that run as one batch.
 
     blocks: int64 or int32 `[num_rows * num_blocks]`. mask: additive `[num_rows, 1, query_len, padded_len]`, or None
@@ -69,7 +69,7 @@ class RowGroup:
 class TorchMetadata(AttentionMetadata):
     """The groups of a forward pass, in the order of the tokens."""
 
-    groups: list[RowGroup]
+    groups: list[BatchGroup]
 
 
 class TorchBackend(AttentionBackend):
@@ -88,7 +88,7 @@ class TorchBackend(AttentionBackend):
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
+    def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
         first_blocks = first_visible_blocks(layout, pattern, self.block_size)
         group_of = self._group if layout.device is None else self._device_group
         visible = layout.seq_lens if first_blocks is None else layout.seq_lens - first_blocks * self.block_size
@@ -104,20 +104,20 @@ class TorchBackend(AttentionBackend):
 
     def _group(
         self,
-        layout: RowLayout,
+        layout: AttentionBatch,
         rows: slice,
         first_blocks: np.ndarray | None,
         first_token: int,
         pattern: AttentionPattern,
         dtype: torch.dtype,
-    ) -> RowGroup:
+    ) -> BatchGroup:
         query_len = int(layout.query_lens[rows.start])
         seq_lens = layout.seq_lens[rows]
         num_rows = len(seq_lens)
         window = pattern.sliding_window
         blocks, starts = self._visible(layout, rows, first_blocks)
         if pattern.causal and num_rows == 1 and query_len == seq_lens[0] and (window is None or window >= query_len):
-            return RowGroup(first_token, 1, query_len, query_len, blocks.reshape(-1), None)
+            return BatchGroup(first_token, 1, query_len, query_len, blocks.reshape(-1), None)
         padded_len = blocks.shape[1] * self.block_size
         # In numpy, whose calls cost less: these arrays are small.
         key = np.arange(padded_len) if starts is None else starts[:, None, None] + np.arange(padded_len)
@@ -125,17 +125,19 @@ class TorchBackend(AttentionBackend):
         query = seq_lens[:, None] + np.arange(-query_len, 0)
         hidden = hidden_keys(pattern, seq_lens, query, key)
         mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0.0))[:, None])
-        return RowGroup(first_token, num_rows, query_len, padded_len, blocks.reshape(-1), mask.to(blocks.device, dtype))
+        return BatchGroup(
+            first_token, num_rows, query_len, padded_len, blocks.reshape(-1), mask.to(blocks.device, dtype)
+        )
 
     def _device_group(
         self,
-        layout: RowLayout,
+        layout: AttentionBatch,
         rows: slice,
         first_blocks: np.ndarray | None,
         first_token: int,
         pattern: AttentionPattern,
         dtype: torch.dtype,
-    ) -> RowGroup:
+    ) -> BatchGroup:
         """As `_group` from bounds: the masks and the places of the queries follow from what the device knows."""
         assert layout.device is not None
         query_len = int(layout.query_lens[rows.start])
@@ -150,7 +152,7 @@ class TorchBackend(AttentionBackend):
         # A query that sees nothing (of a padding row, or of one that has ended) sees everything instead: a softmax
         # over nothing would be NaN, which later layers would write where a mask does not remove it.
         hidden = hidden & ~hidden.all(dim=-1, keepdim=True)
-        return RowGroup(
+        return BatchGroup(
             first_token,
             num_rows=len(blocks),
             query_len=query_len,
@@ -161,7 +163,7 @@ class TorchBackend(AttentionBackend):
         )
 
     def _visible(
-        self, layout: RowLayout, rows: slice, first_blocks: np.ndarray | None
+        self, layout: AttentionBatch, rows: slice, first_blocks: np.ndarray | None
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """The blocks that a group's queries see, `[num_rows, num_blocks]`, and the position that each row's first one
         begins at, int64 `[num_rows]`; None where that is 0 for all."""
@@ -181,7 +183,7 @@ class TorchBackend(AttentionBackend):
             return scattered.index_copy_(0, torch.cat(targets), torch.cat(outputs))[1:]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_group(self, query: torch.Tensor, data: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    def _attend_group(self, query: torch.Tensor, data: torch.Tensor, group: BatchGroup) -> torch.Tensor:
         num_heads, head_dim = query.shape[1:]
         num_tokens = group.num_rows * group.query_len
         if group.tokens is None:
@@ -197,7 +199,7 @@ class TorchBackend(AttentionBackend):
 
     @staticmethod
     def _attend_rows(
-        query: torch.Tensor, data: torch.Tensor, blocks: torch.Tensor, group: RowGroup, first: int, end: int
+        query: torch.Tensor, data: torch.Tensor, blocks: torch.Tensor, group: BatchGroup, first: int, end: int
     ) -> torch.Tensor:
         """Rows `[first, end)` of a group. query: `[num_rows, num_heads, query_len, head_dim]`, blocks: `[num_rows,
         num_blocks]`. Returns `[end - first, num_heads, query_len, head_dim]`."""
@@ -240,14 +242,14 @@ def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, float("-inf"))[:, None]
 
 
-def token_index(device_rows: DeviceRows, rows: slice, offset: torch.Tensor) -> TokenIndex:
+def token_index(device_rows: DeviceLengths, rows: slice, offset: torch.Tensor) -> TokenIndex:
     """The tokens of the first, second, ... query of `rows`, offset being `[0, 1, ...]` up to their bound."""
     tokens = device_rows.query_start[rows].long()[:, None] + offset
     there = offset < device_rows.query_lens[rows][:, None]
     return TokenIndex((tokens * there).flatten(), ((tokens + 1) * there).flatten())
 
 
-def rows_at_once(group: RowGroup, data: torch.Tensor) -> int:
+def rows_at_once(group: BatchGroup, data: torch.Tensor) -> int:
     """How many rows of a group are gathered together from `data` (see `KVLayer`)."""
     if data.device.type != "cpu":
         return group.num_rows
@@ -255,7 +257,7 @@ def rows_at_once(group: RowGroup, data: torch.Tensor) -> int:
     return max(1, GATHER_BYTES // row_bytes)
 
 
-def first_visible_blocks(layout: RowLayout, pattern: AttentionPattern, block_size: int) -> np.ndarray | None:
+def first_visible_blocks(layout: AttentionBatch, pattern: AttentionPattern, block_size: int) -> np.ndarray | None:
     """Index in its table of the first block that any query of a row sees: int64 `[num_rows]`; None where that is the
     first for every row."""
     if pattern.sliding_window is None:

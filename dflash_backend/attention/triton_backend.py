@@ -15,14 +15,14 @@ import torch
 
 from dflash_backend.attention.interface import (
     AttentionBackend,
+    AttentionBatch,
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
-    DeviceRows,
+    DeviceLengths,
     KVLayer,
-    RowLayout,
 )
-from dflash_kernels.paged_attention import PagedRows, paged_attention
+from dflash_kernels.paged_attention import PagedBatch, paged_attention
 from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
@@ -36,7 +36,7 @@ class TritonMetadata(AttentionMetadata):
     """The rows on the device, and their bounds on the host. What follows from them and the shape of a layer's heads
     is planned when the first such layer asks, then kept in `launches`."""
 
-    rows: PagedRows
+    rows: PagedBatch
     query_lens: np.ndarray
     seq_lens: np.ndarray
     pattern: AttentionPattern
@@ -74,9 +74,9 @@ class TritonBackend(AttentionBackend):
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def prepare(self, layout: RowLayout, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
+    def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
         exact = layout.device or exact_rows(layout)
-        rows = PagedRows(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
+        rows = PagedBatch(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
         return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
@@ -87,11 +87,11 @@ class TritonBackend(AttentionBackend):
         return paged_attention(query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window)
 
 
-def exact_rows(layout: RowLayout) -> DeviceRows:
+def exact_rows(layout: AttentionBatch) -> DeviceLengths:
     """What the device is to know of rows whose lengths the host knows."""
     query_start = np.cumsum(layout.query_lens) - layout.query_lens
     columns = np.stack([query_start, layout.query_lens, layout.seq_lens]).astype(np.int32)
-    return DeviceRows(*to_device(columns, layout.block_tables.device).unbind())
+    return DeviceLengths(*to_device(columns, layout.block_tables.device).unbind())
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

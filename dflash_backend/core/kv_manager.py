@@ -9,10 +9,10 @@ A running request's block table, from its first position to its last::
     |<-- maybe shared, never written --->|<--- written by this request alone --->|
 
 cached     found at admission; held by reference, other requests may hold it too
-computed   target K/V and drafter context K/V are final; full blocks are published here
+computed   target KV and drafter context KV are final; full blocks are published here
 new        known tokens that the target runs in this step
 drafts     proposed in the step before, verified in this one
-lookahead  where the drafter's queries write their K/V
+lookahead  where the drafter's queries write their KV
 
 RESERVE: blocks cover everything below `num_positions` before the step runs. OWN: a hit is made of full blocks, so the
 first position to write starts a block of the request's own, and only blocks below `num_computed` are ever published.
@@ -41,8 +41,8 @@ class KVManager:
         """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing
         while the cache stays as it is.
 
-        A cached block has the drafter's context K/V too (PUBLISH, TOGETHER), so from the end of the hit only the blocks
-        are dropped whose context K/V the drafter wants made again (`hit_trim`). At least one position is left to
+        A cached block has the drafter's context KV too (PUBLISH, TOGETHER), so from the end of the hit only the blocks
+        are dropped whose context KV the drafter wants made again (`hit_trim`). At least one position is left to
         compute: a fresh prompt needs the logits of its last token, and a resumed request a row after which the drafter
         runs.
         """

@@ -140,7 +140,7 @@ class Worker(Protocol):
         ...
 
     def reset(self) -> None:
-        """Remove every request, as if none had ever been in a plan. Nothing may be in flight. The K/V stays."""
+        """Remove every request, as if none had ever been in a plan. Nothing may be in flight. The KV stays."""
         ...
 
     def collect(self) -> StepResult:

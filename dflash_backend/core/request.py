@@ -29,7 +29,7 @@ def derive_seed(engine_seed: int, arrival: int) -> int:
 class Request:
     """One request's state between steps.
 
-    `token_ids` are prompt and output. `num_computed` counts the positions whose target K/V and drafter context K/V are
+    `token_ids` are prompt and output. `num_computed` counts the positions whose target KV and drafter context KV are
     final; in decode it is one less than the tokens, whose last is the anchor. `pending_draft` is the number of drafts
     that the worker holds for the next verification. It survives a preemption: what the request had drafted decides
     where its next draft block starts, and with it what a sampled request draws.

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from dflash_backend.attention import AttentionBackend, AttentionPattern, KVLayer, RowLayout
+from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.drafters.spec import DraftSpec
@@ -29,7 +29,7 @@ class DraftBatch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    layout: RowLayout
+    layout: AttentionBatch
     width: int
     draft_index: torch.Tensor | None = None
     padded: bool = False

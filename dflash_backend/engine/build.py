@@ -1,4 +1,4 @@
-"""Puts an engine together from settings: checkpoints, models, K/V, worker, core. Nothing else knows all the
+"""Puts an engine together from settings: checkpoints, models, KV, worker, core. Nothing else knows all the
 parts."""
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.worker import ModelRunner
+from dflash_backend.worker.batch_parallel import num_batch_threads
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
-from dflash_backend.worker.row_parallel import num_row_workers
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
@@ -185,7 +185,7 @@ def _wanted_ops(backend: AttentionBackend) -> str | None:
 
 
 def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedKVCache) -> ModelRunner:
-    """The worker for these models over this K/V."""
+    """The worker for these models over this KV."""
     pair, target, device = models.pair, models.target, models.device
     drafter = None
     if models.make_drafter is not None:
@@ -203,7 +203,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
         dtype=models.dtype,
     )
     directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    workers = num_row_workers(sum(weight_bytes(directory) for directory in directories))
+    workers = num_batch_threads(sum(weight_bytes(directory) for directory in directories))
     return ModelRunner(step, config.max_num_batched_tokens, workers)
 
 

@@ -29,7 +29,7 @@ MIN_MODEL_LEN = 2  # a token of prompt and one of output
 @dataclass(frozen=True)
 class Sizes:
     """How long a request may be and how many blocks there are for all. `limited_from`: the length that the target could
-    address, where the K/V memory holds less; `more` says what would give it more."""
+    address, where the KV memory holds less; `more` says what would give it more."""
 
     max_model_len: int
     num_blocks: int
@@ -122,7 +122,7 @@ def _longest_request(config: EngineConfig, pair: ModelPair) -> int:
 def _num_blocks(
     config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, max_model_len: int, dtype: torch.dtype
 ) -> int:
-    """How many blocks the K/V memory holds; never more than all running requests at full length could use, unless the
+    """How many blocks the KV memory holds; never more than all running requests at full length could use, unless the
     operator named the size."""
     block_bytes = _block_bytes(config, pair, dtype)
     num_blocks = int(budget.num_bytes // block_bytes)
@@ -152,7 +152,7 @@ def _block_bytes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype) -> i
 
 
 def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
-    """The pair with dynamic frequencies for the longest sequence that is served: K/V of a prefix must be the same for
+    """The pair with dynamic frequencies for the longest sequence that is served: KV of a prefix must be the same for
     every sequence that shares it."""
 
     def scaled(decoder: DecoderSpec) -> DecoderSpec:
@@ -176,7 +176,7 @@ def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
 def allocate_kv(
     config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKVCache:
-    """The K/V tensors. Raises `ConfigError` when the device has no space for them."""
+    """The KV tensors. Raises `ConfigError` when the device has no space for them."""
     draft = _draft_decoder(pair)
     try:
         return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)

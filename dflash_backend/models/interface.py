@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from dflash_backend.attention import AttentionBackend, AttentionMetadata, AttentionPattern, KVLayer, RowLayout
+from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.models.linear import Linear
 
@@ -32,7 +32,7 @@ class PagedContext:
     @classmethod
     def prepare(
         cls,
-        layout: RowLayout,
+        layout: AttentionBatch,
         positions: torch.Tensor,
         slots: torch.Tensor,
         backend: AttentionBackend,

@@ -1,4 +1,4 @@
-"""The muscle: K/V tensors, request state and the model runner that executes step plans."""
+"""The muscle: KV tensors, request state and the model runner that executes step plans."""
 
 from dflash_backend.worker.runner import ModelRunner
 

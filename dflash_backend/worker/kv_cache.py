@@ -1,4 +1,4 @@
-"""The paged K/V of target and drafter, and how large it can be."""
+"""The paged KV of target and drafter, and how large it can be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class PagedKVCache:
-    """K/V layers of the target and of the drafter over the same block ids (TOGETHER)."""
+    """KV layers of the target and of the drafter over the same block ids (TOGETHER)."""
 
     target: list[KVLayer]
     draft: list[KVLayer]

@@ -144,7 +144,7 @@ def measure_use(
 ) -> MemoryUse:
     """Run the largest steps and say what the memory goes to. The models are loaded, and nothing else.
 
-    `make_runner` makes a worker over a pool of one block, which the steps write all their K/V to; nothing of it stays.
+    `make_runner` makes a worker over a pool of one block, which the steps write all their KV to; nothing of it stays.
     `captures`: decode steps will be captured in graphs, whose memory nothing else can use. Raises `ConfigError` when a
     step does not fit.
     """

@@ -2,7 +2,7 @@
 
 `submit` brings the plan's changes and its layout to the device, queues the step and the copy of its results, and
 returns. What depends on a value is decided on the device (`step`). `collect` waits for the oldest results. On a CPU
-there is nothing to overlap with, and the rows of a step are shared among the cores instead (`row_parallel`).
+there is nothing to overlap with, and the rows of a step are shared among the cores instead (`batch_parallel`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
+from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes, warm_up
 from dflash_backend.worker.logits import LogitsProcessors
-from dflash_backend.worker.row_parallel import RowPool
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
@@ -50,16 +50,16 @@ class StepInFlight:
 
 
 class ModelRunner:
-    """Runs the steps of plans, on the device that the models, the K/V and the requests' state of `step` are on."""
+    """Runs the steps of plans, on the device that the models, the KV and the requests' state of `step` are on."""
 
-    def __init__(self, step: ModelStep, max_tokens: int, num_row_workers: int = 1) -> None:
-        """max_tokens: the most tokens of one step. num_row_workers: threads that share the rows of a step, with
+    def __init__(self, step: ModelStep, max_tokens: int, num_batch_threads: int = 1) -> None:
+        """max_tokens: the most tokens of one step. num_batch_threads: threads that share the rows of a step, with
         `HostStepOps`."""
         self.step = step
         self.device = step.device
         self.overlaps = not step.ops.on_host
         self.requests = RequestStates(step.state, step.target.spec.vocab_size)
-        self.row_pool = RowPool(num_row_workers)
+        self.threads = BatchThreads(num_batch_threads)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), self.device)
         self.graphs = GraphRunner(step, self.layouts)
@@ -132,7 +132,7 @@ class ModelRunner:
         try:
             if not self.step.ops.on_host:
                 return [self._run_part(plan, plan.rows)]
-            return self.row_pool.run(lambda rows: self._run_part(plan, rows), self.row_pool.split(plan.rows))
+            return self.threads.run(lambda rows: self._run_part(plan, rows), self.threads.split(plan.rows))
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise StepOutOfMemory(

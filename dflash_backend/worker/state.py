@@ -39,7 +39,7 @@ class StateTensors:
 
     tokens: int64 `[S, max_len]`: prompt, output, and behind them the drafts of the step before, each at its position.
     blocks: int32 `[S, max_blocks]`, whose first `num_blocks` (int32 `[S]`) columns are the block table; the rest are
-    old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose K/V is final.
+    old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose KV is final.
     temperature (0: greedy), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
     block_size: tokens in a block. k: the most drafts of a request.
     """

@@ -51,9 +51,9 @@ class StepOutput:
 
 @dataclass
 class ModelStep:
-    """The models, the K/V, the requests' state and the operations that steps are made of.
+    """The models, the KV, the requests' state and the operations that steps are made of.
 
-    draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and K/V.
+    draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
     """
 
     target: TargetModel
@@ -157,7 +157,7 @@ class ModelStep:
         features: torch.Tensor,
         guard: WriteGuard | None,
     ) -> None:
-        """Write the drafter's context K/V of the positions that are final now."""
+        """Write the drafter's context KV of the positions that are final now."""
         final = self.ops.final_tokens(batch, prepared, self.state)
         token_row = batch.token_row
         if final.index is not None:
@@ -185,7 +185,7 @@ class ModelStep:
 class StateSnapshot:
     """What `ModelStep.finish` changes of the requests' state, as it was before: for a step that fails midway.
 
-    K/V needs no such care: a step that failed wrote no final positions, and the next one writes those again.
+    KV needs no such care: a step that failed wrote no final positions, and the next one writes those again.
     """
 
     def __init__(self, state: StateTensors, batch: DeviceBatch, prepared: Prepared) -> None:

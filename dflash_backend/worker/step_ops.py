@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.attention import DeviceRows, RowLayout
+from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
@@ -38,7 +38,7 @@ class Prepared:
     slots: torch.Tensor
     starts: torch.Tensor
     seq_lens: torch.Tensor
-    layout: RowLayout
+    layout: AttentionBatch
     padded: bool
 
 
@@ -53,7 +53,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class FinalTokens:
-    """The tokens whose context K/V is written: positions and slots int64 `[n]`; index: int64 `[n]`, their places among
+    """The tokens whose context KV is written: positions and slots int64 `[n]`; index: int64 `[n]`, their places among
     the step's tokens, None for all of them. padded: whether slots may be -1, for which nothing is written."""
 
     positions: torch.Tensor
@@ -84,7 +84,7 @@ class DeviceStepOps:
         """What the target runs."""
         batch, bounds = inputs.batch, inputs.bounds
         ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
-        rows = DeviceRows(batch.query_start, batch.query_lens, seq_lens)
+        rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
         return Prepared(ids, positions, slots, starts, seq_lens, layout, padded=True)
 
@@ -136,7 +136,7 @@ class DeviceStepOps:
         )  # fmt: skip
 
     def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
-        """The tokens whose positions are final, after `accept`; rejected drafts must not write context K/V."""
+        """The tokens whose positions are final, after `accept`; rejected drafts must not write context KV."""
         slots = self._inject_slots(prepared.slots, prepared.positions, batch.req_idx, state.computed, batch.token_row)
         return FinalTokens(prepared.positions, slots, padded=True)
 
@@ -146,7 +146,7 @@ class DeviceStepOps:
         ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
         num_rows = inputs.num_rows
         starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
-        rows = DeviceRows(starts, query_lens, seq_lens)
+        rows = DeviceLengths(starts, query_lens, seq_lens)
         widths = np.full(num_rows, width)
         layout = self._layout(batch, widths, bounds.draft_lens, rows, bounds.max_overestimate, state)
         return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
@@ -185,14 +185,14 @@ class DeviceStepOps:
         batch: DeviceBatch,
         query_lens: np.ndarray,
         seq_lens: np.ndarray,
-        rows: DeviceRows,
+        rows: DeviceLengths,
         max_overestimate: int,
         state: StateTensors,
-    ) -> RowLayout:
+    ) -> AttentionBatch:
         """The rows as attention runs them, with block tables as wide as the longest row can need."""
         width = max(1, -(-int(seq_lens.max()) // state.block_size))
         tables = state.blocks[:, :width].index_select(0, batch.req_idx.clamp(min=0))
-        return RowLayout(query_lens, seq_lens, tables, rows, max_overestimate)
+        return AttentionBatch(query_lens, seq_lens, tables, rows, max_overestimate)
 
 
 class HostStepOps(DeviceStepOps):
@@ -261,8 +261,10 @@ def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
     return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()
 
 
-def _exact_layout(req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, state: StateTensors) -> RowLayout:
+def _exact_layout(
+    req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, state: StateTensors
+) -> AttentionBatch:
     """The rows as attention runs them when their lengths are known."""
     width = max(1, -(-int(seq_lens.max()) // state.block_size))
     tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
-    return RowLayout(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
+    return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)

@@ -1,4 +1,4 @@
-"""`kv_write_guard`: checks invariant OWN on every K/V write of a step, before it happens. Slow, as the setting says:
+"""`kv_write_guard`: checks invariant OWN on every KV write of a step, before it happens. Slow, as the setting says:
 the host waits for the device in every phase."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dflash_backend.drafters.base import DraftBatch
 
 
 class KVWriteError(RuntimeError):
-    """A K/V write would have gone to a block that its request may not write."""
+    """A KV write would have gone to a block that its request may not write."""
 
 
 class WriteGuard:

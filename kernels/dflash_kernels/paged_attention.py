@@ -31,7 +31,7 @@ MERGE_BLOCK = 16
 
 
 @dataclass(frozen=True)
-class PagedRows:
+class PagedBatch:
     """Rows of queries and where their KV lie.
 
     query_start, query_lens, seq_lens: int32 `[num_rows]`: row r has the queries of tokens `[query_start[r],
@@ -46,7 +46,7 @@ class PagedRows:
 
 
 def paged_attention_reference(
-    query: torch.Tensor, cache: torch.Tensor, rows: PagedRows, causal: bool, window: int | None
+    query: torch.Tensor, cache: torch.Tensor, rows: PagedBatch, causal: bool, window: int | None
 ) -> torch.Tensor:
     """Attention of each row over its own positions, one row at a time.
 
@@ -280,7 +280,7 @@ if triton is not None:
     def paged_attention(
         query: torch.Tensor,
         cache: torch.Tensor,
-        rows: PagedRows,
+        rows: PagedBatch,
         launches: list[tuple[Launch, torch.Tensor | None]],
         causal: bool,
         window: int | None,
@@ -302,7 +302,7 @@ if triton is not None:
     def _launch(
         query: torch.Tensor,
         cache: torch.Tensor,
-        rows: PagedRows,
+        rows: PagedBatch,
         launch: Launch,
         tiles: torch.Tensor | None,
         causal: bool,

@@ -1,4 +1,4 @@
-"""Around the drafter: which context K/V is written, what the drafter runs, where its drafts go.
+"""Around the drafter: which context KV is written, what the drafter runs, where its drafts go.
 
 State, padding and references are as in `prepare_step`. `computed` counts the accepted drafts by now, so it is the
 anchor's position.
@@ -24,7 +24,7 @@ if triton is not None:
 def inject_slots_reference(
     slots: torch.Tensor, positions: torch.Tensor, req_idx: torch.Tensor, computed: torch.Tensor, token_row: torch.Tensor
 ) -> torch.Tensor:
-    """`slots` with -1 where the token's position is not final, so that rejected drafts write no context K/V.
+    """`slots` with -1 where the token's position is not final, so that rejected drafts write no context KV.
 
     slots, positions: int64 `[T]`. req_idx: int32 `[R]`. computed: int32 `[S]`. token_row: int32 `[T]`, -1 for padding,
     whose slot is -1 already.

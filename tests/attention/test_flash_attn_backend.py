@@ -12,7 +12,7 @@ from dflash_backend.attention import BackendError, KVLayer, select_backend
 from dflash_backend.attention import flash_attn_backend as module
 from dflash_backend.attention.flash_attn_backend import FlashAttnBackend
 from dflash_backend.attention.torch_backend import TorchBackend
-from tests.attention.test_device_rows import (
+from tests.attention.test_device_lengths import (
     DECODE,
     DEVICE,
     MIXED,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.attention import AttentionPattern, KVLayer, RowLayout
+from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend, TorchMetadata, first_visible_blocks, split_groups
-from dflash_kernels.paged_attention import PagedRows, paged_attention_reference
+from dflash_kernels.paged_attention import PagedBatch, paged_attention_reference
 from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
 HEAD_DIM = 8
@@ -38,11 +38,11 @@ def run_and_compare(
     backend, tables = TorchBackend(BLOCK_SIZE), torch.from_numpy(block_tables(4)[: len(seq_lens)])
     layer = KVLayer(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, kv_heads, HEAD_DIM, generator=generator).to(dtype))
     query = torch.randn(sum(query_lens), 4, HEAD_DIM, generator=generator).to(dtype)
-    layout = RowLayout(np.array(query_lens), np.array(seq_lens), tables)
+    layout = AttentionBatch(np.array(query_lens), np.array(seq_lens), tables)
     metadata = backend.prepare(layout, pattern, dtype)
     actual = backend.attend(query, layer, metadata)
     starts = np.cumsum(query_lens) - query_lens
-    rows = PagedRows(*(torch.tensor(column) for column in (starts, query_lens, seq_lens)), tables)
+    rows = PagedBatch(*(torch.tensor(column) for column in (starts, query_lens, seq_lens)), tables)
     window = pattern.sliding_window
     expected = paged_attention_reference(query.double(), layer.data.double(), rows, pattern.causal, window)
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
@@ -79,7 +79,7 @@ def test_only_blocks_that_a_query_sees_are_gathered() -> None:
 
 
 def test_the_first_block_seen_is_that_of_the_first_querys_window() -> None:
-    layout = RowLayout(np.array([1, 1, 3]), np.array([8, 9, 11]), torch.zeros(3, 4, dtype=torch.int64))
+    layout = AttentionBatch(np.array([1, 1, 3]), np.array([8, 9, 11]), torch.zeros(3, 4, dtype=torch.int64))
 
     def first_blocks(window: int | None) -> list[int] | None:
         blocks = first_visible_blocks(layout, AttentionPattern(True, window), 4)

@@ -16,7 +16,7 @@ from benchmarks.gpu.reference import load_transformers
 from benchmarks.gpu.results import DFLASH, NO_DRAFT, PLAIN, PLAIN_DFLASH, TRANSFORMERS, Recorder, Results
 from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
-from dflash_backend.worker.row_parallel import one_thread
+from dflash_backend.worker.batch_parallel import one_thread
 
 CPU = torch.device("cpu")
 ROWS = {batch * (1 + tiny().num_speculative_tokens) for batch in BATCHES}

@@ -1,7 +1,7 @@
 """An engine core on the toy worker whose every invariant is checked by content after every step.
 
 `test_core_machine.py` lets hypothesis choose what happens and shrinks what breaks, `test_core_random.py` runs many more
-steps from seeds. What the toy checks while a step runs (OWN, RESERVE, WINDOW, and that every row reads its own K/V) is
+steps from seeds. What the toy checks while a step runs (OWN, RESERVE, WINDOW, and that every row reads its own KV) is
 checked here as well, by running it; what must hold between steps is below.
 """
 
@@ -23,7 +23,7 @@ MAX_STEPS_TO_FINISH = 10_000
 
 
 class CheckedEngine(Engine):
-    """`Engine` with the checks of a model: which K/V lies where, and what every request must yield."""
+    """`Engine` with the checks of a model: which KV lies where, and what every request must yield."""
 
     def __init__(self, config: SchedulerConfig, lag: int | Callable[[], int] | None = None) -> None:
         super().__init__(config, lag)
@@ -108,7 +108,7 @@ class CheckedEngine(Engine):
 
     def _check_published(self) -> None:
         """PUBLISH, TOGETHER: under every name that a request would look for lies a block that holds, for target and
-        drafter, the final K/V of exactly its tokens: no query, no rejected draft, no other prefix, no other salt."""
+        drafter, the final KV of exactly its tokens: no query, no rejected draft, no other prefix, no other salt."""
         worker, pool = self.worker, self.pool
         block_size = self.core.config.block_size
         for request in self._seen.values():

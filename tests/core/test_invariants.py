@@ -1,4 +1,4 @@
-"""RESERVE, WINDOW, PUBLISH and TOGETHER on the toy's K/V, by content: what a query or a rejected draft would destroy.
+"""RESERVE, WINDOW, PUBLISH and TOGETHER on the toy's KV, by content: what a query or a rejected draft would destroy.
 
 On real models: `tests/worker/test_context_kv.py`; padding rows that write: the kernels' tests.
 """

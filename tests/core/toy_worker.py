@@ -1,6 +1,6 @@
 """A worker without a model, for the core's tests.
 
-The toy really keeps K/V: for every slot of the target's and of the drafter's cache the prefix state (`toy_model.py`) of
+The toy really keeps KV: for every slot of the target's and of the drafter's cache the prefix state (`toy_model.py`) of
 what was written there. Before a row "attends" it reads every earlier position through the row's own block table and
 stops when one holds anything else, so a block that is shared, freed or reserved wrongly is found where it would do
 harm. Two requests agree on a slot only when salt and prefix are the same. The drafter's queries overwrite whatever lies
@@ -33,7 +33,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import SamplingParams
 
 EMPTY = 0  # a slot that was never written
-QUERY = -1  # a slot that holds the K/V of a drafter's query
+QUERY = -1  # a slot that holds the KV of a drafter's query
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Held:
 
 
 class ToyWorker:
-    """Runs step plans on a made-up target and drafter, checking every K/V read and write. Keeps the plans it saw.
+    """Runs step plans on a made-up target and drafter, checking every KV read and write. Keeps the plans it saw.
 
     `pool` is the core's, once there is one: a write to a block that is in the prefix cache is a breach of OWN whatever
     the plan says.

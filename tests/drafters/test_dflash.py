@@ -1,4 +1,4 @@
-"""The drafter, through `inject` and `propose` over paged K/V, computes what a second, dense implementation computes."""
+"""The drafter, through `inject` and `propose` over paged KV, computes what a second, dense implementation computes."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_the_comparison_notices_a_misread_checkpoint(name: str, tmp_path: Path) 
     assert largest_difference(drafts_of(Pair(pair.drafter, misread(pair.dense)))) > 1e-2
 
 
-@pytest.mark.parametrize("mistake", ["features at other positions", "query K/V left in place"])
+@pytest.mark.parametrize("mistake", ["features at other positions", "query KV left in place"])
 def test_the_comparison_notices_a_wrong_injection(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +280,7 @@ def test_the_comparison_notices_a_wrong_injection(
         if mistake == "features at other positions":
             inject(drafter, dataclasses.replace(batch, features=batch.features.roll(1, 0)))
         else:
-            # The first block comes after the prompt; from then on, the last position of each row keeps the K/V of the
+            # The first block comes after the prompt; from then on, the last position of each row keeps the KV of the
             # mask query that drafted it.
             last = torch.cat([batch.positions[1:] != batch.positions[:-1] + 1, torch.tensor([True])])
             kept = ~last if batch.positions.min() > 0 else torch.ones_like(last)

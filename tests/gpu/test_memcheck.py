@@ -1,4 +1,4 @@
-"""The kernels that write K/V, on padding, and argmax, on ragged tiles, read and write nothing outside of their tensors,
+"""The kernels that write KV, on padding, and argmax, on ragged tiles, read and write nothing outside of their tensors,
 says NVIDIA's compute-sanitizer. It slows the others down too much to run them all."""
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_kernels.paged_attention import PagedRows, paged_attention
+from dflash_kernels.paged_attention import PagedBatch, paged_attention
 from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import TOLERANCE, Case, on_device
@@ -76,7 +76,7 @@ def test_a_captured_step_follows_the_lengths_of_each_replay(heads: tuple[int, in
     launches = plan_launches(np.array([16] * batch), np.array([bound] * batch), shape, True, None, NUM_SMS)
     tiled = [(launch, on_device(launch)) for launch in launches]
     r = case.rows
-    rows = PagedRows(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
+    rows = PagedBatch(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
     query, cache = case.query.to(DEVICE), case.cache.to(DEVICE)
     output, replay = replayable(lambda: paged_attention(query, cache, rows, tiled, True, None))
     generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ import torch
 from dflash_kernels.context_write import context_write
 from dflash_kernels.moe import TILES, experts_mlp
 from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
-from dflash_kernels.paged_attention import PagedRows, paged_attention
+from dflash_kernels.paged_attention import PagedBatch, paged_attention
 from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
@@ -48,7 +48,7 @@ def attend(query_lens: list[int], causal: bool) -> None:
     )
     tiled = [(launch, None if launch.tiles is None else torch.from_numpy(launch.tiles)) for launch in planned]
     numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
-    rows = PagedRows(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
+    rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
     query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
     paged_attention(query, cache, rows, tiled, causal, None)
 

@@ -1,4 +1,4 @@
-"""The kernels that normalise, rotate and write K/V equal their references: those of a layer's projection, and those of
+"""The kernels that normalise, rotate and write KV equal their references: those of a layer's projection, and those of
 the drafter's context, into all layers."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ContextCase(Case):
 
 
 def layer(num_tokens: int, head_dim: int, heads: tuple[int, int] = (4, 2), norm: bool = True) -> Case:
-    """`heads`: query heads and K/V heads."""
+    """`heads`: query heads and KV heads."""
     num_heads, num_kv_heads = heads
     projected = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
     weights = random(num_heads + num_kv_heads, head_dim, seed=1) if norm else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.paged_attention import PagedRows, paged_attention, paged_attention_reference
+from dflash_kernels.paged_attention import PagedBatch, paged_attention, paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape, Launch, choose_splits, plan_launches
 from tests.kernels.inputs import DEVICE
 
@@ -41,7 +41,7 @@ class Case:
         self.cache = torch.randn(shape, generator=generator).to(self.dtype)
         tables = torch.randperm(num_blocks, generator=generator)[: num_rows * width].view(num_rows, width)
         columns = (starts.tolist(), self.query_lens, self.seq_lens)
-        self.rows = PagedRows(*(torch.tensor(column, dtype=torch.int32) for column in columns), tables.int())
+        self.rows = PagedBatch(*(torch.tensor(column, dtype=torch.int32) for column in columns), tables.int())
 
     def reference(self, causal: bool, window: int | None) -> torch.Tensor:
         return paged_attention_reference(self.query.double(), self.cache.double(), self.rows, causal, window)
@@ -56,7 +56,7 @@ class Case:
             launches = [replace(launch, num_splits=splits) for launch in launches]
         tiled = [(launch, on_device(launch)) for launch in launches]
         r = self.rows
-        rows = PagedRows(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
+        rows = PagedBatch(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
         return paged_attention(self.query.to(DEVICE), self.cache.to(DEVICE), rows, tiled, causal, window).cpu()
 
     def check(self, causal: bool, window: int | None, splits: int | None = None, small: bool = True) -> None:

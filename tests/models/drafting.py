@@ -1,11 +1,11 @@
-"""Running a drafter over paged K/V without an engine: the slots of positions, and a sampler that keeps its logits."""
+"""Running a drafter over paged KV without an engine: the slots of positions, and a sampler that keeps its logits."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from dflash_backend.attention import RowLayout
+from dflash_backend.attention import AttentionBatch
 from dflash_backend.drafters.base import DraftBatch, DraftSampler
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
@@ -33,7 +33,7 @@ def draft_batch(
     rows, positions = spans(starts, k + 1)
     is_anchor = positions == starts[rows]
     ids = np.where(is_anchor, anchors[rows], placeholder)
-    layout = RowLayout(k + 1, starts + k + 1, torch.from_numpy(tables))
+    layout = AttentionBatch(k + 1, starts + k + 1, torch.from_numpy(tables))
     masks = torch.from_numpy((~is_anchor).nonzero()[0])
     return DraftBatch(
         torch.from_numpy(ids),
@@ -46,5 +46,5 @@ def draft_batch(
 
 
 def slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-    """int64, the K/V slot of each position."""
+    """int64, the KV slot of each position."""
     return torch.from_numpy(tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Every target family computes what `transformers` computes, through paged K/V in any division of the work.
+"""Every target family computes what `transformers` computes, through paged KV in any division of the work.
 
 Each case is a small random checkpoint that `transformers` saved.
 """
@@ -119,7 +119,7 @@ class Pair:
 SHARED = 5 * BLOCK_SIZE
 
 
-# The forms of attention, K/V and MLP, in every family: what the division of the work may meet.
+# The forms of attention, KV and MLP, in every family: what the division of the work may meet.
 FORMS = (
     "qwen3",
     "qwen3 windows in the upper layers",
@@ -150,7 +150,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def fresh_cache(request: pytest.FixtureRequest) -> None:
-    """Each test starts with K/V that holds noise."""
+    """Each test starts with KV that holds noise."""
     if "pair" in request.fixturenames:
         pair: Pair = request.getfixturevalue("pair")
         pair.kv = caches(pair.target.spec.decoder)

@@ -40,7 +40,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What passes through a model left behind: tensors that it returned, then its K/V."""
+    """What passes through a model left behind: tensors that it returned, then its KV."""
 
     returned: list[torch.Tensor]
     kv: list[KVLayer]

@@ -148,14 +148,14 @@ WORKER_MUTANTS = (
         ),
     ),
     Mutant(
-        "TOGETHER: prefill chunks bring no drafter K/V",
+        "TOGETHER: prefill chunks bring no drafter KV",
         f"{WORKER}/step_ops.py",
         "final = slots.numpy() >= 0",
         "final = (slots.numpy() >= 0) & (batch.logits_start.numpy() >= 0)[batch.token_row.numpy()]",
         ("tests/worker/test_context_kv.py",),
     ),
     Mutant(
-        "requests without speculation leave no drafter K/V in the blocks that they publish",
+        "requests without speculation leave no drafter KV in the blocks that they publish",
         f"{WORKER}/step_ops.py",
         "final = slots.numpy() >= 0",
         "plain = (batch.num_next.numpy() == 0) & (batch.logits_start.numpy() >= 0)\n"

@@ -35,7 +35,7 @@ DEMO_TARGET, DEMO_DRAFT = REPOSITORY / "demo/pair/target", REPOSITORY / "demo/pa
 
 @torch.inference_mode()
 def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step]) -> list[torch.Tensor]:
-    """Logits of each step's drafts, float32 `[k, draft_vocab]`, through `inject` and `propose` over paged K/V."""
+    """Logits of each step's drafts, float32 `[k, draft_vocab]`, through `inject` and `propose` over paged KV."""
     target_spec, spec = read_target(target), read_draft(draft)
     check_pair(target_spec, spec)
     model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)

@@ -31,7 +31,7 @@ class ReferenceStepOps(DeviceStepOps):
 
 
 def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> ModelRunner:
-    """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its K/V."""
+    """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
         replace(built.runner.step, ops=ops or ReferenceStepOps()), built.core.config.max_num_batched_tokens
     )
@@ -41,7 +41,7 @@ def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None =
 
 
 def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -> BuiltEngine:
-    """The same engine with the steps of a GPU. The runner of `built` must not be used any more: they share K/V."""
+    """The same engine with the steps of a GPU. The runner of `built` must not be used any more: they share KV."""
     runner = device_runner(built, **options)
     return replace(built, core=EngineCore(built.core.config, runner, overlap=overlap), runner=runner)
 
@@ -109,7 +109,7 @@ def state_tensors(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 def kv_tensors(runner: ModelRunner) -> list[torch.Tensor]:
-    """K/V of every layer."""
+    """KV of every layer."""
     return [layer.data for layer in [*runner.step.kv.target, *runner.step.kv.draft]]
 
 

@@ -27,7 +27,7 @@ def ask(llm: LLM, prompt: list[int], k: int, salt: str, max_tokens: int = 48) ->
 
 
 def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as_behind_a_miss(llm: LLM) -> None:
-    """Were the drafter's K/V missing in those blocks, the answers would be the same and acceptance would fall."""
+    """Were the drafter's KV missing in those blocks, the answers would be the same and acceptance would fall."""
     accepted = {"miss": 0, "hit": 0}
     for index, row in enumerate(load_prompts(4)):
         prompt = llm.tokenizer.encode(row.prompt)
@@ -44,7 +44,7 @@ def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as
 
 
 def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int) -> torch.Tensor:
-    """The drafter's K/V of the first `num_tokens` tokens of a request that has been prefilled with this k."""
+    """The drafter's KV of the first `num_tokens` tokens of a request that has been prefilled with this k."""
     core, drafter = llm.engine.core, llm.engine.runner.step.drafter
     assert isinstance(drafter, DFlashDrafter)
     sampling = SamplingParams(max_tokens=8, temperature=0.0, num_speculative_tokens=k, cache_salt=salt)
@@ -62,4 +62,4 @@ def test_a_request_without_speculation_leaves_the_drafters_kv_of_its_tokens(llm:
     plain = draft_kv(llm, prompt, 0, "k = 0", len(prompt))
     speculating = draft_kv(llm, prompt, 15, "k = 15", len(prompt))
     torch.testing.assert_close(plain, speculating, atol=1e-4, rtol=1e-4)
-    assert plain.abs().amax(dim=(0, 2, 3)).min() > 0, "every token has K/V"
+    assert plain.abs().amax(dim=(0, 2, 3)).min() > 0, "every token has KV"

@@ -49,7 +49,7 @@ def test_prepare_gives_tokens_positions_and_slots_of_the_batch(ops: StepOps, see
 
 
 def slots_of(state: StateTensors, req_idx: np.ndarray, positions: np.ndarray) -> list[int]:
-    """K/V slots of `positions` of these requests."""
+    """KV slots of `positions` of these requests."""
     blocks = host(state.blocks)[req_idx, positions // state.block_size]
     return (blocks * state.block_size + positions % state.block_size).tolist()
 

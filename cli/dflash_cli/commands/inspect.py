@@ -104,7 +104,7 @@ def as_text(found: Inspection) -> str:
         if pair.fits:
             rows += [
                 ("speculative tokens (k)", str(pair.num_speculative_tokens)),
-                ("K/V of both", f"{_size(per_token)} a token, {_size(per_block)} a block"),
+                ("KV of both", f"{_size(per_token)} a token, {_size(per_block)} a block"),
             ]
         blocks.append("\n".join(["pair", *_lines(rows)]))
     return "\n\n".join(blocks)
@@ -128,7 +128,7 @@ def _checkpoint_text(report: CheckpointReport) -> str:
             f"{weights.num_parameters:,} parameters, {_size(weights.num_bytes)}; names, shapes and types are as "
             "config.json asks",
         ),
-        ("K/V cache", f"{cache} a block of {kv.block_size}, in {kv.dtype}"),
+        ("KV cache", f"{cache} a block of {kv.block_size}, in {kv.dtype}"),
         ("attention needed", ", ".join(kinds)),
     ]
     for name, lacks in _backends(report):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.worker.row_parallel import MAX_WEIGHT_BYTES, RowPool, num_row_workers
+from dflash_backend.worker.batch_parallel import MAX_WEIGHT_BYTES, BatchThreads, num_batch_threads
 
 
 def row(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRequest:
@@ -22,24 +22,24 @@ def tokens(part: list[ScheduledRequest]) -> int:
 
 def test_parts_have_about_equal_numbers_of_tokens_and_every_row_once() -> None:
     rows = [row(str(i), 16 + 5 * (i % 3)) for i in range(31)]
-    parts = RowPool(4).split(rows)
+    parts = BatchThreads(4).split(rows)
     assert len(parts) == 4
     assert sorted(one.request_id for part in parts for one in part) == sorted(one.request_id for one in rows)
     assert max(map(tokens, parts)) - min(map(tokens, parts)) <= 26
 
 
 def test_a_long_prompt_gets_a_part_of_its_own() -> None:
-    parts = RowPool(2).split([row("prompt", 1000), *(row(f"decode {i}", 16) for i in range(8))])
+    parts = BatchThreads(2).split([row("prompt", 1000), *(row(f"decode {i}", 16) for i in range(8))])
     assert [len(part) for part in parts] == [8, 1]
 
 
 def test_few_tokens_stay_together_and_a_lone_row_is_one_part() -> None:
-    assert len(RowPool(2).split([row("a", 16), row("b", 16)])) == 1
-    assert len(RowPool(8).split([row("a", 4000)])) == 1
+    assert len(BatchThreads(2).split([row("a", 16), row("b", 16)])) == 1
+    assert len(BatchThreads(8).split([row("a", 4000)])) == 1
 
 
 def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
-    pool = RowPool(2)
+    pool = BatchThreads(2)
     parts = [[row("a", 100)], [row("b", 100)]]
     # Each part waits for the other: one after the other, they would wait in vain.
     barrier = threading.Barrier(2, timeout=30)
@@ -63,10 +63,10 @@ def test_an_error_in_any_part_is_raised_after_all_have_ended(failing: str) -> No
             raise RuntimeError(f"part {failing} failed")
 
     with pytest.raises(RuntimeError, match=f"part {failing} failed"):
-        RowPool(2).run(work, [[row("a", 100)], [row("b", 100)]])
+        BatchThreads(2).run(work, [[row("a", 100)], [row("b", 100)]])
     assert sorted(ended) == ["a", "b"]
 
 
 def test_only_small_models_share_rows_among_threads() -> None:
-    assert num_row_workers(MAX_WEIGHT_BYTES + 1) == 1
-    assert num_row_workers(1) == len(os.sched_getaffinity(0))
+    assert num_batch_threads(MAX_WEIGHT_BYTES + 1) == 1
+    assert num_batch_threads(1) == len(os.sched_getaffinity(0))

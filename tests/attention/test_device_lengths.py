@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.attention import AttentionBackend, AttentionPattern, DeviceRows, KVLayer, RowLayout
+from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, DeviceLengths, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.attention.triton_backend import TritonBackend
-from dflash_kernels.paged_attention import PagedRows, paged_attention_reference
+from dflash_kernels.paged_attention import PagedBatch, paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape
 from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
@@ -39,12 +39,12 @@ class Rows:
     def tokens(self, row: int) -> slice:
         return slice(self.query_start[row], self.query_start[row] + self.query_lens[row])
 
-    def layout(self, tables: torch.Tensor) -> RowLayout:
+    def layout(self, tables: torch.Tensor) -> AttentionBatch:
         columns = (self.query_start, self.query_lens, self.seq_lens)
-        device = DeviceRows(*(torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns))
+        device = DeviceLengths(*(torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns))
         slack = max(self.seq_bound[row] - self.seq_lens[row] for row in self.real)
         tables = tables[: len(self.seq_bound)].int().to(DEVICE)
-        return RowLayout(np.array(self.query_bound), np.array(self.seq_bound), tables, device, slack)
+        return AttentionBatch(np.array(self.query_bound), np.array(self.seq_bound), tables, device, slack)
 
 
 # A decode step whose drafts are not all known to stand, with a padding row within and one at the end.
@@ -53,7 +53,9 @@ DECODE = Rows([4, 4, 4, 4], [30, 13, 9, 4], [4, 3, 0, 0], [27, 13, 0, 0], [0, 4,
 MIXED = Rows([11, 2, 2, 5, 1], [11, 30, 12, 21, 1], [11, 2, 1, 5, 1], [11, 28, 10, 20, 1], [0, 13, 15, 17, 25], 29)
 
 
-def run(backend: AttentionBackend, layout: RowLayout, query: torch.Tensor, layer: KVLayer, pattern: AttentionPattern):
+def run(
+    backend: AttentionBackend, layout: AttentionBatch, query: torch.Tensor, layer: KVLayer, pattern: AttentionPattern
+):
     metadata = backend.prepare(layout, pattern, query.dtype)
     return backend.attend(query.to(DEVICE), KVLayer(layer.data.to(DEVICE)), metadata).cpu()
 
@@ -75,7 +77,7 @@ def assert_rows_equal_reference(
 ) -> None:
     """The output of each real row is that of the kernels' reference, which is told the lengths."""
     columns = (rows.query_start, rows.query_lens, rows.seq_lens)
-    paged = PagedRows(*(torch.tensor(column) for column in columns), tables)
+    paged = PagedBatch(*(torch.tensor(column) for column in columns), tables)
     window = pattern.sliding_window
     expected = paged_attention_reference(query.double(), layer.data.double(), paged, pattern.causal, window).float()
     for row in rows.real:
@@ -116,7 +118,7 @@ def test_triton_equals_torch_on_rows_whose_lengths_the_host_knows(seed: int) -> 
     seq_lens = rng.integers(1, 40, size=4)
     query_lens = np.minimum(rng.integers(1, 8, size=4), seq_lens)
     pattern = AttentionPattern(bool(rng.integers(2)), int(rng.integers(1, 20)) if rng.integers(2) else None)
-    layout = RowLayout(query_lens, seq_lens, torch.from_numpy(block_tables(4)).to(DEVICE))
+    layout = AttentionBatch(query_lens, seq_lens, torch.from_numpy(block_tables(4)).to(DEVICE))
     ours, plain = TritonBackend(BLOCK_SIZE), TorchBackend(BLOCK_SIZE)
     metadata = [backend.prepare(layout, pattern, torch.float32) for backend in (ours, plain)]
     generator = torch.Generator().manual_seed(seed)

@@ -29,7 +29,7 @@ MIN_PART_TOKENS = 32
 INTRA_OP_TOKENS = 256
 
 
-def num_row_workers(weight_bytes: int) -> int:
+def num_batch_threads(weight_bytes: int) -> int:
     """How many threads share the rows: one for each core that this process may use, for a small model; else 1, which
     leaves the cores to torch's own threads."""
     if weight_bytes > MAX_WEIGHT_BYTES:
@@ -37,7 +37,7 @@ def num_row_workers(weight_bytes: int) -> int:
     return len(os.sched_getaffinity(0))
 
 
-class RowPool:
+class BatchThreads:
     """The calling thread and others, each running one part of a step with torch's own threading switched off."""
 
     def __init__(self, num_workers: int) -> None:
