@@ -31,8 +31,8 @@ class Request:
 
     `token_ids` are prompt and output. `num_computed` counts the positions whose target KV and drafter context KV are
     final; in decode it is one less than the tokens, whose last is the anchor. `pending_draft` is the number of drafts
-    that the worker holds for the next verification. It survives a preemption: what the request had drafted decides
-    where its next draft block starts, and with it what a sampled request draws.
+    that the worker holds for the next verification. It survives a preemption, so that a request's draft
+    blocks are the same with and without one.
 
     All of these are as of the last result that was applied. `row_in_flight` is the request's row in the step in flight,
     if it has one there. A request with `disables_overlap` is planned only without.

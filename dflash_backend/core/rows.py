@@ -1,8 +1,7 @@
 """What one request does in one step, and the most it can ever need: arithmetic on that request alone.
 
-Nothing here looks at other requests, at the pool or at the queue. Where a request's draft blocks start decides what a
-sampled request draws, so k must follow from the request itself for its output to be the same whatever else runs, and
-whether or not a step is in flight. The scheduler makes hundreds of rows a step, so short steps are written out rather
+Nothing here looks at other requests, at the pool or at the queue: k follows from the request itself, so its draft blocks
+and its acceptance are the same whatever else runs, and whether or not a step is in flight. The scheduler makes hundreds of rows a step, so short steps are written out rather
 than called.
 """
 
@@ -16,10 +15,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 
 
 def decode_row(request: Request, config: SchedulerConfig) -> ScheduledRequest:
-    """The row of a request whose last token alone is not computed: that token and all of its drafts.
-
-    Trimming drafts would make a sampled output depend on the other rows.
-    """
+    """The row of a request whose last token alone is not computed: that token and all of its drafts."""
     start, num_draft = request.num_computed, request.pending_draft
     end = start + 1 + num_draft
     k = next_draft_length(request, start + 1, num_draft, config)

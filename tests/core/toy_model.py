@@ -1,9 +1,9 @@
 """The target and drafter of the core's tests: arithmetic on prefix states in place of a network.
 
 A *prefix state* is a number that stands for the salt of a request and for all of its tokens up to a position. The
-target's next token is a function of it. A greedy request gets just that. For a sampled one, rejection sampling is
-mimicked with random numbers fixed by seed and position: the tokens depend on where draft blocks start, as they do in
-truth, so an output that survives batching, chunking and preemption shows that the alignment survived too.
+target's next token is a function of it. A greedy request gets just that. For a sampled one
+it depends on where draft blocks start as well, which no real sampler does: an output that survives batching, chunking
+and preemption shows that draft blocks start where they would alone.
 
 `expected_output` is what a request must yield, worked out without an engine: no blocks, no batches, no queue.
 """
