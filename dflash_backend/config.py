@@ -58,7 +58,10 @@ class EngineConfig:
     )
     causal: bool | None = setting(None, "causality of drafter layers; auto: what the checkpoint says")
     draft_temperature_ratio: float = setting(
-        0.0, "drafts of sampled requests are chosen at this times the request's temperature; speed only", low=0, high=1
+        0.0,
+        "drafts are chosen at this times the request's temperature; 0: the drafter's most likely token; speed only",
+        low=0,
+        high=1,
     )
     device: str | None = setting(None, "auto: cuda where there is one", choices=("cpu", "cuda"))
     dtype: str | None = setting(

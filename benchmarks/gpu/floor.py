@@ -60,20 +60,20 @@ class CycleSize:
 
 
 def cycle_work(shape: Shape, size: CycleSize) -> dict[str, Work]:
-    """The work of each phase, as the device step tells them apart: the LM head belongs to what needs its logits, the
-    target's to accept and the drafter's to draft."""
+    """The work of each phase, as the device step tells them apart: the target's LM head belongs to verify, the
+    drafter's to draft."""
     target, tokens = shape.target, size.num_tokens
     hidden = target.decoder.hidden_size
     verify = Work(tokens * hidden * size.itemsize) + decoder_work(target.decoder, size)
-    accept = head_work(shape, tokens, size.itemsize)
+    verify += head_work(shape, tokens, size.itemsize)
     if size.k == 0:
-        return {"verify": verify, "accept": accept, "inject": Work(), "draft": Work()}
+        return {"verify": verify, "accept": Work(), "inject": Work(), "draft": Work()}
     features = Work(tokens * len(shape.draft.target_layer_ids) * hidden * size.itemsize)
     # The drafter's head runs over the masks and not the anchors.
     draft_head = head_work(shape, size.batch * size.k, size.itemsize)
     return {
         "verify": verify + features,
-        "accept": accept,
+        "accept": Work(),
         "inject": inject_work(shape, size) + features,
         "draft": decoder_work(shape.draft.decoder, size) + draft_head,
     }

@@ -81,8 +81,8 @@ class StepPlan:
 class RequestResult:
     """What a row yielded: `token_ids` are the accepted drafts and the token after them; empty without `sample`.
 
-    `num_accepted` of the row's drafts stood: `len(token_ids) == num_accepted + 1` for a row that sampled. `logprobs`
-    has an entry for each of `token_ids` when the request asked for them, else it is None.
+    `num_accepted` of the row's drafts were accepted: `len(token_ids) == num_accepted + 1` for a row that sampled.
+    `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
 """What one request does in one step, and the most it can ever need: arithmetic on that request alone.
 
-Nothing here looks at other requests, at the pool or at the queue: k follows from the request itself, so its draft blocks
-and its acceptance are the same whatever else runs, and whether or not a step is in flight. The scheduler makes hundreds of rows a step, so short steps are written out rather
-than called.
+Nothing here looks at other requests, at the pool or at the queue: k follows from the request itself, so its draft
+blocks and its acceptance are the same whatever else runs, and whether or not a step is in flight. The scheduler makes
+hundreds of rows a step, so short steps are written out rather than called.
 """
 
 from __future__ import annotations

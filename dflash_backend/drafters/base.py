@@ -94,9 +94,9 @@ class SampleOps(Protocol):
 class DraftSampler:
     """Turns draft logits into draft tokens.
 
-    The output does not depend on the drafts, so any choice will do. The more often a draft is the token that the target
-    will choose, the better: so it is chosen with the same noise. temperature: float32 `[num_drafts]`, 0 for the argmax;
-    seeds: int64 `[num_drafts]`. None where every draft is the argmax.
+    The output does not depend on the drafts, so any choice will do, without filters and penalties. By default it is the
+    argmax; with a temperature the draft is chosen with the noise by which the target will choose. temperature: float32
+    `[num_drafts]`, 0 for the argmax; seeds: int64 `[num_drafts]`. None where every draft is the argmax.
     """
 
     ops: SampleOps

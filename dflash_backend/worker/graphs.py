@@ -205,7 +205,12 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int) -> None:
     for num_tokens in sorted({1, min(step.width, max_tokens), min(WARM_UP_CHUNK, max_tokens)}):
         for length in (num_tokens, step.state.max_len):
             step.run(_padding_under_bounds(step, layouts, num_tokens, length, sampled=False))
-    step.run(_padding_under_bounds(step, layouts, 1, step.state.max_len, sampled=True))
+    inputs = _padding_under_bounds(step, layouts, 1, step.state.max_len, sampled=True)
+    step.run(inputs)
+    # Logits processors give float32.
+    logits = torch.zeros(len(inputs.logits_row), step.target.spec.vocab_size, device=step.device)
+    step.ops.argmax(logits)
+    step.ops.target_tokens(logits, inputs, step.ops.prepare(inputs, step.state), step.state)
 
 
 def _padding_under_bounds(

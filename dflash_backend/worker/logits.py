@@ -6,7 +6,7 @@ tokens hidden before `min_tokens`, and penalties; temperature and filters follow
 `StepOps.target_tokens`.
 
 A row with j drafts has j + 1 rows of logits behind one another, and the one after d1 .. di counts d1 .. di as output.
-So a draft is verified by the distribution that the target alone would have had at its position (LOSSLESS). Nothing is
+So a draft is compared with the token that the target alone would have given at its position (LOSSLESS). Nothing is
 kept from step to step: everything follows from the tokens in the requests' state, so preemption and prefix hits have
 nothing to restore.
 """

@@ -87,11 +87,11 @@ class StateTensors:
         return self.tokens.shape[1]
 
     def sampling_tensors(self, req_idx: torch.Tensor) -> SamplingTensors:
-        """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); -1, padding, reads request 0, and its
-        result is ignored."""
+        """Sampling parameters of the requests `req_idx` (int32 or int64 `[n]`); padding, -1, is greedy and otherwise
+        reads request 0."""
         index = req_idx.clamp(min=0)
         return SamplingTensors(
-            self.temperature.index_select(0, index),
+            self.temperature.index_select(0, index) * (req_idx >= 0),
             self.top_p.index_select(0, index),
             self.top_k.index_select(0, index),
             self.min_p.index_select(0, index),

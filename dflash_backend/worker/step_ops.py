@@ -111,20 +111,21 @@ class DeviceStepOps:
         temperature, filters and noise for the token's position; the argmax for a greedy request."""
         if not inputs.traits.sampled:
             return self.argmax(logits)
-        # A row of logits decides the token behind the one that it follows.
+        # Logits after position p decide position p + 1.
         positions = prepared.positions + 1
         if inputs.logits_token is not None:
             positions = positions.index_select(0, inputs.logits_token)
         req_idx = inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
-        p = state.sampling_tensors(req_idx)
-        lowest_kept = self._lowest_kept(logits, p.temperature, p.top_k, p.top_p, p.min_p)
-        return self._sample(logits, p.temperature, p.seeds, positions, lowest_kept)
+        sampling = state.sampling_tensors(req_idx)
+        temperature = sampling.temperature
+        lowest_kept = self._lowest_kept(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        return self._sample(logits, temperature, sampling.seeds, positions, lowest_kept)
 
     def accept(
         self, target_tokens: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors
     ) -> Accepted:
         """Which drafts are accepted and which token follows, for the rows that sample; advances `state.tokens` by that
-        token and `state.computed` of every row to `start + num_new + count`.
+        token and `state.computed` of every row to its real start + num_new + count.
 
         target_tokens: int64 `[D]`, the target's own token for each row of logits.
         """

@@ -40,7 +40,8 @@ def accept_reference(
     """
     index = np.maximum(req_idx.numpy(), 0)
     first = (starts + num_new).numpy().astype(np.int64)
-    lens, offsets = num_draft.numpy(), logits_start.numpy()
+    offsets = logits_start.numpy()
+    lens = np.where(offsets >= 0, num_draft.numpy(), 0)
     rows, column = np.arange(len(index)), np.arange(k + 1)
     positions = first[:, None] + column
     within = positions < tokens.shape[1]

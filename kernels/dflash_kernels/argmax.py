@@ -1,7 +1,7 @@
 """The index of the largest value of each row over a large vocabulary: of each tile first, then of the tiles.
 
 One program for a row would leave most of a GPU idle at small batches, so each row is split into tiles, a program each.
-The sampling kernels use both steps.
+`sample` finds the largest of a tile in its own way and shares the rest.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ if triton is not None:
         return largest, (tl.min(offsets, axis=0) + place).to(tl.int32)
 
     @triton.jit
-    def argmax_of_tiles(values_ptr, index_ptr, row, num_tiles, TILES: tl.constexpr):
-        """The largest value of a row's tiles and its index, from `[n, num_tiles]` of both. Lower tiles win ties."""
-        tiles = tl.arange(0, TILES)
-        values = tl.load(values_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
-        largest, tile = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        return largest, tl.load(index_ptr + row.to(tl.int64) * num_tiles + tile).to(tl.int64)
-
-    @triton.jit
     def _tile_kernel(values_ptr, max_ptr, index_ptr, vocab, stride, num_tiles, BLOCK: tl.constexpr):
         """One program finds the largest of one tile of one row."""
         row, tile = tl.program_id(0), tl.program_id(1)
@@ -57,10 +49,12 @@ if triton is not None:
 
     @triton.jit
     def _reduce_kernel(max_ptr, index_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
-        """One program finds the largest tile of one row."""
-        row = tl.program_id(0)
-        _, index = argmax_of_tiles(max_ptr, index_ptr, row, num_tiles, TILES)
-        tl.store(out_ptr + row, index)
+        """One program finds the largest tile of one row. Lower tiles win ties."""
+        row = tl.program_id(0).to(tl.int64)
+        tiles = tl.arange(0, TILES)
+        values = tl.load(max_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
+        _, tile = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(out_ptr + row, tl.load(index_ptr + row * num_tiles + tile).to(tl.int64))
 
     def reduce_tiles(largest: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """`index` (int32) where `largest` (float32) is largest, both `[n, num_tiles]`: int64 `[n]`."""
@@ -70,11 +64,9 @@ if triton is not None:
             _reduce_kernel[(num_rows,)](largest, index, out, num_tiles, TILES=triton.next_power_of_2(num_tiles))
         return out
 
-    def tile_buffers(
-        num_rows: int, vocab: int, tile: int, device: torch.device, copies: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the largest value (float32) and its index (int32) of each tile: `[copies * num_rows, num_tiles]`."""
-        shape = (copies * num_rows, triton.cdiv(vocab, tile))
+    def tile_buffers(num_rows: int, vocab: int, tile: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the largest value (float32) and its index (int32) of each tile: `[num_rows, num_tiles]`."""
+        shape = (num_rows, triton.cdiv(vocab, tile))
         return (
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.int32, device=device),

@@ -27,40 +27,37 @@ def lowest_kept_reference(
     """The lowest of the `logits` (`[n, vocab]`, any floating-point dtype) that each row keeps: float32 `[n]`, -inf
     where it filters nothing; None where no row does.
 
-    temperature (0 for the argmax, which needs no filter), top_p (1: all), min_p (0: all): float32 `[n]`. top_k (0:
-    all): int64 `[n]`. The order is vLLM's: temperature, min-p, top-k, top-p, each among the tokens that are left.
+    temperature, top_p (1: all), min_p (0: all): float32 `[n]`; at a temperature of 0 nothing is filtered, since the
+    argmax passes every filter. top_k (0: all): int64 `[n]`. The order is vLLM's: temperature, min-p, top-k, top-p, each
+    among the tokens that are left.
     """
-    any_top_k, any_top_p, any_min_p = bool((top_k > 0).any()), bool((top_p < 1.0).any()), bool((min_p > 0.0).any())
-    if not (any_top_k or any_top_p or any_min_p):
+    by_min_p = (temperature > 0.0) & (min_p > 0.0)
+    by_rank = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0))
+    if not (by_min_p | by_rank).any():
         return None
-    if not (any_top_k or any_top_p):
-        return _of_sampled(_with_min_p(logits.float().amax(dim=-1), temperature, min_p), temperature)
-    ordered = logits.float().sort(dim=-1, descending=True).values
-    lowest = _with_min_p(ordered[:, 0], temperature, min_p)
-    vocab = logits.shape[-1]
-    kth = ordered.gather(1, top_k.clamp(1, vocab)[:, None] - 1).squeeze(1)
+    lowest = torch.full((len(logits),), float("-inf"))
+    if by_min_p.any():
+        edge = logits.float().amax(dim=-1) + temperature * min_p.log()
+        lowest = torch.where(by_min_p, edge, lowest)
+    rows = by_rank.nonzero().squeeze(1)
+    if len(rows) > 0:
+        lowest[rows] = _by_rank(logits[rows].float(), lowest[rows], temperature[rows], top_k[rows], top_p[rows])
+    return lowest
+
+
+def _by_rank(
+    logits: torch.Tensor, lowest: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """`lowest` raised to what top-k and top-p keep."""
+    ordered = logits.sort(dim=-1, descending=True).values
+    kth = ordered.gather(1, top_k.clamp(1, logits.shape[1])[:, None] - 1).squeeze(1)
     lowest = torch.where(top_k > 0, torch.maximum(lowest, kth), lowest)
-    if any_top_p:
-        kept = ordered.masked_fill(ordered < lowest[:, None], float("-inf"))
-        above = (kept / temperature.clamp(min=_TINY)[:, None]).softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
-        above[:, 0] = 0.0
-        last = kept.masked_fill(above >= top_p[:, None], float("inf")).amin(dim=-1)
-        # A p of 1 keeps everything, whatever rounding does to the sum.
-        lowest = torch.where(top_p < 1.0, torch.maximum(lowest, last), lowest)
-    return _of_sampled(lowest, temperature)
-
-
-# In place of a temperature of 0, whose result is not read.
-_TINY = 1e-30
-
-
-def _of_sampled(lowest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    return torch.where(temperature > 0.0, lowest, float("-inf"))
-
-
-def _with_min_p(top: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The logit at which a token has `min_p` times the probability of the `top` one."""
-    return torch.where(min_p > 0.0, top + temperature * min_p.log(), float("-inf"))
+    kept = ordered.masked_fill(ordered < lowest[:, None], float("-inf"))
+    above = (kept / temperature[:, None]).softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
+    above[:, 0] = -1.0  # the most likely token is kept, also by a p that is 0 in float32
+    last = kept.masked_fill(above >= top_p[:, None], float("inf")).amin(dim=-1)
+    # A p of 1 keeps everything, whatever rounding does to the sum.
+    return torch.where(top_p < 1.0, torch.maximum(lowest, last), lowest)
 
 
 if triton is not None:
@@ -94,7 +91,7 @@ if triton is not None:
         low = tl.full([BLOCK], float("inf"), tl.float32)
         for base in range(0, vocab, BLOCK):
             logits = _tile(row_ptr, base, vocab, BLOCK)
-            kept = logits >= lowest_kept
+            kept = (logits >= lowest_kept) & (logits > float("-inf"))
             total += tl.where(kept, _weight(logits, top, scale), 0.0)
             low = tl.minimum(low, tl.where(kept, logits, float("inf")))
         return tl.sum(total, axis=0), tl.min(low, axis=0)

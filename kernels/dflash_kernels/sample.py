@@ -3,7 +3,7 @@
 The noise is the request's own Gumbel noise for the position and the token (`random_numbers`), so a token is drawn with
 its probability (the Gumbel-max trick), and which one follows from logits, temperature, seed and position alone. A
 temperature of 0 is the case without noise: the argmax. Rounding in a logit, which differs between a prefix hit and a
-miss, only matters where the two best scores are that close.
+miss, only matters where the two best scores, or a logit and the edge of a filter, are that close.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ try:
 except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
-# Elements of one program. Smaller than where values are only compared: a hash of each takes registers.
+# Elements of one program; fewer than argmax's, since hashing takes registers.
 TILE = 2048
+# Elements that the reference hashes at a time.
+NOISE_AT_A_TIME = 1 << 21
 
 if triton is not None:
     from dflash_kernels.argmax import argmax_in_tile, reduce_tiles, tile_buffers
@@ -55,11 +57,14 @@ def sample_reference(
     if lowest_kept is not None:
         scores.masked_fill_(values < lowest_kept[:, None], float("-inf"))
     ids = torch.arange(values.shape[1]) if token_ids is None else token_ids
-    return scores.add_(gumbel_reference(seeds, positions, ids)).argmax(dim=-1)
+    # Some rows at a time, since hashing takes several times the memory of the logits.
+    count = max(1, NOISE_AT_A_TIME // len(ids))
+    parts = zip(scores.split(count), seeds.split(count), positions.split(count), strict=True)
+    return torch.cat([part.add_(gumbel_reference(seed, at, ids)).argmax(dim=-1) for part, seed, at in parts])
 
 
 if triton is not None:
-    # Positions may be part of a row of them, at any alignment.
+    # A view of positions may begin at any of them.
     @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
     def _sample_kernel(
         logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, lowest_kept_ptr, token_ids_ptr,

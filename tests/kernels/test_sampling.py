@@ -165,7 +165,7 @@ def test_equally_likely_tokens_are_kept_or_hidden_together(changes: dict[str, fl
 
 def test_filters_at_either_end_keep_one_token_or_all() -> None:
     logits = randn(1, 200)
-    for changes in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+    for changes in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-50}, {"min_p": 1.0}):
         assert assert_same_filter(logits, filters(1, **changes)).count_nonzero() == 1
     for changes in ({"top_k": 200}, {"top_k": 5000}, {"top_p": 1.0}):
         assert assert_same_filter(logits, filters(1, **changes)).count_nonzero() == 200
@@ -240,6 +240,12 @@ def test_a_token_of_probability_zero_is_never_chosen() -> None:
     logits[:, 67] = -1e30
     assert (on_device(logits, *requests(500)) == 67).all()
     assert (sample_reference(logits, *requests(500)) == 67).all()
+
+
+def test_the_reference_chooses_the_same_whatever_it_hashes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = sample_reference(randn(50, 90), *requests(50))
+    monkeypatch.setattr("dflash_kernels.sample.NOISE_AT_A_TIME", 200)
+    assert sample_reference(randn(50, 90), *requests(50)).tolist() == expected.tolist()
 
 
 def test_rounding_seldom_changes_what_is_chosen() -> None:

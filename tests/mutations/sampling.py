@@ -77,16 +77,16 @@ SAMPLING_MUTANTS = (
     Mutant(
         "min_p is applied before the temperature",
         FILTER,
-        "top + temperature * min_p.log()",
-        "top + min_p.log()",
+        "temperature * min_p.log()",
+        "min_p.log()",
         ("tests/kernels/test_sampling.py::test_the_filters_see_the_probabilities_at_the_temperature",),
         ((FILTER, "top + temperature * tl.log(min_p)", "top + tl.log(min_p)"),),
     ),
     Mutant(
         "the target's tokens are not filtered",
         STEP_OPS_FILE,
-        "self._sample(logits, p.temperature, p.seeds, positions, lowest_kept)",
-        "self._sample(logits, p.temperature, p.seeds, positions)",
+        "self._sample(logits, temperature, sampling.seeds, positions, lowest_kept)",
+        "self._sample(logits, temperature, sampling.seeds, positions)",
         ("tests/test_filtered_sampling.py",),
     ),
     Mutant(

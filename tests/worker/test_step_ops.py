@@ -197,8 +197,7 @@ def test_most_outcomes_occur() -> None:
 
 def test_accept_with_no_row_that_samples_advances_what_is_computed(ops: StepOps) -> None:
     step = random_step(3, 4, padding=False, zombies=False)
-    step.rows.logits_start.fill_(-1)
-    step.rows.num_draft.zero_()
+    step.rows.logits_start.fill_(-1)  # what drafts a row may have are not looked at
     state = step.copy_of_state()
     accepted = ops.accept(
         torch.zeros(0, dtype=torch.int64, device=DEVICE), step.rows, ops.prepare(step.inputs, state), state
@@ -355,6 +354,7 @@ def test_a_layout_buffer_that_is_too_small_is_refused() -> None:
 def test_sampling_parameters_are_those_of_the_rows() -> None:
     state = random_step(2, 1).state
     picked: SamplingTensors = state.sampling_tensors(torch.tensor([3, -1, 1], device=DEVICE))
+    assert picked.temperature[1] == 0.0, "padding is greedy"
     assert picked.temperature[[0, 2]].tolist() == state.temperature[[3, 1]].tolist()
     assert picked.seeds[[0, 2]].tolist() == state.seeds[[3, 1]].tolist()
 

@@ -159,8 +159,8 @@ def is_unused(spec: DFlashSpec, name: str) -> bool:
 def vocabulary_map(spec: DFlashSpec, offsets: torch.Tensor) -> torch.Tensor:
     """The target's id of each draft id, from `d2t` (int64 `[draft_vocab_size]`, what to add to a draft id).
 
-    Raises `CheckpointError` when an id is outside the target's vocabulary or two draft ids share one: the draft's
-    distribution would not be what it was drawn from (LOSSLESS).
+    Raises `CheckpointError` when an id is outside the target's vocabulary or two draft ids share one: then
+    the map is damaged.
     """
     draft_ids = torch.arange(len(offsets), device=offsets.device)
     # Compared before the sum, which could overflow.
