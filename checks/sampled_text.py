@@ -27,8 +27,8 @@ from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.messages import SamplingParams
+from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
-from dflash_kernels.random_numbers import gumbel_reference
 
 TEMPERATURES = (0.7, 1.0)
 # In turn with the prompts.

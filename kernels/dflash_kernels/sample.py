@@ -1,6 +1,6 @@
 """Choose a token from each row of logits: the argmax of `logits / temperature + noise`.
 
-The noise is the request's own Gumbel noise for the position and the token (`random_numbers`), so a token is drawn with
+The noise is the request's own Gumbel noise for the position and the token (`gumbel_noise`), so a token is drawn with
 its probability (the Gumbel-max trick), and which one follows from logits, temperature, seed and position alone. A
 temperature of 0 is the case without noise: the argmax. Rounding in a logit, which differs between a prefix hit and a
 miss, only matters where the two best scores, or a logit and the edge of a filter, are that close.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels.argmax import WARPS
-from dflash_kernels.random_numbers import gumbel_reference
+from dflash_kernels.gumbel_noise import gumbel_reference
 
 try:
     import triton
@@ -26,7 +26,7 @@ NOISE_AT_A_TIME = 1 << 21
 
 if triton is not None:
     from dflash_kernels.argmax import argmax_in_tile, reduce_tiles, tile_buffers
-    from dflash_kernels.random_numbers import gumbel, state_bits
+    from dflash_kernels.gumbel_noise import gumbel, key_bits
 
 
 def sample_reference(
@@ -82,8 +82,8 @@ if triton is not None:
             token_ids = offsets.to(tl.int64)
             if MAPPED:
                 token_ids = tl.load(token_ids_ptr + offsets, mask=inside, other=0)
-            state = state_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-            scores = tl.div_rn(logits, temperature) + gumbel(state, token_ids)
+            key = key_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+            scores = tl.div_rn(logits, temperature) + gumbel(key, token_ids)
             if FILTERED:
                 scores = tl.where(logits < tl.load(lowest_kept_ptr + row), float("-inf"), scores)
         value, index = argmax_in_tile(scores, offsets, vocab)

@@ -9,8 +9,8 @@ import torch
 from scipy import stats
 
 from dflash_kernels.argmax import argmax, argmax_reference
+from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.logits_filter import lowest_kept, lowest_kept_reference
-from dflash_kernels.random_numbers import gumbel_reference
 from dflash_kernels.sample import sample, sample_reference
 from tests.kernels.inputs import DEVICE
 

@@ -9,7 +9,7 @@ import torch
 from dflash_backend.worker.batch import DeviceBatch, spans
 from dflash_backend.worker.state import SamplingTensors, StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
-from dflash_kernels.random_numbers import gumbel_reference
+from dflash_kernels.gumbel_noise import gumbel_reference
 from tests.kernels.test_sampling import by_hand
 from tests.worker.engines import ReferenceStepOps
 from tests.worker.random_steps import DEVICE, MASK_ID, VOCAB, RandomStep, random_step, random_target

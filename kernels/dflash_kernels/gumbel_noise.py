@@ -1,7 +1,7 @@
 """A request's Gumbel noise: a number for each position and token, from its seed and from nothing else.
 
-There is no generator state: a number is a hash of the three, splitmix64 (Steele, Lea, Flood 2014). The numpy and the
-Triton form give the same 64 bits.
+No generator has to be advanced: a number is a hash of the three, splitmix64 (Steele, Lea, Flood 2014). The numpy and
+the Triton form give the same 64 bits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ except ImportError:  # a machine without a GPU needs the numpy form only
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+_GOLDEN_NUMPY = np.uint64(_GOLDEN)
 # Uniform numbers are rounded to float32. 1 itself would be noise of -inf, which hides a token.
 _LARGEST = np.float32(1.0 - 2.0**-24)
 
@@ -25,11 +26,10 @@ _LARGEST = np.float32(1.0 - 2.0**-24)
 def gumbel_reference(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float32 `[n, m]`: independent numbers for each of the int64 `seeds` and `positions` (`[n]`, of the
     token that is decided) and each of the int64 `token_ids` `[m]`."""
-    state = _mix(_state(seeds, positions)[:, None] + _GOLDEN_NUMPY * (token_ids.numpy().view(np.uint64) + np.uint64(1)))
-    state >>= np.uint64(32)
-    # The logarithm is taken from the end near 0, where floating-point numbers are dense: the smallest exponential
-    # numbers are those that win.
-    noise = state.astype(np.float32)
+    bits = _mix(_keys(seeds, positions)[:, None] + _GOLDEN_NUMPY * (token_ids.numpy().view(np.uint64) + np.uint64(1)))
+    bits >>= np.uint64(32)
+    # -log(-log1p(-y)): the smallest y win, and near 0 floating-point numbers are dense.
+    noise = bits.astype(np.float32)
     noise += np.float32(0.5)
     noise *= np.float32(-(2.0**-32))
     np.maximum(noise, -_LARGEST, out=noise)
@@ -38,9 +38,6 @@ def gumbel_reference(seeds: torch.Tensor, positions: torch.Tensor, token_ids: to
     np.log(noise, out=noise)
     np.negative(noise, out=noise)
     return torch.from_numpy(noise)
-
-
-_GOLDEN_NUMPY = np.uint64(_GOLDEN)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -52,10 +49,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _state(seeds: torch.Tensor, positions: torch.Tensor) -> np.ndarray:
+def _keys(seeds: torch.Tensor, positions: torch.Tensor) -> np.ndarray:
     """64 bits for each (seed, position), uint64 `[n]`."""
-    state = _mix(seeds.numpy().view(np.uint64) + _GOLDEN_NUMPY)
-    return _mix(state + (positions.numpy().view(np.uint64) + np.uint64(1)) * _GOLDEN_NUMPY)
+    keys = _mix(seeds.numpy().view(np.uint64) + _GOLDEN_NUMPY)
+    return _mix(keys + (positions.numpy().view(np.uint64) + np.uint64(1)) * _GOLDEN_NUMPY)
 
 
 if triton is not None:
@@ -71,19 +68,19 @@ if triton is not None:
         return x ^ (x >> 31)
 
     @triton.jit
-    def state_bits(seeds, positions):
-        """uint64 for each (seed, position), both int64: `_state`."""
-        state = _mix_bits(seeds.to(tl.uint64) + _GOLDEN_BITS)
-        return _mix_bits(state + (positions.to(tl.int64) + 1).to(tl.uint64) * _GOLDEN_BITS)
+    def key_bits(seeds, positions):
+        """uint64 for each (seed, position), both int64: `_keys`."""
+        keys = _mix_bits(seeds.to(tl.uint64) + _GOLDEN_BITS)
+        return _mix_bits(keys + (positions.to(tl.int64) + 1).to(tl.uint64) * _GOLDEN_BITS)
 
     @triton.jit
-    def gumbel(state, token_ids):
-        """float32 for the uint64 `state` and the int64 `token_ids`: `gumbel_reference`, up to rounding of logarithms.
+    def gumbel(key, token_ids):
+        """float32 for the uint64 `key` and the int64 `token_ids`: `gumbel_reference`, up to rounding of logarithms.
 
         -log1p(-y) without a library's log1p, which the interpreter lacks. Near 0 it is a series, so that it does not
         matter how a GPU's fast logarithm rounds near 1; those are the numbers that win.
         """
-        bits = _mix_bits(state + (token_ids + 1).to(tl.uint64) * _GOLDEN_BITS) >> 32
+        bits = _mix_bits(key + (token_ids + 1).to(tl.uint64) * _GOLDEN_BITS) >> 32
         y = tl.minimum((bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _LARGEST_FLOAT)
         # -log(1 - y) = 2 artanh(s) with s = y / (2 - y), below 1/7 where the series is taken.
         s = tl.div_rn(y, 2.0 - y)

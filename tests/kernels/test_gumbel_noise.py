@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dflash_kernels.random_numbers import gumbel, gumbel_reference, state_bits
+from dflash_kernels.gumbel_noise import gumbel, gumbel_reference, key_bits
 from tests.kernels.inputs import DEVICE
 
 COUNT = 8192
@@ -15,9 +15,9 @@ COUNT = 8192
 @triton.jit
 def _noise_kernel(seeds_ptr, positions_ptr, out_ptr, COUNT: tl.constexpr):
     row = tl.program_id(0)
-    state = state_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    key = key_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     index = tl.arange(0, COUNT)
-    tl.store(out_ptr + row * COUNT + index, gumbel(state, index.to(tl.int64)))
+    tl.store(out_ptr + row * COUNT + index, gumbel(key, index.to(tl.int64)))
 
 
 def test_noise_is_that_of_numpy() -> None:
