@@ -1,7 +1,10 @@
-"""Requests over gRPC: one `ModelStreamInfer` stream for each, on the stubs that `tritonclient` ships.
+"""Requests over gRPC: one `ModelStreamInfer` stream for each, with the messages that `tritonclient` ships.
 
-`tritonclient`'s own streaming client hands responses to a callback in a thread of its own; the stubs give an iterator
-that can be cancelled and has a deadline, which is all that is needed here.
+`tritonclient`'s own streaming client hands responses to a callback in a thread of its own; gRPC's calls are iterators
+that can be cancelled and have a deadline, which is all that is needed here.
+
+A stream has one request, so it is called as one with a single request. That needs no thread for requests, and a server
+that refuses before it has read the request is heard: grpc.aio reports a stream of requests that breaks so as INTERNAL.
 """
 
 from __future__ import annotations
@@ -24,15 +27,16 @@ from dflash_client.responses import Outputs
 class _GrpcCall:
     """One attempt of a request; its subclasses read the responses."""
 
-    def __init__(self, stub: Any, connection: Connection, request: Request, deadline: float) -> None:
-        self._stub, self._connection, self._request, self._deadline = stub, connection, request, deadline
+    def __init__(self, stream_infer: Any, connection: Connection, request: Request, deadline: float) -> None:
+        self._stream_infer, self._connection = stream_infer, connection
+        self._request, self._deadline = request, deadline
         self._stream: Any = None
         self._cancelled = False
 
     def _open(self) -> Any:
         """Send the request and return the iterator over its responses."""
-        self._stream = self._stub.ModelStreamInfer(
-            iter([encode(self._request)]), timeout=remaining_s(self._deadline), metadata=self._connection.headers
+        self._stream = self._stream_infer(
+            encode(self._request), timeout=remaining_s(self._deadline), metadata=self._connection.headers
         )
         # `cancel` sets the flag before it looks for the stream: one of the two sees the other.
         if self._cancelled:
@@ -96,6 +100,11 @@ class _GrpcTransport:
             else library.secure_channel(address, credentials(tls), options=CHANNEL_OPTIONS)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stream_infer = self._channel.unary_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
 
     def _ask_ready(self, model: str, timeout_s: float) -> Any:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -113,7 +122,7 @@ class GrpcTransport(_GrpcTransport):
 
     def call(self, request: Request, deadline: float) -> GrpcCall:
         """A call that ends at `deadline` at the latest; nothing is sent yet."""
-        return GrpcCall(self._stub, self._connection, request, deadline)
+        return GrpcCall(self._stream_infer, self._connection, request, deadline)
 
     def probe(self, model: str, timeout_s: float) -> ClientError | None:
         """Why the model cannot take requests, or None."""
@@ -135,7 +144,7 @@ class AsyncGrpcTransport(_GrpcTransport):
 
     def call(self, request: Request, deadline: float) -> AsyncGrpcCall:
         """A call that ends at `deadline` at the latest; nothing is sent yet."""
-        return AsyncGrpcCall(self._stub, self._connection, request, deadline)
+        return AsyncGrpcCall(self._stream_infer, self._connection, request, deadline)
 
     async def probe(self, model: str, timeout_s: float) -> ClientError | None:
         """Why the model cannot take requests, or None."""

@@ -16,6 +16,7 @@ from dflash_cli.main import main
 from dflash_client import (
     AsyncDFlashClient,
     Cancelled,
+    ClientError,
     ConnectionFailed,
     DFlashClient,
     PermissionDenied,
@@ -116,6 +117,23 @@ def test_a_connection_that_is_not_safe_or_not_allowed_is_refused_with_what_to_do
         pytest.raises(kind, match=words.format(protocol=protocol)),
     ):
         ask(url(protocol, seen.address, secure), **options)
+
+
+def test_a_server_that_refuses_before_it_has_read_the_request_is_heard_each_time() -> None:
+    """grpc.aio's streams of requests would report some of these as INTERNAL."""
+
+    async def refusals(address: str) -> set[type[Exception]]:
+        kinds: set[type[Exception]] = set()
+        async with AsyncDFlashClient(address, api_key="other") as client:
+            for _ in range(40):
+                try:
+                    await client.generate("x" * 1_000_000)
+                except ClientError as error:
+                    kinds.add(type(error))
+        return kinds
+
+    with grpc_server(None) as seen:
+        assert asyncio.run(refusals(seen.address)) == {PermissionDenied}
 
 
 @pytest.mark.parametrize("prefix", ["/llm/one", "/llm/one/", "/llm/one/v2"])
