@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -29,3 +31,10 @@ def test_noise_is_that_of_numpy() -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=2e-6)
     assert expected.min() < -1.5
     assert expected.max() > 8.0
+
+
+def test_no_token_has_noise_of_minus_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hide the only token that a filter keeps."""
+    monkeypatch.setattr("dflash_kernels.gumbel_noise._mix", lambda bits: np.full_like(bits, 2**64 - 1))
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert gumbel_reference(zero, zero, torch.arange(3)).isfinite().all()

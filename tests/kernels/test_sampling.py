@@ -200,13 +200,21 @@ def test_a_sample_equals_its_reference(num_rows: int, vocab: int, dtype: torch.d
     logits = (3 * randn(num_rows, vocab)).to(dtype)
     temperature, seeds, positions = requests(num_rows, 1.3)
     temperature[1] = 0.0
-    lowest = torch.linspace(-1.0, 1.0, num_rows) if filtered else None
+    lowest = logits.float().quantile(0.95, dim=1) - 0.01 * torch.arange(num_rows) if filtered else None
     ids = torch.randperm(5000, generator=torch.Generator().manual_seed(3))[:vocab]
     for token_ids in (None, ids):
         arguments = temperature, seeds, positions, lowest, token_ids
         expected = sample_reference(logits, *arguments)
         assert on_device(logits, *arguments).tolist() == expected.tolist()
         assert expected[1] == logits[1].argmax()
+        if lowest is not None:
+            assert (logits.gather(1, expected[:, None]).squeeze(1).float() >= lowest).all()
+            # What a filter hides, and nothing else, is not chosen at a temperature at which all are equally likely.
+            hot = torch.full_like(temperature, 1e4), *arguments[1:]
+            hot[0][1] = 0.0
+            kept = logits.gather(1, sample_reference(logits, *hot)[:, None]).squeeze(1).float() >= lowest
+            assert kept.all()
+            assert (on_device(logits, *hot) == sample_reference(logits, *hot)).all()
 
 
 def test_samples_have_the_distribution_of_the_logits_that_are_kept() -> None:

@@ -353,6 +353,7 @@ def test_a_layout_buffer_that_is_too_small_is_refused() -> None:
 
 def test_sampling_parameters_are_those_of_the_rows() -> None:
     state = random_step(2, 1).state
+    state.temperature.add_(0.5)
     picked: SamplingTensors = state.sampling_tensors(torch.tensor([3, -1, 1], device=DEVICE))
     assert picked.temperature[1] == 0.0, "padding is greedy"
     assert picked.temperature[[0, 2]].tolist() == state.temperature[[3, 1]].tolist()
