@@ -50,7 +50,7 @@ def pool_of(num_blocks: int) -> float:
     """`kv_cache_gb` that holds this many blocks of the demo pair in float32."""
     config = EngineConfig.from_values({})
     pair = resolve_pair(config)
-    draft = pair.draft.decoder if pair.draft else None
+    draft = pair.draft_model.decoder if pair.draft_model else None
     return (num_blocks + 0.5) * bytes_per_block(pair.target.decoder, draft, config.kv_block_size, torch.float32) / GIB
 
 

@@ -173,9 +173,8 @@ def key(questions: Sequence[Question], settings: Mapping[str, str]) -> str:
     pair = resolve_pair(EngineConfig.from_values(settings))
     weights = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for spec in (pair.target, pair.draft)
-        if spec is not None
-        for file in weight_files(spec.path)
+        for directory in pair.checkpoints
+        for file in weight_files(directory)
     ]
     text = json.dumps([[asdict(question) for question in questions], sorted(settings.items()), weights])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -123,4 +123,6 @@ def peak_positions(request: Request, config: SchedulerConfig) -> int:
     reach = k + config.lookahead(k)
     by_tokens = request.num_prompt_tokens + request.sampling.max_tokens - 2 + reach
     by_window = config.max_drafting_len + config.lookahead(k) - k - 1
-    return max(target, min(by_tokens, by_window))
+    # The latest of all starts from the last token but one. It reaches further where less than k + 1 is reserved.
+    verifying = min(request.num_prompt_tokens + request.sampling.max_tokens - 1 + k, config.max_drafting_len)
+    return max(target, verifying, min(by_tokens, by_window))

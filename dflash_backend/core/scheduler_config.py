@@ -25,7 +25,7 @@ class SchedulerConfig:
     max_num_seqs, max_num_batched_tokens: requests and target tokens of one step.
     max_queue_size, max_queue_tokens: requests and tokens that one tenant may have waiting.
     num_speculative_tokens: k; 0 without a drafter.
-    lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor).
+    lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor); None: it runs none.
     hit_trim: positions at the end of a prefix hit that the drafter wants computed again.
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
     max_prefill_tokens_per_step: prompt tokens of a step that also decodes. None: half as many as it decodes or, if
@@ -45,7 +45,7 @@ class SchedulerConfig:
     max_queue_size: int
     enable_prefix_caching: bool
     num_speculative_tokens: int = 0
-    lookahead_base: int = 1
+    lookahead_base: int | None = 1
     hit_trim: int = 0
     drafter_max_len: int = 0
     max_prefill_tokens_per_step: int | None = None
@@ -67,7 +67,7 @@ class SchedulerConfig:
 
     def lookahead(self, k: int) -> int:
         """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""
-        return k + self.lookahead_base if k > 0 else 0
+        return k + self.lookahead_base if k > 0 and self.lookahead_base is not None else 0
 
     def drafts_fit(self, num_tokens: int, k: int) -> bool:
         """Whether a sequence of `num_tokens` tokens can be given k drafts (WINDOW): the anchor, its last token, and the

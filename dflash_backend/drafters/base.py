@@ -1,4 +1,4 @@
-"""What a drafter is to the engine: block drafters and autoregressive ones alike."""
+"""What a drafter is to the engine: block drafters, autoregressive ones, and those that only read tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,31 @@ import torch
 from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.weights import Progress
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
 
 
 @dataclass(frozen=True)
-class DraftBatch:
-    """What a step's rows draft from: for each row that drafts a query at its anchor, the last token of the request, and
+class TokenHistory:
+    """The tokens of a step's R rows, on the device: where the worker keeps them, without a copy.
+
+    tokens: int64 `[S, max_len]`, prompt and output of each request. computed: int32 `[S]`, the position of a request's
+    anchor, its last token; what `tokens` holds behind that is of the past, and for a request that has ended meanwhile
+    it may be `max_len` or more. req_idx: int32 `[R]`, the request of each row, -1 for padding. num_drafts: int32 `[R]`,
+    0 for a row that does not draft. k: the most of them.
+    """
+
+    tokens: torch.Tensor
+    computed: torch.Tensor
+    req_idx: torch.Tensor
+    num_drafts: torch.Tensor
+    k: int
+
+
+@dataclass(frozen=True)
+class DraftQueries:
+    """What a drafter's model runs: for each row that drafts a query at its anchor, the last token of the request, and
     one at the position of each of its drafts; the rows behind one another, on the device.
 
     token_ids, positions, slots: int64 `[num_queries]`. layout: the rows as attention runs them. width: queries of each
@@ -39,6 +56,14 @@ class DraftBatch:
         if self.draft_index is not None:
             return values[self.draft_index]
         return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """What a step's rows draft from. queries: None for a drafter without a model (`Drafter.placeholder_id`)."""
+
+    history: TokenHistory
+    queries: DraftQueries | None
 
 
 @dataclass(frozen=True)
@@ -121,15 +146,17 @@ class DraftSampler:
 Spec = TypeVar("Spec", bound=DraftSpec, contravariant=True)
 
 DrafterFactory = Callable[[TargetModel, list[KVLayer], AttentionBackend], "Drafter[Any]"]
-"""The drafter beside a target, over its own layers of the paged KV, under the target's block ids (TOGETHER)."""
+"""The drafter beside a target, over its own layers of the paged KV, under the target's block ids (TOGETHER). A drafter
+without a model has no layers."""
 
 
 class Drafter(Protocol[Spec]):
-    """Proposes tokens and keeps its own context KV in step with the target's."""
+    """Proposes tokens and keeps its own context KV, if it has any, in step with the target's."""
 
-    lookahead_base: int
+    lookahead_base: int | None
     """Positions reserved beyond k when drafting k tokens (RESERVE): 1 for a block drafter, whose queries are the anchor
-    and all drafts; 0 for an autoregressive one, which never runs the last draft."""
+    and all drafts; 0 for an autoregressive one, which never runs the last draft. None: it runs no queries, and nothing
+    is reserved."""
 
     hit_trim: int
     """Positions at the end of a prefix hit whose context KV depends on tokens behind the hit, and is made again: 0
@@ -139,10 +166,11 @@ class Drafter(Protocol[Spec]):
     """Whether `inject` wants the token that follows each position."""
 
     capture: tuple[int, ...]
-    """Layers of the target whose outputs `inject` wants, as `TargetModel.forward` counts them."""
+    """Layers of the target whose outputs `inject` wants, as `TargetModel.forward` counts them. Empty: it has no context
+    KV, and `inject` is never called."""
 
-    placeholder_id: int
-    """The token of a `DraftBatch`'s queries behind the anchor."""
+    placeholder_id: int | None
+    """The token of the queries behind the anchor. None: it runs no queries, and a `DraftBatch` has none."""
 
     @classmethod
     def check_weights(cls, spec: Spec) -> dict[str, TensorHeader]:
@@ -160,11 +188,12 @@ class Drafter(Protocol[Spec]):
         ...
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
-        """The drafts of all rows behind one another, int64 `[num_drafts]`, without a wait for the device."""
+        """The drafts of all rows, int64, without a wait for the device: those of the queries behind one another,
+        `[num_drafts]`, or `[R, k]`, of which the first `TokenHistory.num_drafts` of each row count."""
         ...
 
 
-def draft_patterns(spec: DraftSpec) -> tuple[AttentionPattern, ...]:
+def draft_patterns(spec: DraftModelSpec) -> tuple[AttentionPattern, ...]:
     """What the queries of each drafter layer see."""
     layers = zip(spec.causal, spec.decoder.sliding_windows, strict=True)
     return tuple(AttentionPattern(causal, window) for causal, window in layers)

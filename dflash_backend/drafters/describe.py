@@ -1,14 +1,18 @@
-"""What a drafter's checkpoint is and how it was read, in words."""
+"""What a drafter is and how its checkpoint was read, in words."""
 
 from __future__ import annotations
 
 from dflash_backend.checkpoints.describe import Facts, decoder_facts, file_facts, runs
 from dflash_backend.drafters.layer_ids import to_boundary_ids
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 
 
 def draft_facts(spec: DraftSpec) -> Facts:
-    """Label and text of what was read of a drafter. Raises `CheckpointError` when its files are gone."""
+    """Label and text of what is known of a drafter. Raises `CheckpointError` when its files are gone."""
+    return _model_facts(spec) if isinstance(spec, DraftModelSpec) else spec.facts()
+
+
+def _model_facts(spec: DraftModelSpec) -> Facts:
     return [
         ("directory", str(spec.path)),
         ("format", spec.format),
@@ -27,25 +31,25 @@ def draft_facts(spec: DraftSpec) -> Facts:
     ]
 
 
-def _made_for(spec: DraftSpec) -> str:
+def _made_for(spec: DraftModelSpec) -> str:
     layers = f"a target of {spec.num_target_layers} layers" if spec.num_target_layers else "a target"
     width = f"hidden size {spec.target_hidden_size}"
     return f"{spec.target_name or layers}, {width}, {spec.vocab_size} tokens"
 
 
-def _features(spec: DraftSpec) -> str:
+def _features(spec: DraftModelSpec) -> str:
     boundaries = list(to_boundary_ids(spec.target_layer_ids))
     last = "; the last layer's after the final norm" if spec.normed_last_layer else ""
     return f"layer ids {list(spec.target_layer_ids)} of the target, which are boundary ids {boundaries}{last}"
 
 
-def _lm_head(spec: DraftSpec) -> str:
+def _lm_head(spec: DraftModelSpec) -> str:
     if spec.has_lm_head:
         return "its own"
     return f"the target's, {spec.draft_vocab_size} rows of it" if spec.maps_vocabulary else "the target's"
 
 
-def _vocabulary(spec: DraftSpec) -> str:
+def _vocabulary(spec: DraftModelSpec) -> str:
     if spec.maps_vocabulary:
         return f"proposes {spec.draft_vocab_size} of {spec.vocab_size} tokens, mapped by d2t"
     return f"all {spec.vocab_size} tokens"

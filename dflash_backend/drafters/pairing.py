@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.drafters.layer_ids import to_boundary_ids
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec
 
 
-def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
+def check_pair(target: TargetSpec, draft: DraftModelSpec) -> None:
     """Raise `CheckpointError`, with both directories and both numbers, unless the drafter fits the target."""
     reason = _depth_mismatch(target, draft) or _width_mismatch(target, draft) or _vocabulary_mismatch(target, draft)
     if reason:
         raise CheckpointError(f"the drafter in {draft.path} does not fit the target in {target.path}: {reason}")
 
 
-def _depth_mismatch(target: TargetSpec, draft: DraftSpec) -> str | None:
+def _depth_mismatch(target: TargetSpec, draft: DraftModelSpec) -> str | None:
     num_layers = target.decoder.num_layers
     if draft.num_target_layers not in (None, num_layers):
         return f"it was made for {draft.num_target_layers} target layers, the target has {num_layers}"
@@ -26,7 +26,7 @@ def _depth_mismatch(target: TargetSpec, draft: DraftSpec) -> str | None:
     return f"it reads target_layer_ids {list(draft.target_layer_ids)}, the target has layers 0 to {num_layers - 1}"
 
 
-def _width_mismatch(target: TargetSpec, draft: DraftSpec) -> str | None:
+def _width_mismatch(target: TargetSpec, draft: DraftModelSpec) -> str | None:
     own, theirs = draft.decoder.hidden_size, target.decoder.hidden_size
     if draft.target_hidden_size != theirs:
         said = "hidden_size" if draft.target_hidden_size == own else "target_hidden_size"
@@ -42,7 +42,7 @@ def _width_mismatch(target: TargetSpec, draft: DraftSpec) -> str | None:
     return None
 
 
-def _vocabulary_mismatch(target: TargetSpec, draft: DraftSpec) -> str | None:
+def _vocabulary_mismatch(target: TargetSpec, draft: DraftModelSpec) -> str | None:
     if draft.vocab_size != target.vocab_size:
         return f"vocab_size is {draft.vocab_size}, the target's is {target.vocab_size}"
     if draft.draft_vocab_size > target.vocab_size:

@@ -13,29 +13,36 @@ from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.drafters.dflash.config import DFLASH
 from dflash_backend.drafters.dflash.speculators import read_speculators
 from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.drafters.speculators import MODEL_TYPE, is_speculators
 from dflash_backend.error_text import shown
 
 if TYPE_CHECKING:
     from dflash_backend.drafters.base import Drafter
 
-Read = Callable[[Path, JsonReader, bool | None], DraftSpec]
+Read = Callable[[Path, JsonReader, bool | None], DraftModelSpec]
 """Reads a drafter of one format: its directory, its `config.json`, the server's `causal` (None for auto)."""
 
 
 @dataclass(frozen=True)
-class Method:
-    """A drafting method.
+class Formats:
+    """The formats of a method's checkpoints.
 
     architecture: names it in `architectures`, in the z-lab format. read: for that format. read_speculators: for that of
-    speculators. drafter: gives its class, and imports torch.
+    speculators.
     """
 
     architecture: str
     read: Read
     read_speculators: Read
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method. drafter: gives its class, and imports torch. formats: None for one without checkpoints."""
+
     drafter: Callable[[], type[Drafter]]
+    formats: Formats | None = None
 
 
 def _dflash() -> type[Drafter]:
@@ -44,33 +51,39 @@ def _dflash() -> type[Drafter]:
     return DFlashDrafter
 
 
-METHODS: Mapping[str, Method] = {DFLASH: Method(ARCHITECTURE, read_zlab, read_speculators, _dflash)}
-"""By the names that `speculators_model_type` has for them."""
+METHODS: Mapping[str, Method] = {DFLASH: Method(_dflash, Formats(ARCHITECTURE, read_zlab, read_speculators))}
+"""By the names that vLLM's `method` and, for those with checkpoints, `speculators_model_type` have for them."""
+
+
+def _formats() -> dict[str, Formats]:
+    """The formats of each method that has checkpoints."""
+    return {name: method.formats for name, method in METHODS.items() if method.formats is not None}
 
 
 def is_drafter(directory: Path) -> bool:
     """Whether a directory holds a drafter of a known format or a model of the speculators library."""
     config = JsonReader.load(directory / "config.json")
     architectures = config.strings("architectures")
-    return is_speculators(config) or any(method.architecture in architectures for method in METHODS.values())
+    return is_speculators(config) or any(each.architecture in architectures for each in _formats().values())
 
 
-def read_draft(directory: Path, causal: bool | None = None) -> DraftSpec:
+def read_draft(directory: Path, causal: bool | None = None) -> DraftModelSpec:
     """Read a drafter of any method and format. `causal` is the server's setting, None for auto. Raises
     `CheckpointError`."""
     check_files(directory)
     config = JsonReader.load(directory / "config.json")
-    names = ", ".join(f"'{name}'" for name in METHODS)
+    by_method = _formats()
+    names = ", ".join(f"'{name}'" for name in by_method)
     if is_speculators(config):
-        method = METHODS.get(config.string(MODEL_TYPE))
-        if method is None:
+        formats = by_method.get(config.string(MODEL_TYPE))
+        if formats is None:
             raise config.fail(MODEL_TYPE, f"{names}: drafters of other methods are not supported")
-        return method.read_speculators(directory, config, causal)
+        return formats.read_speculators(directory, config, causal)
     architectures = config.strings("architectures")
-    for method in METHODS.values():
-        if method.architecture in architectures:
-            return method.read(directory, config, causal)
-    known = ", ".join(f"'{method.architecture}'" for method in METHODS.values())
+    for formats in by_method.values():
+        if formats.architecture in architectures:
+            return formats.read(directory, config, causal)
+    known = ", ".join(f"'{formats.architecture}'" for formats in by_method.values())
     code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(
         f"{config.where}: architectures is {shown(list(architectures))}; a drafter in the z-lab format has "

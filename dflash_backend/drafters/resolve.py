@@ -14,7 +14,7 @@ from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import EngineConfig, asset_path
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import is_drafter, read_draft
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.drafters.speculators import is_speculators, verifier_name
 
 
@@ -26,6 +26,16 @@ class ModelPair:
     draft: DraftSpec | None
     num_speculative_tokens: int
     warning: str | None = None
+
+    @property
+    def draft_model(self) -> DraftModelSpec | None:
+        """The drafter where it is a model, which has weights, KV and attention of its own."""
+        return self.draft if isinstance(self.draft, DraftModelSpec) else None
+
+    @property
+    def checkpoints(self) -> tuple[Path, ...]:
+        """The directories of the models."""
+        return (self.target.path,) if self.draft_model is None else (self.target.path, self.draft_model.path)
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ def _names_verifier(directory: Path) -> bool:
     return is_speculators(config) and verifier_name(config) is not None
 
 
-def _speculative_tokens(config: EngineConfig, draft: DraftSpec) -> int:
+def _speculative_tokens(config: EngineConfig, draft: DraftModelSpec) -> int:
     wanted = config.num_speculative_tokens
     if wanted is None:
         return draft.num_speculative_tokens

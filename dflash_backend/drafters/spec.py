@@ -1,4 +1,4 @@
-"""What the rest of the project knows of a drafter's checkpoint, whatever its method and format."""
+"""What the rest of the project knows of a drafter, whatever its method, and of a checkpoint whatever its format."""
 
 from __future__ import annotations
 
@@ -15,8 +15,27 @@ from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 class DraftSpec(ABC):
     """A drafter. Each method has a subclass.
 
-    method: its name in `registry.METHODS`. format: of its files.
-    num_speculative_tokens: k that the checkpoint asks for.
+    method: its name in `registry.METHODS`. num_speculative_tokens: k where no setting says it.
+    """
+
+    method: ClassVar[str]
+
+    num_speculative_tokens: int
+
+    @abstractmethod
+    def summary(self, k: int) -> str:
+        """What it is in a few words, drafting k tokens."""
+
+    def facts(self) -> Facts:
+        """Label and text of what is particular to the method."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelSpec(DraftSpec):
+    """A drafter that is a model, with a checkpoint, weights and KV of its own.
+
+    format: of its files. num_speculative_tokens: k that the checkpoint asks for.
     target_layer_ids: in the layer-id convention: i is the output of target decoder layer i, 0-based.
     causal: per drafter layer, whether a query sees only positions up to its own.
     vocab_size: the target's, as the drafter's config has it. draft_vocab_size: tokens that the drafter can propose;
@@ -28,12 +47,9 @@ class DraftSpec(ABC):
     notes: sentences on what the checkpoint leaves open or says twice, and how it was read; for the log.
     """
 
-    method: ClassVar[str]
-
     path: Path
     format: str
     decoder: DecoderSpec
-    num_speculative_tokens: int
     target_layer_ids: tuple[int, ...]
     causal: tuple[bool, ...]
     vocab_size: int
@@ -57,14 +73,16 @@ class DraftSpec(ABC):
     def limit_in_words(self) -> str:
         """Why k is at most `max_speculative_tokens`, to follow the drafter's name."""
 
+    def summary(self, k: int) -> str:
+        return (
+            f"drafter {self.path.name} ({self.format}, {self.decoder.num_layers} layers, k = {k}, target layers "
+            f"{list(self.target_layer_ids)})"
+        )
+
     @property
     def maps_vocabulary(self) -> bool:
         """Whether draft token ids differ from the target's."""
         return self.draft_vocab_size < self.vocab_size
-
-    def facts(self) -> Facts:
-        """Label and text of what is particular to the method."""
-        return []
 
     def mismatch(self, target: TargetSpec) -> str | None:
         """What of the method does not fit the target; None where all does."""

@@ -24,7 +24,7 @@ from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patt
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.device import choose_device
 from dflash_backend.engine.sizing import (
     Sizes,
@@ -138,7 +138,7 @@ def _load_models(
     report: Progress,
 ) -> LoadedModels:
     pair = at_length(pair, max_model_len)
-    needs = _requirements(pair.target, pair.draft, dtype, device)
+    needs = _requirements(pair.target, pair.draft_model, dtype, device)
     backend = select_backend(config.attention_backend, needs, config.kv_block_size)
     num_positions = max_positions(max_model_len, pair.num_speculative_tokens)
     ops = select_ops(device, _wanted_ops(backend))
@@ -202,8 +202,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
         draft_temperature_ratio=config.draft_temperature_ratio,
         dtype=models.dtype,
     )
-    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    workers = num_batch_threads(sum(weight_bytes(directory) for directory in directories))
+    workers = num_batch_threads(sum(weight_bytes(directory) for directory in pair.checkpoints))
     return ModelRunner(step, config.max_num_batched_tokens, workers)
 
 
@@ -211,7 +210,8 @@ def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
     """How many positions the drafter can run."""
     if pair.draft is None:
         return 0
-    return min(pair.draft.decoder.max_len, max_positions(sizes.max_model_len, pair.num_speculative_tokens))
+    longest = max_positions(sizes.max_model_len, pair.num_speculative_tokens)
+    return longest if pair.draft_model is None else min(pair.draft_model.decoder.max_len, longest)
 
 
 def _report_pair(pair: ModelPair, report: Progress) -> None:
@@ -273,7 +273,7 @@ def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> to
 
 
 def _requirements(
-    target: TargetSpec, draft: DraftSpec | None, dtype: torch.dtype, device: torch.device
+    target: TargetSpec, draft: DraftModelSpec | None, dtype: torch.dtype, device: torch.device
 ) -> Requirements:
     head_dims = {target.decoder.head_dim} | ({draft.decoder.head_dim} if draft else set())
     patterns = set(target_patterns(target))
@@ -289,13 +289,7 @@ def _requirements(
 
 def _describe(models: LoadedModels, sizes: Sizes, block_size: int) -> str:
     pair, device = models.pair, models.device
-    draft = pair.draft
-    drafting = "no speculation"
-    if draft is not None:
-        drafting = (
-            f"drafter {draft.path.name} ({draft.format}, {draft.decoder.num_layers} layers, k = "
-            f"{pair.num_speculative_tokens}, target layers {list(draft.target_layer_ids)})"
-        )
+    drafting = "no speculation" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens)
     dtype = str(models.dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
     length = f"requests of up to {sizes.max_model_len} tokens"

@@ -26,7 +26,7 @@ from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.models import decoder
 
 BLOCK_SIZE = EngineConfig().kv_block_size
@@ -133,7 +133,7 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
     )
 
 
-def inspect_draft(spec: DraftSpec) -> CheckpointReport:
+def inspect_draft(spec: DraftModelSpec) -> CheckpointReport:
     """Raises `CheckpointError` when the weights are not those that the config asks for."""
     return CheckpointReport(
         kind="drafter",
@@ -146,7 +146,7 @@ def inspect_draft(spec: DraftSpec) -> CheckpointReport:
     )
 
 
-def inspect_pair(target: TargetSpec, draft: DraftSpec) -> PairReport:
+def inspect_pair(target: TargetSpec, draft: DraftModelSpec) -> PairReport:
     """Whether the two belong together; never raises."""
     try:
         check_pair(target, draft)

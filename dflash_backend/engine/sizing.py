@@ -127,7 +127,7 @@ def _num_blocks(
     block_bytes = _block_bytes(config, pair, dtype)
     num_blocks = int(budget.num_bytes // block_bytes)
     if not budget.is_explicit:
-        lookahead = pair.draft.max_speculative_tokens + 1 if pair.draft else 0
+        lookahead = pair.draft_model.max_speculative_tokens + 1 if pair.draft_model else 0
         most = CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
         num_blocks = min(num_blocks, config.max_num_seqs * most)
     if num_blocks < 1:
@@ -144,7 +144,7 @@ def _in_brackets(detail: str) -> str:
 
 
 def _draft_decoder(pair: ModelPair) -> DecoderSpec | None:
-    return pair.draft.decoder if pair.draft else None
+    return pair.draft_model.decoder if pair.draft_model else None
 
 
 def _block_bytes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype) -> int:
@@ -162,14 +162,15 @@ def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
         return dataclasses.replace(decoder, rope=dataclasses.replace(decoder.rope, length=length))
 
     target = dataclasses.replace(pair.target, decoder=scaled(pair.target.decoder))
-    draft = pair.draft and dataclasses.replace(pair.draft, decoder=scaled(pair.draft.decoder))
-    return dataclasses.replace(pair, target=target, draft=draft)
+    draft = pair.draft_model
+    if draft is None:
+        return dataclasses.replace(pair, target=target)
+    return dataclasses.replace(pair, target=target, draft=dataclasses.replace(draft, decoder=scaled(draft.decoder)))
 
 
 def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
     """Memory that the weights of both models take in `dtype`, from the headers of their files."""
-    directories = [spec.path for spec in (pair.target, pair.draft) if spec is not None]
-    headers = [header for path in directories for header in read_headers(path).values()]
+    headers = [header for path in pair.checkpoints for header in read_headers(path).values()]
     return sum(math.prod(header.shape) for header in headers) * dtype.itemsize
 
 

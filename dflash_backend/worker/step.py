@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend
-from dflash_backend.drafters.base import ContextBatch, Drafter
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
@@ -172,9 +172,12 @@ class ModelStep:
 
     def _draft(self, drafter: Drafter, inputs: StepInputs, guard: WriteGuard | None) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""
-        draft = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id)
-        if guard is not None:
-            guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)
+        queries = None
+        if drafter.placeholder_id is not None:
+            queries = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id)
+            if guard is not None:
+                guard.check_draft(queries, inputs.batch.num_next, drafter.lookahead_base or 0)
+        draft = DraftBatch(self.ops.history(inputs.batch, self.state), queries)
         sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
 

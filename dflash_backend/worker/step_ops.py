@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
-from dflash_backend.drafters.base import DraftBatch, DraftSampler
+from dflash_backend.drafters.base import DraftQueries, DraftSampler, TokenHistory
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
 from dflash_kernels import accept, argmax, logits_filter, prepare_draft, prepare_step, sample
@@ -141,8 +141,12 @@ class DeviceStepOps:
         slots = self._inject_slots(prepared.slots, prepared.positions, batch.req_idx, state.computed, batch.token_row)
         return FinalTokens(prepared.positions, slots, padded=True)
 
-    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftBatch:
-        """What the drafter runs, after `accept`: a row of `state.k + 1` queries for each row of the step."""
+    def history(self, batch: DeviceBatch, state: StateTensors) -> TokenHistory:
+        """The tokens of the step's rows, as they are after `accept`."""
+        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, state.k)
+
+    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftQueries:
+        """What the drafter's model runs, after `accept`: a row of `state.k + 1` queries for each row of the step."""
         batch, bounds, width = inputs.batch, inputs.bounds, state.k + 1
         ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
         num_rows = inputs.num_rows
@@ -150,7 +154,7 @@ class DeviceStepOps:
         rows = DeviceLengths(starts, query_lens, seq_lens)
         widths = np.full(num_rows, width)
         layout = self._layout(batch, widths, bounds.draft_lens, rows, bounds.max_overestimate, state)
-        return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
+        return DraftQueries(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
 
     def draft_sampler(self, inputs: StepInputs, state: StateTensors, temperature_ratio: float) -> DraftSampler:
         """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
@@ -161,7 +165,7 @@ class DeviceStepOps:
         return DraftSampler(self, state.temperature[req_idx] * temperature_ratio, state.seeds[req_idx])
 
     def store_drafts(self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors) -> None:
-        """Write `num_next` of each row's `drafts` (int64 `[num_drafts]`, the target's ids) behind its anchor."""
+        """Write `num_next` of each row's `drafts` (int64, as `Drafter.propose` gives them) behind its anchor."""
         drafts = drafts.view(len(batch.req_idx), -1)
         self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
 
@@ -226,7 +230,7 @@ class HostStepOps(DeviceStepOps):
         index = torch.from_numpy(final.nonzero()[0])
         return FinalTokens(prepared.positions[index], slots[index], index)
 
-    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftBatch:
+    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftQueries:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch = inputs.batch
         ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
@@ -243,7 +247,7 @@ class HostStepOps(DeviceStepOps):
                 torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
             )
         padded = bool((slots.numpy() < 0).any())
-        return DraftBatch(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded)
+        return DraftQueries(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded)
 
     def store_drafts(self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors) -> None:
         """As `DeviceStepOps.store_drafts`."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dflash_backend.core.plan import ScheduledRequest, StepPlan
-from dflash_backend.drafters.base import DraftBatch
+from dflash_backend.drafters.base import DraftQueries
 
 
 class KVWriteError(RuntimeError):
@@ -64,7 +64,7 @@ class WriteGuard:
         if len(np.unique(where)) != len(where):
             self._fail(phase, "a slot would be written twice")
 
-    def check_draft(self, draft: DraftBatch, num_next: torch.Tensor, lookahead_base: int) -> None:
+    def check_draft(self, draft: DraftQueries, num_next: torch.Tensor, lookahead_base: int) -> None:
         """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row, for which the drafter writes
         `num_next + lookahead_base` positions."""
         queries = torch.where(num_next > 0, num_next + 1, 0)

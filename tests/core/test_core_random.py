@@ -35,7 +35,7 @@ def _random_config(rng: random.Random) -> SchedulerConfig:
         max_model_len=max_model_len,
         num_blocks=-(-max_model_len // block_size) + rng.choice([0, rng.randint(0, 30 // block_size), 60]),
         num_speculative_tokens=k,
-        lookahead_base=1,
+        lookahead_base=rng.choice([1, 1, 0, None]),
         drafter_max_len=rng.choice([max_model_len, rng.randint(k + 3, max_model_len), 500]),
         max_num_batched_tokens=rng.choice([1 + k, rng.randint(1 + k, 30), 200]),
         max_prefill_tokens_per_step=rng.choice([None, 1, rng.randint(1, 20)]),

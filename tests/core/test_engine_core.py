@@ -130,9 +130,10 @@ def test_what_can_never_run_is_refused_with_its_numbers(
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 @pytest.mark.parametrize("prompt_len", [1, 4, 9, 30])
 @pytest.mark.parametrize("drafter_max_len", [12, 25, 128])
+@pytest.mark.parametrize("lookahead_base", [1, 0, None])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_a_pool_that_admission_calls_enough_is_enough_alone(
-    k: int, prompt_len: int, drafter_max_len: int, seed: int
+    k: int, prompt_len: int, drafter_max_len: int, lookahead_base: int | None, seed: int
 ) -> None:
     request = make_request("a", list(range(1, prompt_len + 1)), max_tokens=21, seed=seed)
     for num_blocks in range(1, 64):
@@ -140,6 +141,7 @@ def test_a_pool_that_admission_calls_enough_is_enough_alone(
             num_blocks=num_blocks,
             block_size=2,
             num_speculative_tokens=k,
+            lookahead_base=lookahead_base,
             drafter_max_len=drafter_max_len,
             max_model_len=45,
             enable_prefix_caching=False,

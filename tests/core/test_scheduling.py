@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from toy_engine import PROMPT, Engine, Output, crowd, make_config, make_request
@@ -18,14 +19,26 @@ from toy_model import ALL_ACCEPTED, NONE_ACCEPTED, expected_output, greedy_conti
         # A lookahead of k would take 12 positions here.
         ({"block_size": 1}, {}, 9, 1, 9 + 1 + 3),
         ({"block_size": 1, "lookahead_base": 0}, {}, 9, 1, 9 + 3),
+        ({"block_size": 1, "lookahead_base": None}, {}, 9, 1, 9),
+        ({"block_size": 1, "lookahead_base": None}, {}, 9, 2, 9 + 1 + 3),
         ({"block_size": 1}, {"num_speculative_tokens": 0}, 9, 1, 9),
         ({"block_size": 1, "max_num_batched_tokens": 5}, {}, 9, 1, 5 + 4),
         ({"block_size": 1}, {}, 9, 2, 9 + 1 + 3 + 4),
     ],
-    ids=["two blocks", "a third block", "anchor", "autoregressive", "no drafter", "chunk", "past verified drafts"],
+    ids=[
+        "two blocks",
+        "a third block",
+        "anchor",
+        "autoregressive",
+        "no queries",
+        "drafts",
+        "no drafter",
+        "chunk",
+        "past verified drafts",
+    ],
 )
 def test_a_step_reserves_its_tokens_and_the_lookahead(
-    config: dict[str, int], sampling: dict[str, int], prompt_len: int, num_steps: int, num_blocks: int
+    config: dict[str, Any], sampling: dict[str, int], prompt_len: int, num_steps: int, num_blocks: int
 ) -> None:
     engine = Engine(make_config(**config))
     engine.add(make_request("a", [1] * prompt_len, **sampling))

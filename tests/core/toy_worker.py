@@ -204,7 +204,8 @@ class ToyWorker:
 
     def _num_queries(self, row: ScheduledRequest) -> int:
         """Positions that the drafter's queries write: k masks, and for DFlash the anchor. The toy counts for itself."""
-        return row.num_next_draft + self._config.lookahead_base if row.num_next_draft else 0
+        base = self._config.lookahead_base
+        return row.num_next_draft + base if row.num_next_draft and base is not None else 0
 
     def _check_owners(self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
         """OWN: what a row may write (from its first uncomputed position on) is in no other request's table, not in the

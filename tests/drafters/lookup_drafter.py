@@ -17,8 +17,8 @@ from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
-from dflash_backend.drafters.registry import Method
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.registry import Formats, Method
+from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.models.interface import TargetModel
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE
 
@@ -30,7 +30,7 @@ DECODER = DecoderSpec(
 )  # fmt: skip
 
 
-class LookupSpec(DraftSpec):
+class LookupSpec(DraftModelSpec):
     method = LOOKUP
     max_speculative_tokens = 6
     limit_in_words = "drafts at most 6 tokens"
@@ -82,17 +82,18 @@ class LookupDrafter(Drafter[LookupSpec]):
         self.following[batch.slots[written]] = batch.next_token_ids[written].to(self.following.dtype)
 
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
-        logits, queries = [], 0
-        for row, num_queries in enumerate(batch.layout.query_lens.tolist()):
-            mine = slice(queries, queries + num_queries)
-            queries += num_queries
-            token, (anchor, *_) = int(batch.token_ids[mine][0]), batch.positions[mine].tolist()
-            for index, slot in enumerate(batch.slots[mine].tolist()[:-1]):
+        logits, first, queries = [], 0, batch.queries
+        assert queries is not None
+        for row, num_queries in enumerate(queries.layout.query_lens.tolist()):
+            mine = slice(first, first + num_queries)
+            first += num_queries
+            token, (anchor, *_) = int(queries.token_ids[mine][0]), queries.positions[mine].tolist()
+            for index, slot in enumerate(queries.slots[mine].tolist()[:-1]):
                 if slot >= 0:
-                    token = self._next(self._context(batch.layout.block_tables[row], anchor + index), token)
+                    token = self._next(self._context(queries.layout.block_tables[row], anchor + index), token)
                     self.following[slot] = token
                 logits.append(torch.nn.functional.one_hot(torch.tensor(token), VOCAB_SIZE) * 20.0)
-        return sampler.choose(torch.stack(logits), batch.of_drafts(batch.positions))
+        return sampler.choose(torch.stack(logits), queries.of_drafts(queries.positions))
 
     def _next(self, context: list[int], token: int) -> int:
         assert context[-1] == token
@@ -107,4 +108,4 @@ class LookupDrafter(Drafter[LookupSpec]):
         return self.following[blocks * self.block_size + positions % self.block_size].long().tolist()
 
 
-METHOD = Method("LookupDraftModel", read, read, lambda: LookupDrafter)
+METHOD = Method(lambda: LookupDrafter, Formats("LookupDraftModel", read, read))

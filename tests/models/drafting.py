@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch
-from dflash_backend.drafters.base import DraftBatch, DraftSampler
+from dflash_backend.drafters.base import DraftBatch, DraftQueries, DraftSampler, TokenHistory
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.paged import BLOCK_SIZE
@@ -29,13 +29,14 @@ class KeepsLogits(DraftSampler):
 def draft_batch(
     anchors: np.ndarray, starts: np.ndarray, k: np.ndarray, tables: np.ndarray, placeholder: int
 ) -> DraftBatch:
-    """Draft blocks of `k` placeholders behind the `anchors` at positions `starts`: `[num_rows]` each."""
+    """Draft blocks of `k` placeholders behind the `anchors` at positions `starts`: `[num_rows]` each. For a drafter
+    that reads no tokens but the anchors."""
     rows, positions = spans(starts, k + 1)
     is_anchor = positions == starts[rows]
     ids = np.where(is_anchor, anchors[rows], placeholder)
     layout = AttentionBatch(k + 1, starts + k + 1, torch.from_numpy(tables))
     masks = torch.from_numpy((~is_anchor).nonzero()[0])
-    return DraftBatch(
+    queries = DraftQueries(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         slots(tables, rows, positions),
@@ -43,6 +44,10 @@ def draft_batch(
         int(k.max()) + 1,
         masks,
     )
+    every = torch.arange(len(starts), dtype=torch.int32)
+    num_drafts = torch.from_numpy(k.astype(np.int32))
+    nothing = TokenHistory(torch.zeros(len(starts), 1, dtype=torch.int64), every * 0, every, num_drafts, int(k.max()))
+    return DraftBatch(nothing, queries)
 
 
 def slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:

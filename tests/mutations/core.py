@@ -19,7 +19,7 @@ CORE_MUTANTS = (
     *mutants_of(
         f"{CORE}/scheduler_config.py",
         INVARIANTS,
-        ("RESERVE: lookahead of k instead of k + 1", "return k + self.lookahead_base if k > 0 else 0", "return k"),
+        ("RESERVE: lookahead of k instead of k + 1", "return k + self.lookahead_base if k > 0", "return k if k > 0"),
         ("WINDOW: the anchor's slot is not counted", "num_tokens + k <=", "num_tokens + k - 1 <="),
     ),
     *mutants_of(

@@ -22,10 +22,10 @@ WORKER_MUTANTS = (
     Mutant(
         "mask queries past the eighth are rotated as the eighth",
         f"{DFLASH}/drafter.py",
-        "            batch.positions,\n            batch.slots,",
-        "            torch.minimum(batch.positions, torch.from_numpy("
-        "(batch.layout.seq_lens - batch.layout.query_lens + 8).repeat(batch.layout.query_lens))),\n"
-        "            batch.slots,",
+        "            queries.positions,\n            queries.slots,",
+        "            torch.minimum(queries.positions, torch.from_numpy("
+        "(queries.layout.seq_lens - queries.layout.query_lens + 8).repeat(queries.layout.query_lens))),\n"
+        "            queries.slots,",
         ("tests/drafters/test_dflash.py",),
     ),
     Mutant(
@@ -133,7 +133,7 @@ WORKER_MUTANTS = (
     Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
-        "guard.check_draft(draft, inputs.batch.num_next, drafter.lookahead_base)",
+        "guard.check_draft(queries, inputs.batch.num_next, drafter.lookahead_base or 0)",
         "pass",
         ("tests/worker/test_write_guard.py::test_each_phase_that_writes_is_checked",),
     ),

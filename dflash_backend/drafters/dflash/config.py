@@ -16,7 +16,7 @@ from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.drafters.fields import read_scale
 from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER
-from dflash_backend.drafters.spec import DraftSpec
+from dflash_backend.drafters.spec import DraftModelSpec
 
 DFLASH = "dflash"
 MAX_BLOCK_SIZE = 256
@@ -75,7 +75,7 @@ class LogitsSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashSpec(DraftSpec):
+class DFlashSpec(DraftModelSpec):
     """A DFlash drafter.
 
     block_size: 1 + the largest k, since the anchor takes one place. mask_token_id: the token of the queries behind the

@@ -27,6 +27,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     lookahead_base = 1
     hit_trim = 0
     reads_next_tokens = False
+    placeholder_id: int
 
     def __init__(
         self, model: DFlashModel, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend
@@ -61,18 +62,21 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
         """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's
         output is not used."""
-        embeddings = self._embed(batch.token_ids)
+        queries = batch.queries
+        assert queries is not None
+        embeddings = self._embed(queries.token_ids)
         context = PagedContext.prepare(
-            batch.layout,
-            batch.positions,
-            batch.slots,
+            queries.layout,
+            queries.positions,
+            queries.slots,
             self.backend,
             self.model.patterns,
             embeddings.dtype,
-            batch.padded,
+            queries.padded,
         )
         hidden = self.model.forward(embeddings, context, self.caches)
-        return sampler.choose(self._head(batch.of_drafts(hidden)), batch.of_drafts(batch.positions), self.model.id_map)
+        positions = queries.of_drafts(queries.positions)
+        return sampler.choose(self._head(queries.of_drafts(hidden)), positions, self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
