@@ -34,6 +34,8 @@ RESERVED_ENV_PREFIX = (
 REPORT_CUSTOM_METRICS = "REPORT_CUSTOM_METRICS"
 _TRITON_FLAGS = (REPORT_CUSTOM_METRICS, "ENABLE_VLLM_HEALTH_CHECK")
 TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", *_TRITON_FLAGS))
+# As `draft_model`: prompt lookup, which has no checkpoint. A directory of that name is ./ngram.
+NGRAM = "ngram"
 # In a model.json of that backend.
 DISABLE_LOG_STATS = "disable_log_stats"
 
@@ -48,13 +50,23 @@ class EngineConfig:
     )
     draft_model: str | None = setting(
         None,
-        "directory or hub id of the drafter; auto: the demo drafter with the demo target, else what the target's "
+        f"directory or hub id of the drafter; {NGRAM}: prompt lookup, for any target, without a drafter's checkpoint "
+        f"(a directory of that name is ./{NGRAM}); auto: the demo drafter with the demo target, else what the target's "
         "checkpoint names; empty: no speculation",
     )
     target_revision: str = setting("", "branch, tag or commit of a target from the hub; empty: its main branch")
     draft_revision: str = setting("", "branch, tag or commit of a drafter from the hub; empty: its main branch")
     num_speculative_tokens: int | None = setting(
-        None, "k, draft tokens in a step; auto: what the drafter was trained for", low=0, high=255
+        None,
+        f"k, draft tokens in a step; auto: what the drafter was trained for, 5 with draft_model={NGRAM}",
+        low=0,
+        high=255,
+    )
+    prompt_lookup_max: int | None = setting(
+        None, f"with draft_model={NGRAM}, tokens of the longest n-gram that is looked up; auto: 5", low=1, high=64
+    )
+    prompt_lookup_min: int | None = setting(
+        None, f"with draft_model={NGRAM}, tokens of the shortest n-gram that is looked up; auto: 2", low=1, high=64
     )
     causal: bool | None = setting(None, "causality of drafter layers; auto: what the checkpoint says")
     draft_temperature_ratio: float = setting(
@@ -250,6 +262,8 @@ _OTHER_NAMES = {
     "revision": "target_revision",
     "drafter": "draft_model",
     "speculative_model": "draft_model",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
     "max_seq_len": "max_model_len",
     "block_size": "kv_block_size",
     "enable_prefix_cache": "enable_prefix_caching",

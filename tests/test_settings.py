@@ -20,6 +20,8 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "target_model": (Path("other"), lambda built: built.pair.target.decoder.num_layers, 2),
     "draft_model": ("", lambda built: built.pair.draft is None, True),
     "num_speculative_tokens": (3, lambda built: built.core.config.num_speculative_tokens, 3),
+    "prompt_lookup_max": (3, lambda built: built.runner.step.drafter.spec.max_ngram, 3),
+    "prompt_lookup_min": (4, lambda built: built.runner.step.drafter.spec.min_ngram, 4),
     "causal": (True, lambda built: built.pair.draft is not None and built.pair.draft.causal, (True, True)),
     "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
@@ -89,8 +91,10 @@ def test_a_setting_changes_what_it_says(
     settings, folder = models
     if isinstance(value, Path):
         value = str(folder / value if name == "target_model" else tmp_path / value)
-    # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one.
+    # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one; n-grams
+    # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
+    company |= {lookup: {"draft_model": "ngram"} for lookup in ("prompt_lookup_max", "prompt_lookup_min")}
     with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)
     assert observe(with_it) == expected
     without = build(settings | company.get(name, {}), monkeypatch)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.config import NGRAM
 from dflash_backend.drafters.dflash.config import DFLASH
 from dflash_backend.drafters.dflash.speculators import read_speculators
 from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
@@ -51,7 +52,16 @@ def _dflash() -> type[Drafter]:
     return DFlashDrafter
 
 
-METHODS: Mapping[str, Method] = {DFLASH: Method(_dflash, Formats(ARCHITECTURE, read_zlab, read_speculators))}
+def _ngram() -> type[Drafter]:
+    from dflash_backend.drafters.ngram.drafter import NgramDrafter
+
+    return NgramDrafter
+
+
+METHODS: Mapping[str, Method] = {
+    DFLASH: Method(_dflash, Formats(ARCHITECTURE, read_zlab, read_speculators)),
+    NGRAM: Method(_ngram),
+}
 """By the names that vLLM's `method` and, for those with checkpoints, `speculators_model_type` have for them."""
 
 

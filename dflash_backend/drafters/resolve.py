@@ -11,7 +11,8 @@ from dflash_backend.checkpoints.hub import Report
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.config import NGRAM, EngineConfig, asset_path
+from dflash_backend.drafters.ngram.config import read_ngram, refuse_lookup
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import is_drafter, read_draft
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
@@ -54,9 +55,17 @@ def resolve_target_dir(config: EngineConfig, report: Report | None = None) -> Pa
 
 
 def resolve_pair(config: EngineConfig) -> ModelPair:
-    """Read both checkpoints that the settings name and check that they fit. Raises `CheckpointError`."""
+    """Read what the settings name, both checkpoints or the target's alone, and check that it fits. Raises
+    `CheckpointError`, and `ConfigError` for settings that contradict each other."""
+    if config.draft_model != NGRAM:
+        refuse_lookup(config)
     dirs = resolve_dirs(config)
     target = read_target(dirs.target)
+    if config.draft_model == NGRAM:
+        ngram = read_ngram(config)
+        k = config.num_speculative_tokens
+        k = ngram.num_speculative_tokens if k is None else k
+        return ModelPair(target, ngram if k else None, k, dirs.warning)
     if dirs.draft is None:
         if config.num_speculative_tokens:
             raise CheckpointError(
@@ -79,7 +88,7 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
         directory = find_model(config.target_model, "target_model", config.target_revision, report)
         if not is_drafter(directory):
             return _with_target(config, directory, report)
-        if config.draft_model == "":
+        if config.draft_model in ("", NGRAM):
             return ModelDirs(verifier_dir(directory, report=report), None)
         if config.draft_model:
             raise CheckpointError(
@@ -87,20 +96,20 @@ def resolve_dirs(config: EngineConfig, report: Report | None = None) -> ModelDir
                 f"'{config.draft_model}'; set target_model to the target, or leave draft_model unset"
             )
         return ModelDirs(verifier_dir(directory, report=report), directory)
-    if config.draft_model:
+    if config.draft_model and config.draft_model != NGRAM:
         directory = find_model(config.draft_model, "draft_model", config.draft_revision, report)
         if _names_verifier(directory):
             return ModelDirs(verifier_dir(directory, config.target_revision, report), directory)
         return ModelDirs(asset_path("demo", "pair", "target"), directory)
     target = asset_path("demo", "pair", "target")
-    return ModelDirs(target, None if config.draft_model == "" else asset_path("demo", "pair", "draft"))
+    return ModelDirs(target, asset_path("demo", "pair", "draft") if config.draft_model is None else None)
 
 
 def _with_target(config: EngineConfig, target: Path, report: Report | None) -> ModelDirs:
+    if config.draft_model in ("", NGRAM):
+        return ModelDirs(target, None)
     if config.draft_model:
         return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
-    if config.draft_model == "":
-        return ModelDirs(target, None)
     return ModelDirs(target, None, f"no draft_model is set for {config.target_model}: it is served without speculation")
 
 

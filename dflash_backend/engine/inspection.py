@@ -21,9 +21,10 @@ from dflash_backend.checkpoints.find import find_model
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.weights import TORCH_DTYPES, check_weights
-from dflash_backend.config import EngineConfig
+from dflash_backend.config import NGRAM, EngineConfig
 from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
+from dflash_backend.drafters.ngram.config import read_ngram
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft
 from dflash_backend.drafters.spec import DraftModelSpec
@@ -82,6 +83,14 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True)
+class MethodReport:
+    """A drafter without a checkpoint. `facts` as those of a `CheckpointReport`."""
+
+    method: str
+    facts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
 class PairReport:
     """Whether a drafter fits a target. `num_speculative_tokens` is k that the server would take; `reason` says why the
     two do not fit."""
@@ -93,15 +102,16 @@ class PairReport:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found: one checkpoint, or a target with a drafter."""
+    """What `inspect` found: one checkpoint, or a target with a drafter, which is a second checkpoint or a `method`."""
 
     checkpoints: tuple[CheckpointReport, ...]
     pair: PairReport | None = None
+    method: MethodReport | None = None
 
 
 def inspect(name: str, draft_name: str | None = None) -> Inspection:
-    """Read the checkpoint `name` (directory or hub id), and with `draft_name` a drafter for it. Raises
-    `CheckpointError`."""
+    """Read the checkpoint `name` (directory or hub id), and with `draft_name`, which is as the setting `draft_model`, a
+    drafter for it. Raises `CheckpointError`."""
     directory = find_model(name, "the checkpoint")
     first_is_drafter = is_drafter(directory)
     if draft_name is None:
@@ -111,6 +121,10 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
     if first_is_drafter:
         raise CheckpointError(f"{directory} is a drafter; give the target first and the drafter with --draft")
     target = read_target(directory)
+    if draft_name == NGRAM:
+        ngram = read_ngram(EngineConfig())
+        report = MethodReport(ngram.method, tuple(draft_facts(ngram)))
+        return Inspection((inspect_target(target),), PairReport(True, ngram.num_speculative_tokens), report)
     draft = read_draft(find_model(draft_name, "--draft"))
     return Inspection((inspect_target(target), inspect_draft(draft)), inspect_pair(target, draft))
 

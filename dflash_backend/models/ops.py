@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its matrix products and its attention: as torch calls, and as Triton kernels.
+"""What models compute between their matrix products and their attention: as torch calls, and as Triton kernels.
 
 What an operation computes is said beside its kernel, in `dflash_kernels`; the torch form is that kernel's reference.
 Rows of all arguments are contiguous.
@@ -12,7 +12,7 @@ import torch
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.models.rope import Rotary
-from dflash_kernels import context_write, moe, moe_routing, qk_norm_rope_write, silu_mul
+from dflash_kernels import context_write, moe, moe_routing, prompt_lookup, qk_norm_rope_write, silu_mul
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.dispatch import use_triton
 
@@ -38,6 +38,7 @@ class LayerOps:
     silu_mul = staticmethod(silu_mul.silu_mul_reference)
     route = staticmethod(moe_routing.route_reference)
     experts_mlp = staticmethod(moe.experts_mlp_reference)
+    prompt_lookup = staticmethod(prompt_lookup.prompt_lookup_reference)
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -84,6 +85,7 @@ if norms.triton is not None:
         silu_mul = staticmethod(silu_mul.silu_mul)
         route = staticmethod(moe_routing.route)
         experts_mlp = staticmethod(moe.experts_mlp)
+        prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)
 
         @staticmethod
         def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:

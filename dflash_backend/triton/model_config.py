@@ -10,7 +10,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from dflash_backend.config import DISABLE_LOG_STATS, ConfigError
+from dflash_backend.config import DISABLE_LOG_STATS, NGRAM, ConfigError
 from dflash_backend.drafters.registry import METHODS
 
 # Name to type and number of elements, -1 for any. All are optional.
@@ -69,6 +69,15 @@ _NO_SETTINGS: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto", "safetensors"),
     "generation_config": ("vllm", "auto"),
 }
+# What vLLM's `speculative_config` has beside the method, and the settings.
+_SPECULATION = {
+    "model": "draft_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_max": "prompt_lookup_max",
+    "prompt_lookup_min": "prompt_lookup_min",
+}
+# Older versions of vLLM name the method here.
+_NGRAM_MODELS = (NGRAM, f"[{NGRAM}]")
 
 
 def complete_model_config(config: Any) -> None:
@@ -148,14 +157,21 @@ def _plain(value: Any) -> Any:
 
 def _speculation(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """vLLM's description of a drafter."""
-    names = {"model": "draft_model", "num_speculative_tokens": "num_speculative_tokens"}
-    unknown = sorted(given.keys() - names.keys() - {"method"})
+    unknown = sorted(given.keys() - _SPECULATION.keys() - {"method"})
     if unknown:
         raise ConfigError(f"{path}: 'speculative_config' has '{unknown[0]}', which has no counterpart here; remove it")
-    if "method" in given and given["method"] not in METHODS:
+    if given.get("method") is not None and given["method"] not in METHODS:
         allowed = ", ".join(f"'{name}'" for name in METHODS)
         raise ConfigError(f"{path}: 'speculative_config' has the method {given['method']!r}; allowed: {allowed}")
-    return {names[name]: value for name, value in given.items() if name != "method"}
+    settings = {_SPECULATION[name]: value for name, value in given.items() if name != "method"}
+    method, model = given.get("method"), given.get("model")
+    if method == NGRAM and model not in (*_NGRAM_MODELS, None):
+        raise ConfigError(
+            f"{path}: 'speculative_config' has the method '{NGRAM}' and the model {model!r}; that method has no model"
+        )
+    if method == NGRAM or (method is None and model in _NGRAM_MODELS):
+        settings["draft_model"] = NGRAM
+    return settings
 
 
 def use_gpu_of_instance(args: Mapping[str, str], environ: MutableMapping[str, str]) -> None:

@@ -8,12 +8,13 @@ import torch
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
+from dflash_kernels.prompt_lookup import prompt_lookup
 
 VOCAB, ROWS, K = 5008, 4, 7
 
 
 def launches() -> None:
-    """A step with sampled rows, and drafts with noise, in a vocabulary of their own."""
+    """A step with sampled rows, and drafts with noise, in a vocabulary of their own; then prompt lookup."""
     ops = DeviceStepOps()
     state = StateTensors.allocate(ROWS, 100, K, 16, torch.device("cpu"))
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
@@ -30,3 +31,5 @@ def launches() -> None:
     temperature, seeds = torch.ones(len(positions)), torch.zeros_like(positions)
     ops.sample(logits[: len(positions)], temperature, seeds, positions, torch.arange(VOCAB))
     ops.store_drafts(positions, rows, state)
+    history = ops.history(rows, state)
+    prompt_lookup(history.tokens, history.computed, history.req_idx, history.num_drafts, history.k, 2, 5)

@@ -3,7 +3,7 @@ and shows as lower acceptance, or as a figure that is compared with the wrong on
 
 from __future__ import annotations
 
-from tests.mutations.mutant import Mutant
+from tests.mutations.mutant import Mutant, mutants_of
 
 DRAFTERS_PACKAGE = "dflash_backend/drafters"
 DFLASH = f"{DRAFTERS_PACKAGE}/dflash"
@@ -14,6 +14,9 @@ READ = "tests/drafters/test_dflash_config.py::"
 LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
 SEAM = "tests/drafters/test_seam.py::"
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
+LOOKUP = "kernels/dflash_kernels/prompt_lookup.py"
+LOOKED_UP = ("tests/kernels/test_prompt_lookup.py",)
+NGRAM = ("tests/drafters/test_ngram.py",)
 
 DRAFTERS_MUTANTS = (
     Mutant(
@@ -102,6 +105,35 @@ DRAFTERS_MUTANTS = (
         "final.positions + 1]",
         "final.positions]",
         (SEAM + "test_another_drafter_is_lossless_through_the_same_engine",),
+    ),
+    *mutants_of(
+        LOOKUP,
+        LOOKED_UP,
+        ("drafts begin with the token that matched", "text[end + 1 + column", "text[end + column"),
+        ("drafts are read behind the anchor", "column % (anchor - end)", "column"),
+        ("an n-gram that is too short is proposed", "        if n >= min_ngram:\n", "        if True:\n"),
+        ("n-grams longer than the longest are looked up", "range(1, max_ngram + 1)", "range(1, max_ngram + 2)"),
+        ("the earliest match is taken", "int(found[-1])", "int(found[0])"),
+        ("a row that does not draft is looked up", " & (num_drafts.numpy() > 0)", ""),
+        ("kernel: drafts begin with the token that matched", "anchor - period + 1 +", "anchor - period +"),
+        ("kernel: drafts are read behind the anchor", "+ 1 + column % period", "+ 1 + column"),
+        ("kernel: the anchor's n-gram matches itself", "matches = end < anchor", "matches = end <= anchor"),
+        ("kernel: an n-gram that is too short is proposed", "length >= MIN_NGRAM", "length > 0"),
+        ("kernel: a text's last block is not searched", "range(0, anchor, BLOCK)", "range(0, anchor - BLOCK, BLOCK)"),
+    ),
+    Mutant(
+        "prompt lookup reserves positions for queries that it does not run",
+        f"{DRAFTERS_PACKAGE}/ngram/drafter.py",
+        "lookahead_base = None",
+        "lookahead_base = 0",
+        NGRAM,
+    ),
+    Mutant(
+        "the least n of prompt lookup is not passed on",
+        f"{DRAFTERS_PACKAGE}/ngram/drafter.py",
+        "spec.min_ngram, spec.max_ngram,",
+        "spec.max_ngram, spec.max_ngram,",
+        NGRAM,
     ),
     Mutant(
         "the mean acceptance length is the pooled one",

@@ -96,6 +96,13 @@ SCHEDULING_MUTANTS = (
         ),
     ),
     Mutant(
+        "the pool that the last verification needs is not counted",
+        f"{CORE}/rows.py",
+        "max(target, verifying, min(by_tokens, by_window))",
+        "max(target, min(by_tokens, by_window))",
+        ENGINE,
+    ),
+    Mutant(
         "the pool a request needs is underestimated",
         f"{CORE}/rows.py",
         "reach = k + config.lookahead(k)",

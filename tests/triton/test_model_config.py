@@ -118,6 +118,24 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "ngram"},
+        {"method": "ngram", "model": "ngram"},
+        {"model": "[ngram]", "method": None},
+        {"model": "ngram"},
+    ],
+)
+def test_prompt_lookup_is_asked_for_as_in_vllm(tmp_path: Path, speculation: dict[str, Any]) -> None:
+    path = tmp_path / "model.json"
+    lookup = {"num_speculative_tokens": 4, "prompt_lookup_max": 6, "prompt_lookup_min": 3}
+    path.write_text(json.dumps({"model": "Qwen/Qwen3-8B", "speculative_config": speculation | lookup}))
+    config = EngineConfig.load({}, {}, model_json=read_model_json(path))
+    assert (config.target_model, config.draft_model) == ("Qwen/Qwen3-8B", "ngram")
+    assert (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min) == (4, 6, 3)
+
+
+@pytest.mark.parametrize(
     ("parameter", "log_stats", "expected"),
     [
         ("true", None, True),
@@ -146,7 +164,8 @@ def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_bot
         ('{"quantization": "awq"}', "'quantization' has no counterpart here; remove it"),
         ('{"tensor_parallel_size": 2}', "'tensor_parallel_size' is 2; allowed: 1"),
         ('{"enable_lora": "true"}', "'enable_lora' is \"true\"; allowed: false"),
-        ('{"speculative_config": {"method": "eagle3"}}', "has the method 'eagle3'; allowed: 'dflash'"),
+        ('{"speculative_config": {"method": "eagle3"}}', "has the method 'eagle3'; allowed: 'dflash', 'ngram'"),
+        ('{"speculative_config": {"method": "ngram", "model": "x/y"}}', "the method 'ngram' and the model 'x/y'"),
         ('{"speculative_config": {"draft_tensor_parallel_size": 2}}', "'draft_tensor_parallel_size', which has no"),
     ],
 )

@@ -39,7 +39,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--target", metavar="DIR|ID", help="target model; with --url: whose tokenizer renders conversations"
     )
-    parser.add_argument("--draft", metavar="DIR|ID", help="DFlash drafter; '' for no speculation")
+    parser.add_argument(
+        "--draft", metavar="DIR|ID|ngram", help="DFlash drafter, or prompt lookup; '' for no speculation"
+    )
     add_settings_option(parser)
     parser.add_argument(
         "--dataset",

@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
         "loaded. With --draft it also says whether the two fit together (docs/checkpoints.md).",
     )
     parser.add_argument("checkpoint", metavar="DIR|ID", help="model directory or hub id")
-    parser.add_argument("--draft", metavar="DIR|ID", help="a drafter for it")
+    parser.add_argument("--draft", metavar="DIR|ID|ngram", help="a drafter for it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 def as_dict(found: Inspection) -> dict[str, Any]:
     """The inspection as JSON data: `target` and `drafter`, those of them that were read, and `pair` for both."""
     data: dict[str, Any] = {report.kind: _checkpoint_dict(report) for report in found.checkpoints}
+    if found.method is not None:
+        data["drafter"] = {"method": found.method.method, "facts": dict(found.method.facts)}
     if found.pair is not None:
         pair = found.pair
         data["pair"] = {
@@ -96,6 +98,8 @@ def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
 def as_text(found: Inspection) -> str:
     """The inspection as lines of a name and a value."""
     blocks = [_checkpoint_text(report) for report in found.checkpoints]
+    if found.method is not None:
+        blocks.append("\n".join([f"drafter {found.method.method}", *_lines(list(found.method.facts))]))
     pair = found.pair
     if pair is not None:
         per_token = sum(report.kv.bytes_per_token for report in found.checkpoints)

@@ -70,7 +70,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="target model, or a drafter that names its target: directory or hub id",
     )
     group.add_argument("--target", metavar="DIR|ID", help="the same, as an option")
-    group.add_argument("--draft", metavar="DIR|ID", help="DFlash drafter: directory or hub id; '' for no speculation")
+    group.add_argument(
+        "--draft",
+        metavar="DIR|ID|ngram",
+        help="DFlash drafter: directory or hub id; ngram: prompt lookup, without one; '' for no speculation",
+    )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target that comes from the hub")
     group.add_argument("--draft-revision", metavar="REV", help="the same of the drafter")
     add_settings_option(parser)

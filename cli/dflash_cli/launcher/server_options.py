@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_backend.config import EngineConfig, check_setting, environment_name, environment_settings
+from dflash_backend.config import NGRAM, EngineConfig, check_setting, environment_name, environment_settings
 from dflash_cli.launcher.triton_install import LauncherError
 
 # APIs with which who reaches the server can read other requests' memory, write files, silence the log, or load models
@@ -119,8 +119,9 @@ def environment_with(environ: Mapping[str, str], settings: Mapping[str, str]) ->
     result = dict(environ)
     for name, value in settings.items():
         check_setting(name, value, "--set")
-        # Empty is no directory, but no drafter.
-        if name in ("target_model", "draft_model") and value and Path(value).is_dir():
+        # Empty is no directory, but no drafter, and a drafter called ngram is none either.
+        is_model = name == "target_model" or (name == "draft_model" and value != NGRAM)
+        if is_model and value and Path(value).is_dir():
             value = str(Path(value).resolve())
         result[environment_name(name)] = value
     EngineConfig.from_values(environment_settings(result), "environment")

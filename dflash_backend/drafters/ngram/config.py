@@ -1,0 +1,72 @@
+"""Which n-grams prompt lookup matches, from the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_backend.checkpoints.describe import Facts
+from dflash_backend.config import NGRAM, ConfigError, EngineConfig
+from dflash_backend.drafters.spec import DraftSpec
+
+DEFAULT_MAX = 5
+DEFAULT_MIN = 2
+DEFAULT_SPECULATIVE_TOKENS = 5
+"""k: docs/dflash.md has the measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramSpec(DraftSpec):
+    """Prompt lookup of n-grams of `min_ngram` to `max_ngram` tokens."""
+
+    method = NGRAM
+
+    min_ngram: int
+    max_ngram: int
+
+    def summary(self, k: int) -> str:
+        return f"prompt lookup of {self._lengths} (k = {k})"
+
+    def facts(self) -> Facts:
+        return [
+            ("method", f"{NGRAM}: what followed the last tokens where they occurred before, in prompt or output"),
+            ("n-grams", f"{self._lengths}, the longest that matches"),
+            ("speculative tokens", f"{self.num_speculative_tokens}, unless num_speculative_tokens says otherwise"),
+            ("weights, KV", "none"),
+        ]
+
+    @property
+    def _lengths(self) -> str:
+        if self.min_ngram == self.max_ngram:
+            return f"n-grams of {self.max_ngram} tokens"
+        return f"n-grams of {self.min_ngram} to {self.max_ngram} tokens"
+
+
+def read_ngram(config: EngineConfig) -> NgramSpec:
+    """What the settings ask for. Raises `ConfigError` where they contradict each other."""
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    if config.draft_revision:
+        raise ConfigError(
+            f"setting 'draft_revision' is '{config.draft_revision}' and draft_model is {NGRAM}, which has no "
+            f"checkpoint; a directory of that name is ./{NGRAM}"
+        )
+    if low is not None and high is not None and low > high:
+        raise ConfigError(
+            f"setting 'prompt_lookup_min' is {low} and 'prompt_lookup_max' is {high}; the shortest n-gram must not be "
+            "longer than the longest"
+        )
+    most = high or max(DEFAULT_MAX, low or 0)
+    return NgramSpec(
+        num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS, min_ngram=low or min(DEFAULT_MIN, most), max_ngram=most
+    )
+
+
+def refuse_lookup(config: EngineConfig) -> None:
+    """Raise `ConfigError` where a setting of prompt lookup is set and another drafter, or none, runs."""
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        value = getattr(config, name)
+        if value is not None:
+            model = "auto" if config.draft_model is None else f"'{config.draft_model}'"
+            raise ConfigError(
+                f"setting '{name}' is {value}, which is for draft_model={NGRAM} alone, and draft_model is {model}; set "
+                f"draft_model={NGRAM}, or leave {name} at auto"
+            )

@@ -1,0 +1,44 @@
+"""The drafter of prompt lookup: no model, no KV, no features; it reads the tokens that the worker keeps."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_backend.checkpoints.files import TensorHeader
+from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
+from dflash_backend.drafters.ngram.config import NgramSpec
+from dflash_backend.models.ops import LayerOps
+
+
+class NgramDrafter(Drafter[NgramSpec]):
+    """Looks drafts up with `ops`. Every row that drafts gets all of its drafts, matched or not: the core plans with
+    their number before the tokens are known. The target rejects those that are wrong."""
+
+    lookahead_base = None
+    hit_trim = 0
+    reads_next_tokens = False
+    capture = ()
+    placeholder_id = None
+
+    def __init__(self, spec: NgramSpec, ops: LayerOps) -> None:
+        self.spec = spec
+        self.ops = ops
+
+    @classmethod
+    def check_weights(cls, spec: NgramSpec) -> dict[str, TensorHeader]:
+        return {}
+
+    @classmethod
+    def load(cls, spec: NgramSpec, options: LoadOptions) -> DrafterFactory:
+        return lambda target, caches, backend: cls(spec, options.ops)
+
+    def inject(self, batch: ContextBatch) -> None:
+        """Nothing: it has no context KV."""
+
+    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
+        """`[R, k]`. There are no logits to choose from, so the sampler has no part in it."""
+        history, spec = batch.history, self.spec
+        return self.ops.prompt_lookup(
+            history.tokens, history.computed, history.req_idx, history.num_drafts, history.k,
+            spec.min_ngram, spec.max_ngram,
+        )  # fmt: skip
