@@ -15,7 +15,7 @@ import torch
 from benchmarks.measure import Measurement, run_engine, run_transformers
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
-from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.config import NGRAM, EngineConfig, asset_path
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
@@ -46,9 +46,9 @@ class CaseResult:
     acceptance_length: float | None
 
 
-def pool_of(num_blocks: int) -> float:
-    """`kv_cache_gb` that holds this many blocks of the demo pair in float32."""
-    config = EngineConfig.from_values({})
+def pool_of(num_blocks: int, **settings: Any) -> float:
+    """`kv_cache_gb` that holds this many blocks of the demo pair, or what `settings` name, in float32."""
+    config = EngineConfig.from_values(settings)
     pair = resolve_pair(config)
     draft = pair.draft_model.decoder if pair.draft_model else None
     return (num_blocks + 0.5) * bytes_per_block(pair.target.decoder, draft, config.kv_block_size, torch.float32) / GIB
@@ -58,6 +58,7 @@ def cases() -> list[Case]:
     """What must all give the same tokens."""
     small = {"kv_cache_gb": pool_of(SMALL_POOL_BLOCKS)}
     tiny = {"kv_cache_gb": pool_of(TINY_POOL_BLOCKS)}
+    tiny_ngram = {"draft_model": NGRAM, "kv_cache_gb": pool_of(TINY_POOL_BLOCKS, draft_model=NGRAM)}
     return [
         Case("k = 0", 8, {"num_speculative_tokens": 0}),
         Case("DFlash, one stream", 1, {}),
@@ -68,6 +69,8 @@ def cases() -> list[Case]:
         Case("DFlash, small KV pool, no prefix cache", 32, small | {"enable_prefix_caching": False}),
         Case("DFlash, small KV pool, chunks of 64 tokens", 32, tiny | {"max_num_batched_tokens": 64}),
         Case("DFlash, k = 4", 32, {"num_speculative_tokens": 4}),
+        Case("n-grams, one stream", 1, {"draft_model": NGRAM}),
+        Case("n-grams, small KV pool, chunks of 64 tokens", 32, tiny_ngram | {"max_num_batched_tokens": 64}),
     ]
 
 

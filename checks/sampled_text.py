@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
-from dflash_backend.config import asset_path
+from dflash_backend.config import NGRAM, asset_path
 from dflash_backend.messages import SamplingParams
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
@@ -79,6 +79,7 @@ def ways(random_draft: Path) -> list[Way]:
         Way("drafts with the request's noise", {"draft_temperature_ratio": 1.0}),
         Way("a drafter with random weights", {"draft": str(random_draft)}),
         Way("k = 3", {"num_speculative_tokens": 3}),
+        Way("n-grams", {"draft": NGRAM}),
         Way("no drafter", {"draft": ""}),
         Way("with prefix hits", times=2),
         Way("after preemptions", small | {"enable_prefix_caching": False}),

@@ -87,6 +87,17 @@ def test_a_pair_that_fits_has_k_and_the_kv_of_both(inspected) -> None:
     assert data["pair"]["kv_bytes_per_token"] == sum(parts)
 
 
+def test_a_drafter_without_a_checkpoint_has_facts_alone(cli, inspected) -> None:
+    data = inspected(TARGET, "--draft", "ngram")
+    assert (data["pair"]["fits"], data["pair"]["num_speculative_tokens"]) == (True, 5)
+    assert data["pair"]["kv_bytes_per_token"] == data["target"]["kv_cache"]["bytes_per_token"]
+    assert data["drafter"].keys() == {"method", "facts"}
+    text = cli("inspect", TARGET, "--draft", "ngram").out
+    for name, value in data["drafter"]["facts"].items():
+        assert f"  {name.ljust(24)}{value}\n" in text
+    assert "n-grams of 2 to 5 tokens" in data["drafter"]["facts"]["n-grams"]
+
+
 def test_a_pair_that_does_not_fit_is_shown_and_ends_with_1(cli, inspected, pair: tuple[Path, Path]) -> None:
     argv = [TARGET, "--draft", pair[1]]
     status, out, err = cli("inspect", *argv)

@@ -71,6 +71,16 @@ def test_directories_become_absolute_and_no_drafter_stays_none(tmp_path: Path, m
     assert server._environ["DFLASH_DRAFT_MODEL"] == ""
 
 
+@pytest.mark.parametrize("given", ["ngram", "./ngram"])
+def test_prompt_lookup_is_not_taken_for_a_directory_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    (tmp_path / "ngram").mkdir()
+    monkeypatch.chdir(tmp_path)
+    server = TritonServer({"draft_model": given}, environ={})
+    assert server._environ["DFLASH_DRAFT_MODEL"] == ("ngram" if given == "ngram" else str(tmp_path / "ngram"))
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", ".hidden"])
 def test_a_model_name_that_is_no_folder_name_is_refused(name: str) -> None:
     with pytest.raises(LauncherError, match="model name"):
