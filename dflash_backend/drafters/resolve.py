@@ -110,7 +110,8 @@ def _with_target(config: EngineConfig, target: Path, report: Report | None) -> M
         return ModelDirs(target, None)
     if config.draft_model:
         return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
-    return ModelDirs(target, None, f"no draft_model is set for {config.target_model}: it is served without speculation")
+    warning = f"no draft_model is set for {config.target_model}: it is served without speculation"
+    return ModelDirs(target, None, f"{warning} (draft_model={NGRAM} needs no drafter)")
 
 
 def verifier_dir(directory: Path, revision: str = "", report: Report | None = None) -> Path:

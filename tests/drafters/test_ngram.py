@@ -17,6 +17,7 @@ from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.worker.step_ops import HostStepOps
+from tests.drafters.drafts import edit, make_speculators
 from tests.tiny_models import make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
@@ -217,6 +218,16 @@ def test_a_directory_called_ngram_is_reached_by_its_path(tmp_path: Path, monkeyp
     pair = resolve(target_model="t", draft_model="./ngram")
     assert pair.draft_model is not None
     assert pair.draft_model.path == Path("ngram")
+
+
+def test_in_place_of_a_drafter_that_names_its_target_it_drafts_for_that_target(tmp_path: Path) -> None:
+    make_target(tmp_path / "t")
+    make_speculators(tmp_path / "s")
+    verifier = {"verifier": {"name_or_path": "../t"}}
+    edit(tmp_path / "s" / "config.json", lambda data: data["speculators_config"].update(verifier))
+    pair = resolve(target_model=tmp_path / "s", draft_model="ngram")
+    assert pair.target.path == tmp_path / "t"
+    assert isinstance(pair.draft, NgramSpec)
 
 
 def test_without_a_target_it_drafts_for_the_demo_target() -> None:
