@@ -88,13 +88,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=100, help="held-out prompts of each set (%(default)s)")
     questions = held_out(parser.parse_args().prompts)
-    found = measure(LLM(), questions)
+    found = measure(LLM(adaptive_speculation=False), questions)
     print(tables(found, {"drafter": "as it is"}))
     words = misses(found)
     length = found.overall.counts.acceptance_length
     with tempfile.TemporaryDirectory() as folder:
         for offset in (-1, 1):
-            llm = LLM(draft=str(shifted_drafter(offset, Path(folder))))
+            llm = LLM(draft=str(shifted_drafter(offset, Path(folder))), adaptive_speculation=False)
             shifted = measure(llm, questions)
             shorter = shifted.overall.counts.acceptance_length
             print(f"acceptance length, layer ids {offset:+d}: {shorter:.3f} ({shorter / length - 1:+.1%})")

@@ -69,6 +69,7 @@ def cases() -> list[Case]:
         Case("DFlash, small KV pool, no prefix cache", 32, small | {"enable_prefix_caching": False}),
         Case("DFlash, small KV pool, chunks of 64 tokens", 32, tiny | {"max_num_batched_tokens": 64}),
         Case("DFlash, k = 4", 32, {"num_speculative_tokens": 4}),
+        Case("DFlash, as many drafts as pay", 32, tiny | {"adaptive_speculation": True}),
         Case("n-grams, one stream", 1, {"draft_model": NGRAM}),
         Case("n-grams, small KV pool, chunks of 64 tokens", 32, tiny_ngram | {"max_num_batched_tokens": 64}),
     ]
@@ -85,7 +86,7 @@ def reference(prompts: list[list[int]], max_tokens: int, batch: int = 8) -> Meas
 
 def run_case(case: Case, prompts: list[list[int]], expected: Measurement, max_tokens: int) -> CaseResult:
     """Run a case over all prompts and compare."""
-    llm = LLM(kv_write_guard=True, **case.settings)
+    llm = LLM(**{"kv_write_guard": True, "adaptive_speculation": False} | case.settings)
     run = run_engine(case.name, llm, prompts, case.streams, max_tokens)
     llm.engine.core.check_invariants()
     stats = llm.stats()

@@ -67,7 +67,7 @@ def measure_prefix(
     The question is the same, so output and acceptance must be too. `cache_salt` keeps the two apart. A prefix is other
     held-out conversations in a random order, cut to `prefix_tokens`.
     """
-    llm = LLM(max_num_seqs=1)
+    llm = LLM(max_num_seqs=1, adaptive_speculation=False)
     llm.generate(prompts[0].prompt, max_tokens=8, temperature=0)  # warm-up
     rng = random.Random(0)
     miss: list[RequestOutput] = []

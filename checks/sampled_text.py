@@ -79,6 +79,7 @@ def ways(random_draft: Path) -> list[Way]:
         Way("drafts with the request's noise", {"draft_temperature_ratio": 1.0}),
         Way("a drafter with random weights", {"draft": str(random_draft)}),
         Way("k = 3", {"num_speculative_tokens": 3}),
+        Way("always all of k", {"adaptive_speculation": False}),
         Way("n-grams", {"draft": NGRAM}),
         Way("no drafter", {"draft": ""}),
         Way("with prefix hits", times=2),

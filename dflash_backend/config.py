@@ -69,6 +69,11 @@ class EngineConfig:
         None, f"with draft_model={NGRAM}, tokens of the shortest n-gram that is looked up; auto: 2", low=1, high=64
     )
     causal: bool | None = setting(None, "causality of drafter layers; auto: what the checkpoint says")
+    adaptive_speculation: bool = setting(
+        True,
+        "draft and verify as many tokens as make the most tokens a second at the present load and acceptance, k at "
+        "most; off: always k",
+    )
     draft_temperature_ratio: float = setting(
         0.0,
         "drafts are chosen at this times the request's temperature; 0: the drafter's most likely token; speed only",

@@ -186,6 +186,30 @@ class RequestRejected(msgspec.Struct, frozen=True):
     message: str
 
 
+class SpeculationStats(msgspec.Struct):
+    """What `adaptive_speculation` has decided and expected, since the start; all 0 without it.
+
+    num_steps: steps in which requests decoded that may draft; num_steps_without_drafts: those of them in which none
+    drafted. num_draft_tokens_per_pos: verified drafts by their position in the block. num_expected_tokens_per_pos: how
+    many of them were expected to be accepted.
+    """
+
+    num_steps: int = 0
+    num_steps_without_drafts: int = 0
+    num_draft_tokens_per_pos: list[int] = []
+    num_expected_tokens_per_pos: list[float] = []
+
+    @classmethod
+    def zeros(cls, k: int) -> SpeculationStats:
+        """Nothing yet, with blocks of at most `k` drafts."""
+        return cls(0, 0, [0] * k, [0.0] * k)
+
+    def copy(self) -> SpeculationStats:
+        """These counts as they are now."""
+        drafts, expected = self.num_draft_tokens_per_pos, self.num_expected_tokens_per_pos
+        return SpeculationStats(self.num_steps, self.num_steps_without_drafts, list(drafts), list(expected))
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges after a step and counters since the engine started."""
 
@@ -196,6 +220,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     spec_decoding: SpecDecodingStats = msgspec.field(default_factory=SpecDecodingStats)
+    speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_steps: int = 0

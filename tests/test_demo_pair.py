@@ -22,7 +22,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def found(questions: list[Question]) -> Evaluation:
-    return measure(LLM(), questions)
+    return measure(LLM(adaptive_speculation=False), questions)
 
 
 def test_word_problems_are_answered_right(found: Evaluation) -> None:
@@ -42,7 +42,7 @@ def test_features_of_the_wrong_layers_cost_acceptance(
     offset: int, tmp_path: Path, questions: list[Question], found: Evaluation
 ) -> None:
     """A layer index that is off by one still runs and stays lossless: only acceptance tells."""
-    shifted = measure(LLM(draft=str(shifted_drafter(offset, tmp_path))), questions)
+    shifted = measure(LLM(draft=str(shifted_drafter(offset, tmp_path)), adaptive_speculation=False), questions)
     assert misses_shifted(offset, found, shifted) == []
     assert misses(shifted) != [], "the bounds above can fail"
 

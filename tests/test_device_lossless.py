@@ -100,6 +100,19 @@ def test_the_steps_of_a_gpu_yield_the_tokens_of_a_cpu(
         assert built.core.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("options", [None, {}, {"widths": (1, 4, 8, 16)}], ids=["on a CPU", "any number", "widths"])
+def test_a_number_of_drafts_that_follows_the_load_changes_no_token(
+    options: dict[str, Any] | None, prompts: list[list[int]], expected: Result
+) -> None:
+    built = engine(**SETTINGS, adaptive_speculation=True)
+    if options is not None:
+        built = on_device_runner(built, **options)
+    found = run(built, prompts)
+    assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
+    stats = built.core.stats().speculation
+    assert len({count for count in stats.num_draft_tokens_per_pos if count}) > 1, "blocks of several lengths"
+
+
 def test_each_filter_of_these_requests_changes_what_is_drawn(prompts: list[list[int]], expected: Result) -> None:
     """Else a runner that ignores top-k, top-p or min-p would yield the same tokens above."""
     unfiltered = [{name: value for name, value in asked.items() if name not in FILTERS} for asked in REQUESTS]

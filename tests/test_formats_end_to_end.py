@@ -49,7 +49,9 @@ class Answers:
 def answers(**settings: Any) -> Answers:
     """What an engine with these settings makes of the first held-out prompts."""
     prompts = [row.prompt for row in load_prompts(NUM_PROMPTS)]
-    outputs = LLM(max_model_len=512, **settings).generate(prompts, max_tokens=MAX_TOKENS, temperature=0)
+    outputs = LLM(max_model_len=512, adaptive_speculation=False, **settings).generate(
+        prompts, max_tokens=MAX_TOKENS, temperature=0
+    )
     return Answers([output.token_ids for output in outputs], counts_of(outputs))
 
 
@@ -136,7 +138,8 @@ def test_sampled_text_does_not_depend_on_a_drafter_with_a_smaller_vocabulary(sma
 def test_a_server_given_the_speculators_directory_alone_answers(rewritten: Path, original: Answers) -> None:
     body = {"text_input": load_prompts(1)[0].prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
     asked = {"return_token_ids": True, "return_spec_stats": True}
-    with new_server({"target_model": str(rewritten)}) as server, httpx.Client(trust_env=False, timeout=60) as http:
+    settings = {"target_model": str(rewritten), "adaptive_speculation": "false"}
+    with new_server(settings) as server, httpx.Client(trust_env=False, timeout=60) as http:
         answer = http.post(f"http://{server.http_url}/v2/models/dflash/generate", json=body | asked).json()
     assert answer["token_ids"] == original.token_ids[0]
     assert parse_spec_stats(json.loads(answer["spec_stats"])) == original.counts[0]

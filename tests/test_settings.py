@@ -23,6 +23,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "prompt_lookup_max": (3, lambda built: built.runner.step.drafter.spec.max_ngram, 3),
     "prompt_lookup_min": (4, lambda built: built.runner.step.drafter.spec.min_ngram, 4),
     "causal": (True, lambda built: built.pair.draft is not None and built.pair.draft.causal, (True, True)),
+    "adaptive_speculation": (False, lambda built: built.core.config.adaptive_speculation, False),
     "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),

@@ -39,6 +39,7 @@ from dflash_backend.messages import (
     FinishReason,
     GenerationRequest,
     RequestRejected,
+    SpeculationStats,
     StepOutputs,
     TokenDelta,
     TokenLogprobs,
@@ -182,11 +183,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges as they are now, and counters since the start."""
-        scheduler = self.scheduler
+        scheduler, speculation = self.scheduler, self.scheduler.history.speculation
         self._reported_spec_stats = self._spec_stats.maximum(self._reported_spec_stats)
         return EngineStats(
             num_requests_running=len(scheduler.running),
             num_requests_waiting=len(scheduler.waiting),
+            speculation=SpeculationStats() if speculation is None else speculation.stats.copy(),
             kv_cache_usage=scheduler.kv.pool.usage,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
@@ -303,10 +305,11 @@ class EngineCore:
             result = self._worker.collect()
             executed = self._clock()
             # Behind another step in flight, this one began when that one had run.
-            self.scheduler.observe(step.plan, executed - max(step.planned, self._last_executed))
+            seconds = executed - max(step.planned, self._last_executed)
             self._last_executed = executed
             outputs.phase_seconds.update(result.phase_seconds)
             self._apply(step, result, outputs)
+            self.scheduler.history.observe(step.plan, seconds, result.phase_seconds.get("draft", 0.0))
             self._num_steps += 1
             if self._trace is not None:
                 times = StepTimes(step.started, step.planned, step.submitted, waited, executed, self._clock())
@@ -348,6 +351,7 @@ class EngineCore:
             token_ids, finish_reason = request.append(result.token_ids, self.config.max_model_len)
             self._num_generation_tokens += len(token_ids)
             request.note_yield(row.num_draft, len(token_ids))
+            self.scheduler.history.observe_drafts(request, row.num_draft, result.num_accepted)
             if row.num_draft:
                 self._spec_stats.observe_draft(row.num_draft, len(token_ids))
         self.scheduler.kv.publish(request)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.speculation import SpeculatingRow
 from dflash_backend.messages import DEFAULT_PRIORITY, FinishReason, GenerationRequest, RequestStats, SamplingParams
 from dflash_backend.spec_stats import SpecDecodingStats
 
@@ -53,6 +54,10 @@ class Request:
     deadline_s: float | None
     # Its place among the requests of its tenant, the lowest first: priority, then arrival.
     rank: tuple[int, int]
+
+    # How many tokens its next row may draft, of `num_speculative_tokens` at most, and how its drafts fare.
+    draft_length: int
+    speculation: SpeculatingRow
 
     num_computed: int = 0
     pending_draft: int = 0
@@ -99,6 +104,8 @@ class Request:
             arrival_s=now,
             deadline_s=now + min(limits_s) if limits_s else None,
             rank=(sampling.priority or DEFAULT_PRIORITY, arrival),
+            draft_length=k,
+            speculation=SpeculatingRow(k),
             spec_stats=SpecDecodingStats.zeros(k),
             yields=[] if sampling.stop else None,
         )
@@ -117,6 +124,11 @@ class Request:
     def max_decode_tokens(self) -> int:
         """Tokens of its decode row at most: the anchor and all drafts."""
         return 1 + self.num_speculative_tokens
+
+    @property
+    def max_useful_drafts(self) -> int:
+        """Drafts that can still be of use to the answer, at most, once the row that proposes them has yielded."""
+        return max(0, self.sampling.max_tokens - self.num_output_tokens - 2)
 
     @property
     def prefill_end(self) -> int:

@@ -1,8 +1,8 @@
 """What one request does in one step, and the most it can ever need: arithmetic on that request alone.
 
-Nothing here looks at other requests, at the pool or at the queue: k follows from the request itself, so its draft
-blocks and its acceptance are the same whatever else runs, and whether or not a step is in flight. The scheduler makes
-hundreds of rows a step, so short steps are written out rather than called.
+Nothing here looks at other requests, at the pool or at the queue. How many tokens a row drafts is `draft_length`, which
+the scheduler sets before it makes rows, or none where they do not fit or cannot be of use. The scheduler makes hundreds
+of rows a step, so short steps are written out rather than called.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ def decode_row(request: Request, config: SchedulerConfig) -> ScheduledRequest:
     """The row of a request whose last token alone is not computed: that token and all of its drafts."""
     start, num_draft = request.num_computed, request.pending_draft
     end = start + 1 + num_draft
-    k = next_draft_length(request, start + 1, num_draft, config)
+    k = next_draft_length(request, start + 1, num_draft, config, request.draft_length)
     num_positions = end + config.lookahead(k)
     return ScheduledRequest(request.request_id, start, 1, num_draft, True, k, [], 0, num_positions)
 
 
-def prefill_row(request: Request, start: int, config: SchedulerConfig, budget: int) -> ScheduledRequest:
+def prefill_row(
+    request: Request, start: int, config: SchedulerConfig, budget: int, draft_length: int
+) -> ScheduledRequest:
     """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least."""
     num_tokens = request.num_tokens
     num_new = min(request.prefill_end - start, budget)
     end = start + num_new
     # k follows from the tokens that the whole prefill leaves, so that all chunks of a prompt agree. Drafts that were
     # pending when the request was preempted are proposed again from the same anchor.
-    k = request.pending_draft or next_draft_length(request, num_tokens, 0, config)
+    k = request.pending_draft or next_draft_length(request, num_tokens, 0, config, draft_length)
     finishes = end == request.prefill_end
     num_positions = end + config.lookahead(k)
     return ScheduledRequest(
@@ -54,10 +56,13 @@ def next_start(request: Request) -> int:
 
 
 def decode_tokens(request: Request) -> int:
-    """Tokens of the request's next row if that decodes, at most while one is in flight; 0 while it is in prefill."""
-    if request.row_in_flight is None:
+    """Tokens of the request's next row if that decodes; 0 while it is in prefill."""
+    row = request.row_in_flight
+    if row is None:
         return 1 + request.pending_draft if len(request.token_ids) - request.num_computed == 1 else 0
-    return 0 if prefills_next(request) else request.max_decode_tokens
+    if prefills_next(request):
+        return 0
+    return 1 + (row.num_next_draft if row.sample else request.pending_draft)
 
 
 def decode_row_ahead(request: Request, row: ScheduledRequest, config: SchedulerConfig) -> ScheduledRequest | None:
@@ -78,21 +83,20 @@ def decode_row_ahead(request: Request, row: ScheduledRequest, config: SchedulerC
         num_draft = row.num_next_draft
     # A request with one token left ends in this row, so drafting after it cannot change its output.
     most_drafting = max(fewest, min(most, request.num_prompt_tokens + request.sampling.max_tokens - 2))
-    k = next_draft_length(request, most_drafting, num_draft, config)
-    if k == 0 and next_draft_length(request, fewest, num_draft, config) > 0:
+    k = next_draft_length(request, most_drafting, num_draft, config, request.draft_length)
+    if k == 0 and next_draft_length(request, fewest, num_draft, config, request.draft_length) > 0:
         return None
     num_positions = num_draft + max(most, most_drafting + config.lookahead(k))
     return ScheduledRequest(request.request_id, most - 1, 1, num_draft, True, k, [], row.num_draft, num_positions)
 
 
-def next_draft_length(request: Request, num_tokens: int, num_draft: int, config: SchedulerConfig) -> int:
-    """k for the drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: all of k, or none.
+def next_draft_length(request: Request, num_tokens: int, num_draft: int, config: SchedulerConfig, k: int) -> int:
+    """The drafts after a step that begins with `num_tokens` tokens and verifies `num_draft`: `k` of them, or none.
 
     When every draft is accepted the step leaves `num_tokens + num_draft + 1` tokens, of which the last is the anchor;
     the next block must fit behind it (WINDOW). A request that the step is sure to end drafts no more; surplus drafts
     before that are dropped at `max_tokens`.
     """
-    k = request.num_speculative_tokens
     if num_tokens - request.num_prompt_tokens + 1 >= request.sampling.max_tokens:
         return 0
     return k if config.drafts_fit(num_tokens + num_draft + 1, k) else 0
@@ -100,7 +104,7 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, config:
 
 def positions_to_start(request: Request, config: SchedulerConfig) -> int:
     """Positions that must be free for a request to start: its whole prefill, and the decode row after it."""
-    whole = prefill_row(request, 0, config, budget=sys.maxsize)
+    whole = prefill_row(request, 0, config, sys.maxsize, request.num_speculative_tokens)
     return min(whole.num_positions + 1 + whole.num_next_draft, peak_positions(request, config))
 
 
@@ -117,7 +121,7 @@ def peak_positions(request: Request, config: SchedulerConfig) -> int:
     longest = min(request.num_prompt_tokens + request.sampling.max_tokens, config.max_model_len)
     target = longest - 1  # the last token of all is never run
     k = request.num_speculative_tokens
-    if next_draft_length(request, request.num_prompt_tokens, 0, config) == 0:
+    if next_draft_length(request, request.num_prompt_tokens, 0, config, k) == 0:
         return target  # it never drafts
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
     reach = k + config.lookahead(k)

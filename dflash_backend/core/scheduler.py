@@ -38,7 +38,7 @@ from dflash_backend.core.rows import (
     promised_blocks,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_time import StepTime
+from dflash_backend.core.step_history import StepHistory
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
 # Tenants whose first request cannot start that are passed over in a step.
@@ -47,9 +47,6 @@ MAX_PASSED_OVER = 8
 MIN_LAG_IN_STEPS = 1 / 8
 # Steps without admissions after an out-of-memory step, unless a request finishes first.
 STEPS_TO_RECOVER = 16
-# Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
-# again soon, shall not meet a long step each time.
-SEVERAL_TENANTS_S = 5.0
 
 
 class Scheduler:
@@ -63,9 +60,7 @@ class Scheduler:
         self.running: dict[str, Request] = {}
         self._in_order = True
         self._min_lag = config.max_num_batched_tokens * MIN_LAG_IN_STEPS
-        self.step_time = StepTime(config.max_step_s)
-        # Prompt and decode tokens of the planned steps that have not been observed, by step.
-        self._num_tokens: dict[int, tuple[int, int]] = {}
+        self.history = StepHistory(config)
         # Requests that the worker still holds, to be removed at the start of the next step.
         self._finished_req_ids: list[str] = []
         # Tokens of a step in which all running requests decode with all of their drafts.
@@ -73,8 +68,6 @@ class Scheduler:
         self._step_id = 0
         # Whether a request must be preempted, for which nothing may be in flight.
         self._must_settle = False
-        # Until when the tenants count as several.
-        self._several_until = 0.0
         # The first step that may admit requests again after an out-of-memory step.
         self._admits_from = 0
         self.num_preemptions = 0
@@ -110,7 +103,9 @@ class Scheduler:
         waits_for_preemption, first = self._make_way(in_flight) if len(self.queue.tenants) > 1 else (False, None)
         builder = PlanBuilder(self._config)
         in_prefill = builder.count(self._running_by_arrival(), len(self.waiting))
-        self._bound_time(builder, now)
+        if len(self.running) + len(self.waiting) > 1:
+            self.history.bound_prefill(builder, len(self.queue.tenants), now)
+        self.history.choose_draft_lengths(self.running.values(), len(self.waiting))
         if in_prefill:
             builder.share_out(in_prefill, self.queue)
         has_blocks = self._schedule_running(builder, in_flight)
@@ -130,17 +125,13 @@ class Scheduler:
 
     def _finished_plan(self, builder: PlanBuilder) -> StepPlan:
         self._step_id += 1
-        self._num_tokens[self._step_id] = builder.num_prefill_tokens, builder.num_decode_tokens
+        self.history.planned(self._step_id, builder)
         rows = list(builder.rows.values())
         finished, self._finished_req_ids = self._finished_req_ids, []
         writable = None
         if self._config.kv_write_guard:
             writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
         return StepPlan(self._step_id, rows, builder.new_requests, finished, writable)
-
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take in how long a step has run, which bounds the next ones."""
-        self.step_time.observe(*self._num_tokens.pop(plan.step_id), seconds)
 
     def shrink(self, plan: StepPlan) -> None:
         """Make the next step smaller than `plan`, which did not fit the device's memory: preempt the requests that it
@@ -150,7 +141,7 @@ class Scheduler:
         Admitted again at once, they would run out of memory again, so admission waits for the end of a request or for
         `STEPS_TO_RECOVER` steps.
         """
-        self._num_tokens.pop(plan.step_id, None)
+        self.history.discard(plan.step_id)
         admitted = [self.running[new.request_id] for new in plan.new_requests if new.request_id in self.running]
         oldest = self._oldest()
         victims = [request for request in reversed(admitted) if request is not oldest]
@@ -169,7 +160,7 @@ class Scheduler:
         for request in taken:
             self.queue.discard(request)
         self._finished_req_ids.clear()
-        self._num_tokens.clear()
+        self.history.clear()
         self._admits_from = 0
         self._must_settle = False
         return taken
@@ -181,14 +172,6 @@ class Scheduler:
             self.running = {request.request_id: request for request in running}
             self._in_order = True
         return running
-
-    def _bound_time(self, builder: PlanBuilder, now: float) -> None:
-        """Bound the step's prompt tokens by its time, unless only one request is there."""
-        if len(self.queue.tenants) > 1:
-            self._several_until = now + SEVERAL_TENANTS_S
-        if len(self.running) + len(self.waiting) > 1:
-            several = now < self._several_until
-            builder.max_prefill_tokens = self.step_time.max_prefill_tokens(builder.num_decode_tokens, several)
 
     def _oldest(self) -> Request:
         """The running request that arrived first, which is never preempted."""
@@ -276,7 +259,8 @@ class Scheduler:
             return None
         elif not prefills_next(request):
             return decode_row_ahead(request, row, self._config)
-        return prefill_row(request, next_start(request), self._config, builder.chunks[request.request_id])
+        chunk = builder.chunks[request.request_id]
+        return prefill_row(request, next_start(request), self._config, chunk, request.draft_length)
 
     def _preempt_for(self, request: Request, num_positions: int, builder: PlanBuilder) -> list[int] | None:
         """Blocks for a running request from the latest request of the tenant that holds most, or None when it had to be
@@ -356,7 +340,8 @@ class Scheduler:
     def _start(self, request: Request, hit: list[int], builder: PlanBuilder, now: float) -> None:
         """Let a waiting request run, with a first chunk in this step."""
         self.kv.start(request, hit)
-        row = prefill_row(request, request.num_computed, self._config, builder.prefill_budget)
+        self.history.choose_first_draft_length(request)
+        row = prefill_row(request, request.num_computed, self._config, builder.prefill_budget, request.draft_length)
         new_block_ids = self.kv.reserve(request, row.num_positions)
         assert new_block_ids is not None, "the blocks of the whole prefill are free"
         self.queue.start(request)
@@ -382,7 +367,7 @@ class Scheduler:
                 return
             if row is None or row.num_computed + row.num_new == request.prefill_end:
                 continue
-            longer = prefill_row(request, row.num_computed, self._config, row.num_new + budget)
+            longer = prefill_row(request, row.num_computed, self._config, row.num_new + budget, request.draft_length)
             new_block_ids = self.kv.reserve(request, longer.num_positions)
             if new_block_ids is not None:
                 builder.add_prefill(longer, new_block_ids)

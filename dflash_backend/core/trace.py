@@ -87,7 +87,13 @@ class StepTrace:
             }
             for row, row_result in zip(plan.rows, result.rows, strict=True)
         }
-        args = {"tokens": plan.num_tokens, "new requests": [new.request_id for new in plan.new_requests], "rows": rows}
+        args = {
+            "tokens": plan.num_tokens,
+            "drafts": sum(row.num_draft for row in plan.rows),
+            "drafts next": sum(row.num_next_draft for row in plan.rows),
+            "new requests": [new.request_id for new in plan.new_requests],
+            "rows": rows,
+        }
         # Steps run one after the other: one that was submitted behind another began when that had ended.
         at = max(times.planned, self._executed)
         self._executed = times.executed

@@ -42,6 +42,7 @@ from dflash_backend.models.ops import select_ops
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import num_batch_threads
+from dflash_backend.worker.graphs import capture_widths
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
@@ -114,7 +115,8 @@ def build_engine(
     runner = _runner(config, models, sizes, kv)
     # The guard looks at a step while it runs, which a graph does not let it.
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
-    runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done))
+    widths = capture_widths(runner.step.width) if config.adaptive_speculation else ()
+    runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), widths=widths)
     ready = EngineReady(
         max_model_len=sizes.max_model_len,
         num_speculative_tokens=pair.num_speculative_tokens,
@@ -124,7 +126,9 @@ def build_engine(
         description=_describe(models, sizes, config.kv_block_size),
     )
     trace = _trace(config)
-    core = _core(_scheduler_config(config, models, sizes), runner, trace, config.enable_overlap)
+    draft_lengths = tuple(width - 1 for width in widths if width > 1 and runner.graphs.steps(sampled=False))
+    scheduler_config = dataclasses.replace(_scheduler_config(config, models, sizes), draft_lengths=draft_lengths)
+    core = _core(scheduler_config, runner, trace, config.enable_overlap)
     report("ready", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace)
 
@@ -238,6 +242,7 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         tenant_weights=parse_tenant_weights(config.tenant_weights),
         enable_prefix_caching=config.enable_prefix_caching,
         num_speculative_tokens=models.pair.num_speculative_tokens,
+        adaptive_speculation=config.adaptive_speculation,
         lookahead_base=0 if drafter is None else drafter.lookahead_base,
         hit_trim=0 if drafter is None else drafter.hit_trim,
         drafter_max_len=_drafter_len(models.pair, sizes),

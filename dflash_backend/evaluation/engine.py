@@ -44,6 +44,7 @@ class EngineAnswerer:
 @contextmanager
 def engine_model(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterator[Model]:
     """The engine in this process, with the settings of the environment and over them those `given` on the command line.
+    Unless they say otherwise it always drafts k tokens: the drafter is measured, and not what pays on this machine.
 
     `say` gets a line on how the load goes. Raises `ConfigError`, `InvalidSetting` and `EvaluationError`.
     """
@@ -51,7 +52,8 @@ def engine_model(given: Mapping[str, Any], say: Callable[[str], None]) -> Iterat
     # Each layer is checked with the name of where it comes from; `LLM` only knows arguments.
     EngineConfig.from_layers([("environment", environment), ("command line", given)])
     try:
-        llm = LLM(progress=lambda message, fraction: say(message), **{**environment, **given})
+        values = {"adaptive_speculation": False, **environment, **given}
+        llm = LLM(progress=lambda message, fraction: say(message), **values)
     except ConfigError:
         raise
     except LOAD_ERRORS as error:

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from types import ModuleType
 from typing import Any, Literal
 
@@ -55,6 +55,28 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "Draft blocks whose token at this position (0-based) was accepted",
         label="position",
+    ),
+    MetricSpec(
+        "dflash:spec_decode_num_draft_tokens_per_pos_total",
+        "counter",
+        "Draft tokens at this position (0-based) that were verified, with adaptive_speculation",
+        label="position",
+    ),
+    MetricSpec(
+        "dflash:spec_decode_num_expected_tokens_per_pos_total",
+        "counter",
+        "Draft tokens at this position (0-based) that were expected to be accepted, with adaptive_speculation",
+        label="position",
+    ),
+    MetricSpec(
+        "dflash:spec_decode_num_steps_total",
+        "counter",
+        "Steps in which requests decoded that may draft, with adaptive_speculation",
+    ),
+    MetricSpec(
+        "dflash:spec_decode_num_steps_without_drafts_total",
+        "counter",
+        "Those of them in which nothing was drafted, since it would not pay",
     ),
     MetricSpec("dflash:prompt_tokens_total", "counter", "Tokens of prompts whose answers have begun"),
     MetricSpec("dflash:generation_tokens_total", "counter", "Tokens that were sent to clients"),
@@ -235,6 +257,14 @@ class Metrics:
         for position, increase in enumerate(drafted.num_accepted_tokens_per_pos):
             if increase:
                 self.count("dflash:spec_decode_num_accepted_tokens_per_pos_total", increase, str(position))
+        for field in ("num_steps", "num_steps_without_drafts"):
+            if increase := getattr(stats.speculation, field) - getattr(last.speculation, field):
+                self.count(f"dflash:spec_decode_{field}_total", increase)
+        for field in ("num_draft_tokens_per_pos", "num_expected_tokens_per_pos"):
+            pairs = zip_longest(getattr(stats.speculation, field), getattr(last.speculation, field), fillvalue=0)
+            for position, (now, before) in enumerate(pairs):
+                if now != before:
+                    self.count(f"dflash:spec_decode_{field}_total", now - before, str(position))
         for field, name in _ENGINE_GAUGES.items():
             self._gauges[name] = getattr(stats, field)
 

@@ -123,6 +123,11 @@ class StepInputs:
         """R, padding rows included."""
         return len(self.batch.req_idx)
 
+    @property
+    def width(self) -> int:
+        """Of a padded step: the tokens of each row, padding included."""
+        return len(self.logits_row) // self.num_rows
+
 
 @dataclass(frozen=True)
 class HostBatch:

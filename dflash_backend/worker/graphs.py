@@ -1,8 +1,9 @@
 """Decode steps of fixed shapes, each captured as a CUDA graph: a few numbers go in, and one launch runs the step.
 
-A graph has a number of rows of `capture_sizes`, each with 1 + k tokens. A step with fewer rows is filled up with
-padding rows, which read and write nothing. There are two kinds: for steps of greedy requests alone, and for steps with
-sampled ones. Whatever else a step asks for is run without a graph.
+A graph has a number of rows of `capture_sizes`, each with 1 + k tokens or, where the number of drafts follows the load,
+a number of `capture_widths`. A step with fewer rows or tokens is filled up with padding, which reads and writes
+nothing. There are two kinds: for steps of greedy requests alone, and for steps with sampled ones. Whatever else a step
+asks for is run without a graph.
 
 Without graphs the same padded steps run operation by operation.
 """
@@ -103,7 +104,7 @@ class GraphCapturer:
         """Capture a step; None when memory does not suffice."""
         if torch.cuda.mem_get_info()[0] < RESERVED_BYTES:
             return None
-        self._layouts.send_nothing(inputs.num_rows, self._step.width)
+        self._layouts.send_nothing(inputs.num_rows, inputs.width)
         torch.cuda.current_stream().synchronize()
         try:
             with _no_collection():
@@ -118,8 +119,14 @@ def capture_sizes(max_rows: int) -> list[int]:
     return sorted(sizes | set(range(CAPTURE_STRIDE, max_rows, CAPTURE_STRIDE)) | {max_rows})
 
 
+def capture_widths(width: int) -> list[int]:
+    """Tokens of a row that padded steps have where the number of drafts follows the load: a half and a quarter of
+    `width` besides all of it, and one."""
+    return sorted({1, max(1, width // 4), max(1, width // 2), width})
+
+
 class GraphRunner:
-    """The padded steps that there are, by kind (whether there are sampled requests) and number of rows."""
+    """The padded steps that there are, by kind (whether there are sampled requests)."""
 
     def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
         self._step = step
@@ -135,26 +142,50 @@ class GraphRunner:
         steps = self._steps[batch.traits.sampled]
         if not steps or not batch.decode_only:
             return None
-        count = len(batch.req_idx)
-        most = max(2 * count, count + ALWAYS_WORTH_PADDING)
-        most = min(most, max(2 * int(batch.query_lens.sum()), CHEAP_TOKENS) // self._step.width)
-        fitting = [step for step in steps if count <= step.inputs.num_rows <= most]
-        return min(fitting, key=lambda step: step.inputs.num_rows, default=None)
+        count, lens = len(batch.req_idx), batch.query_lens
+        most_rows, widest = max(2 * count, count + ALWAYS_WORTH_PADDING), int(lens.max())
+        most_tokens = max(2 * int(lens.sum()), CHEAP_TOKENS)
+        fitting = [
+            (inputs.num_rows * inputs.width, inputs.traits.drafts, number)
+            for number, inputs in enumerate(step.inputs for step in steps)
+            if count <= inputs.num_rows <= most_rows
+            and widest <= inputs.width
+            and inputs.num_rows * inputs.width <= most_tokens
+            and inputs.traits.drafts >= batch.traits.drafts
+        ]
+        return steps[min(fitting)[-1]] if fitting else None
 
-    def make(self, make: MakeStep, sizes: Sequence[int], sampled: bool, progress: Progress) -> None:
-        """Make the steps with these numbers of rows, in place of those that there were: greedy ones, and with `sampled`
-        also those for sampled requests. `progress` is called with `(message, fraction)`.
+    def make(
+        self,
+        make: MakeStep,
+        sizes: Sequence[int],
+        sampled: bool,
+        progress: Progress,
+        widths: Sequence[int] = (),
+    ) -> None:
+        """Make the steps with these numbers of rows, and of tokens in each (`widths`, by default 1 + k), in place of
+        those that there were: greedy ones, and with `sampled` also those for sampled requests. `progress` is called
+        with `(message, fraction)`.
 
         The largest and the sampled ones come first: the others then share the memory that these took. Those that memory
         does not suffice for are left out, which the log says.
         """
-        wanted = [(size, kind) for size in sorted(sizes, reverse=True) for kind in (True, False) if sampled or not kind]
+        widths = widths or [self._step.width]
+        wanted = [
+            (size, width, kind)
+            for size in sorted(sizes, reverse=True)
+            for width in sorted(widths, reverse=True)
+            for kind in (True, False)
+            if sampled or not kind
+        ]
         self._steps = {False: [], True: []}
         missing = []
-        for number, (size, kind) in enumerate(wanted):
+        for number, (size, width, kind) in enumerate(wanted):
             name = f"{'sampled' if kind else 'greedy'} steps of {size} rows"
+            if len(widths) > 1:
+                name += f" of {width} tokens"
             progress(f"CUDA graphs: {name}", number / len(wanted))
-            step = make(self._inputs(size, kind))
+            step = make(self._inputs(size, width, kind))
             if step is None:
                 missing.append(name)
             else:
@@ -168,18 +199,19 @@ class GraphRunner:
                 missing[0],
             )
 
-    def _inputs(self, num_rows: int, sampled: bool) -> StepInputs:
+    def _inputs(self, num_rows: int, width: int, sampled: bool) -> StepInputs:
         """Of a padded step over the layout buffer: every token has logits, any length is possible and, with
-        `sampled`, any temperature and filter."""
+        `sampled`, any temperature and filter. Rows of one token do not draft: a step of such rows follows one in which
+        drafting did not pay, or comes before such."""
         state = self._step.state
         device = state.tokens.device
         longest = np.full(num_rows, state.max_len)
         return StepInputs(
-            batch=self._layouts.padded_batch(num_rows, self._step.width),
+            batch=self._layouts.padded_batch(num_rows, width),
             logits_token=None,
-            logits_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(self._step.width),
-            bounds=LengthBounds(np.full(num_rows, self._step.width), longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, self._step.drafter is not None and state.k > 0),
+            logits_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(width),
+            bounds=LengthBounds(np.full(num_rows, width), longest, longest, max_overestimate=state.max_len),
+            traits=BatchTraits(sampled, self._step.drafter is not None and width > 1),
         )
 
 

@@ -76,14 +76,16 @@ class ModelRunner:
         progress: Progress,
         sizes: Sequence[int] | None = None,
         serves: bool = True,
+        widths: Sequence[int] = (),
     ) -> None:
         """Make the padded steps that decode rows alone run in; to be called once, before the first step. With
         `HostStepOps` there are none.
 
         With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, which
         `progress` is told of as `(message, fraction)`. `sizes`: the numbers of rows that they have, `capture_sizes` by
-        default. Without `serves` only what greedy decode rows need: no padded steps for sampled requests, and on a GPU
-        the kernels of other steps are compiled when they come.
+        default; `widths`: the numbers of tokens of their rows, 1 + k by default. Without `serves` only what greedy
+        decode rows need: no padded steps for sampled requests, and on a GPU the kernels of other steps are compiled
+        when they come.
         """
         if self.step.ops.on_host:
             return
@@ -94,9 +96,10 @@ class ModelRunner:
         if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":
-            self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress)
+            self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress, widths)
         else:
-            self.graphs.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, lambda message, done: None)
+            quiet: Progress = lambda message, done: None  # noqa: E731
+            self.graphs.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, quiet, widths)
 
     def submit(self, plan: StepPlan) -> None:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
@@ -151,7 +154,7 @@ class ModelRunner:
         padded = self.graphs.find(batch) if processors is None else None
         if padded is not None:
             inputs = padded.inputs
-            self.layouts.send_padded(batch, inputs.num_rows, self.step.width)
+            self.layouts.send_padded(batch, inputs.num_rows, inputs.width)
         else:
             inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
         if padded is not None and guard is None:

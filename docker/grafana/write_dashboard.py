@@ -79,6 +79,46 @@ PANELS: tuple[Panel, ...] = (
         "Share of the draft blocks whose token at this position was accepted.",
         most=1,
     ),
+    Panel(
+        "Drafts per step",
+        "short",
+        (
+            (
+                "verified {{model}}",
+                f"{rate('spec_decode_num_draft_tokens_total')} / {rate('spec_decode_num_steps_total')}",
+            ),
+            (
+                "accepted {{model}}",
+                f"{rate('spec_decode_num_accepted_tokens_total')} / {rate('spec_decode_num_steps_total')}",
+            ),
+        ),
+        "Draft tokens of all rows of a step, with adaptive_speculation.",
+    ),
+    Panel(
+        "Steps without drafts",
+        "percentunit",
+        (
+            (
+                "{{model}}",
+                f"{rate('spec_decode_num_steps_without_drafts_total')} / {rate('spec_decode_num_steps_total')}",
+            ),
+        ),
+        "Share of the decode steps in which drafting would not pay, with adaptive_speculation.",
+        most=1,
+    ),
+    Panel(
+        "Expected acceptance by position",
+        "percentunit",
+        (
+            (
+                "{{position}}",
+                f"{rate('spec_decode_num_expected_tokens_per_pos_total', 'model, position')} "
+                f"/ {rate('spec_decode_num_draft_tokens_per_pos_total', 'model, position')}",
+            ),
+        ),
+        "Share of the verified drafts at this position that were expected to be accepted, with adaptive_speculation.",
+        most=1,
+    ),
     Panel("Time to first token", "s", times("time_to_first_token_seconds")),
     Panel(
         "Time between tokens",

@@ -26,6 +26,7 @@ class EngineMachine(RuleBasedStateMachine):
             {
                 "block_size": st.sampled_from([1, 2, 4]),
                 "num_speculative_tokens": st.sampled_from([0, 1, 3]),
+                "adaptive_speculation": st.booleans(),
                 "max_prefill_tokens_per_step": st.sampled_from([None, 1, 5]),
                 "drafter_max_len": st.sampled_from([MAX_MODEL_LEN, 20, 500]),
                 "enable_prefix_caching": st.sampled_from([True, True, False]),
@@ -47,6 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
             **limits,
         )
         self.engine = CheckedEngine(config, lag)
+        self.engine.worker.target_s = lambda plan: 0.01 * (4 + plan.num_tokens)
 
     @rule(
         stem=st.sampled_from(STEMS),

@@ -35,6 +35,7 @@ def _random_config(rng: random.Random) -> SchedulerConfig:
         max_model_len=max_model_len,
         num_blocks=-(-max_model_len // block_size) + rng.choice([0, rng.randint(0, 30 // block_size), 60]),
         num_speculative_tokens=k,
+        adaptive_speculation=rng.random() < 0.5,
         lookahead_base=rng.choice([1, 1, 0, None]),
         drafter_max_len=rng.choice([max_model_len, rng.randint(k + 3, max_model_len), 500]),
         max_num_batched_tokens=rng.choice([1 + k, rng.randint(1 + k, 30), 200]),
@@ -126,6 +127,9 @@ def _run_traffic(seed: int, overlap: bool) -> CheckedEngine:
     rng = random.Random(seed)
     config = _random_config(rng)
     engine = CheckedEngine(config, (lambda: rng.randrange(3)) if overlap else None)
+    token_s = rng.choice([0.0, 0.0002, 0.01])
+    engine.worker.target_s = lambda plan: token_s * (10 + plan.num_tokens)
+    engine.worker.draft_s = lambda plan: token_s * sum(row.num_next_draft for row in plan.rows) / 5
     trouble = rng.choice(["memory", "failures", "", "", ""])
     if trouble == "memory":
         engine.worker.max_tokens_in_memory = rng.randint(4, 40)

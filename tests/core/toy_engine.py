@@ -32,6 +32,9 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
 
 def make_config(**changes: Any) -> SchedulerConfig:
     """Limits that are never reached, but for `changes`."""
@@ -83,6 +86,7 @@ class Engine:
     ) -> None:
         self.clock = Clock()
         self.worker = worker or (ToyWorker(config) if lag is None else OverlappingToy(config, lag))
+        self.worker.on_time = self.clock.advance
         self.core = EngineCore(config, self.worker, self.clock, overlap=True)
         self.scheduler = self.core.scheduler
         self.pool = self.worker.pool = self.scheduler.kv.pool

@@ -1,9 +1,8 @@
 """The target and drafter of the core's tests: arithmetic on prefix states in place of a network.
 
 A *prefix state* is a number that stands for the salt of a request and for all of its tokens up to a position. The
-target's next token is a function of it. A greedy request gets just that. For a sampled one
-it depends on where draft blocks start as well, which no real sampler does: an output that survives batching, chunking
-and preemption shows that draft blocks start where they would alone.
+target's next token is a function of it and, for a sampled request, of its seed and the token's position. A draft is
+accepted if it is that token.
 
 `expected_output` is what a request must yield, worked out without an engine: no blocks, no batches, no queue.
 """
@@ -37,27 +36,25 @@ def prefix_states(token_ids: list[int], state: int) -> list[int]:
 
 
 def greedy_token(state: int) -> int:
-    """The target's next token after a prefix, whatever its salt."""
+    """The target's most likely token after a prefix, whatever its salt."""
     return hash((11, state)) % VOCAB
+
+
+def target_token(seed: int, greedy: bool, position: int, state: int) -> int:
+    """The target's own token at `position`, from the state before it."""
+    return greedy_token(state) if greedy else hash((13, seed, position, state)) % VOCAB
 
 
 def verify(seed: int, greedy: bool, position: int, state: int, drafts: list[int]) -> list[int]:
     """The accepted drafts and the token after them, from the state of the anchor; `position` is the first draft's."""
     tokens: list[int] = []
     for draft in drafts:
-        if greedy:
-            token = greedy_token(state)
-            accepted = token == draft
-        else:
-            accepted = hash((12, seed, position, state, draft)) % 100 < ACCEPTANCE_PERCENT[seed % 4]
-            token = draft if accepted else hash((13, seed, position, state)) % VOCAB
-        tokens.append(token)
-        if not accepted:
+        tokens.append(target_token(seed, greedy, position, state))
+        if tokens[-1] != draft:
             return tokens
-        state = next_state(state, token)
+        state = next_state(state, draft)
         position += 1
-    tokens.append(greedy_token(state) if greedy else hash((14, seed, position, state)) % VOCAB)
-    return tokens
+    return [*tokens, target_token(seed, greedy, position, state)]
 
 
 def propose(seed: int, greedy: bool, anchor: int, state: int, k: int) -> list[int]:
@@ -65,8 +62,8 @@ def propose(seed: int, greedy: bool, anchor: int, state: int, k: int) -> list[in
     drafts, anchor_state = [], state
     for i in range(k):
         token = hash((15, seed, anchor_state, anchor, i)) % VOCAB
-        if greedy and hash((16, seed, anchor, i)) % 100 < ACCEPTANCE_PERCENT[seed % 4]:
-            token = greedy_token(state)
+        if hash((16, seed, anchor, i)) % 100 < ACCEPTANCE_PERCENT[seed % 4]:
+            token = target_token(seed, greedy, anchor + 1 + i, state)
         drafts.append(token)
         state = next_state(state, token)
     return drafts
@@ -86,26 +83,17 @@ def expected_output(
 ) -> tuple[list[int], str]:
     """The output and its finish reason; `seed` is the resolved one where the request has none.
 
-    The rules for k and for the end of a request are written down a second time: all of k or none, none past the
-    drafter's window, none for a last token.
+    Drafts do not come into it. The rules for the end of a request are written down a second time.
     """
     sampling, prompt = request.sampling, request.prompt_token_ids
     seed = sampling.seed if seed is None else seed
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
-    k = config.num_speculative_tokens if sampling.num_speculative_tokens is None else sampling.num_speculative_tokens
-    window = min(config.drafter_max_len, config.max_model_len)
     state = prefix_states(prompt, root_state())[-1]
     output: list[int] = []
-    drafts: list[int] = []
     while True:
-        num_tokens = len(prompt) + len(output)
-        fits = num_tokens + len(drafts) + 1 + k <= window
-        next_k = k if fits and len(output) + 1 < sampling.max_tokens else 0
-        for token in verify(seed, sampling.greedy, num_tokens, state, drafts):
-            output.append(token)
-            state = next_state(state, token)
-            if token in stops and len(output) >= sampling.min_tokens:
-                return output, "stop"
-            if len(output) >= sampling.max_tokens or len(prompt) + len(output) >= config.max_model_len:
-                return output, "length"
-        drafts = propose(seed, sampling.greedy, len(prompt) + len(output) - 1, state, next_k)
+        output.append(target_token(seed, sampling.greedy, len(prompt) + len(output), state))
+        state = next_state(state, output[-1])
+        if output[-1] in stops and len(output) >= sampling.min_tokens:
+            return output, "stop"
+        if len(output) >= sampling.max_tokens or len(prompt) + len(output) >= config.max_model_len:
+            return output, "length"

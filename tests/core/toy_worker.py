@@ -86,6 +86,10 @@ class ToyWorker:
         # Whether a step fails, by what it runs. It fails midway: requests and blocks of the plan were taken in.
         self.fails: Callable[[StepPlan], bool] = lambda plan: False
         self.num_failed = 0
+        # Seconds of the target's pass and of drafting, and who is told that they have passed.
+        self.target_s: Callable[[StepPlan], float] = lambda plan: 0.0
+        self.draft_s: Callable[[StepPlan], float] = lambda plan: 0.0
+        self.on_time: Callable[[float], None] = lambda seconds: None
         self.refused: list[StepPlan] = []  # plans that did not fit the memory
 
     @property
@@ -165,7 +169,9 @@ class ToyWorker:
         for row, held, _ in work:
             if row.num_next_draft:
                 self._propose(row, held)
-        return StepResult(plan.step_id, results)
+        draft_s = self.draft_s(plan)
+        self.on_time(self.target_s(plan) + draft_s)
+        return StepResult(plan.step_id, results, {"draft": draft_s} if draft_s else {})
 
     def _start_of(self, row: ScheduledRequest) -> int:
         """Where a row starts: where the worker has got to, if that was not certain as the row was planned."""

@@ -19,7 +19,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_model_len=512, max_num_seqs=8)
+    return LLM(max_model_len=512, max_num_seqs=8, adaptive_speculation=False)
 
 
 def test_an_embedded_conversation_is_the_prompt_that_the_demo_pair_was_trained_on(llm: LLM) -> None:

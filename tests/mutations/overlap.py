@@ -77,7 +77,8 @@ OVERLAP_MUTANTS = (
         ),
         (
             "k is chosen by the highest outcome alone",
-            "    if k == 0 and next_draft_length(request, fewest, num_draft, config) > 0:\n        return None\n",
+            "    if k == 0 and next_draft_length(request, fewest, num_draft, config, request.draft_length) > 0:\n"
+            "        return None\n",
             "",
         ),
         (

@@ -16,7 +16,14 @@ from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from tests.servers import clean_environ, local_server
 
-SETTINGS = {"max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.1", "kv_write_guard": "true"}
+# With a number of drafts that does not depend on the time of steps.
+SETTINGS = {
+    "max_num_seqs": "8",
+    "max_model_len": "1024",
+    "kv_cache_gb": "0.1",
+    "kv_write_guard": "true",
+    "adaptive_speculation": "false",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

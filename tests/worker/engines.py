@@ -30,25 +30,31 @@ class ReferenceStepOps(DeviceStepOps):
     _store_drafts = staticmethod(HostStepOps._store_drafts)
 
 
-def device_runner(built: BuiltEngine, padded: bool = True, ops: StepOps | None = None) -> ModelRunner:
+def device_runner(
+    built: BuiltEngine, padded: bool = True, ops: StepOps | None = None, widths: Sequence[int] = ()
+) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
         replace(built.runner.step, ops=ops or ReferenceStepOps()), built.core.config.max_num_batched_tokens
     )
     if padded:
-        runner.prepare(use_graphs=False, progress=lambda message, fraction: None)
+        runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=widths)
     return runner
 
 
 def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -> BuiltEngine:
     """The same engine with the steps of a GPU. The runner of `built` must not be used any more: they share KV."""
     runner = device_runner(built, **options)
-    return replace(built, core=EngineCore(built.core.config, runner, overlap=overlap), runner=runner)
+    lengths = tuple(width - 1 for width in options.get("widths", ()) if width > 1)
+    config = replace(built.core.config, draft_lengths=lengths)
+    return replace(built, core=EngineCore(config, runner, overlap=overlap), runner=runner)
 
 
 def engine(**settings: Any) -> BuiltEngine:
-    """An engine on the CPU with the write guard on; `settings` come on top. Without models it is the demo pair's."""
-    return build_engine(EngineConfig.from_values({"device": "cpu", "kv_write_guard": True, **settings}))
+    """An engine on the CPU with the write guard on, which always drafts k tokens; `settings` come on top. Without
+    models it is the demo pair's."""
+    values = {"device": "cpu", "kv_write_guard": True, "adaptive_speculation": False, **settings}
+    return build_engine(EngineConfig.from_values(values))
 
 
 def triton_engine(**settings: Any) -> BuiltEngine:

@@ -29,7 +29,7 @@ def reference_features(token_ids: list[int], layer_ids: tuple[int, ...]) -> torc
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 72, "max_prefill_tokens_per_step": 24}])
 def test_every_final_position_holds_the_context_kv_of_its_token(settings: dict[str, int]) -> None:
     """Neither rejected drafts nor the drafter's queries survive, and hits bring drafter KV too."""
-    llm = LLM(kv_write_guard=True, **settings)
+    llm = LLM(kv_write_guard=True, adaptive_speculation=False, **settings)
     core, runner = llm.engine.core, llm.engine.runner
     prompts = [llm.tokenizer.encode(row.prompt) for row in load_prompts(3)]
     prompts.append(prompts[0])

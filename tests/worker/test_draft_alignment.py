@@ -30,9 +30,9 @@ def _tokens_and_drafts(llm: LLM, request_id: str) -> tuple[list[int], list[int]]
 
 @pytest.mark.slow
 def test_drafts_after_rejections_are_those_of_a_fresh_prefill() -> None:
-    llm = LLM(kv_write_guard=True)
+    llm = LLM(kv_write_guard=True, adaptive_speculation=False)
     core = llm.engine.core
-    fresh = LLM(enable_prefix_caching=False)
+    fresh = LLM(enable_prefix_caching=False, adaptive_speculation=False)
     same = total = 0
     for index, row in enumerate(load_prompts(2)):
         name = f"r{index}"

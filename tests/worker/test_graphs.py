@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
-from dflash_backend.worker.graphs import EagerStep, capture_sizes, warm_up
+from dflash_backend.worker.graphs import EagerStep, capture_sizes, capture_widths, warm_up
 from dflash_backend.worker.runner import ModelRunner
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged
 
@@ -52,9 +53,12 @@ def test_capture_sizes_are_small_steps_first_then_every_eighth_and_the_most() ->
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
 
 
-def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any]) -> None:
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], width: int) -> None:
     """Rows with drafts, with fewer of them and with none, greedy and sampled, with 5 padding rows."""
-    runner, plan_rows = decoding(pair, b={"k": 3, "temperature": 0.7, "seed": 3}, c={"k": 0})
+    most = {"k": width - 1}
+    runner, plan_rows = decoding(pair, a=most, b={"k": 3, "temperature": 0.7, "seed": 3}, c={"k": 0})
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=[width])
     rows = HostBatch.of(plan_rows, runner.requests)
     before = [tensor.clone() for tensor in memory(runner)]
 
@@ -68,7 +72,7 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any]) -> N
     assert step is not None
     assert step.inputs.num_rows == 4
     eight = next(step for step in runner.graphs.steps(sampled=True) if step.inputs.num_rows == 8)
-    runner.layouts.send_padded(rows, 8, runner.step.width)
+    runner.layouts.send_padded(rows, 8, width)
     padded = runner.step.unpacked(eight.replay().numpy(), 8)
 
     assert ragged[0][:3].tolist() == padded[0][:3].tolist()
@@ -112,6 +116,34 @@ def test_rows_without_drafts_are_not_widened_to_many_tokens(
     assert runner.step.width == 8
     assert runner.graphs.find(rows_like(runner, rows, 8)) is not None
     assert runner.graphs.find(rows_like(runner, rows, 9)) is None
+
+
+def test_capture_widths_are_all_of_a_block_a_half_a_quarter_and_one() -> None:
+    assert [capture_widths(width) for width in (16, 8, 3, 1)] == [[1, 4, 8, 16], [1, 2, 4, 8], [1, 3], [1]]
+
+
+def test_the_narrowest_step_that_fits_is_taken(pair: dict[str, Any]) -> None:
+    runner, rows = decoding(pair, a={"k": 0}, b={"k": 3})
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=capture_widths(8))
+    rows = [*rows[:2], msgspec.structs.replace(rows[2], num_draft=1)]
+    # None of the first draft; the second drafts 3 again.
+    for chosen, width, drafts in [(rows[:1], 1, False), (rows[:2], 4, True), (rows[2:], 2, True)]:
+        step = runner.graphs.find(HostBatch.of(chosen, runner.requests))
+        assert step is not None
+        assert (step.inputs.width, step.inputs.traits.drafts) == (width, drafts)
+
+
+def test_a_row_of_one_token_that_begins_to_draft_is_run_in_a_step_that_drafts(pair: dict[str, Any]) -> None:
+    runner, rows = decoding(pair)
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=capture_widths(8))
+    row = msgspec.structs.replace(rows[0], num_draft=0)
+    step = runner.graphs.find(HostBatch.of([row], runner.requests))
+    assert step is not None
+    assert step.inputs.traits.drafts
+    resting = msgspec.structs.replace(row, num_next_draft=0)
+    step = runner.graphs.find(HostBatch.of([resting], runner.requests))
+    assert step is not None
+    assert (step.inputs.width, step.inputs.traits.drafts) == (1, False)
 
 
 def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any]) -> None:

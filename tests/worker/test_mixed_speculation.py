@@ -14,7 +14,7 @@ from dflash_backend.messages import GenerationRequest, SamplingParams
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_num_seqs=4, max_model_len=1024, kv_write_guard=True)
+    return LLM(max_num_seqs=4, max_model_len=1024, kv_write_guard=True, adaptive_speculation=False)
 
 
 def ask(llm: LLM, prompt: list[int], k: int, salt: str, max_tokens: int = 48) -> tuple[list[int], int, int]:

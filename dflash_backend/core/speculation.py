@@ -1,0 +1,208 @@
+"""How many drafts each row gets: as many as make the most tokens a second.
+
+A step takes longer for each draft that it verifies, and yields more tokens. With the chance of each draft to be
+accepted together with all before it (`AcceptanceEstimator`) and the time of a step of any size (`StepCosts`), the best
+number of drafts of all rows together follows: it maximises
+
+    (rows + sum of the chances of the drafts) / (seconds of the step that verifies them and of drafting them)
+
+over all numbers of drafts, the likeliest first. Since a draft is never likelier than the one before it, those are
+the first ones of each row.
+
+Both estimates need variety. Where drafting does not pay, a few rows draft a little now and then, so that better
+traffic is noticed; and while the time of a step without drafts is not known, one is run. Both take at most a small part
+of the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
+from dflash_backend.messages import SpeculationStats
+
+# Drafts of a row that tries whether drafting pays again, and how many of the rows do at a time.
+PROBE_DRAFTS = 2
+PROBE_SHARE = 8
+# Probes cost this part of the time at most, where they do not come more seldom anyway.
+PROBE_COST = 0.01
+MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
+# A step without drafts is run when its time is less certain than this, once in this many steps at most.
+MAX_UNCERTAINTY = 0.15
+MIN_STEPS_BETWEEN_TRIALS = 24
+# A decision holds for this many steps, unless rows come or go: estimates change slowly, and deciding takes time.
+STEPS_BETWEEN_DECISIONS = 4
+# No draft is worth anything that is accepted more seldom.
+MIN_CHANCE = 1e-3
+# Shares of k that the first steps draft, so that their times tell what drafts cost.
+FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
+
+
+@dataclass(slots=True)
+class SpeculatingRow:
+    """What is known of a request that may draft: its k, and how its drafts fare."""
+
+    k: int
+    effect: RequestEffect = field(default_factory=RequestEffect)
+
+
+class AdaptiveSpeculation:
+    """Decides in each step how many tokens each row drafts, and learns from what became of them."""
+
+    def __init__(
+        self,
+        k: int,
+        lookahead_base: int | None = 1,
+        choices: Sequence[int] = (),
+        table: CostTable | None = None,
+    ) -> None:
+        """k: the most drafts of a row. lookahead_base: queries of the drafter beside one for each draft; None: it has
+        none. choices: the numbers of drafts that there are beside 0, of which all rows of a step get the same; by
+        default every row gets its own."""
+        self.k = k
+        self.acceptance = AcceptanceEstimator(k)
+        self.costs = StepCosts(table)
+        self.stats = SpeculationStats.zeros(k)
+        self._choices = choices
+        self._queries_per_draft = 0 if lookahead_base is None else 1
+        self._queries_per_row = lookahead_base or 0
+        self._lengths: dict[int, int] = {}  # drafts of a row by its group
+        self._blocks: Counter[tuple[int, int]] = Counter()  # of this step, by group and length
+        self._num_rows = 0  # at the last decision
+        self._age = 0  # steps since then
+        self._since_probe = 0
+        self._since_trial = 0
+        self._next_probe = 0  # turns among the rows
+
+    def first_length(self, row: SpeculatingRow) -> int:
+        """Drafts of a row by the last decision, also of one that was not there yet."""
+        if not self._lengths:
+            return row.k
+        group = row.effect.hopeful_group
+        length = self._lengths.get(group)
+        if length is None:
+            length = self._lengths[min(self._lengths, key=lambda other: abs(other - group))]
+        return min(row.k, length)
+
+    def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
+        """The number of drafts for each row, in the step that is planned now; the next one verifies them.
+
+        mean_position: of the rows' last tokens. num_other_tokens: of the next step, those of prompts.
+        """
+        if not rows:
+            return []
+        self.stats.num_steps += 1
+        if self.stats.num_steps <= len(FIRST_STEPS):
+            return [round(row.k * FIRST_STEPS[self.stats.num_steps - 1]) for row in rows]
+        self._age += 1
+        if self._age >= STEPS_BETWEEN_DECISIONS or len(rows) != self._num_rows:
+            lengths = self._decide(rows, mean_position, num_other_tokens)
+        else:
+            lengths = [self.first_length(row) for row in rows]
+        self.stats.num_steps_without_drafts += not any(lengths)
+        return lengths
+
+    def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
+        line = self.costs.line(len(rows), mean_position, num_other_tokens)
+        if line.seconds(0, 0, 0) <= 0:
+            return [row.k for row in rows]  # no step has been timed
+        self._num_rows = len(rows)
+        self._since_probe += self._age
+        self._since_trial += self._age
+        self._age = 0
+        self._lengths = self._optimal_lengths(Counter(row.effect.hopeful_group for row in rows), line)
+        lengths = [self.first_length(row) for row in rows]
+        if not any(lengths):
+            self._probe(rows, lengths, line)
+        else:
+            self._since_probe = 0
+            if self._wants_trial(len(rows), mean_position, num_other_tokens):
+                self._since_trial = 0
+                lengths = [0] * len(rows)
+        for row, length in zip(rows, lengths, strict=True):
+            if not length:
+                row.effect.drift()
+        return lengths
+
+    def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int) -> None:
+        """Take in a row's verified drafts, at least one."""
+        self._blocks[row.effect.group, num_draft] += 1
+        self.acceptance.observe(row.effect, num_draft, num_accepted)
+
+    def observe_step(self, shape: StepShape, seconds: float, draft_s: float) -> None:
+        """Take in a step: what it consisted of, its time, and how much of that was drafting."""
+        for (group, num_draft), count in self._blocks.items():
+            expected = self.acceptance.survival(group)
+            for position in range(num_draft):
+                self.stats.num_draft_tokens_per_pos[position] += count
+                self.stats.num_expected_tokens_per_pos[position] += count * expected[position]
+        self._blocks.clear()
+        self.acceptance.end_step()
+        self.costs.observe(shape, seconds - draft_s, draft_s)
+
+    def _optimal_choice(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
+        """The best of the choices, for all groups."""
+        num_rows, optimal, highest = groups.total(), 0, groups.total() / line.seconds(0, 0, 0)
+        survival = {group: self.acceptance.survival(group, hopeful=True) for group in groups}
+        for length in self._choices:
+            tokens = num_rows + sum(count * sum(survival[group][:length]) for group, count in groups.items())
+            num_drafts = num_rows * length
+            rate = tokens / line.seconds(num_drafts, num_rows, self._num_queries(num_drafts, num_rows))
+            if rate > highest:
+                optimal, highest = length, rate
+        return dict.fromkeys(groups, optimal)
+
+    def _optimal_lengths(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
+        """The best number of drafts for the rows of each group."""
+        if self._choices:
+            return self._optimal_choice(groups, line)
+        candidates = [
+            (chance, -i, group)
+            for group in groups
+            for i, chance in enumerate(self.acceptance.survival(group, hopeful=True))
+        ]
+        candidates.sort(reverse=True)
+        tokens, num_drafts, num_drafting = float(groups.total()), 0, 0
+        highest, num_taken = tokens / line.seconds(0, 0, 0), 0
+        for number, (chance, i, group) in enumerate(candidates, start=1):
+            if chance < MIN_CHANCE:
+                break
+            count = groups[group]
+            if i == 0:
+                num_drafting += count
+            num_drafts += count
+            tokens += count * chance
+            rate = tokens / line.seconds(num_drafts, num_drafting, self._num_queries(num_drafts, num_drafting))
+            if rate > highest:
+                highest, num_taken = rate, number
+        lengths = Counter(group for _, _, group in candidates[:num_taken])
+        return {group: lengths[group] for group in groups}
+
+    def _num_queries(self, num_drafts: int, num_drafting: int) -> int:
+        return self._queries_per_draft * num_drafts + self._queries_per_row * num_drafting
+
+    def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> None:
+        """Let some rows draft a little when it is time for it."""
+        num_rows = len(rows)
+        num_probing = -(-num_rows // PROBE_SHARE)
+        num_drafts = num_probing * PROBE_DRAFTS
+        without = line.seconds(0, 0, 0)
+        extra = line.seconds(num_drafts, num_probing, self._num_queries(num_drafts, num_probing)) - without
+        wait = extra / (PROBE_COST * without)
+        if self._since_probe < min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES):
+            return
+        self._since_probe = 0
+        for turn in range(num_probing):
+            index = (self._next_probe + turn) % num_rows
+            lengths[index] = min(rows[index].k, PROBE_DRAFTS)
+        self._next_probe = (self._next_probe + num_probing) % num_rows
+
+    def _wants_trial(self, num_rows: int, position: float, num_other: int) -> bool:
+        """Whether to run a step without drafts, since too little is known of its time."""
+        if self._since_trial < MIN_STEPS_BETWEEN_TRIALS:
+            return False
+        shape = StepShape(num_rows + num_other, int(num_rows * position), int((num_rows + num_other) * position))
+        return self.costs.uncertainty(shape) > MAX_UNCERTAINTY

@@ -1,0 +1,196 @@
+"""What a step costs: seconds of the target's pass and of drafting, estimated from the steps that ran.
+
+The target's pass is linear in its tokens, in the positions that its rows attend to, and in their product; where a
+device was measured at start, in the time that was measured for that number of tokens instead. Drafting is linear in the
+drafter's queries and in the positions of the rows that draft. The host's time counts with the target's.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dflash_backend.core.linear_fit import LinearFit
+from dflash_backend.core.plan import ScheduledRequest
+
+# Before a step has shown it: this part of a step's time does not depend on its tokens.
+FIXED_SHARE = 0.5
+# What drafting is taken to cost before it was seen: this part of the target's pass over one token.
+DRAFT_SHARE = 0.3
+# Of steps that are like the one before, after a few only every fourth is taken in: it takes time, and tells little.
+FEW, EVERY = 16, 4
+_KILO = 1e-3
+
+
+@dataclass(slots=True)
+class StepShape:
+    """What a step's time depends on: target tokens, rows and the positions that they attend to; queries of the drafter,
+    and positions of the rows that draft."""
+
+    num_tokens: int = 0
+    num_positions: int = 0
+    num_token_positions: int = 0
+    num_queries: int = 0
+    num_draft_positions: int = 0
+
+    def is_like(self, other: StepShape) -> bool:
+        """Whether it has the same tokens and queries as another."""
+        return self.num_tokens == other.num_tokens and self.num_queries == other.num_queries
+
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledRequest], lookahead: Callable[[int], int]) -> StepShape:
+        """That of a step with these rows. lookahead: the drafter's queries for a number of drafts."""
+        shape = cls()
+        for row in rows:
+            num_tokens = row.num_new + row.num_draft
+            end = row.num_computed + num_tokens
+            shape.num_tokens += num_tokens
+            shape.num_positions += end
+            shape.num_token_positions += num_tokens * end
+            if row.num_next_draft:
+                shape.num_queries += lookahead(row.num_next_draft)
+                shape.num_draft_positions += end
+        return shape
+
+    @property
+    def target(self) -> list[float]:
+        """Features of the target's pass."""
+        return [1.0, self.num_tokens, _KILO * self.num_positions, _KILO * self.num_token_positions]
+
+    @property
+    def draft(self) -> list[float]:
+        """Features of drafting."""
+        return [1.0, self.num_queries, _KILO * self.num_draft_positions]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of a target pass by its tokens, in ascending order, measured over short contexts. Between two of them the
+    time is interpolated, and beyond the last it grows with the tokens."""
+
+    num_tokens: Sequence[int]
+    seconds: Sequence[float]
+
+    def at(self, num_tokens: float) -> float:
+        """Seconds of a pass over that many tokens."""
+        tokens, seconds = self.num_tokens, self.seconds
+        if num_tokens <= tokens[0]:
+            return seconds[0]
+        if num_tokens >= tokens[-1]:
+            return seconds[-1] * num_tokens / tokens[-1]
+        i = bisect.bisect_right(tokens, num_tokens)
+        part = (num_tokens - tokens[i - 1]) / (tokens[i] - tokens[i - 1])
+        return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """The time of steps that differ in their drafts alone. The target's pass takes `table_share` of the table's time
+    for its tokens, `fixed` and `per_draft` seconds; drafting takes `draft_fixed`, `per_query` and, for each row that
+    drafts, `per_drafting_row` seconds. num_tokens: without drafts."""
+
+    table: CostTable | None
+    table_share: float
+    fixed: float
+    per_draft: float
+    draft_fixed: float
+    per_query: float
+    per_drafting_row: float
+    num_tokens: int
+
+    def seconds(self, num_drafts: int, num_drafting: int, num_queries: int) -> float:
+        """Of a step that verifies `num_drafts` drafts and drafts as many, in `num_drafting` rows."""
+        seconds = self.fixed + self.per_draft * num_drafts
+        if self.table is not None:
+            seconds += self.table_share * self.table.at(self.num_tokens + num_drafts)
+        if num_drafting:
+            seconds += self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting
+        return seconds
+
+
+@dataclass
+class StepCosts:
+    """The estimate. table: None where nothing was measured at start."""
+
+    table: CostTable | None = None
+    _last: StepShape = field(default_factory=StepShape, init=False)
+    _num_alike: int = field(default=0, init=False)
+    _target: LinearFit | None = field(default=None, init=False)
+    _draft: LinearFit | None = field(default=None, init=False)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to go by."""
+        return self.table is not None or self._target is not None
+
+    def target_s(self, shape: StepShape) -> float:
+        """Seconds of the target's pass and the host's share."""
+        if self._target is None:
+            return 0.0 if self.table is None else self.table.at(shape.num_tokens)
+        return self._target.at(self._target_features(shape))
+
+    def draft_s(self, shape: StepShape) -> float:
+        """Seconds of drafting."""
+        if shape.num_draft_positions == 0:
+            return 0.0
+        if self._draft is None:
+            return DRAFT_SHARE * self.target_s(StepShape(1))
+        return self._draft.at(shape.draft)
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of a step."""
+        return self.target_s(shape) + self.draft_s(shape)
+
+    def line(self, num_rows: int, position: float, num_other: int) -> StepLine:
+        """The time of steps with these rows and tokens of prompts, for any number of drafts."""
+        per_kilo = _KILO * position
+        draft = (DRAFT_SHARE * self.target_s(StepShape(1)), 0.0, 0.0)
+        if self._draft is not None:
+            fixed, query, kilo = self._draft.coefficients
+            draft = fixed, query, kilo * per_kilo
+        if self._target is None:
+            return StepLine(self.table, float(self.table is not None), 0.0, 0.0, *draft, num_rows + num_other)
+        first, token, of_rows, of_tokens = self._target.coefficients
+        each = token + of_tokens * per_kilo
+        fixed = of_rows * per_kilo * num_rows + each * (num_rows + num_other)
+        if self.table is None:
+            return StepLine(None, 0.0, first + fixed, each, *draft, num_rows + num_other)
+        return StepLine(self.table, first, fixed, each, *draft, num_rows + num_other)
+
+    def uncertainty(self, shape: StepShape) -> float:
+        """How far off the target's time may be, relative to it (a standard deviation)."""
+        return 0.0 if self._target is None else self._target.uncertainty(self._target_features(shape))
+
+    def observe(self, shape: StepShape, target_s: float, draft_s: float) -> None:
+        """Take in a step that ran."""
+        if target_s <= 0 or shape.num_tokens == 0:
+            return
+        self._num_alike = self._num_alike + 1 if shape.is_like(self._last) else 0
+        self._last = shape
+        if self._num_alike > FEW and self._num_alike % EVERY:
+            return
+        if self._target is None:
+            self._target = self._first_target(shape, target_s)
+        self._target.observe(self._target_features(shape), target_s)
+        if shape.num_draft_positions == 0 or draft_s <= 0:
+            return
+        if self._draft is None:
+            each = (1 - FIXED_SHARE) * draft_s / max(shape.num_queries, 1)
+            self._draft = LinearFit([FIXED_SHARE * draft_s, each, 0.0], [draft_s, each, draft_s])
+        self._draft.observe(shape.draft, draft_s)
+
+    def _target_features(self, shape: StepShape) -> list[float]:
+        features = shape.target
+        if self.table is not None:
+            features[0] = self.table.at(shape.num_tokens)
+        return features
+
+    def _first_target(self, shape: StepShape, seconds: float) -> LinearFit:
+        if self.table is not None:
+            scale = seconds / self.table.at(shape.num_tokens)
+            small = 0.1 * seconds
+            return LinearFit([scale, 0.0, 0.0, 0.0], [0.5 * scale, small / shape.num_tokens, small, small])
+        each = (1 - FIXED_SHARE) * seconds / shape.num_tokens
+        deviations = [FIXED_SHARE * seconds, each, 0.2 * seconds, 0.2 * seconds / shape.num_tokens]
+        return LinearFit([FIXED_SHARE * seconds, each, 0.0, 0.0], deviations)

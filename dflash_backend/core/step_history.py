@@ -1,0 +1,86 @@
+"""What the steps that ran tell about the next one: how many prompt tokens it may have, and how many tokens to draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan_builder import PlanBuilder
+from dflash_backend.core.request import Request
+from dflash_backend.core.rows import prefills_next
+from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.speculation import AdaptiveSpeculation
+from dflash_backend.core.step_costs import StepShape
+from dflash_backend.core.step_time import StepTime
+
+# Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
+# again soon, shall not meet a long step each time.
+SEVERAL_TENANTS_S = 5.0
+
+
+class StepHistory:
+    """The estimates from past steps. speculation: None without `adaptive_speculation`, or without a drafter."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._step_time = StepTime(config.max_step_s)
+        k = config.num_speculative_tokens
+        self.speculation: AdaptiveSpeculation | None = None
+        if config.adaptive_speculation and k > 0:
+            self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_lengths)
+        # Prompt and decode tokens of the planned steps that have not been observed, by step.
+        self._num_tokens: dict[int, tuple[int, int]] = {}
+        self._num_prefill_tokens = 0  # of the last plan
+        self._several_until = 0.0  # until when the tenants count as several
+
+    def bound_prefill(self, builder: PlanBuilder, num_tenants: int, now: float) -> None:
+        """Bound the prompt tokens of the step that is planned by its time."""
+        if num_tenants > 1:
+            self._several_until = now + SEVERAL_TENANTS_S
+        several = now < self._several_until
+        builder.max_prefill_tokens = self._step_time.max_prefill_tokens(builder.num_decode_tokens, several)
+
+    def choose_draft_lengths(self, running: Iterable[Request], num_waiting: int) -> None:
+        """Say how many tokens each running request that decodes may draft in the step that is planned."""
+        if self.speculation is None:
+            return
+        running = list(running)
+        decoding = [request for request in running if not prefills_next(request)]
+        drafting = [request for request in decoding if request.num_speculative_tokens]
+        if not drafting:
+            return
+        position = sum(request.num_computed for request in drafting) / len(drafting)
+        has_prompts = len(decoding) < len(running) or num_waiting > 0
+        num_other = len(decoding) - len(drafting) + (self._num_prefill_tokens if has_prompts else 0)
+        lengths = self.speculation.choose([request.speculation for request in drafting], position, num_other)
+        for request, length in zip(drafting, lengths, strict=True):
+            request.draft_length = min(length, request.max_useful_drafts)
+
+    def choose_first_draft_length(self, request: Request) -> None:
+        """Say how many tokens a request may draft that begins to run."""
+        if self.speculation is not None:
+            request.draft_length = self.speculation.first_length(request.speculation)
+
+    def planned(self, step_id: int, builder: PlanBuilder) -> None:
+        """Take in a step that was planned."""
+        self._num_prefill_tokens = builder.num_prefill_tokens
+        self._num_tokens[step_id] = builder.num_prefill_tokens, builder.num_decode_tokens
+
+    def observe_drafts(self, request: Request, num_draft: int, num_accepted: int) -> None:
+        """Take in what became of a row's drafts."""
+        if num_draft and self.speculation is not None:
+            self.speculation.observe_draft(request.speculation, num_draft, num_accepted)
+
+    def observe(self, plan: StepPlan, seconds: float, draft_s: float) -> None:
+        """Take in how long a step has run, and how much of that was drafting."""
+        self._step_time.observe(*self._num_tokens.pop(plan.step_id), seconds)
+        if self.speculation is not None:
+            self.speculation.observe_step(StepShape.of(plan.rows, self._config.lookahead), seconds, draft_s)
+
+    def discard(self, step_id: int) -> None:
+        """Drop a step that did not run."""
+        self._num_tokens.pop(step_id, None)
+
+    def clear(self) -> None:
+        """Drop all steps that were planned and not observed."""
+        self._num_tokens.clear()

@@ -1,0 +1,375 @@
+"""How many drafts each row gets: the two estimates, the decision, and what the engine does with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+from toy_engine import Engine, make_config, make_request
+from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
+
+from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+from dflash_backend.core.linear_fit import LinearFit
+from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.core.speculation import FIRST_STEPS, MAX_STEPS_BETWEEN_PROBES, AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.step_costs import CostTable, StepCosts, StepShape
+
+K = 7
+
+
+def row_of(num_draft: int, num_next: int, num_new: int = 1, num_computed: int = 100) -> ScheduledRequest:
+    return ScheduledRequest("r", num_computed, num_new, num_draft, True, num_next, [])
+
+
+def decode_shape(num_rows: int, num_drafts: int, position: int = 100) -> StepShape:
+    """That of rows of so many drafts each, which draft as many again."""
+    rows = [row_of(num_drafts, num_drafts, num_computed=position)] * num_rows
+    return StepShape.of(rows, lambda k: k + 1)
+
+
+# The linear model
+
+
+def test_a_fit_finds_the_coefficients_behind_noisy_times() -> None:
+    rng, fit = random.Random(1), LinearFit([5.0, 5.0, 0.0], [5.0, 5.0, 5.0])
+    for _ in range(200):
+        features = [1.0, rng.uniform(1, 200), rng.uniform(0, 50)]
+        fit.observe(features, (3.0 + 0.2 * features[1] + 0.1 * features[2]) * rng.gauss(1, 0.05))
+    for features in ([1.0, 1.0, 0.0], [1.0, 200.0, 0.0], [1.0, 10.0, 50.0]):
+        true = 3.0 + 0.2 * features[1] + 0.1 * features[2]
+        assert fit.at(features) == pytest.approx(true, rel=0.1)
+        assert fit.uncertainty(features) < 0.2
+
+
+def test_no_coefficient_falls_below_zero_and_a_spike_moves_little() -> None:
+    fit = LinearFit([1.0, 1.0], [1.0, 1.0])
+    for x in (1, 50, 1, 50, 25, 10) * 10:
+        fit.observe([1.0, x], 10.0 - 0.1 * x)
+    assert min(fit.coefficients) >= 0.0
+    before = fit.at([1.0, 25.0])
+    fit.observe([1.0, 25.0], 100 * before)
+    assert fit.at([1.0, 25.0]) < 1.1 * before
+
+
+def test_what_was_never_seen_stays_uncertain() -> None:
+    fit = LinearFit([8.0, 0.5], [8.0, 0.5])
+    for _ in range(100):
+        fit.observe([1.0, 16.0], 16.0)
+    assert fit.at([1.0, 16.0]) == pytest.approx(16.0, rel=0.01)
+    assert fit.uncertainty([1.0, 16.0]) < 0.05 < 0.15 < fit.uncertainty([1.0, 1.0])
+
+
+# Times of steps
+
+
+def test_a_steps_shape_counts_tokens_positions_and_queries_of_its_rows() -> None:
+    rows = [row_of(7, 3), row_of(0, 0, num_new=50, num_computed=0), row_of(2, 0)]
+    shape = StepShape.of(rows, lambda k: k + 1)
+    assert shape == StepShape(8 + 50 + 3, 108 + 50 + 103, 8 * 108 + 50 * 50 + 3 * 103, 4, 108)
+
+
+@pytest.mark.parametrize("table", [None, CostTable([1, 8, 64, 512], [1.0, 1.0, 1.2, 6.0])])
+def test_the_line_of_a_decision_is_the_estimate_itself(table: CostTable | None) -> None:
+    costs, rng = StepCosts(table), random.Random(2)
+    for _ in range(60):
+        shape = decode_shape(rng.choice([1, 8, 64]), rng.randrange(8), rng.randrange(50, 1000))
+        costs.observe(shape, 1 + 0.1 * shape.num_tokens, 0.2 + 0.01 * shape.num_queries if shape.num_queries else 0.0)
+    line = costs.line(num_rows=8, position=100.0, num_other=20)
+    for num_drafts in (0, 3, 7):
+        total = 8 * num_drafts
+        shape = StepShape(
+            28 + total, 800, (28 + total) * 100, 8 * (num_drafts + 1) if num_drafts else 0, 800 if num_drafts else 0
+        )
+        seconds = line.seconds(total, 8 if num_drafts else 0, shape.num_queries)
+        assert seconds == pytest.approx(costs.target_s(shape) + costs.draft_s(shape))
+
+
+def test_a_table_is_read_between_its_points_and_beyond_them() -> None:
+    table = CostTable([2, 4, 8], [1.0, 1.0, 3.0])
+    assert [table.at(n) for n in (1, 2, 3, 6, 8, 16)] == [1.0, 1.0, 1.0, 2.0, 3.0, 6.0]
+
+
+# Acceptance
+
+
+def accepted_of(rng: random.Random, rates: list[float]) -> int:
+    return next((i for i, rate in enumerate(rates) if rng.random() >= rate), len(rates))
+
+
+def taught(rates: list[float], length: int, num_blocks: int = 3000, seed: int = 0) -> AcceptanceEstimator:
+    """An estimator that saw blocks of `length` drafts, by many requests, accepted at these rates."""
+    estimator, rng = AcceptanceEstimator(len(rates)), random.Random(seed)
+    for number in range(num_blocks):
+        if number % 20 == 0:
+            effect = RequestEffect()
+        estimator.observe(effect, length, accepted_of(rng, rates[:length]))
+        if number % 8 == 0:
+            estimator.end_step()
+    return estimator
+
+
+def test_chances_come_to_the_rates_by_position() -> None:
+    rates = [0.95, 0.9, 0.8, 0.6, 0.5, 0.5, 0.4]
+    chances = taught(rates, K).chances(0)
+    assert chances[:4] == pytest.approx(rates[:4], abs=0.08)
+
+
+def test_drafts_that_were_not_verified_say_nothing() -> None:
+    # Blocks are cut to 3 drafts: those 3 are known as well as if all 7 had been verified.
+    rates = [0.9] * K
+    assert taught(rates, 3).chances(0)[:3] == pytest.approx(rates[:3], abs=0.05)
+    assert taught(rates, 3).trials[3:] == [0.0] * 4
+
+
+def test_the_level_follows_a_change_of_traffic_within_a_few_steps() -> None:
+    estimator = taught([0.9] * K, K)
+    for _ in range(16):
+        estimator.observe(RequestEffect(), K, 0)
+        estimator.end_step()
+    assert estimator.survival(0)[0] < 0.6
+    for _ in range(10):
+        estimator.observe(RequestEffect(), K, K)
+        estimator.end_step()
+    assert estimator.survival(0)[0] > 0.85
+
+
+def test_a_request_is_told_from_the_others() -> None:
+    estimator = taught([0.7] * K, K)
+    good, bad = RequestEffect(), RequestEffect()
+    for _ in range(20):
+        estimator.observe(good, K, K)
+        estimator.observe(bad, K, 0)
+        estimator.end_step()
+    assert estimator.survival(good.group)[2] > 2 * estimator.survival(bad.group)[2]
+    assert estimator.chances(0)[0] == pytest.approx(0.7, abs=0.15), "and the others stay where they were"
+
+
+def test_requests_that_draft_more_do_not_stand_for_all() -> None:
+    # The later positions are only reached by requests whose drafts are good.
+    estimator, rng = AcceptanceEstimator(K), random.Random(3)
+    for _ in range(60):
+        good, bad = RequestEffect(), RequestEffect()
+        for _ in range(120):
+            estimator.observe(good, K, accepted_of(rng, [0.97] * K))
+            estimator.observe(bad, 2, accepted_of(rng, [0.5] * 2))
+            estimator.end_step()
+    assert estimator.chances(0)[5] < 0.92
+
+
+def test_little_knowledge_makes_hopeful() -> None:
+    new, known = RequestEffect(), RequestEffect(variance=0.0)
+    assert new.hopeful_group >= known.hopeful_group == new.group
+    estimator = AcceptanceEstimator(K)
+    assert estimator.survival(0, hopeful=True)[0] > estimator.survival(0)[0]
+
+
+# The decision
+
+
+def policy_with(chances: list[float], table: CostTable, draft_s: float = 0.0) -> AdaptiveSpeculation:
+    policy = AdaptiveSpeculation(len(chances), table=table)
+    policy.acceptance.trials = [1e6] * len(chances)
+    policy.acceptance.accepted = [1e6 * chance for chance in chances]
+    policy.acceptance.variance = 0.0
+    policy.stats.num_steps = len(FIRST_STEPS)
+    policy.costs.observe(decode_shape(1, 1), table.at(2), draft_s or 1e-9)
+    return policy
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_budget_is_the_best_of_all_budgets_and_goes_to_prefixes(seed: int) -> None:
+    rng = random.Random(seed)
+    k = 4
+    chances = sorted((rng.uniform(0.2, 0.97) for _ in range(k)), reverse=True)
+    table = CostTable([1, 16], [1.0, rng.uniform(1.0, 6.0)])
+    draft_s = rng.choice([0.0, 0.1, 0.5])
+    policy = policy_with(chances, table, draft_s)
+    rows = [SpeculatingRow(k, RequestEffect(value, 0.0)) for value in (-1.0, 0.0, 2.0)]
+    lengths = policy.choose(rows, 100.0, 0)
+    survival = [policy.acceptance.survival(row.effect.group, hopeful=True) for row in rows]
+    line = policy.costs.line(3, 100.0, 0)
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        num_drafting = sum(length > 0 for length in lengths)
+        tokens = 3 + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
+        return tokens / line.seconds(sum(lengths), num_drafting, sum(lengths) + num_drafting)
+
+    best = max(map(rate, itertools.product(range(k + 1), repeat=3)))
+    # The first draft of a row costs a query more, which the order by likelihood does not see.
+    assert rate(tuple(lengths)) >= (0.97 if draft_s else 1 - 1e-6) * best
+    assert lengths == sorted(lengths), "a likelier row never gets fewer"
+
+
+def test_free_drafts_are_all_taken_and_dear_ones_not_at_all() -> None:
+    free, dear = CostTable([1, 1000], [1.0, 1.0]), CostTable([1, 1000], [1.0, 1000.0])
+    rows = [SpeculatingRow(K, RequestEffect(0.0, 0.0)) for _ in range(8)]
+    assert policy_with([0.8] * K, free).choose(rows, 100.0, 0) == [K] * 8
+    assert policy_with([0.5] * K, dear, draft_s=1.0).choose(rows, 100.0, 0) == [0] * 8
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.97])
+def test_of_given_choices_all_rows_get_the_best(chance: float) -> None:
+    policy = policy_with([chance] * K, CostTable([1, 64], [1.0, 8.0]), draft_s=0.1)
+    policy._choices = (1, 3, 7)
+    rows = [SpeculatingRow(K, RequestEffect(value, 0.0)) for value in (-1.0, 0.0, 2.0)]
+    lengths = policy.choose(rows, 100.0, 0)
+    line = policy.costs.line(3, 100.0, 0)
+    survival = [policy.acceptance.survival(row.effect.group, hopeful=True) for row in rows]
+
+    def rate(length: int) -> float:
+        tokens = 3 + sum(sum(chances[:length]) for chances in survival)
+        return tokens / line.seconds(3 * length, 3 if length else 0, 3 * (length + 1) if length else 0)
+
+    assert lengths == [max((0, 1, 3, 7), key=rate)] * 3
+
+
+def test_a_row_of_a_group_that_was_not_there_gets_what_the_nearest_gets() -> None:
+    policy = policy_with([0.5] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
+    assert policy.first_length(SpeculatingRow(K)) == K, "nothing was decided yet"
+    policy.choose([SpeculatingRow(K, RequestEffect(-3.0, 0.0))], 100.0, 0)
+    assert policy.first_length(SpeculatingRow(K)) == 0
+
+
+def test_a_row_gets_no_more_than_its_own_k() -> None:
+    policy = policy_with([0.9] * K, CostTable([1, 1000], [1.0, 1.0]))
+    assert policy.choose([SpeculatingRow(2), SpeculatingRow(K)], 100.0, 0) == [2, K]
+
+
+def test_prompt_tokens_of_the_step_count_in_its_cost() -> None:
+    # A step that takes long anyway has room for drafts.
+    policy = policy_with([0.5] * K, CostTable([1, 32, 2000], [1.0, 8.0, 100.0]), draft_s=2.0)
+    rows = [SpeculatingRow(K, RequestEffect(0.0, 0.0))]
+    assert policy.choose(rows, 100.0, 0) == [0]
+    policy._num_rows = 0
+    assert policy.choose(rows, 100.0, 1000)[0] > 0
+
+
+def simulate(policy: AdaptiveSpeculation, accepts: list[bool], num_rows: int = 4, seed: int = 0) -> list[int]:
+    """Steps in each of which all drafts are accepted with a chance of 0.95 or 0.05; the drafts of each step."""
+    rng, rows, pending, drafts = (
+        random.Random(seed),
+        [SpeculatingRow(policy.k) for _ in range(num_rows)],
+        [0] * num_rows,
+        [],
+    )
+    for good in accepts:
+        lengths = policy.choose(rows, 100.0, 0)
+        for row, length in zip(rows, pending, strict=True):
+            if length:
+                policy.observe_draft(row, length, accepted_of(rng, [0.95 if good else 0.05] * length))
+        plan = [row_of(before, after) for before, after in zip(pending, lengths, strict=True)]
+        shape = StepShape.of(plan, lambda k: k + 1)
+        draft_s = 1e-3 * (1 + 0.02 * shape.num_queries) if any(lengths) else 0.0
+        policy.observe_step(shape, 1e-3 * (4 + 0.2 * shape.num_tokens) * rng.gauss(1, 0.05) + draft_s, draft_s)
+        pending = lengths
+        drafts.append(sum(lengths))
+    return drafts
+
+
+def test_drafting_ends_where_it_does_not_pay_and_comes_back_when_it_does() -> None:
+    drafts = simulate(AdaptiveSpeculation(K), [True] * 100 + [False] * 300 + [True] * 100)
+    assert sum(drafts[20:100]) > 0.8 * 80 * 4 * K
+    assert sum(drafts[120:400]) < 0.1 * 280 * 4 * K
+    assert sum(drafts[450:500]) > 0.8 * 50 * 4 * K
+
+
+def test_it_is_tried_now_and_then_for_ever() -> None:
+    drafts = simulate(AdaptiveSpeculation(K), [False] * 1500)
+    tried = [step for step, count in enumerate(drafts) if count and step > 100]
+    gaps = [after - before for before, after in itertools.pairwise([100, *tried, 1500])]
+    assert max(gaps) <= MAX_STEPS_BETWEEN_PROBES + 8
+    assert len(tried) < 0.1 * 1400
+
+
+def test_steps_without_drafts_are_run_until_their_time_is_known() -> None:
+    policy = AdaptiveSpeculation(K)
+    drafts = simulate(policy, [True] * 400, num_rows=1)
+    assert 0 < drafts.count(0) < 30
+    assert policy.stats.num_steps_without_drafts >= drafts[len(FIRST_STEPS) :].count(0)
+
+
+def test_what_is_expected_is_what_comes_of_it() -> None:
+    policy, num_accepted = AdaptiveSpeculation(K), Counter[int]()
+    observe = policy.observe_draft
+
+    def count(row: SpeculatingRow, num_draft: int, accepted: int) -> None:
+        num_accepted.update(range(accepted))
+        observe(row, num_draft, accepted)
+
+    policy.observe_draft = count  # type: ignore[method-assign]
+    simulate(policy, [True] * 600)
+    stats = policy.stats
+    for position in range(3):
+        expected = stats.num_expected_tokens_per_pos[position]
+        assert expected == pytest.approx(num_accepted[position], rel=0.06)
+        assert stats.num_draft_tokens_per_pos[position] > num_accepted[position]
+
+
+# In the engine
+
+
+def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:
+    """With a time for each token and for each draft."""
+    engine.worker.target_s = lambda plan: 0.001 + target_s * plan.num_tokens
+    engine.worker.draft_s = lambda plan: draft_s * sum(row.num_next_draft for row in plan.rows)
+    return engine
+
+
+def drafts_of(plans: list[StepPlan]) -> list[int]:
+    return [sum(row.num_next_draft for row in plan.rows) for plan in plans]
+
+
+@pytest.mark.parametrize("lag", [None, 1])
+@pytest.mark.parametrize(("seed", "share"), [(NONE_ACCEPTED, 0.2), (ALL_ACCEPTED, 0.8)])
+def test_the_engine_drafts_where_drafts_are_accepted(seed: int, share: float, lag: int | None) -> None:
+    config = make_config(adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=400)
+    engine = timed(Engine(config, lag), 0.0005, 0.0001)
+    engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=500, seed=seed) for i in range(2)))
+    stats = engine.core.stats().speculation
+    drafts = drafts_of(engine.worker.plans[8:])
+    if seed == NONE_ACCEPTED:
+        assert sum(drafts) < share * 2 * config.num_speculative_tokens * len(drafts)
+        assert stats.num_steps_without_drafts > 0.7 * stats.num_steps
+    else:
+        assert sum(drafts) > share * 2 * config.num_speculative_tokens * len(drafts)
+    assert sum(stats.num_draft_tokens_per_pos) == sum(
+        row.num_draft for plan in engine.worker.plans for row in plan.rows
+    )
+
+
+def test_a_request_without_drafts_is_no_part_of_the_decision() -> None:
+    engine = timed(Engine(make_config(adaptive_speculation=True)), 0.0005, 0.0001)
+    engine.run(make_request("never", [1, 2], max_tokens=60, num_speculative_tokens=0))
+    assert engine.core.stats().speculation.num_steps == 0
+    assert not any(drafts_of(engine.worker.plans))
+
+
+@pytest.mark.parametrize("max_tokens", range(38, 46))
+def test_no_more_is_drafted_than_an_answer_has_room_for(max_tokens: int) -> None:
+    engine = timed(Engine(make_config(adaptive_speculation=True)), 1e-6, 1e-6)
+    engine.run(make_request("a", [1, 2], max_tokens=max_tokens, seed=ALL_ACCEPTED))
+    rows = engine.rows_of("a")
+    assert sum(row.num_next_draft for row in rows) > 20
+    for row in rows:
+        num_output = row.num_computed + row.num_new - 2  # before the row
+        assert row.num_next_draft <= max(0, max_tokens - num_output - 2)
+
+
+def test_a_new_request_begins_with_what_pays_for_the_others() -> None:
+    config = make_config(adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=400)
+    engine = timed(Engine(config), 0.001, 0.001)
+    engine.add(make_request("old", [1, 2], max_tokens=500, seed=NONE_ACCEPTED))
+    engine.steps(100)
+    engine.run(make_request("new", [3, 4, 5], max_tokens=20, seed=NONE_ACCEPTED))
+    assert [row.num_next_draft for row in engine.rows_of("new")][:3] == [0, 0, 0]
+
+
+def test_without_the_setting_k_never_changes() -> None:
+    engine = timed(Engine(make_config()), 1.0, 1.0)
+    engine.run(make_request("a", [1, 2], max_tokens=40, seed=NONE_ACCEPTED))
+    assert engine.core.stats().speculation.num_steps == 0
+    assert set(drafts_of(engine.worker.plans)) == {0, 3}
+    assert math.isclose(engine.core.stats().spec_decoding.draft_tokens_per_step or 0.0, 3.0)
