@@ -1,0 +1,150 @@
+"""`python -m benchmarks.adaptive`: speculation that follows the load against fixed k and none, in one run.
+
+With the demo target, greedy in float32: a good drafter, one whose layer ids are shifted and one with random weights;
+few and many streams; short and long contexts; traffic that the drafter knows and that it does not. In each cell the
+systems run in turn in short slices. `adaptive` is compared, round by round, with the better of `none` and `fixed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adaptive.cells import Cell, ClosedLoop, Rates, all_cells, corner_cells, measure, prompts_of
+from benchmarks.adaptive.simulation import simulated_table
+from benchmarks.markdown import markdown_table
+from checks.acceptance import shifted_drafter
+from checks.sampled_text import random_drafter
+from dflash_backend import LLM
+from dflash_backend.config import asset_path
+
+NONE, INJECT, FIXED, ADAPTIVE, NGRAM = "none", "none, injecting", "fixed k", "adaptive", "n-gram"
+# Of the better of none and fixed k; and with the random drafter of none, and of none with injection.
+LEAST, LEAST_OF_NONE, LEAST_OF_INJECTING = 0.95, 0.93, 0.97
+SETTINGS: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_gb": 0.5}
+
+
+class Systems:
+    """The engines, made as they are needed. One drafter's are kept at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._drafts = {
+            "demo": str(asset_path("demo", "pair", "draft")),
+            "shifted": str(shifted_drafter(-1, folder)),
+            "random": str(random_drafter(folder)),
+        }
+        self._plain = {NONE: LLM(draft="", **SETTINGS), NGRAM: LLM(draft="ngram", **SETTINGS)}
+        self._name = ""
+        self._drafting: dict[str, LLM] = {}
+
+    def loops(self, cell: Cell) -> dict[str, ClosedLoop]:
+        """A closed loop for each system."""
+        if cell.drafter != self._name:
+            self._name, draft = cell.drafter, self._drafts[cell.drafter]
+            names = (FIXED, ADAPTIVE, INJECT) if cell.drafter == "random" else (FIXED, ADAPTIVE)
+            self._drafting = {
+                name: LLM(draft=draft, adaptive_speculation=name == ADAPTIVE, **SETTINGS) for name in names
+            }
+        llms = self._plain | self._drafting
+        prompts = prompts_of(cell, llms[NONE])
+        return {
+            name: ClosedLoop(llm, prompts, cell.streams, 0 if name == INJECT else None) for name, llm in llms.items()
+        }
+
+
+def interval(values: list[float]) -> str:
+    """The median and the middle half."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def misses(cell: Cell, rates: Rates) -> list[str]:
+    """What the cell misses, a sentence each."""
+    wanted: list[tuple[tuple[str, ...], float]] = [((NONE, FIXED), LEAST)]
+    if cell.drafter == "random":
+        wanted += [((NONE,), LEAST_OF_NONE), ((INJECT,), LEAST_OF_INJECTING)]
+    found = []
+    for others, least in wanted:
+        ratio = statistics.median(rates.ratios(ADAPTIVE, others))
+        if ratio < least:
+            found.append(f"{cell}: adaptive has {ratio:.2f} of {' or '.join(others)}, below {least}")
+    return found
+
+
+def row(cell: Cell, rates: Rates) -> list[str]:
+    """A line of the table."""
+    rate = [f"{rates.median(name):.0f}" if name in rates.by_system else "" for name in (NONE, INJECT, FIXED, NGRAM)]
+    return [
+        *map(str, (cell.drafter, cell.streams, cell.context, cell.traffic)),
+        *rate,
+        f"{rates.median(ADAPTIVE):.0f}",
+        interval(rates.ratios(ADAPTIVE, (NONE, FIXED))),
+    ]
+
+
+HEADER = [
+    "drafter",
+    "streams",
+    "context",
+    "traffic",
+    NONE,
+    INJECT,
+    FIXED,
+    NGRAM,
+    ADAPTIVE,
+    "adaptive / better of none and fixed",
+]
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--simulate", action="store_true", help="only the simulation of an H200, in a minute or two")
+    parser.add_argument("--full", action="store_true", help="the whole grid instead of its 24 corners")
+    parser.add_argument("--cells", nargs="*", default=[], help="only cells with all of these words, as in: random 64")
+    parser.add_argument("--rounds", type=int, default=7, help="slices of each system in a cell")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of a slice")
+    parser.add_argument("--cpu-time", action="store_true", help="count this process's time, where others run as well")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the results are written")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.simulate:
+        text = simulated_table()
+        (args.out / "adaptive_simulated.md").write_text(text, encoding="utf-8")
+        print(text)
+        return 0
+    cells = all_cells() if args.full else corner_cells()
+    cells = [cell for cell in cells if all(word in str(cell).replace(",", "").split() for word in args.cells)]
+    rows, found, data = [], [], []
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        systems = Systems(Path(folder))
+        for cell in cells:
+            rates = measure(systems.loops(cell), args.rounds, args.seconds, clock)
+            rows.append(row(cell, rates))
+            found += misses(cell, rates)
+            data.append({**vars(cell), "tokens_per_s": rates.by_system})
+            print(f"{cell}: " + ", ".join(f"{name} {rates.median(name):.0f}" for name in rates.by_system), flush=True)
+    table = markdown_table(HEADER, rows)
+    text = (
+        f"# Speculation that follows the load\n\nTokens per second, medians of {args.rounds} slices of "
+        f"{args.seconds:g} s, systems in turn; {os.cpu_count()} cores, {time.monotonic() - started:.0f} s in all. The "
+        "last column is the median and the middle half over the rounds. Written by `python -m benchmarks.adaptive`."
+        f"\n\n{table}\n"
+    )
+    (args.out / "adaptive.md").write_text(text, encoding="utf-8")
+    (args.out / "adaptive.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    print("\n" + table + "\n" + ("\n".join(found) or "nothing is missed"))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Runs the systems of a cell side by side: short slices in turn, so that a machine that becomes slower or faster does
+so for all of them. Times in seconds."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.workload import CATEGORIES, load_prompts
+from dflash_backend import LLM
+from dflash_backend.messages import GenerationRequest, SamplingParams
+
+DRAFTERS = ("demo", "shifted", "random")
+TRAFFIC = {"chat": ("chat",), "math": ("math",), "mixed": CATEGORIES}
+MAX_TOKENS = 96
+NUM_PROMPTS = 48
+# Steps before the first slice: what a request and the estimates need to settle.
+WARM_UP_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is served: with which drafter, to how many streams, behind a context of how many tokens, which prompts."""
+
+    drafter: str
+    streams: int
+    context: int
+    traffic: str
+
+    def __str__(self) -> str:
+        return f"{self.drafter} drafter, {self.streams} streams, context {self.context}, {self.traffic}"
+
+
+def corner_cells() -> list[Cell]:
+    """The 24 corners of the grid."""
+    return [Cell(*cell) for cell in itertools.product(DRAFTERS, (1, 64), (100, 1500), ("chat", "math"))]
+
+
+def all_cells() -> list[Cell]:
+    """The whole grid."""
+    return [Cell(*cell) for cell in itertools.product(DRAFTERS, (1, 8, 32, 64), (100, 1500), TRAFFIC)]
+
+
+def prompts_of(cell: Cell, llm: LLM) -> list[list[int]]:
+    """Held-out prompts of the cell's traffic, behind as many tokens of text as its context asks for; all have the same
+    text, which a prefix cache holds."""
+    encode = llm.tokenizer.encode
+    prompts = [encode(row.prompt) for row in load_prompts(NUM_PROMPTS, TRAFFIC[cell.traffic])]
+    filler = itertools.cycle(itertools.chain.from_iterable(encode(row.prompt) for row in load_prompts(60)))
+    num_filler = cell.context - MAX_TOKENS // 2 - int(statistics.mean(map(len, prompts)))
+    if num_filler < cell.context // 2:
+        return prompts  # about as long as they are
+    text = list(itertools.islice(filler, num_filler))
+    return [text + prompt for prompt in prompts]
+
+
+class ClosedLoop:
+    """Keeps `streams` requests in flight in an engine, between slices too.
+
+    num_speculative_tokens: that of each request; None: the engine's.
+    """
+
+    def __init__(
+        self, llm: LLM, prompts: Iterable[Sequence[int]], streams: int, num_speculative_tokens: int | None = None
+    ) -> None:
+        self._core = llm.engine.core
+        self._prompts: Iterator[Sequence[int]] = itertools.cycle(prompts)
+        self._numbers = itertools.count()
+        self._streams = streams
+        self._eos = tuple(llm.tokenizer.eos_token_ids)
+        self._sampling = SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=0.0, num_speculative_tokens=num_speculative_tokens
+        )
+        self._in_flight: set[str] = set()
+
+    def step(self) -> int:
+        """Take a step; the tokens that came of it."""
+        while len(self._in_flight) < self._streams:
+            request_id = f"{id(self)}-{next(self._numbers)}"
+            prompt = list(next(self._prompts))
+            self._core.add_request(GenerationRequest(request_id, prompt, self._sampling, self._eos))
+            self._in_flight.add(request_id)
+        outputs = self._core.step()
+        self._in_flight.difference_update(delta.request_id for delta in outputs.deltas if delta.finish_reason)
+        return sum(len(delta.token_ids) for delta in outputs.deltas)
+
+    def slice(self, seconds: float, clock: Callable[[], float]) -> float:
+        """Go on for so long; the tokens per second."""
+        num_tokens, started = 0, clock()
+        while (elapsed := clock() - started) < seconds:
+            num_tokens += self.step()
+        return num_tokens / elapsed
+
+    def end(self) -> None:
+        """Drop what is in flight."""
+        self._core.abort(self._in_flight)
+        while self._core.has_unfinished():
+            self._core.step()
+
+
+@dataclass
+class Rates:
+    """Tokens per second of each system in each round."""
+
+    by_system: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, system: str) -> float:
+        """Over the rounds."""
+        return statistics.median(self.by_system[system])
+
+    def ratios(self, system: str, others: Sequence[str]) -> list[float]:
+        """In each round the rate over that of the one of `others` whose median is highest."""
+        fastest = max(others, key=self.median)
+        return [one / other for one, other in zip(self.by_system[system], self.by_system[fastest], strict=True)]
+
+
+def measure(
+    loops: dict[str, ClosedLoop], rounds: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> Rates:
+    """Run all systems in turn, `rounds` times, `seconds` of `clock` each."""
+    rates = Rates({name: [] for name in loops})
+    for loop in loops.values():
+        for _ in range(WARM_UP_STEPS):
+            loop.step()
+    order = list(loops)
+    for number in range(rounds):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            rates.by_system[name].append(loops[name].slice(seconds, clock))
+    for loop in loops.values():
+        loop.end()
+    return rates

@@ -1,0 +1,211 @@
+"""The rule of `core.speculation` on a device that is not here: a discrete simulation over a table of costs.
+
+The floors of `benchmarks.gpu.floor` for a shape and a device's data sheet stand in for measured times, with
+`EFFICIENCY` of the peak rates and a fixed time of the host's and of launches in each step. The table that the policy
+begins with is wrong by some error, and its step times are noisy. Acceptance is drawn by position, and differs between
+requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.gpu.floor import Ceilings, CycleSize, attention_work, cycle_work
+from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.markdown import markdown_table
+from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.step_costs import CostTable, StepShape
+
+# NVIDIA's data sheet of the H200: bytes/s of its memory, dense bf16 FLOP/s.
+H200 = Ceilings(copy_bandwidth=4.8e12, matrix_rate=989e12)
+EFFICIENCY = 0.75
+STEP_OVERHEAD_S = 0.5e-3
+# Tokens for which a device is measured at start.
+TABLE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+NUM_OUTPUT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the target's pass with injection, by rows and tokens, and of drafting, by rows and queries."""
+
+    target_s: Callable[[int, int], float]
+    draft_s: Callable[[int, int], float]
+
+    def table(self, error: float, seed: int = 0) -> CostTable:
+        """What a measurement at start finds, each point off by a factor with a standard deviation of `error`."""
+        rng = random.Random(seed)
+        return CostTable(TABLE_TOKENS, [self.target_s(1, n) * math.exp(rng.gauss(0, error)) for n in TABLE_TOKENS])
+
+
+def device_costs(shape: Shape, ceilings: Ceilings, context: int) -> Costs:
+    """Those of a shape on a device, over rows with `context` positions."""
+    real = Ceilings(ceilings.copy_bandwidth * EFFICIENCY, ceilings.matrix_rate * EFFICIENCY)
+
+    def size(num_rows: int, num_tokens: int, context: float) -> CycleSize:
+        # k is a mean here, and need be no integer.
+        return CycleSize(num_rows, context, num_tokens / num_rows - 1 or 1e-9, itemsize=2)  # type: ignore[arg-type]
+
+    def attention_s(decoder: DecoderSpec, num_rows: int, num_tokens: int) -> float:
+        # Attention waits for the projections: the two do not share the device.
+        of_context = size(num_rows, num_tokens, context)
+        return sum(attention_work(decoder, of_context, window).seconds(real) for window in decoder.sliding_windows)
+
+    def target_s(num_rows: int, num_tokens: int) -> float:
+        work = cycle_work(shape, size(num_rows, num_tokens, 0))
+        seconds = work["verify"].seconds(real) + work["inject"].seconds(real)
+        return STEP_OVERHEAD_S + seconds + attention_s(shape.target.decoder, num_rows, num_tokens)
+
+    def draft_s(num_rows: int, num_queries: int) -> float:
+        work = cycle_work(shape, size(num_rows, num_queries, 0))
+        return work["draft"].seconds(real) + attention_s(shape.draft.decoder, num_rows, num_queries)
+
+    return Costs(functools.cache(target_s), functools.cache(draft_s))
+
+
+@dataclass
+class Simulation:
+    """Streams that are served one step after the other. rates: the chance of each draft to be accepted behind accepted
+    ones; spread: how much requests differ, as a logit; noise: of the step times, relative."""
+
+    costs: Costs
+    streams: int
+    context: int
+    rates: Sequence[float]
+    spread: float = 0.3
+    noise: float = 0.03
+    seed: int = 0
+    _rng: random.Random = field(init=False)
+
+    def run(self, policy: AdaptiveSpeculation | int, num_steps: int, skipped: int = 40) -> float:
+        """Tokens per second with a policy, or always with that many drafts, after `skipped` steps."""
+        self._rng = random.Random(self.seed)
+        rows = [self._new_request() for _ in range(self.streams)]
+        pending = [0] * self.streams
+        num_tokens, seconds = 0, 0.0
+        for step in range(num_steps):
+            if isinstance(policy, int):
+                lengths = [policy] * self.streams
+            else:
+                lengths = policy.choose([row.speculation for row in rows], float(self.context), 0)
+            shape = self._shape(pending, lengths)
+            noise = math.exp(self._rng.gauss(0, self.noise))
+            target_s = noise * self.costs.target_s(self.streams, shape.num_tokens)
+            draft_s = 0.0
+            if shape.num_queries:
+                draft_s = noise * self.costs.draft_s(sum(map(bool, lengths)), shape.num_queries)
+            for index, (row, num_draft) in enumerate(zip(rows, pending, strict=True)):
+                accepted = self._accepted(row, num_draft)
+                if num_draft and not isinstance(policy, int):
+                    policy.observe_draft(row.speculation, num_draft, accepted)
+                delivered = min(accepted + 1, row.num_left)
+                row.num_left -= delivered
+                num_tokens += delivered if step >= skipped else 0
+                if row.num_left == 0:
+                    rows[index] = self._new_request()
+            if not isinstance(policy, int):
+                policy.observe_step(shape, target_s + draft_s, draft_s)
+            seconds += target_s + draft_s if step >= skipped else 0.0
+            pending = lengths
+        return num_tokens / seconds
+
+    def _shape(self, pending: Sequence[int], lengths: Sequence[int]) -> StepShape:
+        num_tokens, num_drafting = self.streams + sum(pending), sum(map(bool, lengths))
+        return StepShape(
+            num_tokens,
+            self.streams * self.context,
+            num_tokens * self.context,
+            sum(lengths) + num_drafting,
+            num_drafting * self.context,
+        )
+
+    def _new_request(self) -> SimulatedRequest:
+        k = len(self.rates)
+        left = self._rng.randint(NUM_OUTPUT_TOKENS // 2, NUM_OUTPUT_TOKENS * 3 // 2)
+        return SimulatedRequest(SpeculatingRow(k), left, self._rng.gauss(0, self.spread))
+
+    def _accepted(self, row: SimulatedRequest, num_draft: int) -> int:
+        for position in range(num_draft):
+            rate = self.rates[position]
+            shifted = 1 / (1 + (1 - rate) / rate * math.exp(-row.effect))
+            if self._rng.random() >= shifted:
+                return position
+        return num_draft
+
+
+@dataclass
+class SimulatedRequest:
+    """A request, the tokens that it still lacks, and how much better than others its drafts are accepted."""
+
+    speculation: SpeculatingRow
+    num_left: int
+    effect: float
+
+
+def rates_with_length(acceptance_length: float, k: int) -> list[float]:
+    """Equal rates at all positions with which a full block yields that many tokens a step."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        rate = (low + high) / 2
+        length = sum(rate**i for i in range(k + 1))
+        low, high = (rate, high) if length < acceptance_length else (low, rate)
+    return [low] * k
+
+
+# What is simulated: Qwen3-8B's shape with a drafter of five layers, blocks of 16, of which 6.5 tokens a step come.
+SHAPE, CONTEXT, ACCEPTANCE_LENGTH, K = "qwen3-8b", 1000, 6.5, 15
+FIXED = (0, 1, 2, 3, 4, 5, 7, 11, 15)
+STREAMS = (1, 8, 32, 64, 128, 256)
+SEEDS = range(3)
+
+
+def simulated_row(streams: int, table_error: float, choices: Sequence[int] = ()) -> dict[str, float]:
+    """Tokens per second without drafts (`none`), with the best fixed number (`best`, and which: `best_k`), with k, and
+    by the rule with a table that is `table_error` off, means over `SEEDS`."""
+    costs = device_costs(SHAPES[SHAPE](), H200, CONTEXT)
+    rates, num_steps = rates_with_length(ACCEPTANCE_LENGTH, K), max(160, 2000 // streams)
+    fixed = dict.fromkeys(FIXED, 0.0)
+    adaptive = 0.0
+    for seed in SEEDS:
+        simulation = Simulation(costs, streams, CONTEXT, rates, seed=seed)
+        for length in FIXED:
+            fixed[length] += simulation.run(length, num_steps) / len(SEEDS)
+        policy = AdaptiveSpeculation(K, choices=choices, table=costs.table(table_error, seed))
+        adaptive += simulation.run(policy, num_steps) / len(SEEDS)
+    fastest = max(FIXED, key=fixed.__getitem__)
+    return {"none": fixed[0], "k": fixed[K], "best": fixed[fastest], "best_k": fastest, "adaptive": adaptive}
+
+
+def simulated_table() -> str:
+    """The page of the simulation."""
+    rows = []
+    for streams in STREAMS:
+        each, choices = simulated_row(streams, 0.1), simulated_row(streams, 0.1, (3, 7, 15))
+        rows.append(
+            [
+                streams,
+                f"{each['best_k']:.0f}",
+                *(f"{each[name] / each['none']:.2f}" for name in ("k", "best", "adaptive")),
+                f"{choices['adaptive'] / each['none']:.2f}",
+                f"{each['adaptive'] / each['best']:.3f}",
+                f"{choices['adaptive'] / each['best']:.3f}",
+            ]
+        )
+    header = [
+        "streams", "best k", "k = 15", "best fixed k", "adaptive", "adaptive, one of 3, 7, 15",
+        "adaptive / best", "of 3, 7, 15 / best",
+    ]  # fmt: skip
+    return (
+        "# The rule on an H200, simulated\n\n"
+        f"{SHAPE}, context {CONTEXT}, acceptance length {ACCEPTANCE_LENGTH} with {K} drafts. No device was measured: "
+        f"step times are the floors of `benchmarks/gpu/floor.py` at {EFFICIENCY:.0%} of the data sheet's rates and "
+        f"{STEP_OVERHEAD_S * 1e3:g} ms a step. The table of costs that the rule begins with is 10 % off at each "
+        "point. Tokens per second over those without drafts, means of three runs; the last two columns over the best "
+        "fixed k. Written by `python -m benchmarks.adaptive --simulate`.\n\n"
+        f"{markdown_table(header, rows, 'rrrrrrrr')}\n"
+    )
