@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),
     "scheduler": (("benchmarks.scheduler",), "planning and lookup with up to a million cached blocks"),
+    "adaptive": (("benchmarks.adaptive", "--full"), "speculation that follows the load against none and fixed k"),
+    "change": (("benchmarks.adaptive", "--change"), "the same when the traffic changes"),
     "mixed": (("checks.mixed", "--requests", "500", "--dropped", "200"), "500 requests at once, 200 dropped"),
     "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
     "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),

@@ -17,7 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adaptive.cells import Cell, ClosedLoop, Rates, all_cells, corner_cells, measure, prompts_of
+from benchmarks.adaptive.cells import (
+    Cell,
+    ClosedLoop,
+    Rates,
+    all_cells,
+    corner_cells,
+    measure,
+    measure_change,
+    prompts_of,
+)
 from benchmarks.adaptive.simulation import simulated_table
 from benchmarks.markdown import markdown_table
 from checks.acceptance import shifted_drafter
@@ -28,6 +37,9 @@ from dflash_backend.config import asset_path
 NONE, INJECT, FIXED, ADAPTIVE, NGRAM = "none", "none, injecting", "fixed k", "adaptive", "n-gram"
 # Of the better of none and fixed k; and with the random drafter of none, and of none with injection.
 LEAST, LEAST_OF_NONE, LEAST_OF_INJECTING = 0.95, 0.93, 0.97
+# After a change of traffic: when a part is measured, and how much of the better one adaptive then has at least.
+STEPS_AFTER_CHANGE, LEAST_AFTER_CHANGE = 50, 0.9
+UNPREDICTABLE = 5.0
 SETTINGS: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_gb": 0.5}
 
 
@@ -103,10 +115,34 @@ HEADER = [
 ]
 
 
+def show_change(rounds: int, seconds: float) -> int:
+    """Math, then text at so high a temperature that nobody can draft it, then math: the exit status is 1 when adaptive
+    has less than `LEAST_AFTER_CHANGE` of the better of none and fixed k in some part."""
+    missed = False
+    with tempfile.TemporaryDirectory() as folder:
+        systems = Systems(Path(folder))
+        for streams in (1, 8, 32):
+            loops = systems.loops(Cell("demo", streams, 100, "math"))
+            parts = measure_change(loops, (0.0, UNPREDICTABLE, 0.0), rounds, seconds, STEPS_AFTER_CHANGE)
+            for number, rates in enumerate(parts, start=1):
+                ratios = rates.ratios(ADAPTIVE, (NONE, FIXED))
+                missed |= statistics.median(ratios) < LEAST_AFTER_CHANGE
+                print(
+                    f"{streams} streams, part {number}: "
+                    + ", ".join(f"{name} {rates.median(name):.0f}" for name in rates.by_system)
+                    + f"; adaptive / better of none and fixed: {interval(ratios)}",
+                    flush=True,
+                )
+            for loop in loops.values():
+                loop.end()
+    return int(missed)
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--simulate", action="store_true", help="only the simulation of an H200, in a minute or two")
+    parser.add_argument("--change", action="store_true", help="only the demo drafter, with traffic that changes")
     parser.add_argument("--full", action="store_true", help="the whole grid instead of its 24 corners")
     parser.add_argument("--cells", nargs="*", default=[], help="only cells with all of these words, as in: random 64")
     parser.add_argument("--rounds", type=int, default=7, help="slices of each system in a cell")
@@ -115,6 +151,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the results are written")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.change:
+        return show_change(args.rounds, args.seconds)
     if args.simulate:
         text = simulated_table()
         (args.out / "adaptive_simulated.md").write_text(text, encoding="utf-8")
@@ -128,7 +166,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         systems = Systems(Path(folder))
         for cell in cells:
-            rates = measure(systems.loops(cell), args.rounds, args.seconds, clock)
+            loops = systems.loops(cell)
+            rates = measure(loops, args.rounds, args.seconds, clock)
+            for loop in loops.values():
+                loop.end()
             rows.append(row(cell, rates))
             found += misses(cell, rates)
             data.append({**vars(cell), "tokens_per_s": rates.by_system})

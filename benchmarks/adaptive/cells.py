@@ -71,9 +71,8 @@ class ClosedLoop:
         self._numbers = itertools.count()
         self._streams = streams
         self._eos = tuple(llm.tokenizer.eos_token_ids)
-        self._sampling = SamplingParams(
-            max_tokens=MAX_TOKENS, temperature=0.0, num_speculative_tokens=num_speculative_tokens
-        )
+        self._k = num_speculative_tokens
+        self.temperature = 0.0  # of requests to come
         self._in_flight: set[str] = set()
 
     def step(self) -> int:
@@ -81,7 +80,10 @@ class ClosedLoop:
         while len(self._in_flight) < self._streams:
             request_id = f"{id(self)}-{next(self._numbers)}"
             prompt = list(next(self._prompts))
-            self._core.add_request(GenerationRequest(request_id, prompt, self._sampling, self._eos))
+            sampling = SamplingParams(
+                max_tokens=MAX_TOKENS, temperature=self.temperature, num_speculative_tokens=self._k
+            )
+            self._core.add_request(GenerationRequest(request_id, prompt, sampling, self._eos))
             self._in_flight.add(request_id)
         outputs = self._core.step()
         self._in_flight.difference_update(delta.request_id for delta in outputs.deltas if delta.finish_reason)
@@ -117,18 +119,33 @@ class Rates:
         return [one / other for one, other in zip(self.by_system[system], self.by_system[fastest], strict=True)]
 
 
+def measure_change(
+    loops: dict[str, ClosedLoop], temperatures: Sequence[float], rounds: int, seconds: float, num_steps: int
+) -> list[Rates]:
+    """Run all systems in turn through parts of a day, each with requests of another temperature; a part is measured
+    from `num_steps` steps after the change on."""
+    parts = []
+    for temperature in temperatures:
+        for loop in loops.values():
+            loop.temperature = temperature
+        parts.append(measure(loops, rounds, seconds, num_steps=num_steps))
+    return parts
+
+
 def measure(
-    loops: dict[str, ClosedLoop], rounds: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+    loops: dict[str, ClosedLoop],
+    rounds: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    num_steps: int = WARM_UP_STEPS,
 ) -> Rates:
-    """Run all systems in turn, `rounds` times, `seconds` of `clock` each."""
+    """Run all systems in turn, `rounds` times, `seconds` of `clock` each, after `num_steps` steps."""
     rates = Rates({name: [] for name in loops})
     for loop in loops.values():
-        for _ in range(WARM_UP_STEPS):
+        for _ in range(num_steps):
             loop.step()
     order = list(loops)
     for number in range(rounds):
         for name in order[number % len(order) :] + order[: number % len(order)]:
             rates.by_system[name].append(loops[name].slice(seconds, clock))
-    for loop in loops.values():
-        loop.end()
     return rates

@@ -28,7 +28,7 @@ from dflash_backend.messages import SpeculationStats
 PROBE_DRAFTS = 2
 PROBE_SHARE = 8
 # Probes cost this part of the time at most, where they do not come more seldom anyway.
-PROBE_COST = 0.01
+PROBE_COST = 0.0125
 MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 # A step without drafts is run when its time is less certain than this, once in this many steps at most.
 MAX_UNCERTAINTY = 0.15
@@ -74,6 +74,7 @@ class AdaptiveSpeculation:
         self._num_rows = 0  # at the last decision
         self._age = 0  # steps since then
         self._since_probe = 0
+        self._probe_succeeded = False
         self._since_trial = 0
         self._next_probe = 0  # turns among the rows
 
@@ -129,6 +130,10 @@ class AdaptiveSpeculation:
 
     def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int) -> None:
         """Take in a row's verified drafts, at least one."""
+        if num_accepted == num_draft and not any(self._lengths.values()):
+            # A probe that was accepted to the end: look again at once.
+            self._probe_succeeded = True
+            self._age = STEPS_BETWEEN_DECISIONS
         self._blocks[row.effect.group, num_draft] += 1
         self.acceptance.observe(row.effect, num_draft, num_accepted)
 
@@ -192,9 +197,11 @@ class AdaptiveSpeculation:
         without = line.seconds(0, 0, 0)
         extra = line.seconds(num_drafts, num_probing, self._num_queries(num_drafts, num_probing)) - without
         wait = extra / (PROBE_COST * without)
-        if self._since_probe < min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES):
+        wait = min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES)
+        if self._since_probe < wait and not self._probe_succeeded:
             return
         self._since_probe = 0
+        self._probe_succeeded = False
         for turn in range(num_probing):
             index = (self._next_probe + turn) % num_rows
             lengths[index] = min(rows[index].k, PROBE_DRAFTS)

@@ -276,6 +276,14 @@ def test_drafting_ends_where_it_does_not_pay_and_comes_back_when_it_does() -> No
     assert sum(drafts[450:500]) > 0.8 * 50 * 4 * K
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_stream_drafts_again_soon_after_a_probe_was_accepted(seed: int) -> None:
+    drafts = simulate(AdaptiveSpeculation(K), [False] * 300 + [True] * 150, num_rows=1, seed=seed)
+    assert sum(drafts[60:300]) < 0.05 * 240 * K
+    first = next(step for step in range(300, 450) if drafts[step])
+    assert sum(drafts[first + 25 :]) > 0.8 * (450 - first - 25) * K
+
+
 def test_it_is_tried_now_and_then_for_ever() -> None:
     drafts = simulate(AdaptiveSpeculation(K), [False] * 1500)
     tried = [step for step, count in enumerate(drafts) if count and step > 100]
