@@ -28,7 +28,7 @@ FAST = ["--set", "max_model_len=512"]
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Any]:
     """Counts by category of the engine run directly, on the first prompts of each held-out set."""
-    llm = LLM(max_model_len=512)
+    llm = LLM(max_model_len=512, adaptive_speculation=False)
     counts = {}
     for category in ("math", "code", "chat"):
         prompts = [row.prompt for row in load_prompts(LIMIT, (category,))]
