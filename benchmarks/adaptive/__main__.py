@@ -116,8 +116,8 @@ HEADER = [
 
 
 def show_change(rounds: int, seconds: float) -> int:
-    """Math, then text at so high a temperature that no drafter can know it, then math: the exit status is 1 when adaptive
-    has less than `LEAST_AFTER_CHANGE` of the better of none and fixed k in some part."""
+    """Math, then text at so high a temperature that no drafter can know it, then math: the exit status is 1 when
+    adaptive has less than `LEAST_AFTER_CHANGE` of the better of none and fixed k in some part."""
     missed = False
     with tempfile.TemporaryDirectory() as folder:
         systems = Systems(Path(folder))
