@@ -76,6 +76,15 @@ SPECULATION_MUTANTS = (
         ("surplus drafts at the end of an answer", "min(length, request.max_useful_drafts)", "length"),
     ),
     *mutants_of(
+        "dflash_backend/worker/step.py",
+        ("tests/worker/test_pause_in_drafting.py",),
+        (
+            "no context is written while drafting rests",
+            "if self.drafter is not None and verified.features is not None:",
+            "if self.drafter is not None and verified.features is not None and inputs.traits.drafts:",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/worker/graphs.py",
         ("tests/worker/test_graphs.py",),
         (
