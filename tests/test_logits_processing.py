@@ -48,7 +48,7 @@ PENALTIES = {
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_num_seqs=8, max_model_len=512)
+    return LLM(adaptive_speculation=False, max_num_seqs=8, max_model_len=512)
 
 
 @cache
@@ -107,7 +107,7 @@ def test_greedy_output_is_the_argmax_of_the_changed_logits_at_every_position(
 
 @pytest.mark.slow
 def test_penalties_survive_preemption_and_do_not_touch_their_neighbours() -> None:
-    tight = LLM(max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
+    tight = LLM(adaptive_speculation=False, max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
     asked = [*PENALTIES.values(), {}, {}, {}]
     params = [SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, **changes) for changes in asked]
     outputs = tight.generate([QUESTION] * len(params), params)
@@ -120,7 +120,7 @@ def test_penalties_survive_preemption_and_do_not_touch_their_neighbours() -> Non
 def test_a_penalised_sampled_request_draws_the_same_after_preemption(llm: LLM) -> None:
     sampling = PENALTIES["all"] | {"max_tokens": 60, "temperature": 1.3, "logprobs": 2}
     params = [sampling | {"seed": seed} for seed in range(8)]
-    tight = LLM(max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
+    tight = LLM(adaptive_speculation=False, max_num_seqs=8, max_model_len=256, kv_cache_gb=0.0016, kv_write_guard=True)
     preempted = tight.generate([QUESTION] * 8, params)
     assert tight.stats().num_preemptions > 0
     for output, calm in zip(preempted, llm.generate([QUESTION] * 8, params), strict=True):
@@ -197,7 +197,13 @@ def exact_distribution(prompt: list[int], params: SamplingParams) -> dict[tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio", DRAFT_TEMPERATURE_RATIOS)
 def test_sampled_output_has_the_distribution_of_the_changed_logits(ratio: float) -> None:
-    llm = LLM(draft_temperature_ratio=ratio, num_speculative_tokens=3, max_num_seqs=256, max_model_len=128)
+    llm = LLM(
+        draft_temperature_ratio=ratio,
+        num_speculative_tokens=3,
+        adaptive_speculation=False,
+        max_num_seqs=256,
+        max_model_len=128,
+    )
     prompt = llm.tokenizer.encode(PROMPT)
     exact = exact_distribution(prompt, SAMPLED)
     repeats = sum(probability for tokens, probability in exact.items() if len(set(tokens)) < 3)

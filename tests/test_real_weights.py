@@ -87,7 +87,7 @@ def measure(llm: LLM, questions: list[Question], sampling: Sampling) -> Evaluati
 
 @pytest.fixture(scope="module")
 def published_pair() -> LLM:
-    return LLM(given("TARGET"), given("DRAFT"), kv_cache_gb=KV_CACHE_GB)
+    return LLM(given("TARGET"), given("DRAFT"), kv_cache_gb=KV_CACHE_GB, adaptive_speculation=False)
 
 
 @pytest.mark.parametrize("dataset", QWEN3_8B_B16)
@@ -96,7 +96,7 @@ def test_the_published_pair_reaches_the_published_acceptance_length(published_pa
 
 
 def test_a_speculators_checkpoint_given_alone_reaches_what_vllm_asserts_of_it() -> None:
-    llm = LLM(given("SPECULATORS"), kv_cache_gb=KV_CACHE_GB)
+    llm = LLM(given("SPECULATORS"), kv_cache_gb=KV_CACHE_GB, adaptive_speculation=False)
     assert llm.engine.ready.num_speculative_tokens > 0
     questions = with_examples(gsm8k_rows("train", NUM_EXAMPLES), gsm8k_rows("test", limit_of("gsm8k")))
     assert defects_of_speculators(measure(llm, questions, Sampling(stop=STOP)), QWEN3_8B_SPECULATORS) == []

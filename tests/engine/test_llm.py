@@ -18,7 +18,7 @@ QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How m
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_num_seqs=4, max_model_len=512)
+    return LLM(max_num_seqs=4, max_model_len=512, adaptive_speculation=False)
 
 
 def test_chat_takes_options_of_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

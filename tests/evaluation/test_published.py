@@ -166,7 +166,7 @@ def test_what_measures_published_weights_runs_on_the_demo_pair(
     (tmp_path / "mt").write_text(json.dumps({"turns": ["Name the capital of Norway.", "Thanks!"]}), encoding="utf-8")
     monkeypatch.setenv("DFLASH_REAL_WEIGHTS_MT_BENCH", str(tmp_path / "mt"))
     monkeypatch.setenv("DFLASH_REAL_WEIGHTS_LIMIT", "2")
-    llm = LLM()
+    llm = LLM(adaptive_speculation=False)
     questions = with_examples(real.gsm8k_rows("train", NUM_EXAMPLES), real.gsm8k_rows("test", real.limit_of("gsm8k")))
     found = real.measure(llm, questions, Sampling(max_tokens=24, stop=STOP))
     assert (found.overall.num_scored, len(found.results)) == (2, 2)
