@@ -118,10 +118,10 @@ class AcceptanceEstimator:
             self.drift()
             return
         surprise = information = 0.0
+        logits, rates = self._logits(), self.rates()
         keep = math.exp(-sum(self._blocks.values()) / MEMORY_BLOCKS)
         self.trials = [keep * trials for trials in self.trials]
         self.accepted = [keep * accepted for accepted in self.accepted]
-        logits, rates = self._logits(), self.rates()
         for (group, tried, num_accepted), count in self._blocks.items():
             chances = self.chances(group)
             for position in range(tried):

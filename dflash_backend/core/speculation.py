@@ -96,10 +96,10 @@ class AdaptiveSpeculation:
         if not rows:
             return []
         self.stats.num_steps += 1
-        if self.stats.num_steps <= len(FIRST_STEPS):
-            return [round(row.k * FIRST_STEPS[self.stats.num_steps - 1]) for row in rows]
         self._age += 1
-        if self._age >= STEPS_BETWEEN_DECISIONS or len(rows) != self._num_rows:
+        if self.stats.num_steps <= len(FIRST_STEPS):
+            lengths = [round(row.k * FIRST_STEPS[self.stats.num_steps - 1]) for row in rows]
+        elif self._age >= STEPS_BETWEEN_DECISIONS or len(rows) != self._num_rows:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
             lengths = [self.first_length(row) for row in rows]

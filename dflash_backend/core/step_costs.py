@@ -119,28 +119,11 @@ class StepCosts:
     _target: LinearFit | None = field(default=None, init=False)
     _draft: LinearFit | None = field(default=None, init=False)
 
-    @property
-    def known(self) -> bool:
-        """Whether there is anything to go by."""
-        return self.table is not None or self._target is not None
-
     def target_s(self, shape: StepShape) -> float:
         """Seconds of the target's pass and the host's share."""
         if self._target is None:
             return 0.0 if self.table is None else self.table.at(shape.num_tokens)
         return self._target.at(self._target_features(shape))
-
-    def draft_s(self, shape: StepShape) -> float:
-        """Seconds of drafting."""
-        if shape.num_draft_positions == 0:
-            return 0.0
-        if self._draft is None:
-            return DRAFT_SHARE * self.target_s(StepShape(1))
-        return self._draft.at(shape.draft)
-
-    def step_s(self, shape: StepShape) -> float:
-        """Seconds of a step."""
-        return self.target_s(shape) + self.draft_s(shape)
 
     def line(self, num_rows: int, position: float, num_other: int) -> StepLine:
         """The time of steps with these rows and tokens of prompts, for any number of drafts."""
