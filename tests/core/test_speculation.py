@@ -357,6 +357,33 @@ def test_the_engine_drafts_where_drafts_are_accepted(seed: int, share: float, la
     )
 
 
+def test_the_decision_knows_the_prompt_tokens_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = timed(Engine(make_config(adaptive_speculation=True, max_prefill_tokens_per_step=8)), 0.0005, 0.0001)
+    speculation, seen = engine.scheduler.history.speculation, []
+    assert speculation is not None
+    choose = speculation.choose
+
+    def watch(rows: list[SpeculatingRow], position: float, num_other: int) -> list[int]:
+        seen.append(num_other)
+        return choose(rows, position, num_other)
+
+    monkeypatch.setattr(speculation, "choose", watch)
+    engine.add(make_request("a", [1, 2], max_tokens=60, seed=NONE_ACCEPTED))
+    engine.steps(4)
+    engine.add(make_request("long", list(range(40)), max_tokens=2, seed=NONE_ACCEPTED))
+    engine.steps(20)
+    assert seen[:3] == [0, 0, 0]
+    assert seen.count(8) >= 3, "chunks of the long prompt"
+    assert seen[-1] == 0
+
+
+def test_all_rows_take_their_turn_to_probe() -> None:
+    policy = policy_with([0.02] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
+    rows = [SpeculatingRow(K) for _ in range(16)]
+    probed = {i for _ in range(2000) for i, length in enumerate(policy.choose(rows, 100.0, 0)) if length}
+    assert probed == set(range(16))
+
+
 def test_a_request_without_drafts_is_no_part_of_the_decision() -> None:
     engine = timed(Engine(make_config(adaptive_speculation=True)), 0.0005, 0.0001)
     engine.run(make_request("never", [1, 2], max_tokens=60, num_speculative_tokens=0))

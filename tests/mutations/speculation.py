@@ -28,6 +28,7 @@ SPECULATION_MUTANTS = (
             "(len(rows), mean_position, num_other_tokens)\n        if line",
             "(len(rows), mean_position, 0)\n        if line",
         ),
+        ("the same row probes each time", "self._next_probe = (self._next_probe + num_probing) % num_rows", "pass"),
         ("a request drafts more than its own k", "        return min(row.k, length)", "        return length"),
     ),
     *mutants_of(
@@ -74,6 +75,11 @@ SPECULATION_MUTANTS = (
             "pass",
         ),
         ("surplus drafts at the end of an answer", "min(length, request.max_useful_drafts)", "length"),
+        (
+            "the decision does not know of the prompts in its step",
+            "(self._num_prefill_tokens if has_prompts else 0)",
+            "0",
+        ),
     ),
     *mutants_of(
         "dflash_backend/worker/step.py",
