@@ -30,7 +30,7 @@ RESERVED_ENV_PREFIX = (
 )
 
 # Parameters of config.pbtxt that are not ours. Triton's Python backend reads its two itself. Of its vLLM backend's, the
-# frontend reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked.
+# stub reads REPORT_CUSTOM_METRICS, and the health of the engine is always checked.
 REPORT_CUSTOM_METRICS = "REPORT_CUSTOM_METRICS"
 _TRITON_FLAGS = (REPORT_CUSTOM_METRICS, "ENABLE_VLLM_HEALTH_CHECK")
 TRITON_PARAMETERS = frozenset(("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", *_TRITON_FLAGS))

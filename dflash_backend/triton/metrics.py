@@ -105,7 +105,7 @@ METRICS: tuple[MetricSpec, ...] = (
         label="engine",
     ),
     MetricSpec(
-        "dflash:frontend_heartbeat_timestamp_seconds",
+        "dflash:stub_heartbeat_timestamp_seconds",
         "gauge",
         "When the thread that answers requests last brought these metrics up to date, in seconds since 1970",
         label="engine",

@@ -83,7 +83,7 @@ class Reporter:
         self._metrics.set("dflash:engine_ready", float(self._is_ready()))
         self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
         self._metrics.set("dflash:engine_silence_seconds", self._engine.silence_s)
-        self._metrics.set("dflash:frontend_heartbeat_timestamp_seconds", time.time())
+        self._metrics.set("dflash:stub_heartbeat_timestamp_seconds", time.time())
         self._metrics.flush()
         self._reported_at = now
         self._has_changed = self.has_finished = False

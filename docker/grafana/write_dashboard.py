@@ -186,9 +186,9 @@ PANELS: tuple[Panel, ...] = (
         "It speaks after each step and once a second without one: a line that climbs is a hang or a very long step.",
     ),
     Panel(
-        "Age of the frontend's heartbeat",
+        "Age of the stub's heartbeat",
         "s",
-        (("{{model}} {{engine}}", f"time() - dflash:frontend_heartbeat_timestamp_seconds{{{WHERE}}}"),),
+        (("{{model}} {{engine}}", f"time() - dflash:stub_heartbeat_timestamp_seconds{{{WHERE}}}"),),
         "A line that climbs: Triton's stub is dead or hangs.",
     ),
     Panel("Engines ready", "short", (("{{model}} {{engine}}", f"dflash:engine_ready{{{WHERE}}}"),)),

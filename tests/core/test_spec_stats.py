@@ -38,7 +38,7 @@ def test_drafts_past_the_end_of_an_answer_are_no_gain() -> None:
 @pytest.mark.parametrize("num_kept", range(1, 10))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_lies_past_a_stop_string_is_taken_back(num_kept: int, overlap: bool) -> None:
-    """9 tokens are out, in steps of 1, 4 and 4, when the frontend says how many of them belong to the answer."""
+    """9 tokens are out, in steps of 1, 4 and 4, when the stub says how many of them belong to the answer."""
     engine = Engine(make_config(), lag=1 if overlap else None)
     engine.add(make_request("a", PROMPT, seed=ALL_ACCEPTED, max_tokens=40, stop=("x",)))
     while len(engine.outputs["a"].token_ids) < 9:

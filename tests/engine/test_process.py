@@ -152,7 +152,7 @@ def test_a_killed_engine_is_noticed_with_its_signal(engine):
         receive_until(engine, lambda part: True)
 
 
-def test_sigint_is_left_to_the_frontend_and_sigterm_ends_it_cleanly(engine):
+def test_sigint_is_left_to_the_stub_and_sigterm_ends_it_cleanly(engine):
     os.kill(engine.pid, signal.SIGINT)
     engine.send(request("a", [1]))
     receive_until(engine, finished("a"))
@@ -174,13 +174,13 @@ def test_the_sockets_leave_no_file_once_both_sides_are_connected(engine):
     receive_until(engine, finished("a"))
 
 
-def start_frontend(code: str, *arguments: str) -> subprocess.Popen[str]:
+def start_stub(code: str, *arguments: str) -> subprocess.Popen[str]:
     """A process that prints a line once it has started an engine."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, env=environ)
 
 
-FRONTEND = """
+STUB = """
 import sys, time
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine_client.client import EngineClient, engine_command
@@ -193,13 +193,13 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("when", ["ready", "loading"])
-def test_an_engine_ends_with_its_frontend_however_that_went(when):
-    with start_frontend(FRONTEND, when) as frontend:
-        pid, directory = frontend.stdout.readline().split()
-        frontend.kill()
+def test_an_engine_ends_with_its_stub_however_that_went(when):
+    with start_stub(STUB, when) as stub:
+        pid, directory = stub.stdout.readline().split()
+        stub.kill()
     deadline = time.monotonic() + WAIT_S
     while running(int(pid)) or Path(directory).exists():
-        assert time.monotonic() < deadline, "the engine outlived its frontend"
+        assert time.monotonic() < deadline, "the engine outlived its stub"
 
 
 STUCK = """
@@ -215,15 +215,15 @@ ctypes.PyDLL(None).sleep(600)
 """
 
 
-def test_a_frontend_that_is_stuck_with_the_interpreters_lock_ends_with_its_server_and_so_does_the_engine():
-    with start_frontend(STUCK) as frontend:
-        server, engine = map(int, frontend.stdout.readline().split())
+def test_a_stub_that_is_stuck_with_the_interpreters_lock_ends_with_its_server_and_so_does_the_engine():
+    with start_stub(STUCK) as stub:
+        server, engine = map(int, stub.stdout.readline().split())
         assert running(engine)
         os.kill(server, signal.SIGKILL)
         try:
-            assert frontend.wait(WAIT_S) == -signal.SIGKILL
+            assert stub.wait(WAIT_S) == -signal.SIGKILL
         finally:
-            frontend.kill()
+            stub.kill()
     deadline = time.monotonic() + WAIT_S
     while running(engine):
         assert time.monotonic() < deadline, "the engine outlived its server"

@@ -68,11 +68,11 @@ def test_metrics_that_are_switched_off_reach_no_page(triton):
 
 def test_an_engine_that_is_gone_leaves_the_services_gauges_alone(triton, metrics):
     metrics.follow(EngineStats(num_requests_running=4))
-    metrics.set("dflash:frontend_heartbeat_timestamp_seconds", 1.7e9)
+    metrics.set("dflash:stub_heartbeat_timestamp_seconds", 1.7e9)
     metrics.reset_engine()
     metrics.flush()
     assert triton.values["dflash:num_requests_running", "m_0_0"] == 0
-    assert triton.values["dflash:frontend_heartbeat_timestamp_seconds", "m_0_0"] == 1.7e9
+    assert triton.values["dflash:stub_heartbeat_timestamp_seconds", "m_0_0"] == 1.7e9
 
 
 def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(triton, metrics):

@@ -158,7 +158,7 @@ def test_this_process_ends_with_the_server(serve):
 
 
 def test_gauges_tell_of_a_hanging_engine_what_the_service_knows(service, triton):
-    eventually(lambda: triton.values["dflash:frontend_heartbeat_timestamp_seconds", "dflash_0_0"] > time.time() - 5)
+    eventually(lambda: triton.values["dflash:stub_heartbeat_timestamp_seconds", "dflash_0_0"] > time.time() - 5)
     os.kill(service._engine.engine.pid, signal.SIGSTOP)
     sender = submit(service, "ab", max_tokens=6)
     eventually(lambda: triton.values["dflash:num_requests_in_flight", "dflash_0_0"] == 1)
