@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
-GPU_RUN = PYTHONPATH=.:kernels:client:cli$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
+GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
 .PHONY: help setup serve test test-fast nightly lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
 .DEFAULT_GOAL := help

@@ -30,7 +30,12 @@ def read_table() -> dict[str, set[str]]:
 ALLOWED = read_table()
 # Modules that count as packages of their own: what others may know of theirs.
 APART = ("core.plan", "core.scheduler_config", "drafters.registry", "drafters.resolve")
-FOLDERS = {"kernels": "kernels/dflash_kernels", "dflash_client": "client/dflash_client", "dflash_cli": "cli/dflash_cli"}
+FOLDERS = {
+    "kernels": "kernels/dflash_kernels",
+    "dflash_client": "client/dflash_client",
+    "dflash_openai": "frontend/dflash_openai",
+    "dflash_cli": "cli/dflash_cli",
+}
 
 
 def imported(path: Path) -> set[str]:
@@ -45,7 +50,7 @@ def imported(path: Path) -> set[str]:
                 parts.add(rest if rest in APART else rest.partition(".")[0])
             elif name.startswith("dflash_kernels"):
                 parts.add("kernels")
-            elif name.partition(".")[0] in ("dflash_client", "dflash_cli"):
+            elif name.partition(".")[0] in ("dflash_client", "dflash_openai", "dflash_cli"):
                 parts.add(name.partition(".")[0])
     return parts
 

@@ -19,7 +19,7 @@ from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    from dflash_cli.commands import chat, generate, inspect, serve
+    from dflash_cli.commands import chat, generate, inspect, openai, serve
     from dflash_cli.commands import eval as eval_command
 
     root = argparse.ArgumentParser(
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"dflash-triton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, generate, chat, eval_command, inspect):
+    for command in (serve, openai, generate, chat, eval_command, inspect):
         command.add_parser(commands)
     for name, sub in commands.choices.items():
         sub.set_defaults(command=name, parser=sub)

@@ -15,6 +15,7 @@ from dflash_client.errors import ClientError, RequestTimeout, no_answer
 from dflash_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from dflash_client.http_transport import AsyncHttpTransport, HttpTransport
 from dflash_client.request import Request
+from dflash_client.responses import description
 from dflash_client.results import Delta, GenerationResult
 from dflash_client.retry import RetryPolicy
 from dflash_client.stream import AsyncStream, Plan, Stream
@@ -80,11 +81,14 @@ class _Client(Generic[AnyStream]):
 
     def stream(self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]) -> AnyStream:
         """As `generate`, but yields what is new as it comes. The stream has methods to cancel the request."""
-        return self._start(True, prompt, messages, sampling)
+        return self.request(True, prompt, messages, sampling)
 
-    def _start(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> AnyStream:
-        request = Request.build(self.model, stream, prompt, messages, sampling)
-        started = self._stream_type(self._transport, Plan(request, self.timeout_s, self.retry))
+    def request(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> AnyStream:
+        """As `stream`; with `stream` False the server sends its deltas at the end, each completion's in one piece."""
+        return self._send(Request.build(self.model, stream, prompt, messages, sampling), self.timeout_s)
+
+    def _send(self, request: Request, timeout_s: float) -> AnyStream:
+        started = self._stream_type(self._transport, Plan(request, timeout_s, self.retry))
         self._streams.add(started)
         return started
 
@@ -128,8 +132,14 @@ class DFlashClient(_Client[Stream]):
         `sampling` takes the server's sampling parameters (`max_tokens=64, temperature=0, stop=["."]`); those that
         are None are not sent. Raises `ClientError`, or `ValueError` for what cannot be sent.
         """
-        with self._start(False, prompt, messages, sampling) as stream:
+        with self.request(False, prompt, messages, sampling) as stream:
             return GenerationResult.from_deltas(stream)
+
+    def describe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, Any]:
+        """What the server says of its model: `max_model_len`, `vocab_size`, where its tokenizer is, and more. Raises
+        `ClientError`."""
+        with self._send(Request.description(self.model), timeout_s) as stream:
+            return description("".join(delta.text for delta in stream))
 
     def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """Whether the server is there and says that the model can take requests."""
@@ -171,9 +181,14 @@ class AsyncDFlashClient(_Client[AsyncStream]):
         self, prompt: Prompt = None, *, messages: Messages = None, **sampling: Unpack[Sampling]
     ) -> GenerationResult:
         """As `DFlashClient.generate`. Cancelling the task that waits cancels the request."""
-        async with self._start(False, prompt, messages, sampling) as stream:
+        async with self.request(False, prompt, messages, sampling) as stream:
             deltas: list[Delta] = [delta async for delta in stream]
         return GenerationResult.from_deltas(deltas)
+
+    async def describe(self, timeout_s: float = CONNECT_TIMEOUT_S) -> dict[str, Any]:
+        """As `DFlashClient.describe`."""
+        async with self._send(Request.description(self.model), timeout_s) as stream:
+            return description("".join([delta.text async for delta in stream]))
 
     async def ready(self, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
         """As `DFlashClient.ready`."""

@@ -41,6 +41,10 @@ class Unavailable(ClientError):
     status = "UNAVAILABLE"
 
 
+class QueueFull(Unavailable):
+    """The server's queue has no place for the request; it may be sent again later."""
+
+
 class Cancelled(ClientError):
     """The request was cancelled before it ended."""
 
@@ -84,6 +88,8 @@ _BY_STATUS: dict[str, type[ClientError]] = {
         Internal,
     )
 }
+# The settings that a refusal names when the queue is full.
+_QUEUE_LIMITS = ("max_queue_size is", "max_queue_tokens is")
 # How Triton 2.51 words the errors of its own that are not the fault of what was sent. The first that fits counts.
 _TRITONS_WORDS = (
     ("no available versions", "UNAVAILABLE"),
@@ -95,6 +101,8 @@ _TRITONS_WORDS = (
 
 def error_for(status: str, message: str) -> ClientError:
     """The exception for a gRPC status name; kinds without a class of their own are `Internal`."""
+    if status == "UNAVAILABLE" and any(limit in message for limit in _QUEUE_LIMITS):
+        return QueueFull(message)
     return _BY_STATUS.get(status, Internal)(message)
 
 
@@ -106,7 +114,7 @@ def error_in_text(message: str, otherwise: str = "INVALID_ARGUMENT") -> ClientEr
     """
     status, colon, rest = message.partition(": ")
     if colon and status in _BY_STATUS:
-        return _BY_STATUS[status](rest)
+        return error_for(status, rest)
     return error_for(next((kind for words, kind in _TRITONS_WORDS if words in message), otherwise), message)
 
 

@@ -21,7 +21,7 @@ RETURNED_WITH_LOGPROBS = ("return_logprobs", "return_cumulative_logprob")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set.
+    """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set, or `describe`.
 
     `sampling` is the JSON object of the sampling parameters, or None where there are none.
     """
@@ -33,6 +33,12 @@ class Request:
     messages: str | None = None
     sampling: str | None = None
     wants_logprobs: bool = False
+    describe: bool = False
+
+    @classmethod
+    def description(cls, model: str) -> Request:
+        """The request for a description of the model; nothing is generated."""
+        return cls(model, stream=False, describe=True)
 
     @classmethod
     def build(
@@ -63,6 +69,8 @@ class Request:
 
     def flags(self) -> dict[str, bool]:
         """The boolean inputs. The prompt is never wanted back; when streaming, the server leaves it out by itself."""
+        if self.describe:
+            return {"describe": True}
         names = RETURNED + (RETURNED_WITH_LOGPROBS if self.wants_logprobs else ())
         flags = dict.fromkeys(names, True)
         flags["stream"] = self.stream

@@ -55,6 +55,14 @@ class ResponseReader:
         return ended or bool(delta.text or delta.num_output_tokens) or delta.spec_stats is not None
 
 
+def description(text: str) -> dict[str, Any]:
+    """What a model says of itself. Raises `Internal` for anything but a JSON object."""
+    found = _json(text, "text_output")
+    if not isinstance(found, dict):
+        raise Internal("the server's description of its model is not a JSON object")
+    return found
+
+
 def _split(token_ids: list[int], counts: list[int] | None, num_completions: int) -> list[tuple[int, ...]]:
     """Each completion's share of the new token ids."""
     if not token_ids:

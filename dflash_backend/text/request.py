@@ -15,6 +15,7 @@ import numpy as np
 from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.text.chat import OPTION_NAMES, PromptError, pop_options
 from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
+from dflash_backend.text.prompt_size import InputError, check_fits, check_num_tokens, most_chars, too_long
 from dflash_backend.text.sampling_params import INT64_MAX, parse_sampling_params
 from dflash_backend.text.tokenizer import Tokenizer
 
@@ -54,10 +55,6 @@ REFUSED_INPUTS = {
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 NO_LORA = "LoRA feature is not enabled."
 VERBATIM_ERRORS = frozenset((STREAM_WITH_PROMPT, NO_LORA))
-
-
-class InputError(ValueError):
-    """An input is malformed. The message is for the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ def parse_request(
     token_ids, text = _prompt(inputs, tokenizer, ready, chat_options)
     if not token_ids:
         raise InputError("the prompt is empty; it must have at least one token")
-    _check_num_tokens(len(token_ids), ready)
+    check_num_tokens(len(token_ids), ready.max_model_len)
     if sampling.max_tokens == INT64_MAX:
         # null, which asks for as many as fit.
         sampling = msgspec.structs.replace(sampling, max_tokens=ready.max_model_len - len(token_ids))
@@ -155,50 +152,28 @@ def _prompt(
         raise InputError(f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} is needed; {sent}")
     if given == ["messages"]:
         chat = tokenizer.render_chat(_messages(inputs, ready), **chat_options)
-        _check_fits(chat.text, tokenizer, ready)
+        check_fits(chat.text, tokenizer, ready.max_model_len)
         return tokenizer.encode_chat(chat), chat.text
     if chat_options:
         raise InputError(f"parameter '{next(iter(OPTION_NAMES))}' is for the chat template of the input 'messages'")
     if given == ["text_input"]:
         text = _prompt_text(inputs, tokenizer, ready)
-        _check_fits(text, tokenizer, ready)
+        check_fits(text, tokenizer, ready.max_model_len)
         return tokenizer.encode(text) if text else [], text
     return _token_ids(inputs["input_ids"], ready), None
 
 
 def _prompt_text(inputs: Mapping[str, Array], tokenizer: Tokenizer, ready: EngineReady) -> str:
     value = _one(inputs["text_input"], "text_input")
-    if isinstance(value, bytes) and len(value) > BYTES_PER_CHAR * _most_chars(tokenizer, ready):
-        raise _too_long(f"{len(value)} bytes", tokenizer, ready)
+    if isinstance(value, bytes) and len(value) > BYTES_PER_CHAR * most_chars(tokenizer, ready.max_model_len):
+        raise too_long(f"{len(value)} bytes", tokenizer, ready.max_model_len)
     return _string(inputs, "text_input", len(value) if isinstance(value, bytes) else 0)
-
-
-def _too_long(size: str, tokenizer: Tokenizer, ready: EngineReady) -> InputError:
-    return InputError(
-        f"the prompt has {size}, but max_model_len is {ready.max_model_len} tokens, which are at most "
-        f"{_most_chars(tokenizer, ready)} characters; shorten the prompt"
-    )
-
-
-def _most_chars(tokenizer: Tokenizer, ready: EngineReady) -> int:
-    return ready.max_model_len * tokenizer.max_token_chars
-
-
-def _check_fits(text: str, tokenizer: Tokenizer, ready: EngineReady) -> None:
-    """Refuse a text that is certainly too long: tokenising it would keep other clients waiting."""
-    if len(text) > _most_chars(tokenizer, ready):
-        raise _too_long(f"{len(text)} characters", tokenizer, ready)
-    if tokenizer.has_more_tokens(text, ready.max_model_len):
-        raise InputError(
-            f"the prompt has {len(text)} characters, which are too many tokens: max_model_len is "
-            f"{ready.max_model_len}; shorten the prompt"
-        )
 
 
 def _token_ids(array: Array, ready: EngineReady) -> list[int]:
     if array.dtype not in (np.int32, np.int64):
         raise InputError(f"input 'input_ids' has the type {array.dtype}; allowed: INT32 or INT64")
-    _check_num_tokens(array.size, ready)
+    check_num_tokens(array.size, ready.max_model_len)
     ids = array.reshape(-1)
     out_of_range = np.flatnonzero((ids < 0) | (ids >= ready.vocab_size))
     if out_of_range.size:
@@ -209,14 +184,6 @@ def _token_ids(array: Array, ready: EngineReady) -> list[int]:
         )
     token_ids: list[int] = ids.tolist()
     return token_ids
-
-
-def _check_num_tokens(num_tokens: int, ready: EngineReady) -> None:
-    if num_tokens + 1 > ready.max_model_len:
-        raise InputError(
-            f"the prompt has {num_tokens} tokens and the answer needs at least 1, but max_model_len is "
-            f"{ready.max_model_len}; shorten the prompt"
-        )
 
 
 def _messages(inputs: Mapping[str, Array], ready: EngineReady) -> list[dict[str, Any]]:

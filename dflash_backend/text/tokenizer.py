@@ -83,9 +83,10 @@ class Tokenizer:
         own = () if template.eos_token_id is None else (template.eos_token_id,)
         return cls(template, tuple(dict.fromkeys((*read_eos(directory), *own))), trust_messages)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
-        return self._encode([text], add_special_tokens=True)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one unless they are left
+        out."""
+        return self._encode([text], add_special_tokens)
 
     def has_more_tokens(self, text: str, limit: int) -> bool:
         """Whether a text surely has more than `limit` tokens; False means that it may fit.

@@ -28,6 +28,7 @@ INPUTS: dict[str, tuple[str, int]] = {
     "return_cumulative_logprob": ("TYPE_BOOL", 1),
     "return_token_ids": ("TYPE_BOOL", 1),
     "return_spec_stats": ("TYPE_BOOL", 1),
+    "describe": ("TYPE_BOOL", 1),
     "image": ("TYPE_STRING", -1),
     "embedding_request": ("TYPE_STRING", 1),
 }

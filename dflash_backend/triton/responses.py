@@ -70,6 +70,11 @@ class ResponseBuilder:
         tensors = [self._pb.Tensor(name, values) for name, values in outputs.items()]
         return Response(self._pb.InferenceResponse(tensors), sum(map(_num_bytes, outputs.values())))
 
+    def description(self, text: str) -> Response:
+        """A response with one text, which describes the model."""
+        values = _texts([text])
+        return Response(self._pb.InferenceResponse([self._pb.Tensor("text_output", values)]), _num_bytes(values))
+
     def error(self, status: str, message: str) -> Any:
         """A response that is an error. `status` is a gRPC status name.
 

@@ -30,11 +30,12 @@ from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import RequestRules
 from dflash_backend.text.sampling_defaults import read_sampling_defaults
 from dflash_backend.text.tokenizer import Tokenizer
+from dflash_backend.triton.description import asks_for_description, describe_model
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.metrics import Metrics
 from dflash_backend.triton.reporter import FINISHED_S, Reporter
-from dflash_backend.triton.responder import Responder, one_line, shared_memory_check
+from dflash_backend.triton.responder import Responder, SendFailed, one_line, shared_memory_check
 from dflash_backend.triton.responses import ResponseBuilder
 from dflash_backend.triton.running_requests import RESTARTING, RunningRequests, TritonRequest
 from dflash_backend.triton.server_memory import ServerMemory, private_memory
@@ -125,6 +126,7 @@ class TritonService:
             self._engine.close()
             raise
         rules = RequestRules(config.max_num_seqs, config.require_cache_salt, defaults)
+        self._target_dir, self._rules = target_dir, rules
         self._reader = RequestReader(self._tokenizer, rules, config.max_queue_size, self._log)
         self._engine.wait_until_ready()
 
@@ -143,12 +145,23 @@ class TritonService:
         if (refusal := self._refusal()) is not None or engine is None or not engine.alive:
             self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING)
             return
+        if asks_for_description(request):
+            self._describe(responder)
+            return
         try:
             parsed = self._reader.read(request, engine, self._engine.ready)
         except Refused as refused:
             self._requests.refuse(responder, refused.status, str(refused))
             return
         self._start(TritonRequest(RequestState(next(self._ids), parsed, self._tokenizer), responder), engine)
+
+    def _describe(self, responder: Responder) -> None:
+        """Answer with what a front end must know of the model."""
+        text = describe_model(self._config, self._engine.ready, self._target_dir, self._rules)
+        try:
+            responder.send(self._responses.description(text), final=True)
+        except SendFailed as error:
+            self._log.error(str(error))
 
     def _start(self, request: TritonRequest, engine: EngineClient) -> None:
         """Send a request to the engine; from here on the output thread owns it."""

@@ -15,6 +15,7 @@ SOURCE_FOLDERS = (
     "dflash_backend",
     "docker",
     "docs",
+    "frontend",
     "kernels",
     "load_tests",
     "model_repository",

@@ -23,7 +23,7 @@ from tests.mutations.mutant import Mutant, occurrences
 from tests.mutations.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("dflash_backend", "kernels", "client", "cli", "tests", "benchmarks", "checks", "pyproject.toml")
+COPIED = ("dflash_backend", "kernels", "client", "cli", "frontend", "tests", "benchmarks", "checks", "pyproject.toml")
 LINKED = ("demo", "model_repository")  # large, and no mutant touches them
 TIMEOUT_S = 240
 PYTEST_FAILED = 1  # pytest's exit status when tests ran and some failed; below 0 when a signal ended it
@@ -80,7 +80,7 @@ def make_copy(folder: Path) -> None:
 def run_tests(folder: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
     """pytest's exit status for `tests` in the copy, None when they took too long, and the end of what it printed. It
     stops at the first failure."""
-    path = os.pathsep.join(str(folder / part) for part in (".", "kernels", "client", "cli"))
+    path = os.pathsep.join(str(folder / part) for part in (".", "kernels", "client", "cli", "frontend"))
     # Bytecode is matched to its source by time and size, which two mutants of one file may share.
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     # A process of its own, also when a worker of pytest-xdist starts it.

@@ -1,0 +1,46 @@
+"""Refuses prompts that do not fit the model, before they cost much."""
+
+from __future__ import annotations
+
+from dflash_backend.text.tokenizer import Tokenizer
+
+
+class InputError(ValueError):
+    """An input is malformed. The message is for the client."""
+
+
+class PromptTooLong(InputError):
+    """The prompt does not fit `max_model_len`."""
+
+
+def check_num_tokens(num_tokens: int, max_model_len: int) -> None:
+    """Raise `PromptTooLong` unless the prompt and one token of the answer fit."""
+    if num_tokens + 1 > max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens} tokens and the answer needs at least 1, but max_model_len is "
+            f"{max_model_len}; shorten the prompt"
+        )
+
+
+def check_fits(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raise `PromptTooLong` for a text that is certainly too long: tokenising it would keep other clients waiting."""
+    if len(text) > most_chars(tokenizer, max_model_len):
+        raise too_long(f"{len(text)} characters", tokenizer, max_model_len)
+    if tokenizer.has_more_tokens(text, max_model_len):
+        raise PromptTooLong(
+            f"the prompt has {len(text)} characters, which are too many tokens: max_model_len is "
+            f"{max_model_len}; shorten the prompt"
+        )
+
+
+def most_chars(tokenizer: Tokenizer, max_model_len: int) -> int:
+    """The most characters that `max_model_len` tokens can stand for."""
+    return max_model_len * tokenizer.max_token_chars
+
+
+def too_long(size: str, tokenizer: Tokenizer, max_model_len: int) -> PromptTooLong:
+    """The error of a prompt whose `size`, in words, cannot fit."""
+    return PromptTooLong(
+        f"the prompt has {size}, but max_model_len is {max_model_len} tokens, which are at most "
+        f"{most_chars(tokenizer, max_model_len)} characters; shorten the prompt"
+    )

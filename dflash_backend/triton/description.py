@@ -1,0 +1,42 @@
+"""Describes the model to a front end, which needs no configuration of its own then: the input `describe`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_backend.config import EngineConfig
+from dflash_backend.messages import EngineReady
+from dflash_backend.text.request import RequestRules
+
+
+def asks_for_description(request: Any) -> bool:
+    """Whether a Triton request has the input `describe` with the value true."""
+    for tensor in request.inputs():
+        if tensor.name() == "describe":
+            return bool(tensor.as_numpy().any())
+    return False
+
+
+def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, rules: RequestRules) -> str:
+    """A JSON object: lengths in tokens, counts, and where the tokenizer lies on the server's machine.
+
+    `tokenizer` is a directory; `target_model` and `target_revision` are the settings, by which another machine finds
+    the same files on the hub. `sampling_defaults` are those for parameters that a request leaves out.
+    """
+    return json.dumps(
+        {
+            "max_model_len": ready.max_model_len,
+            "vocab_size": ready.vocab_size,
+            "num_speculative_tokens": ready.num_speculative_tokens,
+            "max_n": rules.max_n,
+            "require_cache_salt": rules.require_cache_salt,
+            "sampling_defaults": dict(rules.sampling_defaults),
+            "tokenizer": str(target_dir.absolute()),
+            "target_model": config.target_model,
+            "target_revision": config.target_revision,
+            "trust_messages": config.message_special_tokens == "control",
+            "description": ready.description,
+        }
+    )

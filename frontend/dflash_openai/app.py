@@ -1,0 +1,86 @@
+"""The ASGI application: routes, what begins and ends with it, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dflash_openai.chat import create_chat_completion
+from dflash_openai.completions import create_completion
+from dflash_openai.config import FrontendConfig
+from dflash_openai.errors import ApiError, ClientGone
+from dflash_openai.health import get_version, health
+from dflash_openai.models import get_model, list_models
+from dflash_openai.state import Frontend
+from dflash_openai.triton_pool import TritonPool
+
+_LOG = logging.getLogger("dflash_openai")
+
+
+def create_app(
+    config: FrontendConfig, pool: TritonPool | None = None, middleware: Sequence[Middleware] = ()
+) -> Starlette:
+    """The application of one front end. `pool` stands in for the servers that `config` names; `middleware` goes around
+    the routes, the first outermost."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.frontend = frontend = Frontend(config, pool)
+        connecting = asyncio.create_task(frontend.connect())
+        try:
+            yield
+        finally:
+            connecting.cancel()
+            await frontend.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", get_model),
+            Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+            Route("/v1/completions", create_completion, methods=["POST"]),
+            Route("/health", health),
+            Route("/ping", health),
+            Route("/version", get_version),
+        ],
+        middleware=list(middleware),
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientGone: _client_gone,
+            ClientDisconnect: _client_gone,
+            Exception: _internal_error,
+        },
+        lifespan=lifespan,
+    )
+
+
+def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: a path or a method that is not there."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+def _client_gone(request: Request, error: Exception) -> Response:
+    """For the log alone: the client cannot read it."""
+    return Response(status_code=499)
+
+
+def _internal_error(request: Request, error: Exception) -> Response:
+    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(500, "the front end failed at this request; its log says why", "api_error").response()

@@ -1,0 +1,92 @@
+"""Errors as OpenAI's API writes them, and which of them a failure behind the front end becomes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from dflash_client.errors import (
+    Cancelled,
+    ClientError,
+    ConnectionFailed,
+    InvalidArgument,
+    NotFound,
+    QueueFull,
+    RequestTimeout,
+    Unavailable,
+)
+
+# Seconds after which a client may try again.
+RETRY_AFTER_S = 1
+_PARAMETER = re.compile(r"(?:unknown )?(?:sampling )?parameter ['\"](\w+)['\"]")
+
+
+class ApiError(Exception):
+    """An answer that is an error: an HTTP status, and OpenAI's message, type, code and parameter."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.code, self.param = status, message, type, code, param
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON object, as bytes."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        )
+
+    def response(self) -> Response:
+        """The HTTP response."""
+        return Response(self.body(), self.status, media_type="application/json", headers=self.headers)
+
+
+class ClientGone(Exception):
+    """The client has closed its connection and reads no answer."""
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be carried out as it is."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def unavailable(message: str) -> ApiError:
+    """A request that may be sent again later."""
+    return ApiError(503, message, "service_unavailable_error", "unavailable", headers=_retry())
+
+
+def from_client_error(error: ClientError) -> ApiError:
+    """What a failure behind the front end is to its client."""
+    message = str(error)
+    if isinstance(error, InvalidArgument):
+        found = _PARAMETER.search(message)
+        return invalid(message, found[1] if found else None)
+    if isinstance(error, QueueFull):
+        return ApiError(429, message, "rate_limit_error", "queue_full", headers=_retry())
+    if isinstance(error, Unavailable | ConnectionFailed | NotFound):
+        return unavailable(message)
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, "the request took longer than this front end allows", "timeout_error", "timeout")
+    if isinstance(error, Cancelled):
+        return ApiError(499, message, "api_error", "cancelled")
+    return ApiError(500, message, "api_error", "internal_error")
+
+
+def _retry() -> dict[str, str]:
+    return {"retry-after": str(RETRY_AFTER_S)}
+
+
+def as_event(error: ApiError) -> dict[str, Any]:
+    """The error inside a stream that has begun."""
+    decoded: dict[str, Any] = msgspec.json.decode(error.body())
+    return decoded

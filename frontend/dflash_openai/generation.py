@@ -1,0 +1,121 @@
+"""Runs the completions of one HTTP request, and ends them when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Receive
+
+from dflash_client import Delta, GenerationResult
+from dflash_client.errors import Cancelled, ClientError
+from dflash_openai.errors import ClientGone, from_client_error
+from dflash_openai.triton_pool import PooledRequest, TritonPool
+
+# A delta, and the number of the prompt that it belongs to.
+Item = tuple[int, Delta]
+
+
+class Generation:
+    """One request to a server for each prompt. `aclose` in the end, however it ends."""
+
+    def __init__(
+        self,
+        pool: TritonPool,
+        prompts: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any],
+        receive: Receive,
+        stream: bool,
+        max_tokens: Sequence[int],
+    ) -> None:
+        """`receive` is ASGI's, after the body was read: what comes next is the client's leaving. `max_tokens` has an
+        entry for each prompt."""
+        self._requests = [
+            pool.request(stream, token_ids, {**sampling, "max_tokens": limit})
+            for token_ids, limit in zip(prompts, max_tokens, strict=True)
+        ]
+        self._watcher = asyncio.create_task(self._watch(receive))
+        self._deltas = _merged(self._requests)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for request in self._requests:
+            request.cancel()
+
+    async def first(self) -> Item | None:
+        """The first delta: errors that are found before it have a status of their own. Raises as `results`."""
+        try:
+            return await anext(self._deltas, None)
+        except ClientError as error:
+            raise _translated(error) from None
+
+    async def rest(self) -> AsyncGenerator[Item, None]:
+        """The deltas after the first. Raises as `results`."""
+        try:
+            async for item in self._deltas:
+                yield item
+        except ClientError as error:
+            raise _translated(error) from None
+
+    async def results(self) -> list[GenerationResult]:
+        """The finished completions of each prompt. Raises `ApiError`, or `ClientGone` when the client has left."""
+        deltas: list[list[Delta]] = [[] for _ in self._requests]
+        try:
+            async for prompt, delta in self._deltas:
+                deltas[prompt].append(delta)
+        except ClientError as error:
+            raise _translated(error) from None
+        return [GenerationResult.from_deltas(of_prompt) for of_prompt in deltas]
+
+    async def aclose(self) -> None:
+        """Cancel what still runs."""
+        self._watcher.cancel()
+        self._cancel()
+        await self._deltas.aclose()
+
+
+def _translated(error: ClientError) -> Exception:
+    return ClientGone() if isinstance(error, Cancelled) else from_client_error(error)
+
+
+async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, None]:
+    """The deltas of all requests, as they come."""
+    if len(requests) == 1:
+        async with aclosing(requests[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
+    queue: asyncio.Queue[Item | ClientError | None] = asyncio.Queue(maxsize=len(requests))
+
+    async def read(number: int, request: PooledRequest) -> None:
+        try:
+            async with aclosing(request.deltas()) as deltas:
+                async for delta in deltas:
+                    await queue.put((number, delta))
+        except ClientError as error:
+            await queue.put(error)
+            return
+        await queue.put(None)
+
+    readers = [asyncio.create_task(read(number, request)) for number, request in enumerate(requests)]
+    try:
+        running = len(readers)
+        while running:
+            item = await queue.get()
+            if isinstance(item, ClientError):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for request, reader in zip(requests, readers, strict=True):
+            request.cancel()
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)

@@ -1,0 +1,86 @@
+"""Turns messages and texts into token ids, in threads: the event loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from dflash_backend.text.chat import PromptError
+from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, check_num_tokens
+from dflash_backend.text.tokenizer import Tokenizer
+from dflash_openai.errors import ApiError, invalid
+
+# A role and content, and the tokens between messages.
+MIN_TOKENS_OF_MESSAGE = 2
+
+Result = TypeVar("Result")
+
+
+class PromptBuilder:
+    """Token ids of prompts, which are checked to fit `max_model_len` and the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="prompts")
+
+    async def from_messages(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of messages through the chat template. Raises `ApiError`."""
+        return await self._run("messages", lambda: self._chat(messages, options))
+
+    async def from_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises `ApiError`."""
+        return await self._run("prompt", lambda: self._text(text, add_special_tokens))
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """Token ids that a client sent. Raises `ApiError`."""
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise invalid(
+                    f"the prompt has the token id {token_id} at position {position}; allowed: 0 to "
+                    f"{self.vocab_size - 1}",
+                    "prompt",
+                )
+        return self._checked("prompt", list(token_ids))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, param: str, build: Callable[[], list[int]]) -> list[int]:
+        try:
+            token_ids = await asyncio.get_running_loop().run_in_executor(self._threads, build)
+        except PromptTooLong as error:
+            raise _too_long(error, param) from None
+        except (PromptError, InputError) as error:
+            raise invalid(str(error), param) from None
+        return self._checked(param, token_ids)
+
+    def _checked(self, param: str, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise invalid("the prompt is empty; it must have at least one token", param)
+        try:
+            check_num_tokens(len(token_ids), self.max_model_len)
+        except PromptTooLong as error:
+            raise _too_long(error, param) from None
+        return token_ids
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        if MIN_TOKENS_OF_MESSAGE * len(messages) > self.max_model_len:
+            raise PromptTooLong(
+                f"there are {len(messages)} messages, which are too many tokens: max_model_len is {self.max_model_len}"
+            )
+        chat = self.tokenizer.render_chat(messages, **options)
+        check_fits(chat.text, self.tokenizer, self.max_model_len)
+        return self.tokenizer.encode_chat(chat)
+
+    def _text(self, text: str, add_special_tokens: bool) -> list[int]:
+        check_fits(text, self.tokenizer, self.max_model_len)
+        return self.tokenizer.encode(text, add_special_tokens) if text else []
+
+
+def _too_long(error: PromptTooLong, param: str) -> ApiError:
+    return invalid(str(error), param, "context_length_exceeded")

@@ -1,0 +1,70 @@
+"""From the parameters of OpenAI and vLLM to those of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash_openai.errors import invalid
+from dflash_openai.schemas import ChatRequest, CompletionRequest, GenerationFields
+from dflash_openai.triton_pool import ModelDescription
+
+# The model knows these by the same names, some only to refuse them with an alternative.
+SAME_NAMES = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "cache_salt", "priority", "num_speculative_tokens", "best_of", "use_beam_search"),
+    *("length_penalty",),
+)
+# vLLM's older names of structured output.
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+# The default of OpenAI's completions.
+COMPLETION_TOKENS = 16
+
+
+def sampling_parameters(request: GenerationFields) -> dict[str, Any]:
+    """The model's sampling parameters, but for the number of tokens. Raises `ApiError`."""
+    sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
+    sampling |= _structured_outputs(request)
+    if (logprobs := _logprobs(request)) is not None:
+        sampling["logprobs"] = logprobs
+    return sampling
+
+
+def _structured_outputs(request: GenerationFields) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        given["response_format"] = request.response_format
+    if request.structured_outputs is not None:
+        given["structured_outputs"] = request.structured_outputs
+    for name, key in GUIDED.items():
+        if (value := getattr(request, name)) is not None:
+            given[name] = {key: value}
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(given)} were sent; only one of them can hold", next(iter(given)))
+    return {("response_format" if name == "response_format" else "structured_outputs"): v for name, v in given.items()}
+
+
+def _logprobs(request: GenerationFields) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    assert isinstance(request, ChatRequest)
+    if request.top_logprobs and not request.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def max_tokens(request: GenerationFields, num_prompt_tokens: int, description: ModelDescription) -> int:
+    """The most tokens of the answer to a prompt: what the request says, else the model's default, else 16 for a
+    completion and as many as fit for a chat. Never more than fit. Raises `ApiError`."""
+    fits = description.max_model_len - num_prompt_tokens
+    asked, param = request.max_tokens, "max_tokens"
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        asked, param = request.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked = description.sampling_defaults.get("max_tokens")
+    if asked is None:
+        asked = fits if isinstance(request, ChatRequest) else COMPLETION_TOKENS
+    if asked < 1:
+        raise invalid(f"'{param}' is {asked}; allowed: an integer of at least 1", param)
+    return min(asked, fits)

@@ -1,0 +1,101 @@
+"""What the endpoints of one front end share: the servers, their model's description and its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+
+from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.checkpoints.find import find_model
+from dflash_backend.text.tokenizer import Tokenizer
+from dflash_client.errors import ClientError
+from dflash_openai.config import FrontendConfig
+from dflash_openai.errors import ApiError, unavailable
+from dflash_openai.prompts import PromptBuilder
+from dflash_openai.triton_pool import ModelDescription, TritonPool
+
+PROBE_TIMEOUT_S = 5.0
+# Between two attempts to reach a model that has not described itself yet, and between looks at one that has.
+RETRY_S = 0.5
+REFRESH_S = 5.0
+
+
+class Model:
+    """A model that can take requests."""
+
+    def __init__(self, names: tuple[str, ...], description: ModelDescription, prompts: PromptBuilder) -> None:
+        self.names, self.description, self.prompts = names, description, prompts
+        self.created = int(time.time())
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self.prompts.tokenizer
+
+
+class Frontend:
+    """One front end. `connect` runs beside the requests; until it has found the model they get 503."""
+
+    def __init__(self, config: FrontendConfig, pool: TritonPool | None = None) -> None:
+        self.config = config
+        self.pool = pool or TritonPool(config.triton_urls, config.model_name, config.request_timeout_s)
+        self._model: Model | None = None
+        self._why_not = "the front end has not reached its server yet"
+
+    def model(self, name: str | None = None) -> Model:
+        """The model, if `name` is one of its names or None. Raises `ApiError`: 503 before it is known, else 404."""
+        if self._model is None:
+            raise unavailable(f"the model is not ready: {self._why_not}; try again later")
+        if name is not None and name not in self._model.names:
+            raise ApiError(
+                404,
+                f"the model '{name}' does not exist; this server has '{self._model.names[0]}'",
+                code="model_not_found",
+                param="model",
+            )
+        return self._model
+
+    async def connect(self) -> None:
+        """Ask the servers for the model's description, again and again, and load the tokenizer that it names. It ends
+        when it is cancelled."""
+        while True:
+            try:
+                description = await self.pool.describe(PROBE_TIMEOUT_S)
+                if self._model is None or self._model.description != description:
+                    await self._use(description)
+            except (ClientError, CheckpointError, msgspec.ValidationError) as error:
+                self._why_not = str(error)
+            await asyncio.sleep(RETRY_S if self._model is None else REFRESH_S)
+
+    async def close(self) -> None:
+        """Close the connections; requests that still run are cancelled."""
+        await self.pool.close()
+        if self._model is not None:
+            self._model.prompts.close()
+
+    async def _use(self, description: ModelDescription) -> None:
+        """Take a new description and its tokenizer."""
+        directory = self._tokenizer_dir(description)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, directory, description.trust_messages)
+        prompts = PromptBuilder(tokenizer, description.max_model_len, description.vocab_size)
+        before, self._model = self._model, Model(self._names(description), description, prompts)
+        if before is not None:
+            before.prompts.close()
+
+    def _tokenizer_dir(self, description: ModelDescription) -> Path:
+        if self.config.tokenizer is not None:
+            return find_model(self.config.tokenizer, "--tokenizer")
+        path = Path(description.tokenizer)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"the tokenizer of the model is in {path}, which is not on this machine; give a directory that has it "
+                "as --tokenizer"
+            )
+        return path
+
+    def _names(self, description: ModelDescription) -> tuple[str, ...]:
+        given = self.config.served_model_names
+        return given or tuple(dict.fromkeys(filter(None, (description.target_model, self.config.model_name))))

@@ -1,0 +1,119 @@
+"""The Triton servers behind a front end: which of them takes a request, and what their model is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from dflash_client import AsyncDFlashClient, AsyncStream, Delta
+from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, Unavailable
+
+
+class ModelDescription(msgspec.Struct, frozen=True):
+    """What the model says of itself: lengths in tokens, and where its tokenizer is."""
+
+    max_model_len: int
+    vocab_size: int
+    num_speculative_tokens: int
+    max_n: int
+    tokenizer: str
+    target_model: str = ""
+    target_revision: str = ""
+    trust_messages: bool = False
+    require_cache_salt: bool = False
+    sampling_defaults: dict[str, Any] = {}
+    description: str = ""
+
+
+class TritonPool:
+    """Clients of the servers of one model. Each request goes to the server with the fewest requests of this front end;
+    where that one does not take it, to the next."""
+
+    def __init__(self, urls: Sequence[str], model_name: str, timeout_s: float) -> None:
+        self._clients = [AsyncDFlashClient(url, "grpc", model_name, timeout_s) for url in urls]
+        self._num_running = dict.fromkeys(self._clients, 0)
+
+    def request(self, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> PooledRequest:
+        """A request that is sent when its deltas are read."""
+        return PooledRequest(self, stream, token_ids, sampling)
+
+    def by_load(self) -> list[AsyncDFlashClient]:
+        """The servers, the one with the fewest requests first."""
+        return sorted(self._clients, key=lambda client: self._num_running[client])
+
+    def count(self, client: AsyncDFlashClient, change: int) -> None:
+        """Note that a server has more or fewer requests."""
+        self._num_running[client] += change
+
+    async def probe(self, timeout_s: float) -> ClientError | None:
+        """None when at least one server takes requests, else why the last one does not."""
+        answers = await asyncio.gather(*(client.probe(timeout_s) for client in self._clients))
+        return None if any(answer is None for answer in answers) else answers[-1]
+
+    async def describe(self, timeout_s: float) -> ModelDescription:
+        """What the first server that answers says of the model. Raises `ClientError`, or `msgspec.ValidationError` for
+        a server without a description."""
+        for client in self._clients[:-1]:
+            try:
+                return _description(await client.describe(timeout_s))
+            except ClientError:
+                continue
+        return _description(await self._clients[-1].describe(timeout_s))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients:
+            await client.close()
+
+
+def _description(given: dict[str, Any]) -> ModelDescription:
+    return msgspec.convert(given, ModelDescription)
+
+
+class PooledRequest:
+    """One request to whichever server takes it."""
+
+    def __init__(self, pool: TritonPool, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> None:
+        self._pool = pool
+        self._arguments = (stream, token_ids, None, sampling)
+        self._stream: AsyncStream | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """End the request. What waits for a delta gets `Cancelled`."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """The deltas of all its completions. A server that refuses the request before it has begun is passed over.
+        Raises `ClientError`."""
+        servers = self._pool.by_load()
+        for position, client in enumerate(servers):
+            answered = False
+            try:
+                async with aclosing(self._from(client)) as deltas:
+                    async for delta in deltas:
+                        answered = True
+                        yield delta
+                return
+            except (Unavailable, ConnectionFailed) as error:
+                is_last = position == len(servers) - 1
+                if answered or is_last or self._cancelled or isinstance(error, ConnectionLost):
+                    raise
+
+    async def _from(self, client: AsyncDFlashClient) -> AsyncGenerator[Delta, None]:
+        self._stream = client.request(*self._arguments)
+        if self._cancelled:
+            self._stream.cancel()
+        self._pool.count(client, 1)
+        try:
+            async with self._stream as stream:
+                async for delta in stream:
+                    yield delta
+        finally:
+            self._pool.count(client, -1)

@@ -1,0 +1,113 @@
+"""Stands in for the Triton servers: a model that answers what a test has scripted, and keeps what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_client import Delta
+from dflash_client.errors import Cancelled, ClientError
+from dflash_openai.triton_pool import ModelDescription, TritonPool
+
+MAX_MODEL_LEN = 200
+STATS = {
+    "num_drafts": 3,
+    "num_draft_tokens": 9,
+    "num_accepted_tokens": 4,
+    "num_accepted_tokens_per_pos": [2, 1, 1],
+    "acceptance_length": 2.3333,
+    "num_cached_tokens": None,
+    "num_preemptions": 0,
+}
+
+
+@dataclass
+class Asked:
+    """A request as the model would get it."""
+
+    stream: bool
+    token_ids: list[int]
+    sampling: dict[str, Any]
+    cancelled: bool = False
+
+
+@dataclass
+class Script:
+    """What the model answers: texts that come one after the other for each completion, then `error` or the end.
+
+    With `endless`, the texts come over and over until the request is cancelled.
+    """
+
+    texts: Sequence[str] = ("Hel", "lo", "!")
+    finish_reason: str = "stop"
+    error: ClientError | None = None
+    endless: bool = False
+    stats: Mapping[str, Any] = field(default_factory=lambda: STATS)
+    logprobs: Sequence[Any] | None = None
+
+
+class ScriptedRequest:
+    """Has the methods of `PooledRequest`."""
+
+    def __init__(self, script: Script, asked: Asked) -> None:
+        self._script, self._asked = script, asked
+
+    def cancel(self) -> None:
+        self._asked.cancelled = True
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        script, asked = self._script, self._asked
+        n = asked.sampling.get("n", 1)
+        while True:
+            for place, text in enumerate(script.texts):
+                await asyncio.sleep(0.01 if script.endless else 0)
+                if asked.cancelled:
+                    raise Cancelled("the request was cancelled")
+                for index in range(n):
+                    yield self._delta(text, place, index)
+            if not script.endless:
+                break
+        if script.error is not None:
+            raise script.error
+        for index in range(n):
+            yield Delta("", finish_reason=script.finish_reason, spec_stats=dict(script.stats), index=index)
+
+    def _delta(self, text: str, place: int, index: int) -> Delta:
+        ids = tuple(text.encode())
+        logprobs = None
+        if self._asked.sampling.get("logprobs") is not None and self._script.logprobs is not None:
+            logprobs = tuple(self._script.logprobs[place])
+        return Delta(text, ids, len(ids), len(self._asked.token_ids), index=index, logprobs=logprobs)
+
+
+class ScriptedPool(TritonPool):
+    """One script for all requests; `asked` has them in order."""
+
+    def __init__(self, tokenizer_dir: Path) -> None:
+        super().__init__((), "dflash", 60.0)
+        self.script = Script()
+        self.asked: list[Asked] = []
+        self.unreachable: ClientError | None = None
+        self.description = ModelDescription(
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=258,
+            num_speculative_tokens=3,
+            max_n=8,
+            tokenizer=str(tokenizer_dir),
+            target_model="toys/target",
+        )
+
+    def request(self, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> Any:
+        self.asked.append(Asked(stream, list(token_ids), dict(sampling)))
+        return ScriptedRequest(self.script, self.asked[-1])
+
+    async def probe(self, timeout_s: float) -> ClientError | None:
+        return self.unreachable
+
+    async def describe(self, timeout_s: float) -> ModelDescription:
+        if self.unreachable is not None:
+            raise self.unreachable
+        return self.description
