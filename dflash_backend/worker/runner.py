@@ -106,12 +106,14 @@ class ModelRunner:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
         with step_errors(plan, self.device), torch.inference_mode():
-            self.requests.update(plan)
+            self._update(plan)
             self._in_flight.append(StepInFlight(plan.step_id, plan.rows, self._run(plan) if plan.rows else []))
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
         self.requests.clear()
+        if self.step.pending is not None:
+            self.step.pending.clear()
 
     def collect(self) -> StepResult:
         """As `core.plan.Worker.collect`."""
@@ -129,6 +131,13 @@ class ModelRunner:
             if times.any() and seconds.sum() > sum(phases.values()):
                 phases = dict(zip(PHASES, seconds.tolist(), strict=True))
         return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases)
+
+    def _update(self, plan: StepPlan) -> None:
+        """Bring a plan's changes to the requests' state."""
+        self.requests.update(plan)
+        if self.step.pending is not None:
+            for new in plan.new_requests:
+                self.step.pending.drop(self.requests.records[new.request_id].index)
 
     def _run(self, plan: StepPlan) -> list[PartInFlight]:
         """Queue a step that has rows. Raises `StepOutOfMemory`."""

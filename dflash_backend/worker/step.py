@@ -19,6 +19,7 @@ from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import LogitsProcessors
+from dflash_backend.worker.pending_context import Context, PendingContext
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
 from dflash_backend.worker.write_guard import WriteGuard
@@ -64,6 +65,12 @@ class ModelStep:
     state: StateTensors
     draft_temperature_ratio: float
     dtype: torch.dtype
+    pending: PendingContext | None = field(init=False, default=None)
+    """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
+
+    def __post_init__(self) -> None:
+        if self.ops.on_host and self.drafter is not None:
+            self.pending = PendingContext(len(self.state.tokens))
 
     @property
     def device(self) -> torch.device:
@@ -157,18 +164,26 @@ class ModelStep:
         features: torch.Tensor,
         guard: WriteGuard | None,
     ) -> None:
-        """Write the drafter's context KV of the positions that are final now."""
+        """Write the drafter's context KV of positions that are final."""
+        if self.pending is not None and self.pending.keep_step(features, batch, prepared, self.state):
+            return
         final = self.ops.final_tokens(batch, prepared, self.state)
         token_row = batch.token_row
         if final.index is not None:
             features, token_row = features[final.index], token_row[final.index]
+        context = Context(features, token_row, final)
+        if self.pending is not None:
+            context = self.pending.exchange(context, batch, self.state)
+            if not len(context.token_row):
+                return
+        final = context.final
         if guard is not None:
-            guard.check("inject", token_row, final.slots)
+            guard.check("inject", context.token_row, final.slots)
         next_tokens = None
         if drafter.reads_next_tokens:
-            req_idx = batch.req_idx[token_row.clamp(min=0).long()].clamp(min=0).long()
+            req_idx = batch.req_idx[context.token_row.clamp(min=0).long()].clamp(min=0).long()
             next_tokens = self.state.tokens[req_idx, final.positions + 1]
-        drafter.inject(ContextBatch(features, final.positions, final.slots, final.padded, next_tokens))
+        drafter.inject(ContextBatch(context.features, final.positions, final.slots, final.padded, next_tokens))
 
     def _draft(self, drafter: Drafter, inputs: StepInputs, guard: WriteGuard | None) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""

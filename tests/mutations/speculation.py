@@ -82,6 +82,31 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/worker/pending_context.py",
+        ("tests/worker/test_pending_context.py", "tests/worker/test_pause_in_drafting.py"),
+        (
+            "a full block waits beside others that are not full",
+            "% state.block_size).all()",
+            "% state.block_size).any()",
+        ),
+        (
+            "context of a full block goes on waiting",
+            "if tail is not None and tokens[0].position >= tail:",
+            "if tail is not None:",
+        ),
+        ("context waits though its request drafts", "int(tail[row]) if rests[row] else None", "int(tail[row])"),
+        ("the last tokens of a full block wait", "positions.numpy() >= tail[rows])", "positions.numpy() >= 0)"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/runner.py",
+        ("tests/worker/test_pending_context.py",),
+        (
+            "context of a request that ended is another's",
+            "self.step.pending.drop(",
+            "len(self.step.pending._pending) and abs(",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/worker/step.py",
         ("tests/worker/test_pause_in_drafting.py",),
         (

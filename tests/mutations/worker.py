@@ -140,7 +140,7 @@ WORKER_MUTANTS = (
     *mutants_of(
         f"{WORKER}/step.py",
         GUARD,
-        ("the inject phase is not guarded", 'guard.check("inject", token_row, final.slots)', "pass"),
+        ("the inject phase is not guarded", 'guard.check("inject", context.token_row, final.slots)', "pass"),
         (
             "the verify phase is not guarded",
             'guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)',

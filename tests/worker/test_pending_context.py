@@ -1,0 +1,112 @@
+"""Context that waits on a CPU: each full block is written, none is lost, and no other request's is taken for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.worker import pending_context
+from dflash_backend.worker.pending_context import PendingContext
+from tests.worker.engines import Outputs, engine
+
+pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = LLM(draft="").tokenizer
+    return [tokenizer.encode(row.prompt) for row in load_prompts(3)]
+
+
+class Engine(Outputs):
+    """An engine that runs requests and shows what waits."""
+
+    def __init__(self, **settings: Any) -> None:
+        one = engine(max_model_len=512, **settings)
+        super().__init__(one)
+        self.runner = one.runner
+
+    @property
+    def pending(self) -> PendingContext:
+        pending = self.runner.step.pending
+        assert pending is not None
+        return pending
+
+    def add_resting(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """Queue a request that never drafts."""
+        self.add(request_id, prompt, k=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def draft_kv(outputs: Engine, request_id: str) -> torch.Tensor:
+    """The drafter's KV of the full blocks of a running request: `[layers, positions, 2, heads, head_dim]`."""
+    request = outputs.core.scheduler.running[request_id]
+    blocks = torch.tensor(request.block_ids[: request.num_computed // BLOCK_SIZE])
+    return torch.stack([layer.data[blocks].flatten(0, 1) for layer in outputs.runner.step.kv.draft])
+
+
+def test_full_blocks_have_their_context_and_others_wait(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    kept: list[list[torch.Tensor]] = []
+    for most_rows in (pending_context.MAX_WAITING_ROWS, 0):
+        monkeypatch.setattr(pending_context, "MAX_WAITING_ROWS", most_rows)
+        outputs = Engine(max_num_seqs=3)
+        for index, prompt in enumerate(prompts):
+            outputs.add_resting(str(index), prompt, 100)
+        seen, most = [], 0
+        for _ in range(60):
+            outputs.step()
+            waiting = [outputs.pending.num_waiting(index) for index in range(3)]
+            assert max(waiting) < BLOCK_SIZE
+            most = max(most, sum(waiting))
+            seen += [draft_kv(outputs, str(index)) for index in range(3)]
+        assert (most > BLOCK_SIZE) == (most_rows > 0)
+        kept.append(seen)
+    for waited, at_once in zip(*kept, strict=True):
+        torch.testing.assert_close(waited, at_once, atol=1e-4, rtol=1e-4)
+
+
+def test_hits_behind_a_request_that_never_drafted_draft_as_well(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    counts = []
+    for most_rows in (pending_context.MAX_WAITING_ROWS, 0):
+        monkeypatch.setattr(pending_context, "MAX_WAITING_ROWS", most_rows)
+        outputs = Engine(max_num_seqs=2)
+        outputs.add_resting("first", prompts[0], 40)
+        outputs.finish()
+        longer = prompts[0] + outputs.tokens["first"][:34]
+        outputs.add("second", longer, max_tokens=24, temperature=0.0, ignore_eos=True)
+        outputs.finish()
+        stats = outputs.core.stats()
+        assert stats.prefix_cache_hits >= len(longer) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+        counts.append((outputs.tokens["second"], stats.spec_decoding.num_accepted_tokens))
+    assert counts[0] == counts[1]
+    assert counts[0][1] > 10
+
+
+def test_nothing_of_a_request_that_ended_is_written_for_the_next(prompts: list[list[int]]) -> None:
+    """It has the same index, and the guard knows which blocks it may write."""
+    outputs = Engine(max_num_seqs=1, enable_prefix_caching=False)
+    for number in range(3):
+        outputs.add_resting(str(number), prompts[number], 21 + number)
+        outputs.finish()
+        assert outputs.pending.num_waiting(0) > 0
+    outputs.add("drafts", prompts[0], max_tokens=40, temperature=0.0, ignore_eos=True)
+    outputs.finish()
+    assert outputs.pending.num_waiting(0) == 0
+
+
+def test_a_reset_drops_what_waits(prompts: list[list[int]]) -> None:
+    outputs = Engine(max_num_seqs=1)
+    outputs.add_resting("a", prompts[0], 30)
+    for _ in range(6):
+        outputs.step()
+    assert outputs.pending.num_waiting(0) > 0
+    outputs.runner.reset()
+    assert outputs.pending.num_waiting(0) == 0
