@@ -1,0 +1,45 @@
+"""What the text of an answer is made of, in the order in which it came: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A whole tool call, the `index`-th of the answer (0-based). `arguments` is the JSON text of an object, as the
+    model wrote it."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+Event = ContentDelta | ReasoningDelta | ToolCallDelta
+
+
+class OutputParser(Protocol):
+    """Splits one answer into events as its text comes in."""
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that this part of the text completes. However an answer is split into parts, the same events come
+        of it, but for where the text of a delta ends."""
+
+    def finish(self) -> list[Event]:
+        """The events of what was held back, at the end of the answer."""

@@ -1,0 +1,167 @@
+"""Splits an answer into reasoning, content and tool calls, as its text comes in.
+
+The regions of the text are found by transformers' `ResponseParser`, which is told the marks around them. What it must
+not decide is decided here: a region that holds no tool call is content, with its marks; white space that only divides
+regions belongs to none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from dflash_openai.parsing.events import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallDelta
+from dflash_openai.parsing.reasoning_formats import ReasoningFormat
+from dflash_openai.parsing.tool_formats import Schemas, ToolFormat
+
+_CONTENT, _REASONING, _TOOL_CALLS = "content", "reasoning", "tool_calls"
+# Text is taken as it is: what the parser makes of a region at its end is not used.
+_VERBATIM = {"content": "text", "content_args": {"strip": False}}
+
+
+class PlainParser:
+    """All text is content."""
+
+    def feed(self, text: str) -> list[Event]:
+        """The text."""
+        return [ContentDelta(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        """Nothing is held back."""
+        return []
+
+
+class RegionParser:
+    """Parses one answer. `prompt` is the text that the model continues; `schemas` are the parameters of the functions
+    that the request offers. At most `max_calls` tool calls are returned, all where it is None."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        tools: ToolFormat | None,
+        prompt: str,
+        schemas: Schemas,
+        max_calls: int | None = None,
+    ) -> None:
+        if reasoning is not None and reasoning.is_closed_after(prompt):
+            reasoning = None
+        self._tools = tools
+        self._schemas = schemas
+        self._max_calls = max_calls
+        in_prompt = reasoning is not None and reasoning.is_open_after(prompt)
+        template = _response_template(reasoning, tools)
+        self._regions = ResponseParser(template, prefix=reasoning.open if reasoning is not None and in_prompt else "")
+        # The beginning of an answer that starts within its reasoning, until it is known whether it has the open mark.
+        self._implied = reasoning if reasoning is not None and reasoning.starts_open and not in_prompt else None
+        self._beginning = ""
+        # Of a region that may be calls.
+        self._body: list[str] = []
+        # White space that belongs to the text so far if more of the same text follows.
+        self._space = ""
+        # Whether nothing but white space came since a region ended, or since the reasoning began.
+        self._at_start = in_prompt
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        """As `OutputParser.feed`."""
+        text = self._with_implied_mark(text)
+        return self._events(self._regions.feed(text), at_end=False) if text else []
+
+    def finish(self) -> list[Event]:
+        """As `OutputParser.finish`."""
+        events: list[Event] = []
+        if self._implied is not None:
+            events = self._events(self._regions.feed(self._implied.open + self._beginning), at_end=False)
+        _, last = self._regions.finalize()
+        events += self._events(last, at_end=True)
+        if self._space and not self._at_start:
+            events.append(ContentDelta(self._space))
+        return events
+
+    def _with_implied_mark(self, text: str) -> str:
+        """What the regions are found in: the text, behind the open mark that an answer leaves out. Empty until the
+        beginning decides."""
+        if self._implied is None:
+            return text
+        self._beginning += text
+        mark, begun = self._implied.open, self._beginning.lstrip()
+        if mark.startswith(begun[: len(mark)]) and len(begun) < len(mark):
+            return ""
+        self._implied = None
+        return self._beginning if begun.startswith(mark) else mark + self._beginning
+
+    def _events(self, regions: Sequence[Mapping[str, Any]], at_end: bool) -> list[Event]:
+        events: list[Event] = []
+        for region in regions:
+            kind, field = region["type"], region["field"]
+            if field == _TOOL_CALLS:
+                if kind == "region_chunk":
+                    self._body.append(region["text"])
+                elif kind == "region_close":
+                    self._close_calls(events, at_end)
+            elif kind == "region_chunk":
+                self._add_text(events, region["text"], ReasoningDelta if field == _REASONING else ContentDelta)
+            elif field == _REASONING:
+                # Content before the reasoning is white space only.
+                self._space, self._at_start = "", True
+        return events
+
+    def _add_text(self, events: list[Event], text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
+        """Add text to a region; white space at its end waits for what follows it."""
+        text = self._space + text
+        if self._at_start:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._at_start = False
+            if events and type(events[-1]) is kind:
+                shown = events.pop().text + shown  # type: ignore[union-attr]
+            events.append(kind(shown))
+
+    def _close_calls(self, events: list[Event], at_end: bool) -> None:
+        """The calls of a region that has ended; its text, if it is none."""
+        assert self._tools is not None
+        body, self._body = "".join(self._body), []
+        # The answer's end closes only regions that have no close mark.
+        complete = not (at_end and self._tools.close)
+        calls = self._tools.read(body, self._schemas) if complete else None
+        if calls is None:
+            self._add_text(events, self._tools.open + body + (self._tools.close if complete else ""), ContentDelta)
+            return
+        self._space, self._at_start = "", True
+        for call in calls:
+            if self._max_calls is None or self._num_calls < self._max_calls:
+                events.append(ToolCallDelta(self._num_calls, self._tools.new_id(), call.name, call.arguments))
+                self._num_calls += 1
+
+
+def _response_template(reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> dict[str, Any]:
+    """The regions, as transformers writes a model's `response_template`. Reasoning is only at an answer's beginning."""
+    fields: dict[str, Any] = {_CONTENT: _VERBATIM}
+    if reasoning is not None:
+        opening = rf"\A\s*{re.escape(reasoning.open)}"
+        fields[_REASONING] = {"open_pattern": opening, "close": reasoning.close, **_VERBATIM}
+    if tools is not None:
+        marks: dict[str, Any] = {"open": tools.open} if tools.open else {"open_pattern": tools.opening}
+        if tools.close:
+            marks["close"] = tools.close
+        fields[_TOOL_CALLS] = {**marks, "repeats": True, **_VERBATIM}
+    # The prefix that the parser is given is the message's beginning alone, so there is no anchor in it to look for.
+    return {"start_anchor": "\0", "fields": fields}
+
+
+def parser_of(
+    reasoning: ReasoningFormat | None,
+    tools: ToolFormat | None,
+    prompt: str,
+    schemas: Schemas,
+    max_calls: int | None = None,
+) -> OutputParser:
+    """A parser for one answer; arguments as of `RegionParser`."""
+    if reasoning is None and tools is None:
+        return PlainParser()
+    return RegionParser(reasoning, tools, prompt, schemas, max_calls)

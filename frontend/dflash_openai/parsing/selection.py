@@ -1,0 +1,99 @@
+"""Which formats a model writes reasoning and tool calls in: by its chat template, or as the operator says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dflash_openai.parsing.events import OutputParser
+from dflash_openai.parsing.parser import parser_of
+from dflash_openai.parsing.reasoning_formats import MISTRAL as MISTRAL_REASONING
+from dflash_openai.parsing.reasoning_formats import QWEN3, REASONING_FORMATS, ReasoningFormat
+from dflash_openai.parsing.tool_formats import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHON_TAG,
+    QWEN3_CODER,
+    TOOL_FORMATS,
+    ToolFormat,
+)
+
+_F = TypeVar("_F")
+AUTO, NONE = "auto", "none"
+TOOL_PARSER_NAMES = (AUTO, NONE, *TOOL_FORMATS)
+REASONING_PARSER_NAMES = (AUTO, NONE, *REASONING_FORMATS)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a model writes what is not content. tools, reasoning: None where it writes none. shows_special_tokens:
+    whether its marks are special tokens, which detokenizing must not skip."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    shows_special_tokens: bool = False
+
+    def parser(
+        self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), parallel_tool_calls: bool = True
+    ) -> OutputParser:
+        """A parser for one answer to `prompt`, the text of the rendered chat. `tools` are the request's, in OpenAI's
+        form; without them no tool call is looked for. Without `parallel_tool_calls` only the first call is returned."""
+        schemas = function_schemas(tools)
+        max_calls = None if parallel_tool_calls else 1
+        return parser_of(self.reasoning, self.tools if tools else None, prompt, schemas, max_calls)
+
+
+def select_output_format(
+    chat_template: str,
+    special_tokens: Collection[str] = (),
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> OutputFormat:
+    """The formats of a model with this chat template, empty where it has none.
+
+    special_tokens: the texts of the tokens that detokenizing skips. tool_call_parser, reasoning_parser: vLLM's names,
+    `auto` to choose by the template, `none` for none. Raises `ValueError` for another name.
+    """
+    tools = _named(tool_call_parser, TOOL_FORMATS, _tool_format_of(chat_template), "tool-call-parser")
+    reasoning = _named(reasoning_parser, REASONING_FORMATS, _reasoning_format_of(chat_template), "reasoning-parser")
+    marks = [mark for each in (tools, reasoning) if each is not None for mark in (each.open, each.close)]
+    return OutputFormat(tools, reasoning, any(mark in special_tokens for mark in marks))
+
+
+def function_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The JSON schema of each function's parameters, by the function's name, of tools in OpenAI's form."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {each["name"]: each.get("parameters") or {} for each in functions if isinstance(each.get("name"), str)}
+
+
+def _named(name: str, formats: Mapping[str, _F], by_template: _F | None, option: str) -> _F | None:
+    if name == AUTO:
+        return by_template
+    if name == NONE:
+        return None
+    if name not in formats:
+        raise ValueError(f"--{option} has the value {name!r}; allowed: {', '.join((AUTO, NONE, *formats))}")
+    return formats[name]
+
+
+def _tool_format_of(chat_template: str) -> ToolFormat | None:
+    if "tools" not in chat_template:
+        return None
+    if "<function=" in chat_template and HERMES.open in chat_template:
+        return QWEN3_CODER
+    for known in (HERMES, MISTRAL):
+        if known.open in chat_template:
+            return known
+    # Llama's templates write the calls of the history with this name of the arguments.
+    if PYTHON_TAG in chat_template or '"parameters": ' in chat_template:
+        return LLAMA3_JSON
+    return None
+
+
+def _reasoning_format_of(chat_template: str) -> ReasoningFormat | None:
+    for known in (QWEN3, MISTRAL_REASONING):
+        if known.close in chat_template:
+            return known
+    return None

@@ -1,0 +1,197 @@
+"""How families of models write tool calls: the marks around them, and what is between the marks."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+PYTHON_TAG = "<|python_tag|>"
+# Mistral's chat templates refuse a history with ids of another form.
+_MISTRAL_ID_CHARS, _MISTRAL_ID_LENGTH = string.ascii_letters + string.digits, 9
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+class ToolCall(NamedTuple):
+    """A function's name and the JSON text of its arguments, an object."""
+
+    name: str
+    arguments: str
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each function's parameters, by the function's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write tool calls; `name` is vLLM's for it (`--tool-call-parser`).
+
+    open, close: the marks around a call, or around several. Without `close` calls go on until the answer ends; without
+    `open` an answer is calls or content as a whole, and `opening` is the pattern with which calls begin. read: the
+    calls between the marks, in order; None where the text is no call. new_id: makes the id of a call.
+    """
+
+    name: str
+    open: str
+    close: str
+    read: Callable[[str, Schemas], list[ToolCall] | None]
+    opening: str = ""
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+
+
+class _JsonCall(msgspec.Struct):
+    """A call as JSON, with its arguments as they were written; Llama says `parameters`."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    parameters: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    def call(self) -> ToolCall | None:
+        """The call; None where it has no name or its arguments are no object."""
+        raw = bytes(self.arguments) or bytes(self.parameters) or b"{}"
+        if raw.startswith(b'"'):
+            raw = msgspec.json.decode(raw, type=str).strip().encode()
+            msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return ToolCall(self.name, raw.decode()) if self.name and raw.startswith(b"{") else None
+
+
+_CALL = msgspec.json.Decoder(_JsonCall)
+_CALLS = msgspec.json.Decoder(list[_JsonCall])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# What a malformed or deeply nested text raises.
+_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
+
+
+def _all_or_none(calls: Sequence[ToolCall | None]) -> list[ToolCall] | None:
+    complete = [call for call in calls if call is not None]
+    return complete if complete and len(complete) == len(calls) else None
+
+
+def _read_hermes(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """One JSON object with `name` and `arguments`."""
+    try:
+        return _all_or_none([_CALL.decode(text.strip().encode()).call()])
+    except _ERRORS:
+        return None
+
+
+def _read_llama(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """JSON objects with `name` and `parameters`, divided by `;`. No mark tells such a call from an answer in JSON, so
+    only calls of functions that the request offers count."""
+    text = text.strip().removeprefix(PYTHON_TAG).strip().removesuffix(";")
+    try:
+        calls = [_CALL.decode(part.strip().encode()).call() for part in _json_objects(text, ";")]
+    except _ERRORS:
+        return None
+    found = _all_or_none(calls)
+    return found if found and all(call.name in schemas for call in found) else None
+
+
+def _read_mistral(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """A JSON list of calls, or `name[ARGS]{...}` for each call, with the open mark between calls."""
+    try:
+        if text.lstrip().startswith("["):
+            return _all_or_none([call.call() for call in _CALLS.decode(text.strip().encode())])
+        calls: list[ToolCall] = []
+        for part in text.split(MISTRAL.open):
+            head = _MISTRAL_NAME.match(part)
+            if head is None:
+                return None
+            arguments = part[head.end() :].strip()
+            _OBJECT.decode(arguments.encode())
+            calls.append(ToolCall(head[1], arguments))
+        return calls or None
+    except _ERRORS:
+        return None
+
+
+def _read_qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall] | None:
+    """`<function=name>` around `<parameter=name>value</parameter>`; the schema says which values are text."""
+    function = _FUNCTION.fullmatch(text)
+    if function is None:
+        return None
+    name, body = function.groups()
+    properties = schemas.get(name, {}).get("properties")
+    arguments: dict[str, Any] = {}
+    end = 0
+    for parameter in _PARAMETER.finditer(body):
+        if parameter.start() != end:
+            return None
+        end = parameter.end()
+        schema = properties.get(parameter[1]) if isinstance(properties, Mapping) else None
+        arguments[parameter[1]] = _typed(parameter[2], schema)
+    if body[end:].strip():
+        return None
+    try:
+        return [ToolCall(name, msgspec.json.encode(arguments).decode())]
+    except _ERRORS:
+        return None
+
+
+def _typed(value: str, schema: Any) -> Any:
+    """A parameter's value: text where the schema says so or the value is no JSON, else the value that it spells."""
+    declared = schema.get("type") if isinstance(schema, Mapping) else None
+    if declared == "string" or (declared is None and not isinstance(schema, Mapping)):
+        return value
+    if declared == "boolean" and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    try:
+        found = msgspec.json.decode(value.strip().encode())
+    except _ERRORS:
+        return value
+    if isinstance(declared, list) and "string" in declared and not _is_of(found, declared):
+        return value
+    return found if isinstance(found, bool | int | float | str | None) else msgspec.Raw(value.strip().encode())
+
+
+def _is_of(value: Any, types: Sequence[Any]) -> bool:
+    """Whether a value has one of JSON schema's types, text apart."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,), "array": (list,),
+        "null": (type(None),),
+    }  # fmt: skip
+    if isinstance(value, bool):
+        return "boolean" in types
+    return any(isinstance(value, kinds[name]) for name in types if name in kinds)
+
+
+def _json_objects(text: str, divider: str) -> list[str]:
+    """Split a text at the dividers that are outside of JSON strings and brackets."""
+    parts, depth, start, in_string, escaped = [], 0, 0, False, False
+    for position, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            depth += 1
+        elif char in "}]":
+            depth -= 1
+        elif char == divider and depth == 0:
+            parts.append(text[start:position])
+            start = position + 1
+    return [*parts, text[start:]]
+
+
+def _mistral_id() -> str:
+    return "".join(secrets.choice(_MISTRAL_ID_CHARS) for _ in range(_MISTRAL_ID_LENGTH))
+
+
+# Hermes 2 Pro and Qwen2.5, Qwen3.
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", _read_hermes)
+# Llama 3.1 and later.
+LLAMA3_JSON = ToolFormat("llama3_json", "", "", _read_llama, opening=rf"\A(?=\s*(?:{re.escape(PYTHON_TAG)}\s*)?\{{)")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", _read_mistral, new_id=_mistral_id)
+# Qwen3-Coder.
+QWEN3_CODER = ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", _read_qwen3_coder)
+
+TOOL_FORMATS = {each.name: each for each in (HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER)} | {"qwen3_xml": QWEN3_CODER}

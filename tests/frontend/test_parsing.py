@@ -1,0 +1,256 @@
+"""Answers split into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, ToolCallDelta, select_output_format
+from dflash_openai.parsing.reasoning_formats import DEEPSEEK_R1, QWEN3, REASONING_FORMATS
+from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, TOOL_FORMATS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "places": {"type": "array"}},
+            },
+        },
+    }
+]
+PROMPT = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def parse(
+    texts: list[str],
+    output: OutputFormat,
+    prompt: str = PROMPT,
+    tools: list[dict[str, Any]] = TOOLS,
+    parallel: bool = True,
+) -> list[Event]:
+    parser = output.parser(prompt, tools, parallel)
+    events = [event for text in texts for event in parser.feed(text)]
+    return joined([*events, *parser.finish()])
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """The events with text joined and ids left out."""
+    out: list[Event] = []
+    for event in events:
+        if isinstance(event, ToolCallDelta):
+            out.append(ToolCallDelta(event.index, "", event.name, event.arguments))
+        elif out and type(out[-1]) is type(event):
+            out[-1] = type(event)(out[-1].text + event.text)  # type: ignore[union-attr]
+        else:
+            out.append(event)
+    return out
+
+
+def call(index: int, arguments: str, name: str = "get_weather") -> ToolCallDelta:
+    return ToolCallDelta(index, "", name, arguments)
+
+
+QWEN = OutputFormat(HERMES, QWEN3)
+LLAMA = OutputFormat(LLAMA3_JSON)
+CODER = OutputFormat(QWEN3_CODER)
+R1 = OutputFormat(None, DEEPSEEK_R1)
+OSLO = call(0, '{"city": "Oslo"}')
+LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
+NO_CALL = "<tool_call>\n<function=f>\nx</function></tool_call>"
+LIST_AS_ARGUMENTS = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "events"),
+    [
+        (QWEN, "Hello  \n", [ContentDelta("Hello  \n")]),
+        (QWEN, "\n Hello", [ContentDelta("\n Hello")]),
+        (QWEN, "", []),
+        (QWEN, "<think>\nI see.\n</think>\n\nHello ", [ReasoningDelta("I see."), ContentDelta("Hello ")]),
+        (QWEN, "<think>\n\n</think>\n\nHello", [ContentDelta("Hello")]),
+        (QWEN, "<think>\nI see. Then\n", [ReasoningDelta("I see. Then")]),
+        (QWEN, "Say <think> and </think>.", [ContentDelta("Say <think> and </think>.")]),
+        (QWEN, CALL, [OSLO]),
+        (QWEN, f"Look.\n{CALL}\n{CALL}\n", [ContentDelta("Look."), OSLO, call(1, '{"city": "Oslo"}')]),
+        (QWEN, f"<think>{CALL}</think>{CALL}", [ReasoningDelta(CALL), OSLO]),
+        (QWEN, f"{CALL}\nDone. ", [OSLO, ContentDelta("Done. ")]),
+        (QWEN, 'A\n\n<tool_call>\n{"name": "f"', [ContentDelta('A\n\n<tool_call>\n{"name": "f"')]),
+        (QWEN, "A\n<tool_call>nothing</tool_call>\n B", [ContentDelta("A\n<tool_call>nothing</tool_call>\n B")]),
+        (QWEN, "a <tool_ca", [ContentDelta("a <tool_ca")]),
+        (QWEN, '<tool_call>{"name": "now"}</tool_call>', [call(0, "{}", "now")]),
+        (QWEN, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [call(0, '{"a": 1}', "f")]),
+        (QWEN, LIST_AS_ARGUMENTS, [ContentDelta(LIST_AS_ARGUMENTS)]),
+        (R1, "I see.</think>Yes", [ReasoningDelta("I see."), ContentDelta("Yes")]),
+        (R1, "<think>I see.</think>Yes", [ReasoningDelta("I see."), ContentDelta("Yes")]),
+        (R1, "<thi", [ReasoningDelta("<thi")]),
+        (LLAMA, f" {LLAMA_CALL}", [OSLO]),
+        (
+            LLAMA,
+            '<|python_tag|>{"name": "get_weather", "parameters": {"city": "a;}"}}; {"name": "get_weather"}',
+            [call(0, '{"city": "a;}"}'), call(1, "{}")],
+        ),
+        (LLAMA, '{"name": "Ada", "parameters": {}}', [ContentDelta('{"name": "Ada", "parameters": {}}')]),
+        (LLAMA, "Set {1, 2}", [ContentDelta("Set {1, 2}")]),
+        (
+            OutputFormat(MISTRAL),
+            'Look. [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}, {"name": "f"}]',
+            [ContentDelta("Look."), OSLO, call(1, "{}", "f")],
+        ),
+        (
+            OutputFormat(MISTRAL),
+            '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]f{}',
+            [OSLO, call(1, "{}", "f")],
+        ),
+        (OutputFormat(MISTRAL), '[TOOL_CALLS]f[ARGS]{"a', [ContentDelta('[TOOL_CALLS]f[ARGS]{"a')]),
+        (
+            CODER,
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+            '<parameter=places>\n["a", {"b": 1}]\n</parameter>\n</function>\n</tool_call>',
+            [call(0, '{"city":"12","days":3,"places":["a", {"b": 1}]}')],
+        ),
+        (CODER, NO_CALL, [ContentDelta(NO_CALL)]),
+    ],
+)  # fmt: skip
+def test_a_text_has_the_same_events_however_it_is_split(output: OutputFormat, text: str, events: list[Event]) -> None:
+    assert parse([text], output) == events
+    assert parse(list(text), output) == events
+    for border in range(len(text)):
+        assert parse([text[:border], text[border:]], output) == events
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<function=f>",
+            "</function>",
+        ),
+        *('{"name": "get_weather", "arguments": {"city": "a"}}', "<parameter=city>", "</parameter>", "<|python_tag|>"),
+        *(" ", "\n", "a", "<", "{", "}", "[", "]", ";", "é", "<tool", "</", '"', "f"),
+    ]
+)
+FORMATS = st.builds(
+    OutputFormat,
+    st.sampled_from([None, *TOOL_FORMATS.values()]),
+    st.sampled_from([None, *REASONING_FORMATS.values()]),
+)
+
+
+@given(FORMATS, st.lists(PIECES, max_size=12).map("".join), st.sampled_from([PROMPT, PROMPT + "<think>\n"]), st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_text_depends_on_where_it_is_split(
+    output: OutputFormat, text: str, prompt: str, data: st.DataObject
+) -> None:
+    borders = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    parts = [text[start:end] for start, end in zip([0, *borders], [*borders, len(text)], strict=True)]
+    whole = parse([text], output, prompt)
+    assert parse(parts, output, prompt) == whole
+    if not any(isinstance(event, ToolCallDelta) for event in whole) and (output.reasoning is None):
+        assert "".join(event.text for event in whole if isinstance(event, ContentDelta)) == text
+
+
+@given(st.lists(PIECES, max_size=12).map("".join))
+@settings(max_examples=100, deadline=None)
+def test_all_text_is_content_where_the_request_has_no_tools(text: str) -> None:
+    assert parse(list(text), OutputFormat(HERMES), tools=[]) == ([ContentDelta(text)] if text else [])
+
+
+def test_content_comes_at_once_where_it_begins_no_mark() -> None:
+    parser = QWEN.parser(PROMPT, TOOLS)
+    assert parser.feed("Hello") == [ContentDelta("Hello")]
+    assert parser.feed(", you") == [ContentDelta(", you")]
+    assert parser.feed("\n<") == []
+    assert parser.feed("b>") == [ContentDelta("\n<b>")]
+
+
+def test_a_call_comes_as_soon_as_it_is_complete_with_an_id_of_its_own() -> None:
+    parser = QWEN.parser(PROMPT, TOOLS)
+    events = parser.feed(CALL + CALL)
+    assert [event.index for event in events if isinstance(event, ToolCallDelta)] == [0, 1]
+    ids = {event.id for event in events if isinstance(event, ToolCallDelta)}
+    assert len(ids) == 2
+    assert all(each.startswith("call_") for each in ids)
+
+
+def test_ids_for_mistral_are_those_that_its_templates_take() -> None:
+    (event,) = _finished(OutputFormat(MISTRAL), "[TOOL_CALLS]f{}")
+    assert isinstance(event, ToolCallDelta)
+    assert len(event.id) == 9
+    assert event.id.isalnum()
+
+
+def _finished(output: OutputFormat, text: str) -> list[Event]:
+    parser = output.parser(PROMPT, TOOLS)
+    return [*parser.feed(text), *parser.finish()]
+
+
+def test_only_the_first_of_parallel_calls_is_returned_where_one_is_wanted() -> None:
+    assert parse([CALL + CALL], QWEN, parallel=False) == [OSLO]
+
+
+def test_an_answer_continues_the_reasoning_that_its_prompt_began() -> None:
+    assert parse(["I see.\n</think>\n\nYes"], QWEN, PROMPT + "<think>\n") == [
+        ReasoningDelta("I see."),
+        ContentDelta("Yes"),
+    ]
+
+
+def test_an_answer_has_no_reasoning_where_its_prompt_has_ended_it() -> None:
+    closed = PROMPT + "<think>\n\n</think>\n\n"
+    assert parse(["<think>a</think>"], QWEN, closed) == [ContentDelta("<think>a</think>")]
+    assert parse(["a"], R1, closed) == [ContentDelta("a")]
+
+
+@pytest.mark.parametrize(
+    "body", ["[" * 5000, '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", '{"name": "\ud800"}', "\0"]
+)
+def test_text_that_a_json_reader_fails_at_is_content_or_a_call(body: str) -> None:
+    for output in (OutputFormat(each) for each in TOOL_FORMATS.values()):
+        assert output.tools is not None
+        text = f"{output.tools.open}{body}{output.tools.close}"
+        events = parse([text], output)
+        assert events == [ContentDelta(text)] or [type(event) for event in events] == [ToolCallDelta]
+
+
+HERMES_TEMPLATE = "{% if tools %}<tool_call>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ messages }}", None, None),
+        ("<tool_call> in a template that takes none", None, None),
+        (HERMES_TEMPLATE, HERMES, None),
+        (HERMES_TEMPLATE + "</think>", HERMES, QWEN3),
+        ("{{ tools }}<tool_call>\n<function=", QWEN3_CODER, None),
+        ("{{ tools }}[TOOL_CALLS]", MISTRAL, None),
+        ("{{ tools }}<|python_tag|>", LLAMA3_JSON, None),
+        ("", None, None),
+    ],
+)
+def test_the_chat_template_says_how_a_model_writes(template: str, tools: Any, reasoning: Any) -> None:
+    assert select_output_format(template) == OutputFormat(tools, reasoning)
+
+
+def test_an_operator_may_name_the_formats_as_for_vllm() -> None:
+    chosen = select_output_format(HERMES_TEMPLATE + "</think>", tool_call_parser="mistral", reasoning_parser="none")
+    assert chosen == OutputFormat(MISTRAL, None)
+    with pytest.raises(ValueError, match="--tool-call-parser has the value 'x'; allowed: auto, none, hermes"):
+        select_output_format("", tool_call_parser="x")
+
+
+def test_marks_that_are_special_tokens_must_be_detokenized() -> None:
+    template = "{{ tools }}[TOOL_CALLS]"
+    assert select_output_format(template, {"[TOOL_CALLS]", "</s>"}).shows_special_tokens
+    assert not select_output_format(template, {"</s>"}).shows_special_tokens
