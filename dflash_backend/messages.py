@@ -27,8 +27,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `dflash_backend.text.sampling_params.parse_sampling_params`.
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
-    those of the new tokens, of m also those of the m most likely ones. The engine runs one completion a request: for
-    `n` of them, the stub sends the request n times (`dflash_backend.text.sampling_params.child`).
+    those of the new tokens, of m also those of the m most likely ones. `allowed_token_ids` of None allows all;
+    `bad_words_token_ids` are those of `bad_words`, which the stub fills in. The engine runs one completion a request:
+    for `n` of them, the stub sends the request n times (`dflash_backend.text.sampling_params.child`).
 
     `tenant` is whose share of the server the request takes, by default that of all who name none. `priority` orders the
     requests of one tenant, the lowest first; 0 is `DEFAULT_PRIORITY`. `timeout` in microseconds ends the request with
@@ -46,6 +47,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -70,10 +74,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
+    def masks_tokens(self) -> bool:
+        """Whether some tokens are hidden at any position."""
+        return self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
+
+    @property
     def disables_overlap(self) -> bool:
         """Whether a step needs on the host what the steps before it yielded: its logits depend on that, or its result
         does."""
-        return self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.logprobs is not None
+        changes = self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.masks_tokens
+        return changes or self.logprobs is not None
 
 
 class EngineSetup(msgspec.Struct, frozen=True):

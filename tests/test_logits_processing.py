@@ -1,4 +1,4 @@
-"""Penalties, logit bias, `min_tokens` and log-probabilities, against `transformers` on the demo pair.
+"""Penalties, logit bias, bad words, `min_tokens` and log-probabilities, against `transformers` on the demo pair.
 
 The reference is plain Python over the logits that `transformers` has for prompt and output in one pass. A greedy output
 is right when every token is the best one after those before it; by induction it is then what a loop over the reference
@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checks.sampling import DRAFT_TEMPERATURE_RATIOS, PROMPT
 from dflash_backend import LLM, SamplingParams
@@ -36,6 +36,8 @@ PENALTIES = {
     "presence": {"presence_penalty": 2.0},
     "negative presence": {"presence_penalty": -2.0, "logit_bias": {338: 10.0}},
     "bias": {"logit_bias": {18: 6.0, 202: -9.5, 338: -100.0}},
+    "allowed": {"allowed_token_ids": (EOS, *range(3, 900, 2))},
+    "bad words": {"bad_words": (".", "Sam", "Norway is", "Step 1: Sam", "the")},
     "all": {
         "repetition_penalty": 1.4,
         "frequency_penalty": 0.9,
@@ -56,6 +58,11 @@ def target() -> Any:
     return AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
 
 
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(asset_path("demo", "pair", "target"))
+
+
 def raw_logits(prompt: list[int], output: list[int]) -> torch.Tensor:
     """What the target says before each token of `output`: `[len(output), vocab]`."""
     with torch.inference_mode():
@@ -70,6 +77,15 @@ def stops(params: SamplingParams) -> list[int]:
 def processed(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
     """`logits` `[vocab]` as a request with `params` sees them after `output`, token by token."""
     logits = logits.clone()
+    if params.allowed_token_ids is not None:
+        others = torch.ones_like(logits, dtype=torch.bool)
+        others[list(params.allowed_token_ids)] = False
+        logits[others] = float("-inf")
+    for word in params.bad_words:
+        for form in (word, f" {word}"):
+            *before, last = tokenizer().encode(form, add_special_tokens=False)
+            if output[len(output) - len(before) :] == before:
+                logits[last] = float("-inf")
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     if len(output) < params.min_tokens:

@@ -29,6 +29,8 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float | None
     repetition_penalty: float | None
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str] | None
     logprobs: int | None
     num_speculative_tokens: int | None
     cache_salt: str | None

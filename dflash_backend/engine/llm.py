@@ -30,6 +30,7 @@ from dflash_backend.text.chat import pop_options
 from dflash_backend.text.output import CompletionState, RequestState
 from dflash_backend.text.request import ParsedRequest, ReturnFlags
 from dflash_backend.text.sampling_params import parse_sampling_params
+from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -146,10 +147,12 @@ class LLM:
             defaults = SamplingParams()
             given = msgspec.structs.asdict(params)
             params = {name: value for name, value in given.items() if value != getattr(defaults, name)}
+            params.pop("bad_words_token_ids", None)
         ready = self.engine.ready
-        return parse_sampling_params(
+        sampling = parse_sampling_params(
             params, max_speculative_tokens=ready.num_speculative_tokens, vocab_size=ready.vocab_size
         )
+        return resolve_token_masks(sampling, self.tokenizer, self.tokenizer.eos_token_ids, ready.vocab_size)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -15,8 +15,10 @@ import numpy as np
 from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.text.chat import OPTION_NAMES, PromptError, pop_options
 from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
+from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.prompt_size import InputError, check_fits, check_num_tokens, most_chars, too_long
-from dflash_backend.text.sampling_params import INT64_MAX, parse_sampling_params
+from dflash_backend.text.sampling_params import parse_sampling_params
+from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, Any]
@@ -121,6 +123,7 @@ def parse_request(
         vocab_size=ready.vocab_size,
         max_n=rules.max_n,
     )
+    sampling = resolve_token_masks(sampling, tokenizer, tokenizer.eos_token_ids, ready.vocab_size)
     if rules.require_cache_salt and not sampling.cache_salt:
         raise InputError("the sampling parameter 'cache_salt' is missing; this server requires one of each request")
     check_queue(sampling)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -19,10 +17,22 @@ import numpy as np
 
 from dflash_backend.messages import DEFAULT_PRIORITY, SamplingParams
 from dflash_backend.tenant_names import TENANT_NAME, TENANT_NAME_IN_WORDS
-from dflash_backend.text.client_json import JsonError, NotJsonError, TokenBiases, quoted, read_json
+from dflash_backend.text.client_json import JsonError, TokenBiases, quoted
+from dflash_backend.text.parameter_values import (
+    INT64_MAX,
+    float_within,
+    int_from,
+    is_text,
+    read_bool,
+    read_float,
+    read_int,
+    read_list,
+    read_nested,
+    read_texts,
+    texts_in_words,
+)
 from dflash_backend.text.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
 
-INT64_MAX = 2**63 - 1
 # vLLM's default of `max_logprobs`: each costs a message entry for every token.
 MAX_LOGPROBS = 20
 # Larger biases are clamped to this, as in vLLM and OpenAI's API.
@@ -32,22 +42,19 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_CHARS_TOGETHER = 4096
 MAX_STOP_TOKEN_IDS = 1024
+# In each step the tokens before are compared with each bad word.
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORDS_CHARS = 8192
 MAX_SALT_CHARS = 1024
 MAX_PRIORITY = 2**32 - 1
 # Beyond these the product with a logit of ordinary size leaves the range of float32 or loses all its digits.
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
-# A parameter's own JSON text, as in "stop": "[\"a\", \"b\"]". The text around it was measured before.
-MAX_NESTED_CHARS = 64_000_000
-MAX_NESTED_BRACKETS = 5000
 # Below this, dividing logits by the temperature overflows float16 and gains nothing over greedy; vLLM's bound too.
 LOWEST_TEMPERATURE = 1e-2
 # Names up to this length are compared with the known ones.
 MAX_COMPARED_CHARS = 64
 TRITON_PREFIX = "triton_"
-# JSON's numbers, and 1., .5 and +1, which people write. Python also reads 1_0, " 1" and digits of other alphabets.
-_INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
-_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-MAX_NUMBER_CHARS = 400
 
 
 class ParameterError(ValueError):
@@ -71,48 +78,19 @@ class Parameter:
         return parsed
 
 
-def _read_int(value: Any) -> int | None:
-    if isinstance(value, str):
-        return int(value) if len(value) <= MAX_COMPARED_CHARS and _INTEGER.fullmatch(value) else None
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-
-
-def _read_float(value: Any) -> float | None:
-    if isinstance(value, str):
-        if len(value) > MAX_NUMBER_CHARS or not _NUMBER.fullmatch(value):
-            return None
-    elif isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _read_bool(value: Any) -> bool | None:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return {"true": True, "1": True, "false": False, "0": False}.get(value[:8].strip().lower())
-    return {1: True, 0: False}.get(value) if isinstance(value, int) else None
-
-
 def _read_logprobs(value: Any) -> int | None:
     """A number of log-probabilities; true is 1 and false 0, as in vLLM."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return int(value.lower() == "true")
-    number = _read_int(value)
+    number = read_int(value)
     return number if number is not None and 0 <= number <= MAX_LOGPROBS else None
 
 
 def _read_seed(value: Any) -> int | None:
     """Any 64-bit integer, with or without a sign. The engine's seeds have 63 bits: others count modulo 2^63."""
-    number = _read_int(value)
+    number = read_int(value)
     if number is None or not -(2**63) <= number < 2**64:
         return None
     return -1 if number == -1 else number & INT64_MAX
@@ -123,62 +101,35 @@ def _read_tenant(value: Any) -> str | None:
 
 
 def _read_salt(value: Any) -> str | None:
-    return value if isinstance(value, str) and len(value) <= MAX_SALT_CHARS and _is_text(value) else None
-
-
-def _is_text(value: str) -> bool:
-    """Whether a string has a UTF-8 form: half a surrogate pair has none."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_nested(text: str) -> Any:
-    """The value of a JSON text that is itself a value. Raises `JsonError`."""
-    return read_json(text, max_chars=MAX_NESTED_CHARS, max_brackets=MAX_NESTED_BRACKETS)
-
-
-def _read_list(value: Any) -> list[Any] | tuple[Any, ...]:
-    """A list as it is, a JSON list out of a string, and anything else as the only element."""
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, str) and value[:1] == "[":
-        try:
-            items = _read_nested(value)
-        except NotJsonError:
-            return [value]
-        except JsonError:
-            return [None]
-        if isinstance(items, list):
-            return items
-    return [value]
+    return value if isinstance(value, str) and len(value) <= MAX_SALT_CHARS and is_text(value) else None
 
 
 def _read_stops(value: Any) -> tuple[str, ...] | None:
-    stops = _read_list(value)
-    if len(stops) > MAX_STOPS:
-        return None
-    left = MAX_STOP_CHARS_TOGETHER
-    for stop in stops:
-        if not isinstance(stop, str) or not 0 < len(stop) <= min(left, MAX_STOP_CHARS) or not _is_text(stop):
-            return None
-        left -= len(stop)
-    return tuple(dict.fromkeys(stops))
+    return read_texts(value, MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)
+
+
+def _read_bad_words(value: Any) -> tuple[str, ...] | None:
+    return read_texts(value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)
 
 
 def _read_token_ids(value: Any) -> tuple[int, ...] | None:
-    items = _read_list(value)
+    items = read_list(value)
     if len(items) > MAX_STOP_TOKEN_IDS:
         return None
     ids: list[int] = []
     for item in items:
-        token_id = _read_int(item)
+        token_id = read_int(item)
         if token_id is None or not 0 <= token_id <= INT64_MAX:
             return None
         ids.append(token_id)
     return tuple(dict.fromkeys(ids))
+
+
+def _read_allowed_ids(value: Any) -> tuple[int, ...] | None:
+    """Unlike stop tokens, any number of them but none."""
+    ids = [read_int(item) for item in read_list(value)]
+    found = [token_id for token_id in ids if token_id is not None and 0 <= token_id <= INT64_MAX]
+    return tuple(dict.fromkeys(found)) if found and len(found) == len(ids) else None
 
 
 def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, float] | None:
@@ -188,7 +139,7 @@ def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, flo
     """
     if isinstance(value, str):
         try:
-            value = _read_nested(value)
+            value = read_nested(value)
         except JsonError:
             return None
     if not isinstance(value, Mapping):
@@ -199,7 +150,7 @@ def _read_logit_bias(value: Any, vocab_size: int | None = None) -> dict[int, flo
         return _typed_biases(value, vocab_size)
     biases: dict[int, float] = {}
     for key, given in value.items():
-        token_id, bias = _read_int(key), _read_float(given)
+        token_id, bias = read_int(key), read_float(given)
         if token_id is None or not 0 <= token_id <= INT64_MAX or bias is None or token_id in biases:
             return None
         if vocab_size is not None and token_id >= vocab_size:
@@ -218,64 +169,43 @@ def _typed_biases(value: TokenBiases, vocab_size: int | None) -> dict[int, float
     return dict(zip(value, biases.clip(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).tolist(), strict=True))
 
 
-def _within(read: Callable[[Any], Any], low: float, high: float) -> Callable[[Any], Any]:
-    """`read`, but None for numbers outside of `low` to `high`."""
-
-    def read_within(value: Any) -> Any:
-        number = read(value)
-        return number if number is not None and low <= number <= high else None
-
-    return read_within
-
-
-def _int_from(low: int, high: int = INT64_MAX) -> Callable[[Any], Any]:
-    return _within(_read_int, low, high)
-
-
-def _float_within(low: float, high: float = math.inf) -> Callable[[Any], Any]:
-    return _within(_read_float, low, high)
-
-
 _PENALTY = "a number from -2 to 2 (0 is none)"
 _BIAS = 'an object from token ids to finite numbers, such as {"17": -100}'
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("n", _int_from(1), "an integer from 1 to what the server runs at a time"),
-    Parameter("max_tokens", _int_from(1), "an integer from 1 to 2^63 - 1, or null for as many as fit"),
-    Parameter("min_tokens", _int_from(0), "an integer from 0 to max_tokens"),
-    Parameter("temperature", _float_within(0), "a finite number of at least 0 (0 is greedy)"),
-    Parameter("top_p", _float_within(math.ulp(0.0), 1), "a number above 0 and at most 1"),
-    Parameter("top_k", _int_from(-1), "an integer from 1 to 2^63 - 1, or 0 or -1 for all tokens"),
-    Parameter("min_p", _float_within(0, 1), "a number from 0 to 1"),
-    Parameter("presence_penalty", _float_within(-2, 2), _PENALTY),
-    Parameter("frequency_penalty", _float_within(-2, 2), _PENALTY),
+    Parameter("n", int_from(1), "an integer from 1 to what the server runs at a time"),
+    Parameter("max_tokens", int_from(1), "an integer from 1 to 2^63 - 1, or null for as many as fit"),
+    Parameter("min_tokens", int_from(0), "an integer from 0 to max_tokens"),
+    Parameter("temperature", float_within(0), "a finite number of at least 0 (0 is greedy)"),
+    Parameter("top_p", float_within(math.ulp(0.0), 1), "a number above 0 and at most 1"),
+    Parameter("top_k", int_from(-1), "an integer from 1 to 2^63 - 1, or 0 or -1 for all tokens"),
+    Parameter("min_p", float_within(0, 1), "a number from 0 to 1"),
+    Parameter("presence_penalty", float_within(-2, 2), _PENALTY),
+    Parameter("frequency_penalty", float_within(-2, 2), _PENALTY),
     Parameter(
         "repetition_penalty",
-        _float_within(LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY),
+        float_within(LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY),
         f"a number from {LEAST_REPETITION_PENALTY:g} to {MOST_REPETITION_PENALTY:g} (1 is none)",
     ),
     Parameter("logit_bias", _read_logit_bias, _BIAS),
+    Parameter("allowed_token_ids", _read_allowed_ids, "a list of at least one token id, each of at least 0"),
+    Parameter("bad_words", _read_bad_words, texts_in_words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)),
     Parameter("logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the whole vocabulary"),
     Parameter("seed", _read_seed, "a 64-bit integer, or -1 for the server's own"),
-    Parameter(
-        "stop",
-        _read_stops,
-        f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters and together at "
-        f"most {MAX_STOP_CHARS_TOGETHER}",
-    ),
+    Parameter("stop", _read_stops, texts_in_words(MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)),
     Parameter("stop_token_ids", _read_token_ids, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids of at least 0"),
-    Parameter("ignore_eos", _read_bool, "true or false"),
-    Parameter("include_stop_str_in_output", _read_bool, "true or false"),
-    Parameter("skip_special_tokens", _read_bool, "true or false"),
-    Parameter("num_speculative_tokens", _int_from(0), "an integer from 0 to what the server drafts"),
+    Parameter("ignore_eos", read_bool, "true or false"),
+    Parameter("include_stop_str_in_output", read_bool, "true or false"),
+    Parameter("skip_special_tokens", read_bool, "true or false"),
+    Parameter("num_speculative_tokens", int_from(0), "an integer from 0 to what the server drafts"),
     Parameter("cache_salt", _read_salt, f"text of at most {MAX_SALT_CHARS} characters"),
     Parameter("tenant", _read_tenant, TENANT_NAME_IN_WORDS),
     Parameter(
         "priority",
-        _int_from(0, MAX_PRIORITY),
+        int_from(0, MAX_PRIORITY),
         f"an integer from 1, the most urgent, to {MAX_PRIORITY}, or 0 for {DEFAULT_PRIORITY}",
     ),
-    Parameter("timeout", _int_from(0), "an integer of microseconds, or 0 for none"),
+    Parameter("timeout", int_from(0), "an integer of microseconds, or 0 for none"),
 )
 
 _BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}
@@ -291,10 +221,9 @@ def parse_sampling_params(
     """Check `values` and convert them to their types.
 
     A value of None means the default; `max_tokens` of None means as many as fit. `max_speculative_tokens` (the server's
-    k) bounds `num_speculative_tokens`, `vocab_size` the token ids of `logit_bias` and `stop_token_ids`, and `max_n`
-    bounds `n`; None means no bound. Names that begin with `triton_` are skipped. Parameters of vLLM that this server
-    does not have may have neutral values. Raises `ParameterError` for the first unknown name or value that is not
-    allowed.
+    k) bounds `num_speculative_tokens`, `vocab_size` token ids, and `max_n` bounds `n`; None means no bound. Names that
+    begin with `triton_` are skipped. Parameters of vLLM that this server does not have may have neutral values. Raises
+    `ParameterError` for the first unknown name or value that is not allowed.
     """
     parsed: dict[str, Any] = {}
     for name, value in values.items():
@@ -321,7 +250,7 @@ def parse_sampling_params(
         parsed["temperature"] = LOWEST_TEMPERATURE
     params = SamplingParams(**parsed)
     _check_together(params, max_speculative_tokens, vocab_size, max_n)
-    if (allowed := check_best_of(values.get("best_of"), params.n, _read_int)) is not None:
+    if (allowed := check_best_of(values.get("best_of"), params.n, read_int)) is not None:
         raise _not_allowed("best_of", values["best_of"], allowed)
     return params
 
@@ -341,9 +270,10 @@ def _check_together(
         raise _not_allowed("n", params.n, f"an integer from 1 to {max_n}, what the server runs at a time")
     if vocab_size is not None:
         ids = params.stop_token_ids
-        invalid = next((token_id for token_id in ids if token_id >= vocab_size), None)
-        if invalid is not None:
-            raise _not_allowed("stop_token_ids", ids, f"token ids from 0 to {vocab_size - 1}, so not {invalid}")
+        for name, named in (("allowed_token_ids", params.allowed_token_ids or ()), ("stop_token_ids", ids)):
+            invalid = next((token_id for token_id in named if token_id >= vocab_size), None)
+            if invalid is not None:
+                raise _not_allowed(name, named, f"token ids from 0 to {vocab_size - 1}, so not {invalid}")
         # Stop tokens are masked until min_tokens are generated: with all tokens masked, none could be sampled.
         if params.min_tokens > 0 and 2 * len(ids) > vocab_size:
             allowed = f"with min_tokens at most half of the vocabulary, {vocab_size // 2} tokens"

@@ -88,6 +88,10 @@ class Tokenizer:
         out."""
         return self._encode([text], add_special_tokens)
 
+    def encode_part(self, text: str) -> list[int]:
+        """Token ids of a text within a text: without special tokens around it."""
+        return self._encode([text], add_special_tokens=False)
+
     def has_more_tokens(self, text: str, limit: int) -> bool:
         """Whether a text surely has more than `limit` tokens; False means that it may fit.
 

@@ -61,8 +61,6 @@ VLLM_PARAMETERS: dict[str, VllmParameter] = {
     "output_text_buffer_length": VllmParameter((0,), "the server holds back what may become a stop string"),
     "structured_outputs": VllmParameter((), _NOT_YET + ", ask for the format in the prompt"),
     "guided_decoding": VllmParameter((), _NOT_YET + ", ask for the format in the prompt"),
-    "allowed_token_ids": VllmParameter((), "'logit_bias' can favour single tokens by up to 100"),
-    "bad_words": VllmParameter(([],), "'logit_bias' of -100 keeps single tokens out"),
     "extra_args": VllmParameter(({},), "there are no plugins to take them"),
     "skip_reading_prefix_cache": VllmParameter((False,), "a new 'cache_salt' keeps a request from cached prefixes"),
     "thinking_token_budget": VllmParameter((-1,), "'chat_template_kwargs' can switch thinking off"),

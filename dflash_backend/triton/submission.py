@@ -7,8 +7,9 @@ from typing import Any
 
 from dflash_backend.engine_client.client import EngineClient
 from dflash_backend.messages import TENANTS_IN_QUEUE, EngineReady, SamplingParams
+from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.request import InputError, ParsedRequest, PromptError, RequestRules, parse_request
-from dflash_backend.text.sampling_params import INT64_MAX, ParameterError
+from dflash_backend.text.sampling_params import ParameterError
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.triton.log import Log
 from dflash_backend.triton.responder import one_line

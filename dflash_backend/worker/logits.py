@@ -1,9 +1,9 @@
 """Logits processors and log-probabilities: what requests change in the target's logits, and what they want to know of
 them.
 
-The order is vLLM v1's. Log-probabilities are those of the logits as the model gave them. Then come logit bias, stop
-tokens hidden before `min_tokens`, and penalties; temperature and filters follow in
-`StepOps.target_tokens`.
+The order is vLLM v1's. Log-probabilities are those of the logits as the model gave them. Then come tokens hidden by
+`allowed_token_ids` and `bad_words`, logit bias, stop tokens hidden before `min_tokens`, and penalties; temperature and
+filters follow in `StepOps.target_tokens`.
 
 A row with j drafts has j + 1 rows of logits behind one another, and the one after d1 .. di counts d1 .. di as output.
 So a draft is compared with the token that the target alone would have given at its position (LOSSLESS). Nothing is
@@ -20,7 +20,8 @@ import torch
 
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.worker.batch import HostBatch, spans
-from dflash_backend.worker.state import RequestStates
+from dflash_backend.worker.state import RequestRecord, RequestStates
+from dflash_backend.worker.token_masks import hide_others
 
 # Penalties work on tensors of `[logits rows, vocab]`. With 16 rows of logits a request and 150,000 tokens, 8 requests
 # are 80 MB for each of them.
@@ -70,7 +71,8 @@ class LogitsProcessors:
         # request's end, and the number of drafts in flight is not.
         min_end = requests.min_end[index]
         hides = (min_end > 0) & (min_end > batch.start + batch.num_new - batch.num_unverified)
-        asks = hides | requests.biased[index] | requests.penalised[index] | (requests.num_logprobs[index] >= 0)
+        changes = hides | requests.biased[index] | requests.masked[index] | requests.penalised[index]
+        asks = changes | (requests.num_logprobs[index] >= 0)
         rows = (batch.sample & asks).nonzero()[0]
         if len(rows) == 0:
             return None
@@ -114,7 +116,8 @@ def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests:
     req_idx, position, num_draft = metadata.req_idx, metadata.position, metadata.num_draft
     num_hidden = requests.min_end[req_idx] - position
     biased, penalised = requests.biased[req_idx], requests.penalised[req_idx]
-    special = (num_hidden > 0) | biased
+    masked = requests.masked[req_idx]
+    special = (num_hidden > 0) | biased | masked
     if not (special | penalised).any():
         return logits
     processed = logits.to(torch.float32, copy=True)
@@ -122,6 +125,8 @@ def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests:
     for i in special.nonzero()[0].tolist():
         record = requests.records[metadata.request_ids[i]]
         part = processed[first[i] : first[i] + num_draft[i] + 1]
+        if masked[i]:
+            _mask(part, record, int(position[i]), int(requests.num_prompt_tokens[req_idx[i]]), requests)
         if biased[i]:
             part.index_add_(1, record.bias_ids, record.bias.expand(len(part), -1))
         if num_hidden[i] > 0:
@@ -131,6 +136,17 @@ def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests:
         group = which[start : start + PENALISED_AT_A_TIME]
         _penalise(processed, first[group], num_draft[group], position[group], req_idx[group], requests)
     return processed
+
+
+def _mask(
+    logits: torch.Tensor, record: RequestRecord, position: int, num_prompt_tokens: int, requests: RequestStates
+) -> None:
+    """Hide the tokens that a request does not want in its rows of `logits`, float32 `[num_draft + 1, vocab]`, in
+    place."""
+    if len(record.allowed_ids) > 0:
+        hide_others(logits, record.allowed_ids)
+    if record.bad_words is not None:
+        record.bad_words.hide(logits, requests.state.tokens[record.index], position, num_prompt_tokens)
 
 
 def _penalise(

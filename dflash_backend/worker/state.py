@@ -15,6 +15,7 @@ import torch
 from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.core.scheduler_config import max_positions
 from dflash_backend.messages import SamplingParams
+from dflash_backend.worker.token_masks import BadWords
 from dflash_backend.worker.transfers import Uploader, share
 
 # Size of the buffers for the changes of usual steps; a long prompt makes them grow.
@@ -104,7 +105,8 @@ class RequestRecord:
     """What the host knows of one request beside its entry in the arrays of `RequestStates`, at `index`.
 
     stop_ids: int64, the tokens that end it and that `min_tokens` hides; empty without that. bias_ids int64 and bias
-    float32, of one length: its logit bias. All three are on the device.
+    float32, of one length: its logit bias. allowed_ids: int64, the only tokens that may come, all where it is empty.
+    All are on the device.
     """
 
     index: int
@@ -112,6 +114,8 @@ class RequestRecord:
     stop_ids: torch.Tensor
     bias_ids: torch.Tensor
     bias: torch.Tensor
+    allowed_ids: torch.Tensor
+    bad_words: BadWords | None = None
     num_blocks: int = 0
 
 
@@ -120,7 +124,7 @@ class RequestStates:
 
     On the host, one entry for each request: temperature (0: greedy), top_p, min_p float32, top_k (0: all
     tokens), seeds int64. And what logits processors need: num_prompt_tokens int64; min_end int64, the position below
-    which stop tokens are hidden, 0 for none; biased and penalised bool; penalties float32 `[S, 3]`, repetition,
+    which stop tokens are hidden, 0 for none; biased, masked and penalised bool; penalties float32 `[S, 3]`, repetition,
     frequency, presence; num_logprobs int64, -1 for none.
     """
 
@@ -140,6 +144,7 @@ class RequestStates:
         self.num_prompt_tokens = np.zeros(count, dtype=np.int64)
         self.min_end = np.zeros(count, dtype=np.int64)
         self.biased = np.zeros(count, dtype=bool)
+        self.masked = np.zeros(count, dtype=bool)
         self.penalised = np.zeros(count, dtype=bool)
         self.penalties = np.zeros((count, 3), dtype=np.float32)
         self.num_logprobs = np.full(count, -1, dtype=np.int64)
@@ -147,7 +152,7 @@ class RequestStates:
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
 
-        Waits for the device only for requests with a logit bias or `min_tokens`, whose ids it copies by themselves.
+        Waits for the device only for requests that name tokens, as in a logit bias, whose ids it copies by themselves.
         """
         for request_id in plan.finished_req_ids:
             self.remove(request_id)
@@ -191,6 +196,7 @@ class RequestStates:
         min_end = min(new.num_prompt_tokens + sampling.min_tokens, self.state.max_len)
         self.min_end[index] = min_end if len(record.stop_ids) else 0
         self.biased[index] = len(record.bias_ids) > 0
+        self.masked[index] = sampling.masks_tokens
         self.penalised[index] = sampling.penalised
         self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
         self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
@@ -211,6 +217,8 @@ class RequestStates:
             torch.tensor(stop_ids, dtype=torch.int64, device=self.device),
             torch.tensor(list(bias), dtype=torch.int64, device=self.device),
             torch.tensor(list(bias.values()), dtype=torch.float32, device=self.device),
+            torch.tensor(sampling.allowed_token_ids or (), dtype=torch.int64, device=self.device),
+            BadWords.of(sampling.bad_words_token_ids, self.device),
         )
 
     def _send_changes(

@@ -58,6 +58,32 @@ WORKER_MUTANTS = (
         "",
         LOGITS,
     ),
+    *mutants_of(
+        f"{WORKER}/token_masks.py",
+        LOGITS,
+        (
+            "bad words do not count drafts",
+            "ends = torch.arange(position, position + len(logits), device=logits.device)[:, None]",
+            "ends = torch.full((len(logits), 1), position, device=logits.device)",
+        ),
+        (
+            "a bad word may begin in the prompt",
+            "hidden = matches & (ends - self.prefix_lens >= num_prompt_tokens)",
+            "hidden = matches",
+        ),
+        (
+            "only one of two bad words with the same end is looked for",
+            "logits.index_add_(1, self.last, bias)",
+            "logits[:, self.last] += bias",
+        ),
+    ),
+    Mutant(
+        "a bias brings back a token that is not allowed",
+        f"{WORKER}/logits.py",
+        "        if masked[i]:\n",
+        "        if masked[i] and not biased[i]:\n",
+        LOGITS,
+    ),
     Mutant(
         "penalties come before the bias",
         f"{WORKER}/logits.py",

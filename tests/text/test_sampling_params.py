@@ -6,8 +6,8 @@ import json
 import pytest
 
 from dflash_backend.messages import ENCODER, ENGINE_INPUT, GenerationRequest, SamplingParams
+from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.sampling_params import (
-    INT64_MAX,
     LOWEST_TEMPERATURE,
     MAX_LOGPROBS,
     ParameterError,
@@ -59,6 +59,11 @@ def test_nothing_given_is_the_defaults():
         ("logprobs", 20, [20]),
         ("logprobs", 7, ["7"]),
         ("logprobs", None, [None]),
+        ("allowed_token_ids", (5, 99), [[5, 99, 5], "[5, 99]", ["5", 99.0]]),
+        ("allowed_token_ids", None, [None]),
+        ("bad_words", ("a b", "c"), [["a b", "c", "c"], '["a b", "c"]']),
+        ("bad_words", ("a",), ["a"]),
+        ("bad_words", (), [[], None]),
         ("logit_bias", {17: 3.0}, [{17: 3}, {"17": 3}, '{"17": 3}']),
         ("logit_bias", {17: -100.0, 5: 1.5}, ['{"17": -100, "5": "1.5"}']),
         ("logit_bias", {1: 100.0, 2: -100.0}, [{"1": 1e9, "2": -101}]),
@@ -157,7 +162,7 @@ def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
 
 # Parameters of vLLM, and its defaults.
 NULL = """prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids stream_interval
-structured_outputs guided_decoding allowed_token_ids extra_args skip_reading_prefix_cache thinking_token_budget
+structured_outputs guided_decoding extra_args skip_reading_prefix_cache thinking_token_budget
 repetition_detection trace_decode_token_ids truncate_prompt_tokens"""
 NEUTRAL = dict.fromkeys(NULL.split()) | {
     "flat_logprobs": False,
@@ -166,7 +171,6 @@ NEUTRAL = dict.fromkeys(NULL.split()) | {
     "output_kind": 0,
     "skip_clone": False,
     "output_text_buffer_length": 0,
-    "bad_words": [],
     "routed_experts_prompt_start": 0,
     "best_of": 1,
     "early_stopping": False,
@@ -182,7 +186,7 @@ def test_every_parameter_of_vllm_is_taken_at_its_default():
     assert set(NEUTRAL) == {*VLLM_PARAMETERS, "best_of"}
     texts = {name: json.dumps(value) for name, value in NEUTRAL.items()}
     assert parse(**texts) == SamplingParams()
-    assert parse(detokenize="True", use_beam_search="False", bad_words="None", length_penalty="1") == SamplingParams()
+    assert parse(detokenize="True", use_beam_search="False", extra_args="None", length_penalty="1") == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,6 @@ def test_every_parameter_of_vllm_is_taken_at_its_default():
         ("output_kind", 2, "'stream'"),
         ("structured_outputs", '{"choice": ["a"]}', "leave it out"),
         ("structured_outputs", {}, "leave it out"),
-        ("allowed_token_ids", [], "'logit_bias'"),
-        ("bad_words", ["x"], r"allowed: null or \[\]; 'logit_bias'"),
         ("extra_args", {"a": 1}, "plugins"),
         ("skip_reading_prefix_cache", True, "'cache_salt'"),
         ("thinking_token_budget", 5, "'chat_template_kwargs'"),
@@ -283,6 +285,8 @@ NOT_ALLOWED = {
     "seed": [2**64, -(2**63) - 1, "x"],
     "stop": ["", ["a", 1], 5, "[null]", '["\\ud800"]'],
     "stop_token_ids": [[-1], ["x"], [INT64_MAX + 1]],
+    "allowed_token_ids": [[], [-1], ["x"], [True], [5, 100]],
+    "bad_words": ["", ["a", 1], ["a" * 257], ["a"] * 257, [chr(0xD800)]],
     "ignore_eos": ["maybe"],
     "num_speculative_tokens": [8],
     "cache_salt": [5],

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dflash_backend.messages import EngineReady, SamplingParams
+from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.request import RequestRules
-from dflash_backend.text.sampling_params import INT64_MAX
 from dflash_backend.triton.submission import RequestReader
 from tests.triton.fake_triton import Request
 

@@ -99,6 +99,43 @@ def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
     assert processed[:, 8].tolist() == [2.0] * 4
 
 
+def hidden(changes: dict[str, Any]) -> list[list[int]]:
+    """The hidden tokens of a row and its drafts 5, 3, 5 behind the output 3, 4, 3."""
+    processed = apply_processors(torch.zeros(K + 1, VOCAB), *make_batch([changes]))
+    return [row.isneginf().nonzero()[:, 0].tolist() for row in processed]
+
+
+def test_all_tokens_but_those_allowed_are_hidden() -> None:
+    processed = apply_processors(random_logits(2), *make_batch([{"allowed_token_ids": (2, 9)}, {}]))
+    assert processed[: K + 1].isfinite().nonzero()[:, 1].tolist() == [2, 9] * (K + 1)
+    assert torch.equal(processed[:, [2, 9]], random_logits(2)[:, [2, 9]])
+    assert torch.equal(processed[K + 1 :], random_logits(2)[K + 1 :])
+
+
+def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed() -> None:
+    assert hidden({"allowed_token_ids": (2, 9), "logit_bias": {4: 100.0}})[0] == [0, 1, 3, 4, 5, 6, 7, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (((7,),), [[7]] * 4),
+        (((3, 7),), [[7], [], [7], []]),
+        (((4, 3, 7), (9, 3, 7), (3, 4, 3, 8)), [[7, 8], [], [], []]),
+        (((4, 3, 5, 7),), [[], [7], [], []]),
+        (((3, 5, 3, 5, 7),), [[], [], [], [7]]),
+        # The prompt 1, 2, 2 is no part of the output.
+        (((2, 3, 4, 3, 7), (2, 2, 7)), [[], [], [], []]),
+        # Two words with the same end, one of which is there.
+        (((3, 7), (5, 7)), [[7]] * 4),
+    ],
+)
+def test_a_bad_words_last_token_is_hidden_behind_the_others_in_the_output_or_the_drafts(
+    words: tuple[tuple[int, ...], ...], expected: list[list[int]]
+) -> None:
+    assert hidden({"bad_words_token_ids": words}) == expected
+
+
 def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_likely() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, :4] = torch.tensor([1.0, 3.0, 3.0, 5.0])
