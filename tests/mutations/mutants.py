@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
+from tests.mutations.parsing import PARSING_MUTANTS
 from tests.mutations.sampling import SAMPLING_MUTANTS
 from tests.mutations.scheduling import SCHEDULING_MUTANTS
 from tests.mutations.serving import SERVING_MUTANTS
@@ -12,7 +13,7 @@ from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
 
 MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + SAMPLING_MUTANTS
-MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS
+MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
