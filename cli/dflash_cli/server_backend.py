@@ -5,12 +5,13 @@ It is no part of `dflash_client`: it needs `dflash_backend.evaluation`, which a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
 
 from dflash_backend.evaluation import Answer, EvaluationError, ModelRequest
 from dflash_backend.evaluation.figures import parse_spec_stats
-from dflash_backend.evaluation.run import OnAnswer
+from dflash_backend.evaluation.run import NO_THINKING, OnAnswer
 from dflash_client.client import DFlashClient
 from dflash_client.errors import ClientError
 
@@ -21,13 +22,21 @@ class ServerAnswerer:
     """An `Answerer` over a client: `concurrency` requests are in flight at a time.
 
     With `encode` the prompts are sent as token ids; without it messages are sent as such, for the server's chat
-    template. Thinking is off either way, where the template knows it: the published figures are measured so.
+    template. `template_options` are variables of that template; by default thinking is off, where it knows that: the
+    published figures are measured so.
     """
 
-    def __init__(self, client: DFlashClient, concurrency: int, encode: Encode | None = None) -> None:
+    def __init__(
+        self,
+        client: DFlashClient,
+        concurrency: int,
+        encode: Encode | None = None,
+        template_options: Mapping[str, Any] = NO_THINKING,
+    ) -> None:
         self._client = client
         self._concurrency = concurrency
         self._encode = encode
+        self._template_options = dict(template_options)
 
     def answer(self, requests: Sequence[ModelRequest], on_answer: OnAnswer) -> None:
         """Answer all requests, in any order. The first that fails raises `EvaluationError` and ends it."""
@@ -47,7 +56,9 @@ class ServerAnswerer:
             elif request.prompt is not None:
                 result = self._client.generate(request.prompt, **request.sampling)
             else:
-                result = self._client.generate(messages=request.messages, enable_thinking=False, **request.sampling)
+                result = self._client.generate(
+                    messages=request.messages, chat_template_kwargs=self._template_options, **request.sampling
+                )
         except ClientError as error:
             raise EvaluationError(f"{request.where}: {error}") from None
         return Answer(result.text, result.num_output_tokens, parse_spec_stats(result.spec_stats))

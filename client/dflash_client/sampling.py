@@ -40,3 +40,4 @@ class Sampling(TypedDict, total=False):
     # For the chat template of `messages`.
     chat_template_kwargs: Mapping[str, Any] | None
     enable_thinking: bool | None
+    tools: Sequence[Mapping[str, Any]] | None

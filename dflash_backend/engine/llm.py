@@ -117,12 +117,12 @@ class LLM:
                 on_finished(index, outputs[index])
         return [outputs[index] for index in range(len(batch))]
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> RequestOutput:
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> RequestOutput:
         """Answer a conversation; `messages` are `{"role": ..., "content": ...}`, through the chat template.
 
-        Besides sampling parameters it takes `chat_template_kwargs`, variables of the chat template, and
-        `enable_thinking`, which stands for the variable of that name. Raises `PromptError` for what the template does
-        not take.
+        Besides sampling parameters it takes `chat_template_kwargs`, variables of the chat template, `enable_thinking`,
+        which stands for the variable of that name, and `tools`, functions in OpenAI's form. Raises `PromptError` for
+        what the template does not take.
         """
         options = pop_options(sampling)
         return self.generate(self.tokenizer.apply_chat_template(list(messages), **options), **sampling)[0]

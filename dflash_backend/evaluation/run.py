@@ -13,6 +13,8 @@ from dflash_backend.evaluation.scoring import is_correct
 from dflash_backend.spec_stats import SpecDecodingStats
 
 Progress = Callable[[int, int], None]
+# Variables of the chat template, as the published figures are measured. Templates ignore what they do not know.
+NO_THINKING: Mapping[str, Any] = {"enable_thinking": False}
 
 
 @dataclass(frozen=True, slots=True)

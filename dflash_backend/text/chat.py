@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_backend.text.client_json import JsonError, quoted, read_json
+from dflash_backend.text.tools import ToolError, read_tools
 
 # Unicode reserves these characters for use inside programs; they have no meaning in a text.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-OPTION_NAMES = ("chat_template_kwargs", "enable_thinking")
+OPTION_NAMES = ("chat_template_kwargs", "enable_thinking", "tools")
+MAX_TOOLS_CHARS = 65_536
+MAX_TOOLS_BRACKETS = 5000
 MAX_OPTIONS = 16
 MAX_OPTIONS_CHARS = 4096
 MAX_OPTIONS_BRACKETS = 100
@@ -54,9 +57,11 @@ class ChatText:
 
 def pop_options(values: dict[str, Any]) -> dict[str, Any]:
     """Take the options of the chat template out of a request's parameters: the variables of `chat_template_kwargs`, an
-    object or its JSON text, and `enable_thinking`, which stands for the variable of that name. Raises `PromptError`."""
+    object or its JSON text, `enable_thinking`, which stands for the variable of that name, and `tools`, a list or its
+    JSON text. Raises `PromptError`."""
     given = values.pop("chat_template_kwargs", None)
     thinking = values.pop("enable_thinking", None)
+    tools = values.pop("tools", None)
     options = _options(given)
     if thinking is not None:
         if str(thinking)[:8].lower() not in ("true", "false", "1", "0"):
@@ -64,7 +69,21 @@ def pop_options(values: dict[str, Any]) -> dict[str, Any]:
         if "enable_thinking" in options:
             raise PromptError("'enable_thinking' was sent as a parameter and in 'chat_template_kwargs'; send it once")
         options["enable_thinking"] = str(thinking).lower() in ("true", "1")
+    if tools is not None:
+        options["tools"] = _tools(tools)
     return options
+
+
+def _tools(given: Any) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        try:
+            given = read_json(given, max_chars=MAX_TOOLS_CHARS, max_brackets=MAX_TOOLS_BRACKETS)
+        except JsonError as error:
+            raise PromptError(f"parameter 'tools' {error}") from None
+    try:
+        return read_tools(given)
+    except ToolError as error:
+        raise PromptError(f"parameter {error}") from None
 
 
 def _options(given: Any) -> dict[str, Any]:

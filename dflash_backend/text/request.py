@@ -158,7 +158,8 @@ def _prompt(
         check_fits(chat.text, tokenizer, ready.max_model_len)
         return tokenizer.encode_chat(chat), chat.text
     if chat_options:
-        raise InputError(f"parameter '{next(iter(OPTION_NAMES))}' is for the chat template of the input 'messages'")
+        name = "tools" if "tools" in chat_options else OPTION_NAMES[0]
+        raise InputError(f"parameter '{name}' is for the chat template of the input 'messages'")
     if given == ["text_input"]:
         text = _prompt_text(inputs, tokenizer, ready)
         check_fits(text, tokenizer, ready.max_model_len)

@@ -16,6 +16,7 @@ from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.error_text import first_line
 from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_roles, join_parts
+from dflash_backend.text.tools import ToolError, with_parsed_arguments
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NEEDED = "tokenizer.json and tokenizer_config.json, and code of a checkpoint is not run"
@@ -113,18 +114,42 @@ class Tokenizer:
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_id for encoding in encodings for token_id in encoding.ids]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatText:
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, of the one for tools where there are several; empty where there is none."""
+        template = self._template.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("tool_use") or template.get("default")
+        return template or ""
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the tokens that `decode` leaves out."""
+        added = self._fast.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> ChatText:
         """The text of `messages` through the chat template, up to the beginning of the assistant's answer.
 
-        `options` are variables of the template, such as `enable_thinking`; one that it does not use has no effect.
-        Raises `PromptError` when there is no template or it refuses the messages.
+        `tools` are functions as OpenAI's API describes them. `options` are variables of the template, such as
+        `enable_thinking`; one that it does not use has no effect. Raises `PromptError` when there is no template or it
+        refuses the messages, and for tools where it takes none.
         """
         if not self._template.chat_template:
             raise PromptError("the target's tokenizer has no chat template; send text_input instead of messages")
         check_roles(messages)
         if any(isinstance(message.get("content"), list) for message in messages) and not self._takes_parts:
             messages = [join_parts(message) for message in messages]
-        (marked, variables), mark = self._special.marked(([dict(message) for message in messages], options))
+        if tools and "tools" not in self.chat_template:
+            raise PromptError("the chat template of this model takes no tools; leave them out")
+        try:
+            messages = with_parsed_arguments(messages)
+        except ToolError as error:
+            raise PromptError(str(error)) from None
+        given = ([dict(message) for message in messages], {**options, "tools": list(tools) if tools else None})
+        (marked, variables), mark = self._special.marked(given)
         try:
             text = str(
                 self._template.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, **variables)
@@ -149,8 +174,8 @@ class Tokenizer:
         return self._encode(chat.pieces, add_special_tokens=False)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of `messages` through the chat template, with `options` as in `render_chat`. Raises
-        `PromptError`."""
+        """Token ids of `messages` through the chat template, with `options` as in `render_chat`, tools among them.
+        Raises `PromptError`."""
         return self.encode_chat(self.render_chat(messages, **options))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -181,8 +181,17 @@ def test_a_server_of_another_kind_is_refused(cli, toy: TritonServer) -> None:
     assert "only a model that dflash-triton serves can be evaluated" in ended.err
 
 
-@pytest.mark.parametrize(("encode", "thinking"), [(None, False), (lambda request: [1], None)])
-def test_conversations_are_sent_with_thinking_off(encode: Encode | None, thinking: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("encode", "given", "sent_options"),
+    [
+        (None, (), {"enable_thinking": False}),
+        (None, ({"a": 1},), {"a": 1}),
+        (lambda request: [1], (), None),
+    ],
+)
+def test_conversations_are_sent_with_thinking_off_unless_the_caller_says_else(
+    encode: Encode | None, given: tuple[dict[str, Any]], sent_options: dict[str, Any] | None
+) -> None:
     sent: list[dict[str, Any]] = []
 
     class Client(DFlashClient):
@@ -192,8 +201,15 @@ def test_conversations_are_sent_with_thinking_off(encode: Encode | None, thinkin
 
     with Client("127.0.0.1:1") as client:
         question = ModelRequest("q", None, ({"role": "user", "content": "x"},), {"max_tokens": 1})
-        ServerAnswerer(client, 1, encode).answer([question], lambda place, answer: None)
-    assert sent[0].get("enable_thinking") is thinking
+        ServerAnswerer(client, 1, encode, *given).answer([question], lambda place, answer: None)
+    assert sent[0].get("chat_template_kwargs") == sent_options
+
+
+def test_variables_of_the_chat_template_are_a_json_object(cli) -> None:
+    for text in ("{", "[1]"):
+        ended = cli("eval", "--chat-template-kwargs", text)
+        assert ended.status == 2
+        assert "JSON" in ended.err
 
 
 def test_help_names_every_option(cli) -> None:

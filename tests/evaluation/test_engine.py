@@ -68,6 +68,9 @@ def test_thinking_is_off_where_the_template_knows_it(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(template, tmp_path / "target")
     request = ModelRequest("q", None, ({"role": "user", "content": "Say it"},), {})
     assert tokenizer.decode(encode(tokenizer, request)) == "Say it plainly"
+    assert tokenizer.decode(encode(tokenizer, request, {})) == "Say it"
+    with pytest.raises(EvaluationError, match="has the name 'tokenize'"):
+        encode(tokenizer, request, {"tokenize": True})
 
 
 def test_a_tokenizer_without_a_template_is_a_sentence(tmp_path: Path) -> None:

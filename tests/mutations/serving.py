@@ -75,6 +75,15 @@ SERVING_MUTANTS = (
         ("tests/text/test_tokenizer.py",),
     ),
     Mutant(
+        "a tool's description may begin a turn",
+        f"{TEXT}/tokenizer.py",
+        "(marked, variables), mark = self._special.marked(given)",
+        'tools = given[1].pop("tools")\n'
+        "        (marked, variables), mark = self._special.marked(given)\n"
+        '        variables = {**variables, "tools": tools}',
+        ("tests/text/test_tools.py",),
+    ),
+    Mutant(
         "queries and hits of the prefix cache change places",
         f"{TRITON}/metrics.py",
         '"prefix_cache_queries": "dflash:prefix_cache_queries_total",',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 # What a request can carry: integers of 64 bits, with or without a sign.
 MAX_INT = 2**64 - 1
@@ -40,6 +42,17 @@ def parameter(text: str) -> tuple[str, str]:
     """As `assignment`; names may be written with dashes, as options are."""
     name, value = assignment(text)
     return name.replace("-", "_"), value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"enable_thinking\": true}}'")
+    return value
 
 
 def header(text: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
     add_settings_option,
+    json_object,
     non_negative_float,
     non_negative_int,
     positive_int,
@@ -56,13 +57,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--shuffle", action="store_true", help="take the rows in the order of the DFlash authors' benchmark (seed 42)"
     )
-    parser.add_argument(
-        "--max-tokens", type=positive_int, metavar="N", help="most tokens of an answer (256; 2048 for sets of the hub)"
-    )
-    parser.add_argument(
-        "--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (%(default)g)"
-    )
-    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="where T > 0 (%(default)s)")
+    _add_request_options(parser)
     parser.add_argument(
         "--concurrency",
         type=positive_int,
@@ -73,6 +68,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     add_connection_options(parser, url_needed=False, timeout=600.0)
     parser.set_defaults(run=run)
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    """What each request asks for."""
+    parser.add_argument(
+        "--max-tokens", type=positive_int, metavar="N", help="most tokens of an answer (256; 2048 for sets of the hub)"
+    )
+    parser.add_argument(
+        "--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (%(default)g)"
+    )
+    parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="where T > 0 (%(default)s)")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={"enable_thinking": False},
+        metavar="JSON",
+        help="variables of the chat template (%(default)s, as the published figures are measured)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,24 +135,25 @@ def _engine(arguments: argparse.Namespace) -> Iterator[Model]:
     """The engine in this process. Settings come from the environment as a server's do, the command line over it."""
     options = {"target_model": arguments.target, "draft_model": arguments.draft, "max_num_seqs": arguments.concurrency}
     given = dict(arguments.settings) | {name: value for name, value in options.items() if value is not None}
-    with _local().engine_model(given, say) as model:
+    with _local().engine_model(given, say, arguments.chat_template_kwargs) as model:
         yield model
 
 
 @contextmanager
 def _server(arguments: argparse.Namespace) -> Iterator[Model]:
-    """A server that runs. `--target` names whose tokenizer renders conversations here, with thinking off."""
+    """A server that runs. `--target` names whose tokenizer renders conversations here."""
     from dflash_backend.evaluation import InvalidSetting
     from dflash_cli.server_backend import ServerAnswerer
 
-    encode = None if arguments.target is None else _local().encoder(arguments.target)
+    options = arguments.chat_template_kwargs
+    encode = None if arguments.target is None else _local().encoder(arguments.target, options)
     try:
         client = client_of(arguments)
     except ValueError as error:
         raise InvalidSetting(str(error)) from None
     with client:
         about = {"server": client.address, "protocol": client.protocol, "model": client.model}
-        yield ServerAnswerer(client, arguments.concurrency or SERVER_CONCURRENCY, encode), about
+        yield ServerAnswerer(client, arguments.concurrency or SERVER_CONCURRENCY, encode, options), about
 
 
 def _local() -> ModuleType:

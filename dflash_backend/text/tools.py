@@ -1,0 +1,80 @@
+"""Functions that a model may call, in OpenAI's form, and calls in a conversation, on their way to a chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_backend.text.client_json import JsonError, quoted, read_json
+
+MAX_TOOLS = 128
+MAX_ARGUMENTS_CHARS = 65_536
+MAX_ARGUMENTS_BRACKETS = 5000
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class ToolError(ValueError):
+    """Tools or tool calls are malformed. The message is for the client."""
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The tools of a request, a list of `{"type": "function", "function": {"name": ..., "parameters": {...}}}`, without
+    fields that are null. Raises `ToolError`."""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise ToolError(f"'tools' has the value {quoted(value)}; allowed: a list of at most {MAX_TOOLS} functions")
+    tools = [_tool(index, tool) for index, tool in enumerate(value)]
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ToolError(f"'tools' has the function {quoted(twice)} twice")
+    return tools
+
+
+def _tool(index: int, tool: Any) -> dict[str, Any]:
+    where = f"tools[{index}]"
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        raise ToolError(f"{where} is {quoted(tool)}; allowed: an object of the type function")
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise ToolError(f"{where}.function is {quoted(function)}; allowed: an object with a name and parameters")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ToolError(
+            f"{where}.function.name is {quoted(name)}; allowed: 1 to 128 letters, digits and characters of '_-.:'"
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise ToolError(f"{where}.function.parameters is {quoted(parameters)}; allowed: a JSON schema, an object")
+    given = {field: value for field, value in function.items() if value is not None}
+    return {**tool, "type": "function", "function": given}
+
+
+def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the arguments of their tool calls as objects, which templates take; clients send the JSON text
+    that they got. Raises `ToolError`."""
+    return [
+        {**message, "tool_calls": [_parsed(index, call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _parsed(index: int, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ToolError(
+            f"message {index} has the tool call {quoted(call)}; allowed: an object with a function that has a name and "
+            "arguments"
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = read_json(arguments, max_chars=MAX_ARGUMENTS_CHARS, max_brackets=MAX_ARGUMENTS_BRACKETS)
+        except JsonError as error:
+            raise ToolError(
+                f"message {index} has a tool call whose arguments are not usable: the text {error}"
+            ) from None
+    if not isinstance(arguments, Mapping):
+        raise ToolError(f"message {index} has a tool call with the arguments {quoted(arguments)}; allowed: an object")
+    return {**call, "function": {**function, "arguments": arguments}}
