@@ -1,0 +1,55 @@
+"""Lets in requests that present a key, and says whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dflash_openai.errors import ApiError
+from dflash_openai.middleware.api_keys import ApiKey, find_key
+
+# What answers without a key: whether the server is up, and the page, which asks its user for one.
+OPEN_PATHS = frozenset(("/health", "/ping", "/"))
+OPEN_PREFIX = "/static/"
+
+
+class AuthenticationMiddleware:
+    """Checks `Authorization: Bearer KEY`, and puts the `ApiKey` into the request's state as `api_key`. Without keys
+    everything is let in, and `api_key` is None."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_metrics: bool = False) -> None:
+        """open_metrics: let /metrics answer without a key."""
+        self._app, self._keys = app, tuple(keys)
+        self._open = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 to a request without one of the keys."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key = self._find(scope)
+        scope.setdefault("state", {})["api_key"] = key
+        if key is None and self._keys and not self._is_open(scope["path"]):
+            await _refusal(Headers(scope=scope)).response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _find(self, scope: Scope) -> ApiKey | None:
+        scheme, _, presented = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        return find_key(self._keys, presented.strip())
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(OPEN_PREFIX)
+
+
+def _refusal(headers: Headers) -> ApiError:
+    """The error; it does not repeat what was presented."""
+    if "authorization" in headers:
+        message = "the API key is not one of this server's"
+    else:
+        message = "this server needs an API key, sent as 'Authorization: Bearer KEY'"
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

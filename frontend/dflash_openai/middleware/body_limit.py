@@ -1,0 +1,79 @@
+"""Bounds the body of a request: its size, and the time in which it must have come."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dflash_openai.errors import ApiError
+
+# Such a connection has the rest of a body in it, so it cannot be used again.
+_CLOSE = {"connection": "close"}
+
+
+class BodyLimitMiddleware:
+    """Reads the body before anything else does, and hands it on in one piece. A body that is too large gets 413 when
+    its length or what has come of it says so, before it was read whole; one that takes too long gets 408."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, then call the application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_length(Headers(scope=scope).get("content-length"))
+            body = await self._read(receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replay(body, receive), send)
+
+    def _check_length(self, length: str | None) -> None:
+        if length is not None and length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large(f"the body has {int(length)} bytes")
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None when the client has left. Raises `ApiError`."""
+        parts = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts += message.get("body", b"")
+                    if len(parts) > self._max_bytes:
+                        raise self._too_large("the body is longer")
+                    if not message.get("more_body", False):
+                        return bytes(parts)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body had not come within {self._timeout_s:g} s",
+                code="request_timeout",
+                headers=_CLOSE,
+            ) from None
+
+    def _too_large(self, what: str) -> ApiError:
+        message = f"{what}; allowed: {self._max_bytes} bytes"
+        return ApiError(413, message, code="request_too_large", headers=_CLOSE)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body as one message, then what `receive` says, which is the client's leaving."""
+    pending: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+    async def replayed() -> Message:
+        nonlocal pending
+        if pending is None:
+            return await receive()
+        message, pending = pending, None
+        return message
+
+    return replayed

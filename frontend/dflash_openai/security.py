@@ -1,0 +1,62 @@
+"""What keeps a front end safe: its settings, and the middlewares that carry them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.middleware import Middleware
+
+from dflash_openai.middleware.access_log import AccessLogMiddleware
+from dflash_openai.middleware.api_keys import ApiKey, KeyLimits
+from dflash_openai.middleware.authentication import AuthenticationMiddleware
+from dflash_openai.middleware.body_limit import BodyLimitMiddleware
+from dflash_openai.middleware.browser_guard import BrowserGuardMiddleware
+from dflash_openai.middleware.key_limits import KeyLimitsMiddleware
+from dflash_openai.middleware.write_timeout import WriteTimeoutMiddleware
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """HTTPS, by PEM files: our certificate with the chain above it, its key in PKCS #8, and the authority of clients'
+    certificates where only clients with one are let in."""
+
+    cert: str
+    key: str
+    client_ca: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecurityConfig:
+    """api_keys: those that are let in; empty: everyone is. key_limits: of keys without limits of their own, and of all
+    clients together where there are no keys. open_metrics: /metrics needs no key.
+
+    allowed_origins: sites whose pages may use the server; `*`: all. allowed_hosts: names that it answers to; None: any.
+
+    max_body_bytes, body_timeout_s: the size of a request's body, and the seconds in which it must have come.
+    max_prompt_tokens: the longest prompt; 0: as long as the model allows. write_timeout_s: the seconds that a part of a
+    response waits for a client that does not read.
+    """
+
+    api_keys: tuple[ApiKey, ...] = ()
+    key_limits: KeyLimits = field(default_factory=KeyLimits)
+    open_metrics: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: frozenset[str] | None = None
+    max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 60.0
+    max_prompt_tokens: int = 0
+    write_timeout_s: float = 60.0
+    access_log: bool = True
+    tls: ServerTls | None = None
+
+    def middleware(self) -> list[Middleware]:
+        """The middlewares, the outermost first. Each sees only what those before it have let through: the body of a
+        client without a key is never read."""
+        return [
+            Middleware(AccessLogMiddleware, enabled=self.access_log),
+            Middleware(WriteTimeoutMiddleware, timeout_s=self.write_timeout_s),
+            Middleware(BrowserGuardMiddleware, allowed_origins=self.allowed_origins, hosts=self.allowed_hosts),
+            Middleware(AuthenticationMiddleware, keys=self.api_keys, open_metrics=self.open_metrics),
+            Middleware(KeyLimitsMiddleware, default=self.key_limits),
+            Middleware(BodyLimitMiddleware, max_bytes=self.max_body_bytes, timeout_s=self.body_timeout_s),
+        ]

@@ -1,0 +1,106 @@
+"""Request ids, and the line about each request; and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from dflash_openai.middleware.access_log import AccessLogMiddleware
+from dflash_openai.middleware.api_keys import ApiKey
+from dflash_openai.middleware.authentication import AuthenticationMiddleware
+from dflash_openai.middleware.write_timeout import WriteTimeoutMiddleware
+from tests.frontend.middleware.asgi import call, collecting, echo, http_scope, part, receiving
+
+KEY = "alice-secret-key"
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    caplog.set_level(logging.INFO, "dflash_openai.access")
+    written: list[str] = []
+    monkeypatch.setattr(caplog.handler, "emit", lambda record: written.append(record.getMessage()))
+    return written
+
+
+def test_a_line_tells_of_the_request_and_nothing_that_is_secret(lines: list[str]) -> None:
+    app = AccessLogMiddleware(AuthenticationMiddleware(echo, [ApiKey.of("alice", KEY)]))
+    response = call(
+        app,
+        path="/v1/completions?token=in-the-query",
+        headers={"authorization": f"Bearer {KEY}", "x-request-id": "run-7"},
+        content='{"prompt": "a private question"}',
+    )
+    assert response.headers["x-request-id"] == "run-7"
+    (line,) = lines
+    size = len(response.content)
+    assert line.startswith(
+        'request_id=run-7 client=127.0.0.1 key=alice POST "/v1/completions" status=200 ended=complete'
+    )
+    assert f"bytes={size} ms=" in line
+    assert not any(word in line for word in (KEY, "private", "query"))
+
+
+def test_refusals_have_an_id_and_a_line_too(lines: list[str]) -> None:
+    app = AccessLogMiddleware(AuthenticationMiddleware(echo, [ApiKey.of("alice", KEY)]))
+    response = call(app, headers={"authorization": "Bearer not-the-key"})
+    assert f"request_id={response.headers['x-request-id']} " in lines[0]
+    assert "key=- " in lines[0]
+    assert "status=401" in lines[0]
+    assert "not-the-key" not in lines[0]
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\nb", "{}", 'a"b'])
+def test_an_id_that_is_not_sane_is_replaced(lines: list[str], given: str) -> None:
+    sent: list[Message] = []
+    scope = http_scope(headers=[("x-request-id", given)])
+    asyncio.run(AccessLogMiddleware(echo)(scope, receiving(part(b"", False)), collecting(sent)))
+    (made,) = [value for name, value in sent[0]["headers"] if name == b"x-request-id"]
+    assert len(made) == 32
+    assert made.decode() == scope["state"]["request_id"]
+
+
+def test_a_path_cannot_write_lines_of_its_own(lines: list[str]) -> None:
+    call(AccessLogMiddleware(echo), path="/v1/%0Arequest_id=forged%1b[2J")
+    assert "\n" not in lines[0]
+    assert "\x1b" not in lines[0]
+
+
+def test_a_failure_is_logged_and_goes_on(lines: list[str]) -> None:
+    async def fails(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError):
+        call(AccessLogMiddleware(fails))
+    assert "status=500 ended=failed" in lines[0]
+
+
+def test_the_log_may_be_off(lines: list[str]) -> None:
+    assert "x-request-id" in call(AccessLogMiddleware(echo, enabled=False)).headers
+    assert lines == []
+
+
+def test_a_client_that_does_not_read_is_given_up(lines: list[str]) -> None:
+    closed: list[bool] = []
+
+    async def streams(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"data", "more_body": True})
+        finally:
+            closed.append(True)
+
+    sent: list[Message] = []
+
+    async def stuck(message: Message) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.Event().wait()
+
+    app = AccessLogMiddleware(WriteTimeoutMiddleware(streams, timeout_s=0.02))
+    asyncio.run(app(http_scope(), receiving(), stuck))
+    assert closed == [True]
+    assert 'status=200 ended="slow client"' in lines[0]
