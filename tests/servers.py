@@ -9,7 +9,7 @@ import httpx
 
 from dflash_cli.launcher.server import TritonServer
 
-PORT_OPTIONS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+PORT_OPTIONS = ("--port", "0", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 
 
 def clean_environ(**more: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from dflash_cli.commands.console import INTERRUPTED, OutputFailed, fail, say
+from dflash_cli.commands.version import package_version
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
         prog="dflash-triton",
         description="Serve language models through Triton with DFlash speculative decoding, and talk to them.",
     )
-    root.add_argument("--version", action="version", version=f"dflash-triton {_version()}")
+    root.add_argument("--version", action="version", version=f"dflash-triton {package_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (serve, openai, generate, chat, eval_command, inspect):
         command.add_parser(commands)
@@ -86,15 +87,6 @@ def _imports_can_be_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("dflash-triton")
-    except PackageNotFoundError:
-        return "of a checkout that is not installed"
 
 
 if __name__ == "__main__":

@@ -178,6 +178,10 @@ class Tokenizer:
         Raises `PromptError`."""
         return self.encode_chat(self.render_chat(messages, **options))
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each token; empty for an id without one."""
+        return [self._fast.id_to_token(token_id) or "" for token_id in token_ids]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing.
 

@@ -19,8 +19,11 @@ from dflash_openai.completions import create_completion
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError, ClientGone
 from dflash_openai.health import get_version, health
+from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metrics
 from dflash_openai.models import get_model, list_models
+from dflash_openai.openapi import get_openapi
 from dflash_openai.state import Frontend
+from dflash_openai.tokenize import detokenize, tokenize
 from dflash_openai.triton_pool import TritonPool
 
 _LOG = logging.getLogger("dflash_openai")
@@ -42,17 +45,23 @@ def create_app(
             connecting.cancel()
             await frontend.close()
 
-    return Starlette(
-        routes=[
-            Route("/v1/models", list_models),
-            Route("/v1/models/{name:path}", get_model),
-            Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
-            Route("/v1/completions", create_completion, methods=["POST"]),
-            Route("/health", health),
-            Route("/ping", health),
-            Route("/version", get_version),
-        ],
-        middleware=list(middleware),
+    routes = [
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", get_model),
+        Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+        Route("/v1/completions", create_completion, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/version", get_version),
+        Route("/metrics", get_metrics),
+        Route("/openapi.json", get_openapi),
+    ]
+    metrics = FrontendMetrics(route.path for route in routes)
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(MetricsMiddleware, metrics=metrics), *middleware],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,
@@ -62,6 +71,8 @@ def create_app(
         },
         lifespan=lifespan,
     )
+    app.state.metrics = metrics
+    return app
 
 
 def _api_error(request: Request, error: Exception) -> Response:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_openai.errors import ApiError, ClientGone, as_event, invalid
-from dflash_openai.generation import Generation, Item
+from dflash_client import Delta
+from dflash_client.results import Completion, TokenLogprobs
+from dflash_openai.answers import Answer, respond
+from dflash_openai.errors import invalid
+from dflash_openai.generation import Generation
+from dflash_openai.logprobs import LogprobWriter
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.sampling import max_tokens, sampling_parameters
 from dflash_openai.schemas import CompletionRequest, decode
-from dflash_openai.sse import DONE, EventStream, event
 from dflash_openai.state import Frontend
-from dflash_openai.usage import UsageCounter
 
 MAX_PROMPTS = 1024
+FORMS = "a text, a list of texts, a list of token ids, or a list of such lists"
 
 
 async def create_completion(request: Request) -> Response:
@@ -30,23 +30,14 @@ async def create_completion(request: Request) -> Response:
     model = frontend.model(body.model)
     if body.suffix:
         raise invalid("'suffix' is not supported: the model completes a text at its end only", "suffix")
+    if body.echo and body.logprobs is not None:
+        raise invalid("'echo' with 'logprobs' is not supported: those of prompts are not computed", "logprobs")
     sampling = sampling_parameters(body)
     prompts = await _prompts(body, model.prompts)
     limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
     stream = bool(body.stream)
-    generation = Generation(frontend.pool, prompts, sampling, request.receive, stream, limits)
-    answer = _Answer(body, body.model or model.names[0], prompts)
-    if not stream:
-        try:
-            return answer.whole(await generation.results())
-        finally:
-            await generation.aclose()
-    try:
-        first = await generation.first()
-    except BaseException:
-        await generation.aclose()
-        raise
-    return EventStream(answer.events(first, generation), generation.aclose)
+    answer = CompletionAnswer(body, body.model or model.names[0], prompts, model.prompts)
+    return await respond(answer, Generation(frontend.pool, prompts, sampling, request.receive, stream, limits), stream)
 
 
 async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list[int]]:
@@ -55,88 +46,78 @@ async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list
     special = body.add_special_tokens is not False
     if isinstance(given, str):
         return [await builder.from_text(given, special)]
-    if given and all(type(item) is int for item in given):
+    if not given:
+        raise invalid(f"'prompt' is an empty list; allowed: {FORMS}", "prompt")
+    if type(given[0]) is int:
         return [builder.check_token_ids(given)]
     if len(given) > MAX_PROMPTS:
-        raise invalid(f"there are {len(given)} prompts; allowed: {MAX_PROMPTS}", "prompt")
+        raise invalid(f"there are {len(given)} prompts; allowed: at most {MAX_PROMPTS}", "prompt")
     prompts = []
     for item in given:
         if isinstance(item, str):
             prompts.append(await builder.from_text(item, special))
-        elif isinstance(item, list) and all(type(token_id) is int for token_id in item):
+        elif isinstance(item, list):
             prompts.append(builder.check_token_ids(item))
         else:
-            raise invalid("'prompt' is a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
-    if not prompts:
-        raise invalid("'prompt' is an empty list", "prompt")
+            raise invalid(f"'prompt' is not {FORMS}", "prompt")
     return prompts
 
 
-class _Answer:
-    """The JSON of one answer, in one piece or in events."""
+class CompletionAnswer(Answer):
+    """The choices of a completion; those of prompt p have the indices from n * p on."""
 
-    def __init__(self, body: CompletionRequest, model: str, prompts: list[list[int]]) -> None:
-        self._body = body
-        self._n = body.n or 1
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(16)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
+    id_prefix = "cmpl"
+    object = chunk_object = "text_completion"
+
+    def __init__(
+        self, body: CompletionRequest, model: str, prompts: Sequence[list[int]], builder: PromptBuilder
+    ) -> None:
+        super().__init__(body, model, prompts)
+        self._echoed = [self._prompt_text(body, index, builder) for index in range(len(prompts))]
+        self._begun: set[int] = set()
+        self._returns_token_ids = bool(body.return_token_ids)
+        as_token_ids = bool(body.return_tokens_as_token_ids)
+        self._logprobs = [LogprobWriter(body.logprobs or 0, as_token_ids) for _ in range(len(prompts) * self.n)]
+
+    def _prompt_text(self, body: CompletionRequest, index: int, builder: PromptBuilder) -> str:
+        """What `echo` puts before the completions of a prompt: its text as it was sent, or that of its token ids."""
+        if not body.echo:
+            return ""
+        if isinstance(body.prompt, str):
+            return body.prompt
+        given = body.prompt[index]
+        return given if isinstance(given, str) else builder.tokenizer.decode(self.prompts[index])
+
+    def choice(self, prompt: int, index: int, completion: Completion) -> dict[str, Any]:
+        """A finished completion."""
+        place = prompt * self.n + index
+        return {
+            "index": place,
+            "text": self._echoed[prompt] + completion.text,
+            "logprobs": self._written(place, completion.logprobs),
+            "finish_reason": completion.finish_reason,
+            **self._token_ids(completion.token_ids, prompt),
         }
-        self._usage = UsageCounter(sum(map(len, prompts)))
 
-    def whole(self, results: list[Any]) -> Response:
-        """The response with all completions."""
-        choices = []
-        for prompt, result in enumerate(results):
-            for index, completion in enumerate(result.completions):
-                self._usage.num_output_tokens += completion.num_output_tokens
-                self._usage.add_stats(completion.spec_stats)
-                choices.append(
-                    {
-                        "index": prompt * self._n + index,
-                        "text": completion.text,
-                        "logprobs": None,
-                        "finish_reason": completion.finish_reason,
-                    }
-                )
-        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage.usage()}
-        if (metrics := self._usage.metrics()) is not None:
-            answer["metrics"] = metrics
-        return Response(msgspec.json.encode(answer), media_type="application/json")
-
-    async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
-        try:
-            if first is not None:
-                yield self._event(first)
-            async for item in generation.rest():
-                yield self._event(item)
-        except ClientGone:
-            return
-        except ApiError as error:
-            yield event(as_event(error)) + DONE
-            return
-        yield self._last() + DONE
-
-    def _event(self, item: Item) -> bytes:
-        prompt, delta = item
-        self._usage.add(delta)
+    def chunks(self, prompt: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """One event; the first of a completion has the echoed prompt."""
+        place = prompt * self.n + delta.index
+        is_first = place not in self._begun
+        self._begun.add(place)
         choice = {
-            "index": prompt * self._n + delta.index,
-            "text": delta.text,
-            "logprobs": None,
+            "index": place,
+            "text": self._echoed[prompt] + delta.text if is_first else delta.text,
+            "logprobs": self._written(place, delta.logprobs),
             "finish_reason": delta.finish_reason,
+            **self._token_ids(delta.token_ids, prompt if is_first else None),
         }
-        return event({**self._head, "choices": [choice]})
+        yield {"choices": [choice]}
 
-    def _last(self) -> bytes:
-        """The event after the last choice: usage, if it was asked for."""
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
-            return b""
-        last: dict[str, Any] = {**self._head, "choices": [], "usage": self._usage.usage()}
-        if (metrics := self._usage.metrics()) is not None:
-            last["metrics"] = metrics
-        return event(last)
+    def _written(self, place: int, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        return None if entries is None else self._logprobs[place].completion(entries)
+
+    def _token_ids(self, token_ids: Sequence[int], prompt: int | None) -> dict[str, Any]:
+        if not self._returns_token_ids:
+            return {}
+        of_prompt = {} if prompt is None else {"prompt_token_ids": self.prompts[prompt]}
+        return {"token_ids": token_ids, **of_prompt}

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+
+from dflash_client.address import parse_url
+from dflash_client.connection import Connection
+
+
+@dataclass(frozen=True)
+class TritonTls:
+    """Whom to trust and who we are where a server's URL begins with `grpcs://`, as paths of PEM files."""
+
+    ca_cert: str | None = None
+    client_cert: str | None = None
+    client_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendConfig:
-    """triton_urls: gRPC addresses of the servers, `grpc://HOST:PORT`, all of which serve the same model. model_name:
-    Triton's name of it. served_model_names: what clients may call it, the first being its id; empty: the target's name
-    and Triton's. tokenizer: a directory with the target's tokenizer, where the one that the model names is on another
-    machine. request_timeout_s: the longest that a request may take, in seconds.
+    """triton_urls: gRPC addresses of the servers, `grpc://HOST:PORT`, all of which serve the same model.
+    triton_metrics_urls: where their metrics are, to be shown with the front end's own. model_name: Triton's name of the
+    model. served_model_names: what clients may call it, the first being its id; empty: the target's name and Triton's.
+    tokenizer: a directory with the target's tokenizer, where the one that the model names is on another machine.
+    request_timeout_s: the longest that a request may take, in seconds. drain_timeout_s: what running requests have to
+    finish at a stop.
+
+    Raises `ValueError` for URLs and files that cannot be used.
     """
 
     triton_urls: tuple[str, ...] = ("grpc://127.0.0.1:8001",)
+    triton_tls: TritonTls = TritonTls()
+    triton_metrics_urls: tuple[str, ...] = ()
     model_name: str = "dflash"
     served_model_names: tuple[str, ...] = ()
     tokenizer: str | None = None
     host: str = "127.0.0.1"
     port: int = 9000
     request_timeout_s: float = 3600.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for url in self.triton_urls:
+            location = parse_url(url, "grpc")
+            if location.protocol != "grpc":
+                raise ValueError(f"{url!r} is not a gRPC address; the front end speaks gRPC: give grpc://HOST:PORT")
+            Connection.build(location, **dataclasses.asdict(self.triton_tls))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from dflash_backend.error_text import shown
 from dflash_backend.text.chat import PromptError
 from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, check_num_tokens
 from dflash_backend.text.tokenizer import Tokenizer
@@ -35,16 +36,17 @@ class PromptBuilder:
         """Token ids of a text. Raises `ApiError`."""
         return await self._run("prompt", lambda: self._text(text, add_special_tokens))
 
-    def check_token_ids(self, token_ids: Sequence[int]) -> list[int]:
+    def check_token_ids(self, token_ids: Sequence[Any], param: str = "prompt") -> list[int]:
         """Token ids that a client sent. Raises `ApiError`."""
+        self._check_num_tokens(param, len(token_ids))
         for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self.vocab_size:
+            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
                 raise invalid(
-                    f"the prompt has the token id {token_id} at position {position}; allowed: 0 to "
+                    f"the prompt has {shown(token_id)} at position {position}; allowed: token ids from 0 to "
                     f"{self.vocab_size - 1}",
-                    "prompt",
+                    param,
                 )
-        return self._checked("prompt", list(token_ids))
+        return self._checked(param, list(token_ids))
 
     def close(self) -> None:
         """End the threads."""
@@ -62,11 +64,14 @@ class PromptBuilder:
     def _checked(self, param: str, token_ids: list[int]) -> list[int]:
         if not token_ids:
             raise invalid("the prompt is empty; it must have at least one token", param)
+        self._check_num_tokens(param, len(token_ids))
+        return token_ids
+
+    def _check_num_tokens(self, param: str, num_tokens: int) -> None:
         try:
-            check_num_tokens(len(token_ids), self.max_model_len)
+            check_num_tokens(num_tokens, self.max_model_len)
         except PromptTooLong as error:
             raise _too_long(error, param) from None
-        return token_ids
 
     def _chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         if MIN_TOKENS_OF_MESSAGE * len(messages) > self.max_model_len:

@@ -41,12 +41,15 @@ class Frontend:
 
     def __init__(self, config: FrontendConfig, pool: TritonPool | None = None) -> None:
         self.config = config
-        self.pool = pool or TritonPool(config.triton_urls, config.model_name, config.request_timeout_s)
+        self.pool = pool or TritonPool(config)
         self._model: Model | None = None
         self._why_not = "the front end has not reached its server yet"
+        self._stopping = False
 
     def model(self, name: str | None = None) -> Model:
         """The model, if `name` is one of its names or None. Raises `ApiError`: 503 before it is known, else 404."""
+        if self._stopping:
+            raise unavailable("this front end is shutting down; try again later")
         if self._model is None:
             raise unavailable(f"the model is not ready: {self._why_not}; try again later")
         if name is not None and name not in self._model.names:
@@ -69,6 +72,10 @@ class Frontend:
             except (ClientError, CheckpointError, msgspec.ValidationError) as error:
                 self._why_not = str(error)
             await asyncio.sleep(RETRY_S if self._model is None else REFRESH_S)
+
+    def stop_taking_requests(self) -> None:
+        """Refuse requests from now on; those that run go on."""
+        self._stopping = True
 
     async def close(self) -> None:
         """Close the connections; requests that still run are cancelled."""

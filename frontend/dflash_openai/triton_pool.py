@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 
 from dflash_client import AsyncDFlashClient, AsyncStream, Delta
 from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, Unavailable
+from dflash_openai.config import FrontendConfig
 
 
 class ModelDescription(msgspec.Struct, frozen=True):
@@ -33,8 +35,13 @@ class TritonPool:
     """Clients of the servers of one model. Each request goes to the server with the fewest requests of this front end;
     where that one does not take it, to the next."""
 
-    def __init__(self, urls: Sequence[str], model_name: str, timeout_s: float) -> None:
-        self._clients = [AsyncDFlashClient(url, "grpc", model_name, timeout_s) for url in urls]
+    def __init__(self, config: FrontendConfig) -> None:
+        """Nothing is connected yet. In the event loop that it serves."""
+        files = dataclasses.asdict(config.triton_tls)
+        self._clients = [
+            AsyncDFlashClient(url, "grpc", config.model_name, config.request_timeout_s, **files)
+            for url in config.triton_urls
+        ]
         self._num_running = dict.fromkeys(self._clients, 0)
 
     def request(self, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> PooledRequest:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_client import Delta
 from dflash_client.errors import Cancelled, ClientError
+from dflash_openai.config import FrontendConfig
 from dflash_openai.triton_pool import ModelDescription, TritonPool
 
 MAX_MODEL_LEN = 200
@@ -87,7 +88,7 @@ class ScriptedPool(TritonPool):
     """One script for all requests; `asked` has them in order."""
 
     def __init__(self, tokenizer_dir: Path) -> None:
-        super().__init__((), "dflash", 60.0)
+        super().__init__(FrontendConfig(triton_urls=()))
         self.script = Script()
         self.asked: list[Asked] = []
         self.unreachable: ClientError | None = None

@@ -12,7 +12,6 @@ from dflash_client.sampling import Sampling
 SETTINGS_COMMANDS = ("serve", "eval")
 REQUEST_COMMANDS = ("generate", "chat")
 ENDPOINT = "the server is given with --url HOST:PORT"
-PORTS = "there is one for each protocol: --http-port, --grpc-port and --metrics-port"
 # By command, then by option as others call it. "" stands for a word that is no option.
 KNOWN: dict[str, dict[str, str]] = {
     "serve": {
@@ -23,12 +22,15 @@ KNOWN: dict[str, dict[str, str]] = {
         "--tokenizer": "the tokenizer is that of the target",
         "--speculative-model": "the drafter is given with --draft",
         "--speculative-config": "the drafter is given with --draft, k with --set num_speculative_tokens=N",
-        "--port": PORTS,
-        "--served-model-name": "the name that clients use is --model-name",
         "--tensor-parallel-size": "a model runs on one GPU; start a server for each",
         "--api-key": "Triton checks no keys; put a proxy that does in front of it (docs/operators.md, Security)",
         "--ssl-certfile": "gRPC is encrypted with --grpc-tls-cert and --grpc-tls-key, HTTP by a proxy",
         "--ssl-keyfile": "gRPC is encrypted with --grpc-tls-cert and --grpc-tls-key, HTTP by a proxy",
+    },
+    "openai": {
+        "": "the servers are given with --triton grpc://HOST:PORT",
+        "--url": "the servers are given with --triton grpc://HOST:PORT",
+        "--model": "the model is that of the server that --triton names",
     },
     "generate": {
         "": "the prompt is one argument: put it in quotes",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import sys
 from typing import Any
 
-from dflash_cli.commands.arguments import port, positive_float
+from dflash_cli.commands.arguments import non_negative_float, port, positive_float
 from dflash_cli.commands.console import fail
 
 DESCRIPTION = """\
@@ -19,15 +21,39 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "openai", help="answer OpenAI's API with the model of a running server", description=DESCRIPTION
     )
-    parser.add_argument(
+    _add_servers(parser)
+    _add_listening(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_servers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the servers behind it").add_argument
+    add(
         "--triton",
         action="append",
         metavar="URL",
         help="gRPC address of a Triton server, grpc://HOST:PORT; may be repeated for servers of the same model "
         "(grpc://127.0.0.1:8001)",
     )
-    parser.add_argument("--model-name", default="dflash", metavar="NAME", help="Triton's name of it (%(default)s)")
-    parser.add_argument(
+    add("--triton-ca-cert", metavar="FILE", help="with grpcs://: PEM file of the authorities to trust")
+    add("--triton-client-cert", metavar="FILE", help="with grpcs://: PEM file of our certificate")
+    add("--triton-client-key", metavar="FILE", help="with grpcs://: PEM file of its key")
+    add(
+        "--triton-metrics",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="where a server has its metrics, http://HOST:8002/metrics, to show them too; may be repeated",
+    )
+    add("--model-name", default="dflash", metavar="NAME", help="Triton's name of the model (%(default)s)")
+    add("--tokenizer", metavar="DIR", help="directory with the target's tokenizer, where the server's is not here")
+
+
+def _add_listening(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the API").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=port, default=9000, metavar="N", help="%(default)s; 0: any free one")
+    add(
         "--served-model-name",
         action="extend",
         nargs="+",
@@ -35,39 +61,47 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="what clients may call the model (the target's name and Triton's)",
     )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="directory with the target's tokenizer, where the server's is not here"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=port, default=9000, metavar="N", help="%(default)s; 0: any free one")
-    parser.add_argument(
+    add(
         "--request-timeout",
         type=positive_float,
         default=3600.0,
         metavar="S",
         help="the longest that a request may take (%(default)g)",
     )
-    parser.set_defaults(run=run)
+    add(
+        "--drain-timeout",
+        type=non_negative_float,
+        default=30.0,
+        metavar="S",
+        help="what running requests have to finish at a stop (%(default)g); a second Ctrl-C does not wait",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
+    # transformers, for tokenizers, imports torch where it finds it: seconds and 150 MB for nothing.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
     from dflash_cli.launcher.ports import reachable_host, settle_ports
     from dflash_cli.launcher.triton_install import LauncherError
     from dflash_openai.app import create_app
-    from dflash_openai.config import FrontendConfig
+    from dflash_openai.config import FrontendConfig, TritonTls
     from dflash_openai.server import serve
 
     try:
         number = settle_ports(arguments.host, {"--port": arguments.port})["--port"]
         config = FrontendConfig(
             triton_urls=tuple(arguments.triton or ["grpc://127.0.0.1:8001"]),
+            triton_tls=TritonTls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
+            triton_metrics_urls=tuple(arguments.triton_metrics),
             model_name=arguments.model_name,
             served_model_names=tuple(arguments.served_model_name),
             tokenizer=arguments.tokenizer,
             host=arguments.host,
             port=number,
             request_timeout_s=arguments.request_timeout,
+            drain_timeout_s=arguments.drain_timeout,
         )
         app = create_app(config)
     except (LauncherError, ValueError) as error:

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.console import fail
 from dflash_cli.commands.serve_log import Lines, ServeLog
-from dflash_cli.commands.serve_options import add_serve_parser
+from dflash_cli.commands.serve_options import SETTING_OPTIONS, add_serve_parser
 
 if TYPE_CHECKING:
+    from dflash_cli.launcher.frontend import FrontendProcess
     from dflash_cli.launcher.restarts import Keeper
     from dflash_cli.launcher.server import TritonServer
 
@@ -46,18 +47,27 @@ def run(arguments: argparse.Namespace) -> int:
     log = ServeLog(lines, arguments.verbose)
     try:
         server = _server(arguments, log)
+        frontend = _frontend(arguments, lines.say)
         for warning in warnings(arguments):
             lines.say(warning)
     except (ConfigError, LauncherError) as error:
         lines.flush()
         return fail(str(error), status=2)
-    keeper = Keeper(server, restart=not arguments.no_restart, hang_timeout_s=arguments.hang_timeout, say=lines.say)
+    keeper = Keeper(
+        server,
+        restart=not arguments.no_restart,
+        hang_timeout_s=arguments.hang_timeout,
+        say=lines.say,
+        on_look=frontend.keep if frontend is not None else lambda: None,
+    )
 
     def on_ready() -> None:
+        if frontend is not None:
+            frontend.start(server.grpc_url, server.metrics_url)
         for warning in log.ready():
             lines.say(f"warning: {warning}")
         lines.flush()
-        _print(_endpoints(server))
+        _print(_endpoints(server, frontend.url if frontend is not None else None))
 
     with _signals_stop(keeper):
         try:
@@ -69,7 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
             lines.say("stopping; once more to stop at once")
             return 0
         finally:
+            if frontend is not None:
+                frontend.drain()
             keeper.stop()
+            if frontend is not None:
+                frontend.stop()
             lines.flush()
 
 
@@ -100,10 +114,37 @@ def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
     )
 
 
+def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> FrontendProcess | None:
+    """The OpenAI front end beside the server; None where there is to be none. Raises `LauncherError`."""
+    from dflash_cli.launcher.frontend import FrontendProcess
+    from dflash_cli.launcher.server import LauncherError
+
+    if arguments.port == 0:
+        return None
+    if arguments.grpc_tls_cert is not None:
+        raise LauncherError(
+            "gRPC is encrypted, and serve cannot know for which name; add --port 0 and run the OpenAI front end with: "
+            "dflash-triton openai --triton grpcs://NAME:PORT --triton-ca-cert FILE"
+        )
+    for option in ("http_port", "grpc_port", "metrics_port"):
+        if getattr(arguments, option) == arguments.port:
+            name = option.replace("_", "-")
+            raise LauncherError(f"--port and --{name} are both {arguments.port}; --port is that of the OpenAI API")
+    names = arguments.served_model_name
+    options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
+    return FrontendProcess(arguments.host, arguments.port, options, say=say)
+
+
 def _settings(arguments: argparse.Namespace) -> dict[str, str]:
     from dflash_cli.launcher.server import LauncherError
 
     settings = dict(arguments.settings)
+    for name in SETTING_OPTIONS:
+        value = getattr(arguments, name)
+        if value is not None and name in settings:
+            raise LauncherError(f"{name} is given twice: by --{name.replace('_', '-')} and by --set")
+        if value is not None:
+            settings[name] = str(value)
     if arguments.model is not None and arguments.target is not None:
         raise LauncherError(f"the model is given twice: {arguments.model} and --target {arguments.target}")
     given = {
@@ -162,14 +203,15 @@ def _print(text: str) -> None:
         print(text, flush=True)
 
 
-def _endpoints(server: TritonServer) -> str:
-    """What to know and one line to try, once the server is ready."""
+def _endpoints(server: TritonServer, openai_url: str | None) -> str:
+    """What to know and lines to try, once the server is ready."""
     body = json.dumps({"text_input": EXAMPLE_PROMPT, "max_tokens": 96, "temperature": 0})
     name = "" if server.model_name == "dflash" else f" --model-name {server.model_name}"
     grpc_url = f"grpcs://{server.grpc_url}" if server.grpc_tls else server.grpc_url
     return "\n".join(
         [
             f"ready: model {server.model_name}",
+            *([] if openai_url is None else [f"  OpenAI   {openai_url}/v1"]),
             f"  gRPC     {grpc_url}",
             f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
             f"  metrics  http://{server.metrics_url}/metrics",

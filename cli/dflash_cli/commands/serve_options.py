@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import add_settings_option, non_negative_float, non_negative_int, port
+from dflash_cli.commands.version import package_version
 
 DESCRIPTION = """\
-Run a Triton server with a DFlash model in the foreground; Ctrl-C stops it. Without a model it serves the demo pair that
-comes with the project. It listens on this machine alone unless --host says otherwise, and a server that dies or hangs
-is started anew. Options after -- go to tritonserver as they are."""
+Run a Triton server with a DFlash model, and OpenAI's API beside it, in the foreground; Ctrl-C stops both. Without a
+model it serves the demo pair that comes with the project. It listens on this machine alone unless --host says
+otherwise, and a server that dies or hangs is started anew. Options after -- go to tritonserver as they are."""
 
 
 # For an image, whose users change the command line.
 HOST_ENV = "DFLASH_SERVE_HOST"
 LOOPBACK = "127.0.0.1"
+
+
+# Settings that have an option of their own, for hands that know other servers.
+SETTING_OPTIONS = ("max_model_len", "max_num_seqs", "dtype")
 
 
 class _ServeParser(argparse.ArgumentParser):
@@ -57,6 +62,7 @@ def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
     _add_model(parser)
     _add_network(parser)
     _add_life_cycle(parser)
+    parser.add_argument("--version", action="version", version=f"dflash-triton {package_version()}")
     parser.add_argument("--verbose", action="store_true", help="show the whole log of the server")
     return parser
 
@@ -77,8 +83,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target that comes from the hub")
     group.add_argument("--draft-revision", metavar="REV", help="the same of the drafter")
+    group.add_argument("--max-model-len", metavar="N", help="longest prompt and answer together, in tokens")
+    group.add_argument("--max-num-seqs", metavar="N", help="requests that run at the same time")
+    group.add_argument("--dtype", metavar="TYPE", help="number type of weights and KV cache (docs/settings.md)")
     add_settings_option(parser)
-    group.add_argument("--model-name", default="dflash", metavar="NAME", help="name that clients use (%(default)s)")
+    group.add_argument(
+        "--model-name", default="dflash", metavar="NAME", help="Triton's name of the model (%(default)s)"
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients of the OpenAI API may call it (MODEL, and Triton's name)",
+    )
 
 
 def _add_network(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +105,14 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(HOST_ENV) or LOOPBACK,
         help=f"address to listen on; {HOST_ENV} in the environment, else {LOOPBACK}, which only this machine reaches; "
         "0.0.0.0: every address it has",
+    )
+    group.add_argument(
+        "--port",
+        "--openai-port",
+        type=port,
+        default=9000,
+        metavar="N",
+        help="of the OpenAI API (%(default)s); 0: without that API",
     )
     group.add_argument("--http-port", type=port, default=8000, metavar="N", help="%(default)s; 0: any free one")
     group.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="%(default)s; 0: any free one")

@@ -51,13 +51,16 @@ class Keeper:
         hang_timeout_s: float,
         say: Callable[[str], None],
         budget: RestartBudget | None = None,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Without `restart` the first trouble ends it. `say` gets a line for the operator."""
+        """Without `restart` the first trouble ends it. `say` gets a line for the operator. `on_look` is called about
+        twice a second, in the thread that runs `run`."""
         self._server = server
         self._restart = restart
         self._hang_timeout_s = hang_timeout_s
         self._say = say
         self._budget = budget or RestartBudget()
+        self._on_look = on_look
         self._asked = False
 
     def signalled(self) -> None:
@@ -86,6 +89,7 @@ class Keeper:
     def _until_trouble(self) -> str:
         with closing(Watch(self._server, self._hang_timeout_s)) as watch:
             while (trouble := watch.trouble()) is None:
+                self._on_look()
                 time.sleep(LOOK_S)
         words = self._server.failure() if self._server.poll() is not None else ""
         return f"{trouble}: {words}" if words else trouble

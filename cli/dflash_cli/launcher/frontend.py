@@ -1,0 +1,123 @@
+"""The OpenAI front end that `dflash-triton serve` runs beside its server, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+
+from dflash_cli.launcher.parent_death_signal import with_death_signal
+from dflash_cli.launcher.ports import reachable_host, settle_ports
+from dflash_cli.launcher.restarts import FIRST_DELAY_S
+from dflash_cli.launcher.triton_install import LauncherError
+
+READY_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 5.0
+POLL_S = 0.1
+KILL_S = 2.0
+LONGEST_DELAY_S = 30.0
+# One that ran for so long did not fail at its start.
+SERVED_S = 60.0
+
+
+class FrontendProcess:
+    """Runs `dflash-triton openai` and starts it again when it dies. All methods are for the main thread: the process
+    ends with the thread that has started it."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        options: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`options` are those of the command, but for host and port. Raises `LauncherError` for a port that is
+        taken."""
+        settle_ports(host, {"--port": port})
+        self._host, self._port = host, port
+        self._options = list(options)
+        self._environ = dict(os.environ if environ is None else environ)
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._delay_s = FIRST_DELAY_S
+        self._restart_at: float | None = None
+
+    @property
+    def url(self) -> str:
+        """The base URL of the API, reachable from this machine."""
+        return f"http://{reachable_host(self._host)}:{self._port}"
+
+    def start(self, grpc_url: str, metrics_url: str) -> None:
+        """Start it before the server at these addresses, and wait for a while until it can answer requests. Raises
+        `LauncherError` when it ends."""
+        self._options += ["--triton", f"grpc://{grpc_url}", "--triton-metrics", f"http://{metrics_url}/metrics"]
+        self._spawn()
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (why := self._why_not_ready()) is not None:
+            if self._process is None or self._process.poll() is not None:
+                self.stop()
+                raise LauncherError("the OpenAI front end did not start; --port 0 leaves it out")
+            if time.monotonic() > deadline:
+                self._say(f"warning: the OpenAI front end is not ready: {why}")
+                return
+            time.sleep(POLL_S)
+
+    def keep(self) -> None:
+        """Start it again where it has died, after a delay that doubles with each start that fails."""
+        now = time.monotonic()
+        if self._restart_at is None:
+            if self._process is None or (status := self._process.poll()) is None:
+                return
+            if now - self._started_at > SERVED_S:
+                self._delay_s = FIRST_DELAY_S
+            self._say(f"the OpenAI front end ended with status {status}; it is started anew in {self._delay_s:g} s")
+            self._restart_at = now + self._delay_s
+            self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
+        elif now >= self._restart_at:
+            self._restart_at = None
+            self._spawn()
+
+    def drain(self) -> None:
+        """Let it refuse new requests, and end once those that run have finished. Does nothing when it does not run."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it now. Does nothing when it does not run."""
+        process, self._process = self._process, None
+        self._restart_at = None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _why_not_ready(self) -> str | None:
+        """None once it answers requests."""
+        try:
+            answer = httpx.get(f"{self.url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
+        except httpx.TransportError as error:
+            return str(error)
+        return None if answer.is_success else answer.text
+
+    def _spawn(self) -> None:
+        command = [sys.executable, "-m", "dflash_cli.main", "openai", "--host", self._host, "--port", str(self._port)]
+        self._started_at = time.monotonic()
+        self._process = subprocess.Popen(
+            with_death_signal([*command, *self._options]),
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # A Ctrl-C in the terminal reaches the launcher alone, which then stops it.
+            start_new_session=True,
+        )

@@ -1,0 +1,111 @@
+"""What chat and completions have in common: an answer in one piece or as events, with usage and errors."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from dflash_client import Delta, GenerationResult
+from dflash_client.results import Completion
+from dflash_openai.errors import ApiError, ClientGone, as_event
+from dflash_openai.generation import Generation, Item
+from dflash_openai.schemas import GenerationFields
+from dflash_openai.sse import DONE, EventStream, event
+from dflash_openai.usage import UsageCounter
+
+
+class Answer(ABC):
+    """The JSON of one answer. Subclasses write the choices."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, body: GenerationFields, model: str, prompts: Sequence[Sequence[int]]) -> None:
+        """`prompts` are the token ids of each prompt; `model` is the name that the client used."""
+        self.n = body.n or 1
+        self.prompts = prompts
+        self._head = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.usage = UsageCounter(sum(map(len, prompts)))
+        options = body.stream_options
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
+
+    @abstractmethod
+    def choice(self, prompt: int, index: int, completion: Completion) -> dict[str, Any]:
+        """The choice of a finished completion: number `index` of those of a prompt."""
+
+    @abstractmethod
+    def chunks(self, prompt: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The fields of each event for a delta: `choices`, and others beside it."""
+
+    def extra(self) -> dict[str, Any]:
+        """More fields of an answer in one piece."""
+        return {}
+
+    def whole(self, results: Sequence[GenerationResult]) -> Response:
+        """The response with all completions."""
+        choices = []
+        for prompt, result in enumerate(results):
+            for index, completion in enumerate(result.completions):
+                self.usage.num_output_tokens += completion.num_output_tokens
+                self.usage.add_stats(completion.spec_stats)
+                choices.append(self.choice(prompt, index, completion))
+        answer = {**self._head, "object": self.object, "choices": choices, "usage": self.usage.usage(), **self.extra()}
+        return Response(msgspec.json.encode(answer | self._metrics()), media_type="application/json")
+
+    async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The events of a stream: those of the deltas, then usage if it was asked for, then `[DONE]`."""
+        try:
+            if first is not None:
+                yield self._of(first)
+            async for item in generation.rest():
+                yield self._of(item)
+        except ClientGone:
+            return
+        except ApiError as error:
+            yield event(as_event(error)) + DONE
+            return
+        last = b""
+        if self._include_usage:
+            last = self._event({"choices": [], "usage": self.usage.usage(), **self._metrics()})
+        yield last + DONE
+
+    def _of(self, item: Item) -> bytes:
+        prompt, delta = item
+        self.usage.add(delta)
+        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        if self._continuous_usage:
+            usage = {"usage": self.usage.usage()}
+        return b"".join(self._event({**fields, **usage}) for fields in self.chunks(prompt, delta))
+
+    def _event(self, fields: dict[str, Any]) -> bytes:
+        return event({**self._head, "object": self.chunk_object, **fields})
+
+    def _metrics(self) -> dict[str, Any]:
+        metrics = self.usage.metrics()
+        return {} if metrics is None else {"metrics": metrics}
+
+
+async def respond(answer: Answer, generation: Generation, stream: bool) -> Response:
+    """The response of a generation, which is closed with it. What fails before the first delta has its own status."""
+    streaming = False
+    try:
+        if not stream:
+            return answer.whole(await generation.results())
+        first = await generation.first()
+        streaming = True
+        return EventStream(answer.events(first, generation), generation.aclose)
+    finally:
+        if not streaming:
+            await generation.aclose()

@@ -1,0 +1,178 @@
+"""GET /metrics: what this front end has counted, and the metrics of the Triton servers behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from urllib.parse import urlsplit
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+FETCH_TIMEOUT_S = 2.0
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+EVENT_STREAM = b"text/event-stream"
+# Paths are a label: only known ones are, so that no client can make up labels without end.
+OTHER = "other"
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{.*\})?( .*)")
+_SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
+
+
+class Histogram:
+    """Counts of seconds by bucket."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BUCKETS_S) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self._sum += seconds
+
+    def lines(self, name: str, labels: str) -> Iterator[str]:
+        """The samples in Prometheus's text format."""
+        total = 0
+        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
+        yield f"{name}_sum{{{labels}}} {self._sum:.9g}"
+        yield f"{name}_count{{{labels}}} {total}"
+
+
+class FrontendMetrics:
+    """What one front end has counted."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = frozenset(paths)
+        self.num_running = 0
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._first_event: dict[str, Histogram] = defaultdict(Histogram)
+        self._duration: dict[str, Histogram] = defaultdict(Histogram)
+
+    def label(self, path: str) -> str:
+        """The path as a label."""
+        return path if path in self._paths else OTHER
+
+    def first_event(self, path: str, seconds: float) -> None:
+        """A stream has sent its first event."""
+        self._first_event[path].observe(seconds)
+
+    def finished(self, path: str, status: int, seconds: float) -> None:
+        """A request has ended; 499 where its client left before the answer began."""
+        self._requests[path, status] += 1
+        self._duration[path].observe(seconds)
+
+    def lines(self) -> Iterator[str]:
+        """All metrics in Prometheus's text format."""
+        yield "# HELP dflash_openai:requests_running Requests that this front end works on"
+        yield "# TYPE dflash_openai:requests_running gauge"
+        yield f"dflash_openai:requests_running {self.num_running}"
+        yield "# HELP dflash_openai:requests_total Requests that have ended, by path and HTTP status"
+        yield "# TYPE dflash_openai:requests_total counter"
+        for (path, status), count in sorted(self._requests.items()):
+            yield f'dflash_openai:requests_total{{path="{path}",status="{status}"}} {count}'
+        for name, help_text, histograms in (
+            ("time_to_first_event_seconds", "From the request to the first event of its stream", self._first_event),
+            ("request_duration_seconds", "From the request to the end of its answer", self._duration),
+        ):
+            yield f"# HELP dflash_openai:{name} {help_text}"
+            yield f"# TYPE dflash_openai:{name} histogram"
+            for path, histogram in sorted(histograms.items()):
+                yield from histogram.lines(f"dflash_openai:{name}", f'path="{path}"')
+
+
+class MetricsMiddleware:
+    """Counts every request, refused ones too."""
+
+    def __init__(self, app: ASGIApp, metrics: FrontendMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and watch its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, path, metrics = time.monotonic(), self._metrics.label(scope["path"]), self._metrics
+        status, waits_for_event = 499, False
+
+        async def watch(message: Message) -> None:
+            nonlocal status, waits_for_event
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                waits_for_event = any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
+            elif waits_for_event:
+                waits_for_event = False
+                metrics.first_event(path, time.monotonic() - began)
+            await send(message)
+
+        metrics.num_running += 1
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            metrics.num_running -= 1
+            metrics.finished(path, status, time.monotonic() - began)
+
+
+async def get_metrics(request: Request) -> Response:
+    """Both, in Prometheus's text format. A server that does not answer is left out, and counted as down."""
+    urls: tuple[str, ...] = request.app.state.frontend.config.triton_metrics_urls
+    metrics: FrontendMetrics = request.app.state.metrics
+    pages = {}
+    async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S, trust_env=False) as client:
+        for url, page in zip(urls, await asyncio.gather(*(_fetch(client, url) for url in urls)), strict=True):
+            pages[urlsplit(url).netloc] = page
+    text = "\n".join([*metrics.lines(), *merged(pages)]) + "\n"
+    return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def _fetch(client: httpx.AsyncClient, url: str) -> str | None:
+    try:
+        return (await client.get(url)).raise_for_status().text
+    except httpx.HTTPError:
+        return None
+
+
+def merged(pages: Mapping[str, str | None]) -> Iterator[str]:
+    """The samples of several servers' pages, by the server's address; None for a page that could not be had. With more
+    than one server each sample gets the label `server`."""
+    if not pages:
+        return
+    yield "# HELP dflash_openai:triton_up Whether the metrics of a Triton server could be read"
+    yield "# TYPE dflash_openai:triton_up gauge"
+    for server, page in pages.items():
+        yield f'dflash_openai:triton_up{{server="{server}"}} {int(page is not None)}'
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for server, page in pages.items():
+        for line in (page or "").splitlines():
+            _add(families, line, server if len(pages) > 1 else None)
+    for comments, samples in families.values():
+        yield from comments
+        yield from samples
+
+
+def _add(families: dict[str, tuple[list[str], list[str]]], line: str, server: str | None) -> None:
+    """Add a line of a page to its family: the lines of a metric must follow each other."""
+    if line.startswith(("# HELP ", "# TYPE ")):
+        comments = families.setdefault(line.split(" ", 3)[2], ([], []))[0]
+        kind = line[:7]
+        if not any(comment.startswith(kind) for comment in comments):
+            comments.append(line)
+    elif found := _SAMPLE.fullmatch(line):
+        name, labels, value = found[1], (found[2] or "")[1:-1], found[3]
+        if server is not None:
+            labels = f'{labels},server="{server}"' if labels else f'server="{server}"'
+        family = (
+            name
+            if name in families
+            else next(
+                (name.removesuffix(suffix) for suffix in _SUFFIXES if name.removesuffix(suffix) in families), name
+            )
+        )
+        families.setdefault(family, ([], []))[1].append(f"{name}{{{labels}}}{value}" if labels else f"{name}{value}")

@@ -1,0 +1,74 @@
+"""GET /openapi.json: the endpoints and the schemas of their bodies."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_openai.schemas import ChatRequest, CompletionRequest
+from dflash_openai.tokenize import DetokenizeRequest, TokenizeRequest
+
+BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "/v1/chat/completions": (ChatRequest, "Answer messages"),
+    "/v1/completions": (CompletionRequest, "Complete one or more prompts"),
+    "/tokenize": (TokenizeRequest, "Token ids of a text or of messages"),
+    "/detokenize": (DetokenizeRequest, "Text of token ids"),
+}
+PLAIN: dict[str, str] = {
+    "/v1/models": "The names of the model",
+    "/health": "Whether requests are taken",
+    "/version": "The version of this server",
+    "/metrics": "Metrics in Prometheus's text format",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _answers() -> dict[str, Any]:
+    error = {"description": "an error", "content": {"application/json": {"schema": _ERROR}}}
+    return {"200": {"description": "the answer"}, "default": error}
+
+
+@cache
+def document() -> bytes:
+    """The OpenAPI document, as JSON."""
+    structs = [body for body, _ in BODIES.values()]
+    references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for (path, (_, summary)), reference in zip(BODIES.items(), references, strict=True):
+        content = {"application/json": {"schema": reference}}
+        body = {"required": True, "content": content}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _answers()}}
+    for path, summary in PLAIN.items():
+        paths[path] = {"get": {"summary": summary, "responses": _answers()}}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "dflash-triton", "version": "1"},
+            "paths": paths,
+            "components": {"schemas": components},
+        }
+    )
+
+
+async def get_openapi(request: Request) -> Response:
+    """The document."""
+    return Response(document(), media_type="application/json")

@@ -1,0 +1,64 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_openai.chat import template_messages
+from dflash_openai.errors import invalid
+from dflash_openai.schemas import decode
+from dflash_openai.state import Frontend
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Literal[True] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a prompt, as a completion of it would have."""
+    frontend: Frontend = request.app.state.frontend
+    body = decode(await request.body(), TokenizeRequest)
+    model = frontend.model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("send exactly one of 'prompt' and 'messages'", "prompt")
+    if body.prompt is not None:
+        tokens = await model.prompts.from_text(body.prompt, body.add_special_tokens is not False)
+    else:
+        messages = template_messages(body.messages or [])
+        tokens = await model.prompts.from_messages(messages, body.chat_template_kwargs or {})
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": model.description.max_model_len,
+        "tokens": tokens,
+        "token_strs": model.tokenizer.token_texts(tokens) if body.return_token_strs else None,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, with special tokens."""
+    frontend: Frontend = request.app.state.frontend
+    body = decode(await request.body(), DetokenizeRequest)
+    model = frontend.model(body.model)
+    tokens = model.prompts.check_token_ids(body.tokens, "tokens")
+    text = model.tokenizer.decode(tokens, skip_special_tokens=False)
+    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
