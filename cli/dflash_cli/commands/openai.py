@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 from typing import Any
@@ -90,7 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
     from dflash_openai.server import serve
 
     try:
-        number = settle_ports(arguments.host, {"--port": arguments.port})["--port"]
         config = FrontendConfig(
             triton_urls=tuple(arguments.triton or ["grpc://127.0.0.1:8001"]),
             triton_tls=TritonTls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
@@ -99,10 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
             served_model_names=tuple(arguments.served_model_name),
             tokenizer=arguments.tokenizer,
             host=arguments.host,
-            port=number,
+            port=arguments.port,
             request_timeout_s=arguments.request_timeout,
             drain_timeout_s=arguments.drain_timeout,
         )
+        number = settle_ports(config.host, {"--port": config.port})["--port"]
+        config = dataclasses.replace(config, port=number)
         app = create_app(config)
     except (LauncherError, ValueError) as error:
         return fail(str(error), status=2)
