@@ -1,0 +1,87 @@
+"""What a chat request says of tools: which the model sees, and whether it must call one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_backend.text.tools import ToolError, read_tools
+from dflash_openai.errors import invalid
+from dflash_openai.parsing import OutputFormat
+from dflash_openai.parsing.grammar import NoGrammar, forced_calls
+from dflash_openai.schemas import ChatRequest
+
+_CHOICES = (
+    'none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...} with the '
+    "names of tools of the request"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`offered`: the tools that the model sees, in OpenAI's form; empty where it may call none. `forced`: whether it
+    must call one of them. `parallel`: whether it may call several at once."""
+
+    offered: Sequence[Mapping[str, Any]] = ()
+    forced: bool = False
+    parallel: bool = True
+
+    def grammar(self, output: OutputFormat, special_token_ids: Mapping[str, int]) -> str:
+        """The grammar of an answer that must call a tool. Raises `ApiError`."""
+        assert output.tools is not None
+        functions = [tool["function"] for tool in self.offered]
+        try:
+            return forced_calls(output.tools, functions, self.parallel, special_token_ids)
+        except NoGrammar as error:
+            raise invalid(str(error), "tool_choice") from None
+
+
+def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
+    """What a request says of tools, for a model that writes its answers as `output` says. Raises `ApiError`."""
+    try:
+        tools = read_tools(body.tools or [])
+    except ToolError as error:
+        raise invalid(str(error), "tools") from None
+    choice = body.tool_choice
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if choice == "none" or (choice == "auto" and not tools):
+        return ToolUse()
+    if not tools:
+        raise invalid("'tool_choice' needs 'tools'", "tool_choice")
+    if output.tools is None:
+        raise invalid(
+            "this model's chat template takes no tools, or none in a form that the front end knows; leave them out, or "
+            "set 'tool_choice' to none",
+            "tools",
+        )
+    forced, names = _read_choice(choice)
+    offered = tools if names is None else [tool for tool in tools if tool["function"]["name"] in names]
+    if names is not None and len(offered) < len(names):
+        missing = next(name for name in names if name not in [tool["function"]["name"] for tool in tools])
+        raise invalid(f"'tool_choice' names the function {missing!r}, which 'tools' does not have", "tool_choice")
+    return ToolUse(offered, forced, body.parallel_tool_calls is not False)
+
+
+def _read_choice(choice: Any) -> tuple[bool, set[str] | None]:
+    """Whether a tool must be called, and the names of those that may be; None for all. Raises `ApiError`."""
+    if choice in ("auto", "required"):
+        return choice == "required", None
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function" and (name := _name(choice)):
+        return True, {name}
+    allowed = choice.get("allowed_tools", choice) if kind == "allowed_tools" else None
+    if isinstance(allowed, Mapping) and isinstance(allowed.get("tools"), list):
+        names = {_name(tool) for tool in allowed["tools"]}
+        mode = allowed.get("mode", "auto")
+        if names and None not in names and mode in ("auto", "required"):
+            return mode == "required", {name for name in names if name is not None}
+    raise invalid(f"'tool_choice' is not one of {_CHOICES}", "tool_choice")
+
+
+def _name(tool: Any) -> str | None:
+    """The function's name, as chat completions write it, or as responses do."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
