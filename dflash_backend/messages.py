@@ -27,7 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `dflash_backend.text.sampling_params.parse_sampling_params`.
     `top_k` of 0 means all tokens; `seed` of None takes one from the engine's own; `num_speculative_tokens` of None
     takes the server's. `logit_bias` is added to the logits of its token ids; `logprobs` of None returns none, of 0
-    those of the new tokens, of m also those of the m most likely ones. `allowed_token_ids` of None allows all;
+    those of the new tokens, of m also those of the m most likely ones, and `prompt_logprobs` is the same for the
+    prompt's tokens after its first. `allowed_token_ids` of None allows all;
     `bad_words_token_ids` are those of `bad_words`, which the stub fills in. The engine runs one completion a request:
     for `n` of them, the stub sends the request n times (`dflash_backend.text.sampling_params.child`).
 
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -168,7 +170,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
     """New tokens of one request from one step. The last one of a request has a finish reason and stats.
 
     Every delta of a request with stop strings has stats: the text may end the answer within it.
-    `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none.
+    `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none. `prompt_logprobs` has
+    those of the prompt's tokens after its first, in order, over all deltas; a delta may have only these.
     """
 
     request_id: str
@@ -176,6 +179,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] = []
 
     @classmethod
     def joined(cls, deltas: list[TokenDelta]) -> TokenDelta:
@@ -185,7 +189,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
         if any(delta.logprobs is not None for delta in deltas):
             logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-        return cls(last.request_id, token_ids, last.finish_reason, last.stats, logprobs)
+        of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
+        return cls(last.request_id, token_ids, last.finish_reason, last.stats, logprobs, of_prompt)
 
 
 class RequestRejected(msgspec.Struct, frozen=True):

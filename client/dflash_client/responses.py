@@ -31,6 +31,7 @@ class ResponseReader:
         texts = outputs.get("text_output", [])
         token_ids = _split(outputs.get("token_ids", []), outputs.get("num_output_tokens"), len(texts))
         num_input_tokens = _element(outputs, "num_input_tokens", 0)
+        of_prompt = _prompt_logprobs(_json(_element(outputs, "prompt_logprobs", 0), "prompt_logprobs"))
         for index, text in enumerate(texts):
             delta = Delta(
                 text=text,
@@ -42,6 +43,7 @@ class ResponseReader:
                 index=index,
                 logprobs=_logprobs(_json(_element(outputs, "logprobs", index), "logprobs")),
                 cumulative_logprob=_element(outputs, "cumulative_logprob", index),
+                prompt_logprobs=of_prompt if index == 0 else None,
             )
             if self._is_news(delta):
                 yield delta
@@ -52,7 +54,8 @@ class ResponseReader:
         if delta.finish_reason is not None:
             self._finished.add(delta.index)
         ended = delta.finish_reason is not None and not ended_before
-        return ended or bool(delta.text or delta.num_output_tokens) or delta.spec_stats is not None
+        has_output = bool(delta.text or delta.num_output_tokens or delta.prompt_logprobs)
+        return ended or has_output or delta.spec_stats is not None
 
 
 def description(text: str) -> dict[str, Any]:
@@ -105,3 +108,9 @@ def _logprobs(entries: Any) -> tuple[TokenLogprobs, ...] | None:
     if entries is None:
         return None
     return tuple({int(token): Logprob(**of_token) for token, of_token in (entry or {}).items()} for entry in entries)
+
+
+def _prompt_logprobs(entries: Any) -> tuple[TokenLogprobs | None, ...] | None:
+    """One entry for each token of the prompt, None where it has none; None for no entries."""
+    found = _logprobs(entries)
+    return tuple(of_token or None for of_token in found) if found else None

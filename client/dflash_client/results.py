@@ -27,7 +27,8 @@ class Delta:
     `index` numbers the completions of a request, 0 to n - 1. `finish_reason` and `spec_stats` are set on the last delta
     of a completion only. `num_output_tokens` counts `token_ids`; `logprobs` has an entry for each of them, if they
     were asked for. `cumulative_logprob` is that of the completion so far. `spec_stats` has the fields
-    that the server sends, such as `acceptance_length` and `num_cached_tokens`.
+    that the server sends, such as `acceptance_length` and `num_cached_tokens`. `prompt_logprobs`, of the first
+    completion's deltas, has an entry for each token of the prompt, the first of which is None, if they were asked for.
     """
 
     text: str
@@ -39,6 +40,7 @@ class Delta:
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A finished request: its `n` completions, without the prompt. What is said of one is said of the first."""
+    """A finished request: its `n` completions, without the prompt. What is said of one is said of the first.
+
+    `prompt_logprobs` has an entry for each token of the prompt, the first of which is None, if they were asked for."""
 
     completions: tuple[Completion, ...]
     num_input_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -101,10 +106,13 @@ class GenerationResult:
         """Join the deltas of one request."""
         by_index: dict[int, list[Delta]] = {0: []}
         num_input_tokens = 0
+        of_prompt: tuple[TokenLogprobs | None, ...] | None = None
         for delta in deltas:
             by_index.setdefault(delta.index, []).append(delta)
             num_input_tokens = delta.num_input_tokens if delta.num_input_tokens is not None else num_input_tokens
-        return cls(tuple(_joined(by_index[index]) for index in sorted(by_index)), num_input_tokens)
+            if delta.prompt_logprobs is not None:
+                of_prompt = (*(of_prompt or ()), *delta.prompt_logprobs)
+        return cls(tuple(_joined(by_index[index]) for index in sorted(by_index)), num_input_tokens, of_prompt)
 
 
 def _joined(deltas: list[Delta]) -> Completion:

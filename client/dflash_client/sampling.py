@@ -32,6 +32,7 @@ class Sampling(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str] | None
     logprobs: int | None
+    prompt_logprobs: int | None
     num_speculative_tokens: int | None
     cache_salt: str | None
     tenant: str | None

@@ -42,7 +42,6 @@ from dflash_backend.messages import (
     SpeculationStats,
     StepOutputs,
     TokenDelta,
-    TokenLogprobs,
 )
 from dflash_backend.spec_stats import SpecDecodingStats
 
@@ -217,7 +216,8 @@ class EngineCore:
     def _expire(self, now: float, outputs: StepOutputs) -> None:
         """End the requests whose deadline has passed, with what they have."""
         for request in self._deadlines.pop_expired(now):
-            outputs.deltas.append(self._finish(request, [], "abort", now))
+            self._remove(request, "abort", now)
+            outputs.deltas.append(TokenDelta(request.request_id, [], "abort", request.stats(now)))
 
     def _run(self, plan: StepPlan, started: float, outputs: StepOutputs) -> bool:
         """Give a step to the worker; False when it could not run, and then the next one is smaller or isolates the
@@ -357,23 +357,13 @@ class EngineCore:
         self.scheduler.kv.publish(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
+        of_prompt = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs or ())
         if finish_reason is not None:
-            return self._finish(request, token_ids, finish_reason, now, logprobs)
-        if not token_ids:
+            self._remove(request, finish_reason, now)
+        elif not token_ids and not of_prompt:
             return None
-        stats = None if request.yields is None else request.stats(now)
-        return TokenDelta(request.request_id, token_ids, None, stats, logprobs)
-
-    def _finish(
-        self,
-        request: Request,
-        token_ids: list[int],
-        reason: FinishReason,
-        now: float,
-        logprobs: list[TokenLogprobs] | None = None,
-    ) -> TokenDelta:
-        self._remove(request, reason, now)
-        return TokenDelta(request.request_id, token_ids, reason, request.stats(now), logprobs)
+        stats = None if finish_reason is None and request.yields is None else request.stats(now)
+        return TokenDelta(request.request_id, token_ids, finish_reason, stats, logprobs, of_prompt)
 
     def _fail(self, request: Request, reason: str, outputs: StepOutputs, queued: bool = True) -> None:
         """End a request with an error. `queued`: whether the scheduler has it."""

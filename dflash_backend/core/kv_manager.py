@@ -44,9 +44,9 @@ class KVManager:
         A cached block has the drafter's context KV too (PUBLISH, TOGETHER), so from the end of the hit only the blocks
         are dropped whose context KV the drafter wants made again (`hit_trim`). At least one position is left to
         compute: a fresh prompt needs the logits of its last token, and a resumed request a row after which the drafter
-        runs.
+        runs. A request that wants log-probabilities of its prompt computes all of it.
         """
-        if not self._caching:
+        if not self._caching or request.wants_prompt_logprobs:
             return []
         version = self.pool.cache_version
         if request.hit is None or request.hit[0] != version:

@@ -82,13 +82,15 @@ class RequestResult:
     """What a row yielded: `token_ids` are the accepted drafts and the token after them; empty without `sample`.
 
     `num_accepted` of the row's drafts were accepted: `len(token_ids) == num_accepted + 1` for a row that sampled.
-    `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None.
+    `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None. `prompt_logprobs`
+    has an entry for each token of the prompt that a position of this row predicts, when the request asked for them.
     """
 
     request_id: str
     token_ids: list[int]
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     def fits(self, row: ScheduledRequest) -> bool:
         """Whether this can be the answer to `row`. Going on with another one would corrupt the request."""

@@ -5,13 +5,23 @@ The scheduler and the KV manager change it. Whether it waits or runs follows fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.speculation import SpeculatingRow
-from dflash_backend.messages import DEFAULT_PRIORITY, FinishReason, GenerationRequest, RequestStats, SamplingParams
+from dflash_backend.messages import (
+    DEFAULT_PRIORITY,
+    FinishReason,
+    GenerationRequest,
+    RequestStats,
+    SamplingParams,
+    TokenLogprobs,
+)
 from dflash_backend.spec_stats import SpecDecodingStats
 
 _MASK_64 = (1 << 64) - 1
@@ -74,6 +84,8 @@ class Request:
     first_scheduled_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    # Log-probabilities of the prompt that were sent, from its second token on.
+    num_prompt_logprobs: int = 0
     spec_stats: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     # Of each step that yielded tokens: the drafts that it verified, and how many tokens it yielded. Only kept for a
     # request with stop strings, which the text may reach steps ago.
@@ -109,6 +121,11 @@ class Request:
             spec_stats=SpecDecodingStats.zeros(k),
             yields=[] if sampling.stop else None,
         )
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether positions of the prompt are to be computed for the log-probabilities that they give."""
+        return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
     def num_tokens(self) -> int:
@@ -180,10 +197,22 @@ class Request:
             request_id=self.request_id,
             token_ids=list(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
-            sampling=self.sampling,
+            sampling=self.sampling if self.wants_prompt_logprobs else self._without_prompt_logprobs(),
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
         )
+
+    def _without_prompt_logprobs(self) -> SamplingParams:
+        if self.sampling.prompt_logprobs is None:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
+
+    def take_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Those of a row that began at position `start` that were not sent before: after a preemption the worker
+        computes them again."""
+        new = list(entries[max(0, self.num_prompt_logprobs - start) :])
+        self.num_prompt_logprobs += len(new)
+        return new
 
     def stats(self, now: float) -> RequestStats:
         """What it has cost so far; a request that was never scheduled has waited until `now`."""

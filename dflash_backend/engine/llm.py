@@ -60,10 +60,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput(Completion):
-    """One finished prompt: its first completion, and all `n` of them in `outputs`."""
+    """One finished prompt: its first completion, and all `n` of them in `outputs`.
+
+    `prompt_logprobs` has an entry for each of `prompt_token_ids`, the first of which is None; None unless the sampling
+    parameter `prompt_logprobs` asked for them.
+    """
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -221,8 +226,14 @@ def _completion(state: CompletionState, returns_logprobs: bool, started: float) 
 
 
 def _request_output(state: RequestState, started: float) -> RequestOutput:
+    of_prompt = None if state.prompt_logprobs is None else state.prompt_logprobs.entries
     completions = [_completion(one, state.parsed.returns.logprobs, started) for one in state.completions]
-    return RequestOutput(**vars(completions[0]), prompt_token_ids=state.parsed.prompt_token_ids, outputs=completions)
+    return RequestOutput(
+        **vars(completions[0]),
+        prompt_token_ids=state.parsed.prompt_token_ids,
+        outputs=completions,
+        prompt_logprobs=of_prompt,
+    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

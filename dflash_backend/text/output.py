@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -129,20 +129,59 @@ class CompletionState:
         if not self._logprobs_as_json:
             self.logprobs.append(entry)
             return
-        # ASCII. The new token comes first, also among tokens of the same probability.
-        self.logprobs_json.append(
-            json.dumps(
-                {
-                    str(token_id): {
-                        "logprob": max(logprob, LOWEST_LOGPROB),
-                        "rank": rank,
-                        "decoded_token": self._detokenizer.would_add(token_id, last),
-                    }
-                    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
-                }
-            )
-        )
+        self.logprobs_json.append(logprobs_json(entry, lambda token_id: self._detokenizer.would_add(token_id, last)))
         self.num_bytes += len(self.logprobs_json[-1])
+
+
+def logprobs_json(entry: TokenLogprobs, text_of: Callable[[int], str]) -> str:
+    """The JSON object of one position, in ASCII. The chosen token comes first, also among tokens of the same
+    probability. `text_of` gives a token's text."""
+    return json.dumps(
+        {
+            str(token_id): {
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "rank": rank,
+                "decoded_token": text_of(token_id),
+            }
+            for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, entry.ranks, strict=True)
+        }
+    )
+
+
+class PromptLogprobsState:
+    """Log-probabilities of a request's prompt, None for its first token: those that came since the last `clear`, as
+    entries, or as JSON texts."""
+
+    def __init__(self, tokenizer: Decoder, as_json: bool) -> None:
+        self._tokenizer, self._as_json = tokenizer, as_json
+        self._texts: dict[int, str] = {}
+        self._begun = False
+        self.entries: list[TokenLogprobs | None] = []
+        self.json: list[str] = []
+        self.num_bytes = 0
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Append those of a delta."""
+        if not self._begun:
+            self._begun = True
+            self.entries.append(None)
+            self.json.append("null")
+        if self._as_json:
+            added = [logprobs_json(entry, self._text_of) for entry in entries]
+            self.num_bytes += sum(map(len, added))
+            self.json += added
+        else:
+            self.entries += entries
+
+    def clear(self) -> None:
+        """Drop those so far: they were sent."""
+        self.entries, self.json, self.num_bytes = [], [], 0
+
+    def _text_of(self, token_id: int) -> str:
+        """A token's text by itself. Prompts and their likely tokens repeat."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id], False)
+        return self._texts[token_id]
 
 
 class RequestState:
@@ -154,16 +193,23 @@ class RequestState:
         self.request_id = request_id
         self.parsed = parsed
         self.completions = [CompletionState(parsed, tokenizer, logprobs_as_json) for _ in range(parsed.sampling.n)]
+        asked = parsed.sampling.prompt_logprobs is not None
+        self.prompt_logprobs = PromptLogprobsState(tokenizer, logprobs_as_json) if asked else None
         self.arrived_at = time.monotonic()
 
     def add(self, delta: TokenDelta) -> AddedTokens:
         """Append new tokens of one completion, by the delta's request id."""
+        if self.prompt_logprobs is not None and (delta.prompt_logprobs or delta.token_ids):
+            # With its first token, for a prompt of one token, which has no others.
+            self.prompt_logprobs.add(delta.prompt_logprobs)
         return self.completions[int(delta.request_id.partition(SEPARATOR)[2] or 0)].add(delta)
 
     def clear(self) -> None:
         """Drop the output so far: it was sent."""
         for completion in self.completions:
             completion.clear()
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.clear()
 
     @property
     def num_new_tokens(self) -> int:
@@ -173,7 +219,8 @@ class RequestState:
     @property
     def num_bytes(self) -> int:
         """Bytes of the output of all completions since the last `clear`."""
-        return sum(completion.num_bytes for completion in self.completions)
+        of_prompt = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_bytes
+        return of_prompt + sum(completion.num_bytes for completion in self.completions)
 
     @property
     def finished(self) -> bool:

@@ -191,6 +191,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("allowed_token_ids", _read_allowed_ids, "a list of at least one token id, each of at least 0"),
     Parameter("bad_words", _read_bad_words, texts_in_words(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS)),
     Parameter("logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the whole vocabulary"),
+    Parameter("prompt_logprobs", _read_logprobs, f"an integer from 0 to {MAX_LOGPROBS}, not -1 for the vocabulary"),
     Parameter("seed", _read_seed, "a 64-bit integer, or -1 for the server's own"),
     Parameter("stop", _read_stops, texts_in_words(MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_CHARS_TOGETHER)),
     Parameter("stop_token_ids", _read_token_ids, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids of at least 0"),
@@ -257,9 +258,10 @@ def parse_sampling_params(
 
 def child(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of completion `index` (0-based) of the `n` in `params`: one completion, and `seed + index` as its
-    seed if there is one, as in vLLM."""
+    seed if there is one, as in vLLM. Only the first computes the prompt's log-probabilities."""
     seed = params.seed
-    return msgspec.structs.replace(params, n=1, seed=None if seed is None else (seed + index) & INT64_MAX)
+    changes: dict[str, Any] = {"prompt_logprobs": None} if index else {}
+    return msgspec.structs.replace(params, n=1, seed=None if seed is None else (seed + index) & INT64_MAX, **changes)
 
 
 def _check_together(

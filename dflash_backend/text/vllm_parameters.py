@@ -45,10 +45,9 @@ def _from_text(text: str) -> Any:
 
 
 _NOT_YET = "this server cannot do that; leave it out"
-_OF_PROMPT = "this server returns log-probabilities of new tokens only; leave it out"
+_OF_PROMPT = "'prompt_logprobs' returns those of the whole prompt; leave it out"
 
 VLLM_PARAMETERS: dict[str, VllmParameter] = {
-    "prompt_logprobs": VllmParameter((), _OF_PROMPT),
     "prompt_logprob_token_ids": VllmParameter((), _OF_PROMPT),
     "prompt_logprob_start": VllmParameter((), _OF_PROMPT),
     "logprob_token_ids": VllmParameter((), "'logprobs' returns those of the most likely tokens"),

@@ -37,6 +37,7 @@ OUTPUTS: dict[str, tuple[str, int]] = {
     "finish_reason": ("TYPE_STRING", -1),
     "cumulative_logprob": ("TYPE_FP32", -1),
     "logprobs": ("TYPE_STRING", -1),
+    "prompt_logprobs": ("TYPE_STRING", 1),
     "num_input_tokens": ("TYPE_UINT32", -1),
     "num_output_tokens": ("TYPE_UINT32", -1),
     "token_ids": ("TYPE_INT32", -1),

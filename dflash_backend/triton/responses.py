@@ -56,6 +56,8 @@ class ResponseBuilder:
             outputs["logprobs"] = _texts(
                 [f"[{', '.join(one.logprobs_json)}]" if asked else "null" for one in completions]
             )
+        if state.prompt_logprobs is not None:
+            outputs["prompt_logprobs"] = _texts([f"[{', '.join(state.prompt_logprobs.json)}]"])
         if returns.num_input_tokens:
             outputs["num_input_tokens"] = np.array([len(state.parsed.prompt_token_ids)], dtype=np.uint32)
         if returns.num_output_tokens:

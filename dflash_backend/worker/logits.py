@@ -210,14 +210,14 @@ def token_logprobs(
         return results
     _, flat = spans(metadata.first[asking], np.array([len(new_tokens[i]) for i in asking]))
     chosen = torch.tensor([token for i in asking for token in new_tokens[i]], device=logits.device)[:, None]
-    host = _ranked(logits[torch.from_numpy(flat).to(logits.device)], chosen, int(wanted.max()))
+    host = ranked_logprobs(logits[torch.from_numpy(flat).to(logits.device)], chosen, int(wanted.max()))
     entries = iter(zip(*host, strict=True))
     for i in asking.tolist():
-        results[i] = [_entry(token, int(wanted[i]), *next(entries)) for token in new_tokens[i]]
+        results[i] = [logprobs_entry(token, int(wanted[i]), *next(entries)) for token in new_tokens[i]]
     return results
 
 
-def _ranked(
+def ranked_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> tuple[list[float], list[int], list[list[float]], list[list[int]]]:
     """For `logits` `[n, vocab]` and chosen tokens int64 `[n, 1]`: each chosen one's log-probability and rank, and the
@@ -237,7 +237,7 @@ def _ranked(
     )
 
 
-def _entry(
+def logprobs_entry(
     token: int, num_top: int, own: float, rank: int, top_logprobs: list[float], top_ids: list[int]
 ) -> TokenLogprobs:
     """The message for one token. A chosen token among the most likely ones is not repeated, and has its place there."""

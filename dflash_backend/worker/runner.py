@@ -22,6 +22,7 @@ from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes, warm_up
 from dflash_backend.worker.logits import LogitsProcessors
+from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
@@ -38,6 +39,7 @@ class PartInFlight:
     num_rows: int
     results: Download
     logprobs: dict[int, list[TokenLogprobs]]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class ModelRunner:
             token_ids = tokens.tolist()
             for i, (row, count) in enumerate(zip(part.rows, counts.tolist(), strict=False)):
                 new = token_ids[i][: count + 1] if row.sample else []
-                results[row.request_id] = RequestResult(row.request_id, new, count, part.logprobs.get(i))
+                logprobs, of_prompt = part.logprobs.get(i), part.prompt_logprobs.get(i)
+                results[row.request_id] = RequestResult(row.request_id, new, count, logprobs, of_prompt)
             seconds = np.diff(times) / 1e9
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
             if times.any() and seconds.sum() > sum(phases.values()):
@@ -160,6 +163,7 @@ class ModelRunner:
         batch = HostBatch.of(rows, self.requests)
         processors = LogitsProcessors.of(batch, self.requests)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
+        of_prompt = PromptLogprobs.of(batch, self.requests)
         padded = self.graphs.find(batch) if processors is None else None
         if padded is not None:
             inputs = padded.inputs
@@ -169,8 +173,9 @@ class ModelRunner:
         if padded is not None and guard is None:
             output = StepOutput(padded.replay())
         else:
-            output = self.step.run(inputs, guard, processors)
-        return PartInFlight(rows, inputs.num_rows, self._downloader.begin(output.numbers), output.logprobs)
+            output = self.step.run(inputs, guard, processors, of_prompt)
+        results = self._downloader.begin(output.numbers)
+        return PartInFlight(rows, inputs.num_rows, results, output.logprobs, of_prompt.entries if of_prompt else {})
 
 
 @contextmanager

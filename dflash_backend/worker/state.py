@@ -125,7 +125,7 @@ class RequestStates:
     On the host, one entry for each request: temperature (0: greedy), top_p, min_p float32, top_k (0: all
     tokens), seeds int64. And what logits processors need: num_prompt_tokens int64; min_end int64, the position below
     which stop tokens are hidden, 0 for none; biased, masked and penalised bool; penalties float32 `[S, 3]`, repetition,
-    frequency, presence; num_logprobs int64, -1 for none.
+    frequency, presence; num_logprobs and num_prompt_logprobs int64, -1 for none.
     """
 
     def __init__(self, state: StateTensors, vocab_size: int) -> None:
@@ -148,6 +148,7 @@ class RequestStates:
         self.penalised = np.zeros(count, dtype=bool)
         self.penalties = np.zeros((count, 3), dtype=np.float32)
         self.num_logprobs = np.full(count, -1, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(count, -1, dtype=np.int64)
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
@@ -200,6 +201,7 @@ class RequestStates:
         self.penalised[index] = sampling.penalised
         self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
         self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_prompt_logprobs[index] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
         return record
 
     def _record(self, index: int, new: NewRequest) -> RequestRecord:

@@ -20,6 +20,7 @@ from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.pending_context import Context, PendingContext
+from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
 from dflash_backend.worker.write_guard import WriteGuard
@@ -87,10 +88,14 @@ class ModelStep:
         return num_rows * (self.state.k + 2) + NUM_TIMESTAMPS
 
     def run(
-        self, inputs: StepInputs, guard: WriteGuard | None = None, processors: LogitsProcessors | None = None
+        self,
+        inputs: StepInputs,
+        guard: WriteGuard | None = None,
+        processors: LogitsProcessors | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> StepOutput:
         """A whole step. Raises `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
-        verified = self.verify(inputs, guard, processors)
+        verified = self.verify(inputs, guard, processors, prompt_logprobs)
         if self.ops.on_host:  # a CPU never raises this error
             return self.finish(inputs, verified, guard, processors)
         before = StateSnapshot(self.state, inputs.batch, verified.prepared)
@@ -107,7 +112,11 @@ class ModelStep:
         return counts, tokens.reshape(num_rows, -1), times
 
     def verify(
-        self, inputs: StepInputs, guard: WriteGuard | None = None, processors: LogitsProcessors | None = None
+        self,
+        inputs: StepInputs,
+        guard: WriteGuard | None = None,
+        processors: LogitsProcessors | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Verified:
         """One target forward over all rows, and the tokens that their drafts are compared with."""
         timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
@@ -127,6 +136,8 @@ class ModelStep:
         capture = self.drafter.capture if self.drafter is not None else ()
         output = self.target.forward(prepared.token_ids, context, self.kv.target, capture)
         hidden = output.hidden
+        if prompt_logprobs is not None:
+            prompt_logprobs.compute(hidden, self.target, self.state.tokens)
         if inputs.logits_token is not None:
             hidden = hidden.index_select(0, inputs.logits_token)
         logits = self.target.logits(hidden)

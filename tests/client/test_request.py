@@ -135,3 +135,14 @@ def test_what_the_server_did_not_begin_is_sent_again_after_waits_that_double(err
     assert policy.wait_s(9, error, answered=False, remaining_s=100) is None
     assert policy.wait_s(0, error, answered=True, remaining_s=100) is None
     assert policy.wait_s(3, error, answered=False, remaining_s=1) is None
+
+
+def test_log_probabilities_of_the_prompt_join_over_responses() -> None:
+    reader = ResponseReader()
+    texts = ('[null, {"5": {"logprob": -1.0}}]', '[{"6": {"logprob": -2.0}}]', "[]")
+    deltas = [
+        delta for text in texts for delta in reader.deltas({"text_output": ["a", "b"], "prompt_logprobs": [text]})
+    ]
+    assert [delta.prompt_logprobs for delta in deltas if delta.index == 1] == [None] * 3
+    result = GenerationResult.from_deltas(deltas)
+    assert result.prompt_logprobs == (None, {5: Logprob(-1.0)}, {6: Logprob(-2.0)})

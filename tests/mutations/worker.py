@@ -77,6 +77,34 @@ WORKER_MUTANTS = (
             "logits[:, self.last] += bias",
         ),
     ),
+    *mutants_of(
+        f"{WORKER}/prompt_logprobs.py",
+        ("tests/test_prompt_logprobs.py",),
+        (
+            "a prompt's log-probabilities are those of the token before",
+            "behind = int(self._start[i]) + begin + 1",
+            "behind = int(self._start[i]) + begin",
+        ),
+        (
+            "a prompt's last position has log-probabilities too",
+            "requests.num_prompt_tokens[index] - 1 - batch.start",
+            "requests.num_prompt_tokens[index] - batch.start",
+        ),
+    ),
+    Mutant(
+        "a prompt's log-probabilities begin behind a prefix hit",
+        "dflash_backend/core/kv_manager.py",
+        "if not self._caching or request.wants_prompt_logprobs:",
+        "if not self._caching:",
+        ("tests/test_prompt_logprobs.py",),
+    ),
+    Mutant(
+        "a prompt's log-probabilities come again after a preemption",
+        "dflash_backend/core/request.py",
+        "entries[max(0, self.num_prompt_logprobs - start) :]",
+        "entries",
+        ("tests/core/test_prompt_logprobs.py",),
+    ),
     Mutant(
         "a bias brings back a token that is not allowed",
         f"{WORKER}/logits.py",

@@ -103,3 +103,29 @@ def test_the_engine_is_asked_for_the_logprobs_that_the_client_gets_to_see(
     assert [request.sampling.logprobs for request in requests] == [expected] * 2
     assert [(request.sampling.n, request.sampling.seed) for request in requests] == [(1, 7), (1, 8)]
     assert [(request.request_id, request.deadline_s) for request in requests] == [("r", 2.5), ("r/1", 2.5)]
+
+
+def test_log_probabilities_of_the_prompt_wait_for_the_next_response(tokenizer: Tokenizer) -> None:
+    request = state(tokenizer, prompt_logprobs=1)
+    assert request.prompt_logprobs is not None
+    entry = TokenLogprobs([98, 99], [-0.5, -float("inf")], [1, 2])
+    request.add(TokenDelta("r", [], prompt_logprobs=[entry]))
+    assert not request.has_output
+    request.add(delta(b"c"))
+    texts = [json.loads(text) for text in request.prompt_logprobs.json]
+    assert texts == [
+        None,
+        {
+            "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+            "99": {"logprob": -9999.0, "rank": 2, "decoded_token": "c"},
+        },
+    ]
+    assert request.num_bytes > len(request.prompt_logprobs.json[1])
+    request.clear()
+    request.add(delta(b"d"))
+    assert request.prompt_logprobs.json == []
+
+
+def test_only_the_first_completion_is_asked_for_those_of_the_prompt(tokenizer: Tokenizer) -> None:
+    asked = [one.sampling.prompt_logprobs for one in state(tokenizer, n=3, prompt_logprobs=1).generation_requests(())]
+    assert asked == [1, None, None]

@@ -161,7 +161,7 @@ def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
 
 
 # Parameters of vLLM, and its defaults.
-NULL = """prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids stream_interval
+NULL = """prompt_logprob_token_ids prompt_logprob_start logprob_token_ids stream_interval
 structured_outputs guided_decoding extra_args skip_reading_prefix_cache thinking_token_budget
 repetition_detection trace_decode_token_ids truncate_prompt_tokens"""
 NEUTRAL = dict.fromkeys(NULL.split()) | {
@@ -192,7 +192,7 @@ def test_every_parameter_of_vllm_is_taken_at_its_default():
 @pytest.mark.parametrize(
     ("name", "value", "instead"),
     [
-        ("prompt_logprobs", 0, "new tokens only"),
+        ("prompt_logprob_start", 0, "of the whole prompt"),
         ("flat_logprobs", True, "allowed: null or false; "),
         ("detokenize", False, "return_token_ids"),
         ("detokenize", "false", "return_token_ids"),
@@ -293,6 +293,7 @@ NOT_ALLOWED = {
     "presence_penalty": [2.01, "nan"],
     "frequency_penalty": [-2.01, True],
     "repetition_penalty": [0, "inf", 1e-38, 100.5],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
     "logprobs": [-1, MAX_LOGPROBS + 1, "all"],
     "logit_bias": [
         *("17", [17], '{"17": -100', "[" * 100_000, '{"7": 1, "7": 2}'),

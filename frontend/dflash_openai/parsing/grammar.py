@@ -1,4 +1,4 @@
-"""The grammar of an answer that must call functions, in llguidance's form of Lark, in the model's own format of calls."""
+"""The grammar, in llguidance's form of Lark, of an answer that must call functions in the model's own format."""
 
 from __future__ import annotations
 
