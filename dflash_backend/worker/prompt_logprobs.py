@@ -59,6 +59,6 @@ class PromptLogprobs:
         logits = target.logits(hidden[first : first + count])
         chosen = tokens[int(self._req_idx[i]), behind : behind + count]
         num_top = int(self._num_top[i])
-        host = ranked_logprobs(logits, chosen[:, None], num_top)
-        for token, *entry in zip(chosen.tolist(), *host, strict=True):
-            self.entries[row].append(logprobs_entry(token, num_top, *entry))
+        host = zip(*ranked_logprobs(logits, chosen[:, None], num_top), strict=True)
+        for token, (own, rank, top, top_ids) in zip(chosen.tolist(), host, strict=True):
+            self.entries[row].append(logprobs_entry(token, num_top, own, rank, top, top_ids))
