@@ -83,9 +83,17 @@ class _Client(Generic[AnyStream]):
         """As `generate`, but yields what is new as it comes. The stream has methods to cancel the request."""
         return self.request(True, prompt, messages, sampling)
 
-    def request(self, stream: bool, prompt: Prompt, messages: Messages, sampling: Mapping[str, Any]) -> AnyStream:
-        """As `stream`; with `stream` False the server sends its deltas at the end, each completion's in one piece."""
-        return self._send(Request.build(self.model, stream, prompt, messages, sampling), self.timeout_s)
+    def request(
+        self,
+        stream: bool,
+        prompt: Prompt,
+        messages: Messages,
+        sampling: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> AnyStream:
+        """As `stream`; with `stream` False the server sends its deltas at the end, each completion's in one piece.
+        `headers` go with this request alone."""
+        return self._send(Request.build(self.model, stream, prompt, messages, sampling, headers), self.timeout_s)
 
     def _send(self, request: Request, timeout_s: float) -> AnyStream:
         started = self._stream_type(self._transport, Plan(request, timeout_s, self.retry))

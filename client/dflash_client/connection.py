@@ -70,13 +70,12 @@ class Connection:
         client_key: File | None = None,
     ) -> Connection:
         """Check what the caller passed. Raises `ValueError` with what is allowed."""
-        sent = {name.lower(): value for name, value in (headers or {}).items()}
+        sent = dict(check_headers(headers or {}))
         if api_key is not None:
             if "authorization" in sent:
                 raise ValueError("give either api_key or the header 'authorization': both say who is calling")
             sent["authorization"] = f"Bearer {api_key}"
-        for name, value in sent.items():
-            _check_header(name, value)
+        check_headers(sent)
         tls = Tls(*(None if file is None else fspath(file) for file in (ca_cert, client_cert, client_key)))
         if location.secure:
             if (tls.client_cert is None) != (tls.client_key is None):
@@ -86,6 +85,13 @@ class Connection:
             scheme = "grpcs" if location.protocol == "grpc" else "https"
             raise ValueError(f"certificates are for TLS, and this URL is in the clear; begin it with {scheme}://")
         return cls(location, tuple(sent.items()), tls if location.secure else None)
+
+
+def check_headers(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The headers with names in lower case. Raises `ValueError` for those that cannot be sent."""
+    for name, value in headers.items():
+        _check_header(name.lower(), value)
+    return tuple((name.lower(), value) for name, value in headers.items())
 
 
 def _check_header(name: str, value: str) -> None:

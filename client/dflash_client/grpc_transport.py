@@ -35,9 +35,8 @@ class _GrpcCall:
 
     def _open(self) -> Any:
         """Send the request and return the iterator over its responses."""
-        self._stream = self._stream_infer(
-            encode(self._request), timeout=remaining_s(self._deadline), metadata=self._connection.headers
-        )
+        headers = self._connection.headers + self._request.headers
+        self._stream = self._stream_infer(encode(self._request), timeout=remaining_s(self._deadline), metadata=headers)
         # `cancel` sets the flag before it looks for the stream: one of the two sees the other.
         if self._cancelled:
             self._stream.cancel()

@@ -54,6 +54,7 @@ class _HttpCall:
             "POST",
             model_path(self._request.model, "generate_stream" if self._request.stream else "generate"),
             json=encode(self._request),
+            headers=self._request.headers,
             timeout=httpx.Timeout(remaining, connect=min(CONNECT_TIMEOUT_S, remaining)),
             extensions={"trace": trace},
         )

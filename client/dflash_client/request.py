@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
+from dflash_client.connection import check_headers
+
 # Asked for with every request: they cost a few bytes, and `Delta` has a place for each. The log-probabilities cost more
 # and come with the sampling parameter `logprobs`.
 RETURNED = (
@@ -23,7 +25,8 @@ RETURNED_WITH_LOGPROBS = ("return_logprobs", "return_cumulative_logprob")
 class Request:
     """The inputs of the server's model. Exactly one of `text`, `token_ids` and `messages` (JSON) is set, or `describe`.
 
-    `sampling` is the JSON object of the sampling parameters, or None where there are none.
+    `sampling` is the JSON object of the sampling parameters, or None where there are none. `headers` go with this
+    request, beside those of the connection.
     """
 
     model: str
@@ -34,6 +37,7 @@ class Request:
     sampling: str | None = None
     wants_logprobs: bool = False
     describe: bool = False
+    headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def description(cls, model: str) -> Request:
@@ -48,11 +52,12 @@ class Request:
         prompt: str | Sequence[int] | None,
         messages: Sequence[Mapping[str, Any]] | None,
         sampling: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
     ) -> Request:
         """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out.
 
         Raises `ValueError` unless exactly one of `prompt` and `messages` is given, and for what no request can carry:
-        text without a UTF-8 form, values without a JSON form, ids that are no 64-bit integers.
+        text without a UTF-8 form, values without a JSON form, ids that are no 64-bit integers, odd headers.
         """
         if (prompt is None) == (messages is None):
             raise ValueError("give exactly one of prompt and messages")
@@ -65,6 +70,7 @@ class Request:
             messages=None if messages is None else _json(list(messages), "messages"),
             sampling=_json(given, "sampling parameters") if given else None,
             wants_logprobs="logprobs" in given,
+            headers=check_headers(headers or {}),
         )
 
     def flags(self) -> dict[str, bool]:

@@ -111,5 +111,6 @@ def spec_stats_json(stats: RequestStats, report_cached_tokens: bool) -> str:
             "acceptance_length": round(stats.spec_decoding.acceptance_length, 4),
             "num_cached_tokens": stats.num_cached_tokens if report_cached_tokens else None,
             "num_preemptions": stats.num_preemptions,
+            "queue_time_s": round(stats.queue_time_s, 6),
         }
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,11 +29,8 @@ from dflash_openai.triton_pool import TritonPool
 _LOG = logging.getLogger("dflash_openai")
 
 
-def create_app(
-    config: FrontendConfig, pool: TritonPool | None = None, middleware: Sequence[Middleware] = ()
-) -> Starlette:
-    """The application of one front end. `pool` stands in for the servers that `config` names; `middleware` goes around
-    the routes, the first outermost."""
+def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starlette:
+    """The application of one front end. `pool` stands in for the servers that `config` names."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -61,7 +58,7 @@ def create_app(
     metrics = FrontendMetrics(route.path for route in routes)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(MetricsMiddleware, metrics=metrics), *middleware],
+        middleware=[Middleware(MetricsMiddleware, metrics=metrics), *config.security.middleware(), *_telemetry(config)],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_error,
@@ -73,6 +70,14 @@ def create_app(
     )
     app.state.metrics = metrics
     return app
+
+
+def _telemetry(config: FrontendConfig) -> list[Middleware]:
+    if config.tracer is None:
+        return []
+    from dflash_openai.telemetry import TelemetryMiddleware
+
+    return [Middleware(TelemetryMiddleware, tracer=config.tracer)]
 
 
 def _api_error(request: Request, error: Exception) -> Response:

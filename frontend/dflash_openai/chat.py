@@ -29,9 +29,7 @@ async def create_chat_completion(request: Request) -> Response:
     limit = max_tokens(body, len(prompt), model.description)
     stream = bool(body.stream)
     answer = ChatAnswer(body, body.model or model.names[0], prompt)
-    return await respond(
-        answer, Generation(frontend.pool, [prompt], sampling, request.receive, stream, [limit]), stream
-    )
+    return await respond(answer, Generation(frontend.pool, [prompt], sampling, request, stream, [limit]), stream)
 
 
 def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ async def create_completion(request: Request) -> Response:
     limits = [max_tokens(body, len(token_ids), model.description) for token_ids in prompts]
     stream = bool(body.stream)
     answer = CompletionAnswer(body, body.model or model.names[0], prompts, model.prompts)
-    return await respond(answer, Generation(frontend.pool, prompts, sampling, request.receive, stream, limits), stream)
+    return await respond(answer, Generation(frontend.pool, prompts, sampling, request, stream, limits), stream)
 
 
 async def _prompts(body: CompletionRequest, builder: PromptBuilder) -> list[list[int]]:

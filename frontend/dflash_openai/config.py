@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dflash_client.address import parse_url
 from dflash_client.connection import Connection
+from dflash_openai.security import SecurityConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class FrontendConfig:
     model. served_model_names: what clients may call it, the first being its id; empty: the target's name and Triton's.
     tokenizer: a directory with the target's tokenizer, where the one that the model names is on another machine.
     request_timeout_s: the longest that a request may take, in seconds. drain_timeout_s: what running requests have to
-    finish at a stop.
+    finish at a stop. security: who is let in, with how much, and how.
+    tracer: OpenTelemetry's, for the spans of requests; None: there are none.
 
     Raises `ValueError` for URLs and files that cannot be used.
     """
@@ -40,6 +46,8 @@ class FrontendConfig:
     port: int = 9000
     request_timeout_s: float = 3600.0
     drain_timeout_s: float = 30.0
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
         for url in self.triton_urls:

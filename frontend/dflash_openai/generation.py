@@ -7,11 +7,14 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from starlette.requests import Request
 from starlette.types import Receive
 
 from dflash_client import Delta, GenerationResult
 from dflash_client.errors import Cancelled, ClientError
 from dflash_openai.errors import ClientGone, from_client_error
+from dflash_openai.generation_record import GenerationRecord
+from dflash_openai.middleware.key_limits import charge_prompt, tenant_of
 from dflash_openai.triton_pool import PooledRequest, TritonPool
 
 # A delta, and the number of the prompt that it belongs to.
@@ -26,18 +29,26 @@ class Generation:
         pool: TritonPool,
         prompts: Sequence[Sequence[int]],
         sampling: Mapping[str, Any],
-        receive: Receive,
+        request: Request,
         stream: bool,
         max_tokens: Sequence[int],
     ) -> None:
-        """`receive` is ASGI's, after the body was read: what comes next is the client's leaving. `max_tokens` has an
-        entry for each prompt."""
+        """`request` is one whose body was read: what comes next is its client's leaving. `max_tokens` has an entry for
+        each prompt. Raises `ApiError` where the request's key does not allow it."""
+        num_prompt_tokens = sum(map(len, prompts))
+        charge_prompt(request, num_prompt_tokens)
+        if (tenant := tenant_of(request, sampling.get("tenant"))) is not None:
+            sampling = {**sampling, "tenant": tenant}
+        model = request.app.state.frontend.model().names[0]
+        self._record = GenerationRecord(model, {**sampling, "max_tokens": max(max_tokens)}, num_prompt_tokens)
+        request.state.generation = self._record
+        headers: dict[str, str] | None = getattr(request.state, "trace_headers", None)
         self._requests = [
-            pool.request(stream, token_ids, {**sampling, "max_tokens": limit})
+            pool.request(stream, token_ids, {**sampling, "max_tokens": limit}, headers)
             for token_ids, limit in zip(prompts, max_tokens, strict=True)
         ]
-        self._watcher = asyncio.create_task(self._watch(receive))
-        self._deltas = _merged(self._requests)
+        self._watcher = asyncio.create_task(self._watch(request.receive))
+        self._deltas = self._recorded()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -48,12 +59,18 @@ class Generation:
         for request in self._requests:
             request.cancel()
 
+    async def _recorded(self) -> AsyncGenerator[Item, None]:
+        async with aclosing(_merged(self._requests)) as items:
+            async for item in items:
+                self._record.add(item[1])
+                yield item
+
     async def first(self) -> Item | None:
         """The first delta: errors that are found before it have a status of their own. Raises as `results`."""
         try:
             return await anext(self._deltas, None)
         except ClientError as error:
-            raise _translated(error) from None
+            raise self._translated(error) from None
 
     async def rest(self) -> AsyncGenerator[Item, None]:
         """The deltas after the first. Raises as `results`."""
@@ -61,7 +78,7 @@ class Generation:
             async for item in self._deltas:
                 yield item
         except ClientError as error:
-            raise _translated(error) from None
+            raise self._translated(error) from None
 
     async def results(self) -> list[GenerationResult]:
         """The finished completions of each prompt. Raises `ApiError`, or `ClientGone` when the client has left."""
@@ -70,18 +87,22 @@ class Generation:
             async for prompt, delta in self._deltas:
                 deltas[prompt].append(delta)
         except ClientError as error:
-            raise _translated(error) from None
+            raise self._translated(error) from None
         return [GenerationResult.from_deltas(of_prompt) for of_prompt in deltas]
+
+    def _translated(self, error: ClientError) -> Exception:
+        if isinstance(error, Cancelled):
+            self._record.error = "cancelled"
+            return ClientGone()
+        translated = from_client_error(error)
+        self._record.error = translated.code or str(translated.status)
+        return translated
 
     async def aclose(self) -> None:
         """Cancel what still runs."""
         self._watcher.cancel()
         self._cancel()
         await self._deltas.aclose()
-
-
-def _translated(error: ClientError) -> Exception:
-    return ClientGone() if isinstance(error, Cancelled) else from_client_error(error)
 
 
 async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, None]:

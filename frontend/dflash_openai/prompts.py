@@ -23,9 +23,11 @@ Result = TypeVar("Result")
 class PromptBuilder:
     """Token ids of prompts, which are checked to fit `max_model_len` and the vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int, max_prompt_tokens: int = 0) -> None:
+        """max_prompt_tokens: the longest prompt that the operator allows; 0: as long as the model does."""
         self.tokenizer = tokenizer
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self._max_prompt_tokens = max_prompt_tokens
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="prompts")
 
     async def from_messages(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
@@ -70,6 +72,10 @@ class PromptBuilder:
     def _check_num_tokens(self, param: str, num_tokens: int) -> None:
         try:
             check_num_tokens(num_tokens, self.max_model_len)
+            if 0 < self._max_prompt_tokens < num_tokens:
+                raise PromptTooLong(
+                    f"the prompt has {num_tokens} tokens; allowed: {self._max_prompt_tokens} (--max-prompt-tokens)"
+                )
         except PromptTooLong as error:
             raise _too_long(error, param) from None
 

@@ -13,7 +13,15 @@ SAME_NAMES = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "cache_salt", "priority", "num_speculative_tokens", "best_of", "use_beam_search"),
+    *(
+        "truncate_prompt_tokens",
+        "cache_salt",
+        "tenant",
+        "priority",
+        "num_speculative_tokens",
+        "best_of",
+        "use_beam_search",
+    ),
     *("length_penalty",),
 )
 # vLLM's older names of structured output.

@@ -61,6 +61,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    tenant: str | None = None
     priority: int | None = None
     num_speculative_tokens: int | None = None
     best_of: int | None = None

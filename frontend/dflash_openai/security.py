@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.middleware import Middleware
 
@@ -23,6 +25,28 @@ class ServerTls:
     cert: str
     key: str
     client_ca: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for files that cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for path in filter(None, (self.cert, self.key, self.client_ca)):
+            try:
+                text = Path(path).read_text(encoding="ascii")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', 'not PEM')}") from None
+            if path == self.key and "-----BEGIN PRIVATE KEY-----" not in text:
+                raise ValueError(
+                    f"{path} has no private key in PKCS #8; `openssl pkcs8 -topk8 -nocrypt -in {path}` writes one"
+                )
+        try:
+            context.load_cert_chain(self.cert, self.key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"{self.cert} and {self.key} are not a certificate and its key in PEM, or {self.client_ca} is not an "
+                f"authority's ({error.reason})"
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,28 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from granian.constants import HTTPModes, Interfaces, TaskImpl
+from granian.constants import HTTPModes, Interfaces, SSLProtocols, TaskImpl
+from granian.http import HTTP1Settings, HTTP2Settings
 from granian.log import LogLevels
 from granian.server.embed import Server
 from starlette.applications import Starlette
 
 from dflash_openai.config import FrontendConfig
 from dflash_openai.metrics import FrontendMetrics
+from dflash_openai.security import ServerTls
 
 # Connections that may wait to be accepted, and requests that may run at the same time.
 BACKLOG = 4096
 MAX_REQUESTS = 16_384
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.05
+# A connection whose request does not come is closed; one over HTTP/2 whose client does not answer pings is too.
+HEADER_TIMEOUT_MS = 10_000
+PING_INTERVAL_MS = 30_000
 
 
 def serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], None] = lambda: None) -> None:
     """Serve `app` until SIGINT or SIGTERM. Requests that run then have `config.drain_timeout_s` to finish, while new
     ones are refused; a second signal does not wait. `on_ready` is called when it listens."""
+    _allow_many_connections()
     asyncio.run(_serve(app, config, on_ready))
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files as far as this process may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _tls_options(tls: ServerTls | None) -> dict[str, Any]:
+    """The options of granian's server."""
+    if tls is None:
+        return {}
+    options: dict[str, Any] = {"ssl_cert": Path(tls.cert), "ssl_key": Path(tls.key)}
+    if tls.client_ca is not None:
+        options |= {"ssl_ca": Path(tls.client_ca), "ssl_client_verify": True}
+    return options | {"ssl_protocol_min": SSLProtocols.tls12}
 
 
 async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], None]) -> None:
@@ -38,7 +63,10 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
         websockets=False,
         backlog=BACKLOG,
         backpressure=MAX_REQUESTS,
+        http1_settings=HTTP1Settings(header_read_timeout=HEADER_TIMEOUT_MS),
+        http2_settings=HTTP2Settings(keep_alive_interval=PING_INTERVAL_MS),
         log_level=LogLevels.error,
+        **_tls_options(config.security.tls),
     )
     stop: Callable[[], None] = server.stop
     loop = asyncio.get_running_loop()

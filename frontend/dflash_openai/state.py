@@ -87,7 +87,12 @@ class Frontend:
         """Take a new description and its tokenizer."""
         directory = self._tokenizer_dir(description)
         tokenizer = await asyncio.to_thread(Tokenizer.load, directory, description.trust_messages)
-        prompts = PromptBuilder(tokenizer, description.max_model_len, description.vocab_size)
+        prompts = PromptBuilder(
+            tokenizer,
+            description.max_model_len,
+            description.vocab_size,
+            self.config.security.max_prompt_tokens,
+        )
         before, self._model = self._model, Model(self._names(description), description, prompts)
         if before is not None:
             before.prompts.close()

@@ -44,9 +44,15 @@ class TritonPool:
         ]
         self._num_running = dict.fromkeys(self._clients, 0)
 
-    def request(self, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> PooledRequest:
-        """A request that is sent when its deltas are read."""
-        return PooledRequest(self, stream, token_ids, sampling)
+    def request(
+        self,
+        stream: bool,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> PooledRequest:
+        """A request that is sent when its deltas are read; `headers` go with it."""
+        return PooledRequest(self, stream, token_ids, sampling, headers)
 
     def by_load(self) -> list[AsyncDFlashClient]:
         """The servers, the one with the fewest requests first."""
@@ -84,9 +90,16 @@ def _description(given: dict[str, Any]) -> ModelDescription:
 class PooledRequest:
     """One request to whichever server takes it."""
 
-    def __init__(self, pool: TritonPool, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        pool: TritonPool,
+        stream: bool,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._pool = pool
-        self._arguments = (stream, token_ids, None, sampling)
+        self._arguments = (stream, token_ids, None, sampling, headers)
         self._stream: AsyncStream | None = None
         self._cancelled = False
 

@@ -22,6 +22,7 @@ STATS = {
     "acceptance_length": 2.3333,
     "num_cached_tokens": None,
     "num_preemptions": 0,
+    "queue_time_s": 0.25,
 }
 
 
@@ -32,6 +33,7 @@ class Asked:
     stream: bool
     token_ids: list[int]
     sampling: dict[str, Any]
+    headers: dict[str, str]
     cancelled: bool = False
 
 
@@ -101,8 +103,14 @@ class ScriptedPool(TritonPool):
             target_model="toys/target",
         )
 
-    def request(self, stream: bool, token_ids: Sequence[int], sampling: Mapping[str, Any]) -> Any:
-        self.asked.append(Asked(stream, list(token_ids), dict(sampling)))
+    def request(
+        self,
+        stream: bool,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        self.asked.append(Asked(stream, list(token_ids), dict(sampling), dict(headers or {})))
         return ScriptedRequest(self.script, self.asked[-1])
 
     async def probe(self, timeout_s: float) -> ClientError | None:

@@ -147,6 +147,7 @@ def test_spec_stats_say_what_speculation_and_the_prefix_cache_did(ask):
         "acceptance_length",
         "num_cached_tokens",
         "num_preemptions",
+        "queue_time_s",
     }
     assert len(stats["num_accepted_tokens_per_pos"]) == 15
     assert sum(stats["num_accepted_tokens_per_pos"]) == stats["num_accepted_tokens"] > 0

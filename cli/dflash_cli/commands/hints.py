@@ -23,9 +23,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "--speculative-model": "the drafter is given with --draft",
         "--speculative-config": "the drafter is given with --draft, k with --set num_speculative_tokens=N",
         "--tensor-parallel-size": "a model runs on one GPU; start a server for each",
-        "--api-key": "Triton checks no keys; put a proxy that does in front of it (docs/operators.md, Security)",
-        "--ssl-certfile": "gRPC is encrypted with --grpc-tls-cert and --grpc-tls-key, HTTP by a proxy",
-        "--ssl-keyfile": "gRPC is encrypted with --grpc-tls-cert and --grpc-tls-key, HTTP by a proxy",
     },
     "openai": {
         "": "the servers are given with --triton grpc://HOST:PORT",

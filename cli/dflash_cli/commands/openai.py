@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 from typing import Any
 
 from dflash_cli.commands.arguments import non_negative_float, port, positive_float
-from dflash_cli.commands.console import fail
+from dflash_cli.commands.console import fail, say
+from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
 
 DESCRIPTION = """\
 Answer OpenAI's API with the model of one or more Triton servers. It keeps nothing, so any number of them may run. It
@@ -24,6 +26,7 @@ def add_parser(commands: Any) -> None:
     )
     _add_servers(parser)
     _add_listening(parser)
+    add_security_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -84,13 +87,15 @@ def run(arguments: argparse.Namespace) -> int:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-    from dflash_cli.launcher.ports import reachable_host, settle_ports
+    from dflash_cli.launcher.ports import is_loopback, reachable_host, settle_ports
     from dflash_cli.launcher.triton_install import LauncherError
     from dflash_openai.app import create_app
     from dflash_openai.config import FrontendConfig, TritonTls
     from dflash_openai.server import serve
 
     try:
+        local = is_loopback(arguments.host)
+        security = security_config(arguments, local)
         config = FrontendConfig(
             triton_urls=tuple(arguments.triton or ["grpc://127.0.0.1:8001"]),
             triton_tls=TritonTls(arguments.triton_ca_cert, arguments.triton_client_cert, arguments.triton_client_key),
@@ -102,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
             port=arguments.port,
             request_timeout_s=arguments.request_timeout,
             drain_timeout_s=arguments.drain_timeout,
+            security=security,
+            tracer=_tracer(arguments.otlp_traces_endpoint),
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)
@@ -109,9 +116,32 @@ def run(arguments: argparse.Namespace) -> int:
     except (LauncherError, ValueError) as error:
         return fail(str(error), status=2)
 
+    scheme = "http" if security.tls is None else "https"
+    for warning in security_warnings(security, local):
+        say(warning)
+    _log_to_stderr()
+
     def on_ready() -> None:
         with contextlib.suppress(OSError):
-            print(f"OpenAI API at http://{reachable_host(config.host)}:{number}/v1", flush=True)
+            print(f"OpenAI API at {scheme}://{reachable_host(config.host)}:{number}/v1", flush=True)
 
     serve(app, config, on_ready)
     return 0
+
+
+def _tracer(endpoint: str | None) -> Any:
+    """The tracer for an endpoint that was given, or that the SDK's own variables give. Raises ValueError."""
+    from dflash_openai.telemetry import endpoint_of, make_tracer
+
+    found = endpoint or endpoint_of(os.environ)
+    return None if found is None else make_tracer(found)
+
+
+def _log_to_stderr() -> None:
+    """Write the front end's own log, the line about each request included, and no other library's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log = logging.getLogger("dflash_openai")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    log.propagate = False

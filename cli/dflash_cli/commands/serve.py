@@ -17,8 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.console import fail
+from dflash_cli.commands.security_options import KEYS_VARIABLE, as_options, keys_environ, security_config
 from dflash_cli.commands.serve_log import Lines, ServeLog
-from dflash_cli.commands.serve_options import SETTING_OPTIONS, add_serve_parser
+from dflash_cli.commands.serve_options import LOOPBACK, SETTING_OPTIONS, add_serve_parser
 
 if TYPE_CHECKING:
     from dflash_cli.launcher.frontend import FrontendProcess
@@ -99,7 +100,7 @@ def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
     return TritonServer(
         _settings(arguments),
         model_name=arguments.model_name,
-        host=arguments.host,
+        host=triton_host(arguments),
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,
@@ -109,6 +110,7 @@ def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
         extra_options=arguments.tritonserver_options,
         ready_timeout_s=arguments.load_timeout,
         exit_timeout_s=arguments.exit_timeout,
+        environ={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},
         on_progress=log.progress,
         on_log=log,
     )
@@ -117,6 +119,7 @@ def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
 def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> FrontendProcess | None:
     """The OpenAI front end beside the server; None where there is to be none. Raises `LauncherError`."""
     from dflash_cli.launcher.frontend import FrontendProcess
+    from dflash_cli.launcher.ports import is_loopback
     from dflash_cli.launcher.server import LauncherError
 
     if arguments.port == 0:
@@ -130,9 +133,23 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         if getattr(arguments, option) == arguments.port:
             name = option.replace("_", "-")
             raise LauncherError(f"--port and --{name} are both {arguments.port}; --port is that of the OpenAI API")
+    try:
+        security = security_config(arguments, is_loopback(arguments.host))
+    except ValueError as error:
+        raise LauncherError(str(error)) from None
     names = arguments.served_model_name
     options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
-    return FrontendProcess(arguments.host, arguments.port, options, say=say)
+    options += as_options(arguments)
+    environ = keys_environ(arguments, os.environ)
+    return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls)
+
+
+def triton_host(arguments: argparse.Namespace) -> str:
+    """The address that Triton listens on: with keys this machine alone unless it is given, since Triton checks none."""
+    if arguments.triton_host is not None:
+        return str(arguments.triton_host)
+    has_keys = arguments.api_key or arguments.api_key_file or os.environ.get(KEYS_VARIABLE)
+    return LOOPBACK if has_keys and arguments.port else str(arguments.host)
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, str]:
@@ -161,7 +178,8 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
     from dflash_cli.launcher.ports import is_loopback
     from dflash_cli.launcher.triton_install import find_triton
 
-    public = not is_loopback(arguments.host)
+    host = triton_host(arguments)
+    public = not is_loopback(host)
     if find_triton(os.environ).is_embedded:
         yield (
             "this Triton, 2.51 inside nvidia-pytriton, is for trying out on one machine: who reaches its ports can "
@@ -170,12 +188,12 @@ def warnings(arguments: argparse.Namespace) -> Iterator[str]:
         )
         if public:
             yield (
-                f"WARNING: --host {arguments.host} lets other machines reach this Triton, which has known holes that "
+                f"WARNING: other machines reach this Triton at {host}, which has known holes that "
                 "let them crash it or run code (CVE-2025-23310, -23311, -23319, -23320, -23334)"
             )
     if public and arguments.explicit and "model-repository" in arguments.allow_api:
         yield (
-            f"WARNING: with --explicit and --allow-api model-repository, whoever reaches {arguments.host} can run code "
+            f"WARNING: with --explicit and --allow-api model-repository, whoever reaches {host} can run code "
             "as the user of this server"
         )
     if public and arguments.grpc_tls_cert is not None:

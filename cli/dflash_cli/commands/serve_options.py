@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import add_settings_option, non_negative_float, non_negative_int, port
+from dflash_cli.commands.security_options import add_security_options
 from dflash_cli.commands.version import package_version
 
 DESCRIPTION = """\
@@ -62,6 +63,7 @@ def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
     _add_model(parser)
     _add_network(parser)
     _add_life_cycle(parser)
+    add_security_options(parser)
     parser.add_argument("--version", action="version", version=f"dflash-triton {package_version()}")
     parser.add_argument("--verbose", action="store_true", help="show the whole log of the server")
     return parser
@@ -105,6 +107,11 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(HOST_ENV) or LOOPBACK,
         help=f"address to listen on; {HOST_ENV} in the environment, else {LOOPBACK}, which only this machine reaches; "
         "0.0.0.0: every address it has",
+    )
+    group.add_argument(
+        "--triton-host",
+        metavar="HOST",
+        help=f"address for Triton's own ports (that of --host; with API keys, which Triton does not check, {LOOPBACK})",
     )
     group.add_argument(
         "--port",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -15,6 +17,9 @@ from dflash_cli.launcher.parent_death_signal import with_death_signal
 from dflash_cli.launcher.ports import reachable_host, settle_ports
 from dflash_cli.launcher.restarts import FIRST_DELAY_S
 from dflash_cli.launcher.triton_install import LauncherError
+
+if TYPE_CHECKING:
+    from dflash_openai.security import ServerTls
 
 READY_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S = 5.0
@@ -36,14 +41,16 @@ class FrontendProcess:
         options: Sequence[str],
         environ: Mapping[str, str] | None = None,
         say: Callable[[str], None] = lambda text: None,
+        tls: ServerTls | None = None,
     ) -> None:
-        """`options` are those of the command, but for host and port. Raises `LauncherError` for a port that is
-        taken."""
+        """`options` are those of the command, but for host and port; `tls` says what they make of HTTPS. Raises
+        `LauncherError` for a port that is taken."""
         settle_ports(host, {"--port": port})
         self._host, self._port = host, port
         self._options = list(options)
         self._environ = dict(os.environ if environ is None else environ)
         self._say = say
+        self._tls = tls
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._delay_s = FIRST_DELAY_S
@@ -52,7 +59,7 @@ class FrontendProcess:
     @property
     def url(self) -> str:
         """The base URL of the API, reachable from this machine."""
-        return f"http://{reachable_host(self._host)}:{self._port}"
+        return f"{'http' if self._tls is None else 'https'}://{reachable_host(self._host)}:{self._port}"
 
     def start(self, grpc_url: str, metrics_url: str) -> None:
         """Start it before the server at these addresses, and wait for a while until it can answer requests. Raises
@@ -105,7 +112,14 @@ class FrontendProcess:
     def _why_not_ready(self) -> str | None:
         """None once it answers requests."""
         try:
-            answer = httpx.get(f"{self.url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False)
+            if self._tls is not None and self._tls.client_ca is not None:
+                # We have no certificate that it would let in.
+                socket.create_connection((reachable_host(self._host).strip("[]"), self._port), PROBE_TIMEOUT_S).close()
+                return None
+            # Its certificate is for the name that clients use.
+            answer = httpx.get(f"{self.url}/health", timeout=PROBE_TIMEOUT_S, trust_env=False, verify=False)
+        except OSError as error:
+            return str(error)
         except httpx.TransportError as error:
             return str(error)
         return None if answer.is_success else answer.text

@@ -1,0 +1,186 @@
+"""Options of the OpenAI front end's security: keys, limits, other sites' pages and HTTPS."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_cli.commands.arguments import positive_float, positive_int
+
+if TYPE_CHECKING:
+    from dflash_openai.security import SecurityConfig
+
+KEYS_VARIABLE = "DFLASH_API_KEYS"
+LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
+
+
+def add_security_options(parser: argparse.ArgumentParser) -> None:
+    """Add them, as groups of their own."""
+    _add_keys(parser)
+    _add_requests(parser)
+    _add_tls(parser)
+    parser.add_argument_group("traces of the OpenAI API").add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span of each request there, as in http://localhost:4318/v1/traces; needs the extra 'otel'",
+    )
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("keys of the OpenAI API")
+    add = group.add_argument
+    add(
+        "--api-key-file",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"keys that are let in, a line each: NAME KEY [limits] (docs/security.md); also from {KEYS_VARIABLE}",
+    )
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="one more key; who is on this machine can see it, so a file is better",
+    )
+    limits: dict[str, Any] = {"type": positive_int, "default": 0, "metavar": "N"}
+    each = "of each key that has no limit of its own, in each front end (none)"
+    add("--key-requests-per-minute", help=f"requests a minute {each}", **limits)
+    add("--key-prompt-tokens-per-minute", help=f"tokens of prompts a minute {each}", **limits)
+    add("--key-max-concurrency", help=f"requests at the same time {each}", **limits)
+    add("--open-metrics", action="store_true", help="let /metrics answer without a key")
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests to the OpenAI API")
+    add = group.add_argument
+    add("--max-body-mb", type=positive_float, default=8.0, metavar="MB", help="largest body of a request (%(default)g)")
+    add("--body-timeout", type=positive_float, default=60.0, metavar="S", help="time for a body to come (%(default)g)")
+    add(
+        "--write-timeout",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="time after which a client that does not read its answer is given up (%(default)g)",
+    )
+    add("--max-prompt-tokens", type=positive_int, default=0, metavar="N", help="longest prompt (what the model allows)")
+    add(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="sites whose pages may use the server, such as https://chat.example; *: all (none)",
+    )
+    add(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names that the server answers to (any; without keys on this machine alone: localhost)",
+    )
+    add("--no-access-log", action="store_true", help="do not write a line about each request")
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("HTTPS of the OpenAI API")
+    add = group.add_argument
+    add("--tls-cert", "--ssl-certfile", metavar="FILE", help="the server's certificate and the chain above it, PEM")
+    add("--tls-key", "--ssl-keyfile", metavar="FILE", help="the certificate's private key, PEM in PKCS #8")
+    add(
+        "--tls-client-ca",
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="let in only clients with a certificate that this authority signed, PEM",
+    )
+
+
+def security_config(
+    arguments: argparse.Namespace, is_loopback: bool, environ: Mapping[str, str] = os.environ
+) -> SecurityConfig:
+    """What the options and the environment say. `is_loopback`: the server listens on this machine alone. Raises
+    ValueError with a sentence."""
+    from dflash_openai.middleware.api_keys import KeyLimits, load_keys
+    from dflash_openai.security import SecurityConfig
+
+    keys = load_keys(arguments.api_key, arguments.api_key_file, environ.get(KEYS_VARIABLE))
+    hosts = arguments.allowed_hosts
+    if hosts is None and is_loopback and not keys:
+        hosts = LOOPBACK_NAMES | {arguments.host.strip("[]")}
+    return SecurityConfig(
+        api_keys=keys,
+        key_limits=KeyLimits(
+            arguments.key_requests_per_minute, arguments.key_prompt_tokens_per_minute, arguments.key_max_concurrency
+        ),
+        open_metrics=arguments.open_metrics,
+        allowed_origins=tuple(arguments.allowed_origins),
+        allowed_hosts=None if hosts is None else frozenset(name.lower() for name in hosts),
+        max_body_bytes=int(arguments.max_body_mb * 2**20),
+        body_timeout_s=arguments.body_timeout,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        write_timeout_s=arguments.write_timeout,
+        access_log=not arguments.no_access_log,
+        tls=_tls(arguments),
+    )
+
+
+def security_warnings(config: SecurityConfig, is_loopback: bool) -> Iterator[str]:
+    """What the operator must know before the first request."""
+    if is_loopback:
+        return
+    if not config.api_keys:
+        yield "WARNING: other machines reach the OpenAI API without a key; --api-key-file lets in only those with one"
+    elif config.tls is None:
+        yield "keys travel to the OpenAI API in the clear; give --tls-cert and --tls-key, or let a proxy do HTTPS"
+
+
+def _tls(arguments: argparse.Namespace) -> Any:
+    from dflash_openai.security import ServerTls
+
+    cert, key, client_ca = arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise ValueError("HTTPS needs both --tls-cert and --tls-key")
+    return ServerTls(cert, key, client_ca)
+
+
+def as_options(arguments: argparse.Namespace) -> list[str]:
+    """The same options for a process that is started, without keys: the command lines of processes can be seen."""
+    options: list[str] = []
+    for name in ("key_requests_per_minute", "key_prompt_tokens_per_minute", "key_max_concurrency", "max_prompt_tokens"):
+        if value := getattr(arguments, name):
+            options += [_option(name), str(value)]
+    for name in (
+        "max_body_mb",
+        "body_timeout",
+        "write_timeout",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "otlp_traces_endpoint",
+    ):
+        if (value := getattr(arguments, name)) is not None:
+            options += [_option(name), str(value)]
+    for name in ("allowed_origins", "allowed_hosts"):
+        if values := getattr(arguments, name):
+            options += [_option(name), *values]
+    for name in ("open_metrics", "no_access_log"):
+        options += [_option(name)] if getattr(arguments, name) else []
+    for path in arguments.api_key_file:
+        options += ["--api-key-file", str(path)]
+    return options
+
+
+def keys_environ(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with the keys of the command line, for a process that is started with `as_options`."""
+    lines = [f"key-{number} {key}" for number, key in enumerate(arguments.api_key, 1)]
+    if environ.get(KEYS_VARIABLE):
+        lines.append(environ[KEYS_VARIABLE])
+    return dict(environ) | ({KEYS_VARIABLE: "\n".join(lines)} if lines else {})
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

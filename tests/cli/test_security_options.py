@@ -1,0 +1,143 @@
+"""Options of the front end's keys, limits and HTTPS, as `openai` reads them and as `serve` hands them on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from dflash_cli.commands.security_options import (
+    add_security_options,
+    as_options,
+    keys_environ,
+    security_config,
+    security_warnings,
+)
+from dflash_cli.commands.serve import triton_host
+from dflash_openai.middleware.api_keys import KeyLimits, find_key
+from dflash_openai.security import SecurityConfig
+from tests.client.tls_servers import Certificates
+
+KEY = "a-key-of-the-command-line"
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--triton-host")
+    parser.add_argument("--port", type=int, default=9000)
+    add_security_options(parser)
+    return parser.parse_args(argv)
+
+
+def config(*argv: str, local: bool = True, **environ: str) -> SecurityConfig:
+    return security_config(parse(*argv), local, environ)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    made = Certificates.make(tmp_path_factory.mktemp("certificates"))
+    pkcs8(made.server_key)
+    return made
+
+
+def pkcs8(path: Path) -> None:
+    """Rewrite a key in PKCS #8."""
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+
+    key = load_pem_private_key(path.read_bytes(), None)
+    path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+def test_without_options_a_local_server_is_open_to_local_names_alone() -> None:
+    made = config()
+    assert made.api_keys == ()
+    assert made.allowed_hosts == {"localhost", "127.0.0.1", "::1"}
+    assert config("--allowed-hosts", "Model.example").allowed_hosts == {"model.example"}
+    assert config("--api-key", KEY).allowed_hosts is None, "a page of another site does not know the key"
+    assert config(local=False).allowed_hosts is None
+
+
+def test_limits_and_keys_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team-a key-of-team-a max_concurrency=2\n")
+    made = config(
+        *("--api-key-file", str(file), "--api-key", KEY, "--key-requests-per-minute", "60", "--max-body-mb", "0.5"),
+        DFLASH_API_KEYS="team-b key-of-team-b",
+    )
+    assert [key.name for key in made.api_keys] == ["key-1", "team-a", "team-b"]
+    assert made.key_limits == KeyLimits(requests_per_minute=60)
+    assert made.max_body_bytes == 2**19
+
+
+def test_serve_hands_everything_on_without_keys_on_the_command_line(tmp_path: Path, certificates: Certificates) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team-a key-of-team-a\n")
+    argv = [
+        *("--api-key", KEY, "--api-key-file", str(file), "--key-requests-per-minute", "5", "--open-metrics"),
+        *("--key-prompt-tokens-per-minute", "6", "--key-max-concurrency", "7", "--max-prompt-tokens", "8"),
+        *("--max-body-mb", "1", "--body-timeout", "2", "--write-timeout", "3", "--no-access-log"),
+        *("--allowed-origins", "https://a.example", "https://b.example", "--allowed-hosts", "c.example"),
+        *("--tls-cert", str(certificates.server), "--tls-key", str(certificates.server_key)),
+        *("--tls-client-ca", str(certificates.ca)),
+    ]
+    given = parse(*argv)
+    options, environ = as_options(given), keys_environ(given, {"DFLASH_API_KEYS": "team-b key-of-team-b"})
+    assert KEY not in " ".join(options)
+    handed_on = security_config(parse(*options), True, environ)
+    at_once = security_config(given, True, {"DFLASH_API_KEYS": "team-b key-of-team-b"})
+    assert {key.digest for key in handed_on.api_keys} == {key.digest for key in at_once.api_keys}
+    found = find_key(handed_on.api_keys, KEY)
+    assert found is not None
+    assert found.name == "key-1"
+    assert vars(handed_on) | {"api_keys": 0} == vars(at_once) | {"api_keys": 0}
+
+
+def test_triton_checks_no_keys_so_with_keys_it_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DFLASH_API_KEYS", raising=False)
+    public = ("--host", "0.0.0.0")
+    assert triton_host(parse(*public)) == "0.0.0.0"
+    assert triton_host(parse(*public, "--api-key", KEY)) == "127.0.0.1"
+    assert triton_host(parse(*public, "--api-key", KEY, "--triton-host", "10.0.0.1")) == "10.0.0.1"
+    assert triton_host(parse(*public, "--api-key", KEY, "--port", "0")) == "0.0.0.0", "no front end asks for it"
+    monkeypatch.setenv("DFLASH_API_KEYS", "team-b key-of-team-b")
+    assert triton_host(parse(*public)) == "127.0.0.1"
+
+
+def test_the_operator_is_told_of_a_server_that_is_open_to_others() -> None:
+    assert list(security_warnings(config(), is_loopback=True)) == []
+    (warning,) = security_warnings(config(local=False), is_loopback=False)
+    assert "without a key" in warning
+    (warning,) = security_warnings(config("--api-key", KEY, local=False), is_loopback=False)
+    assert "in the clear" in warning
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--api-key-file", "/nowhere"], "cannot be read: No such file"),
+        (["--api-key", "short"], "at least 8 printable"),
+        (["--tls-cert", "cert.pem"], "needs both"),
+        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "/nowhere cannot be read"),
+    ],
+)
+def test_what_cannot_be_used_ends_the_command(cli, argv: list[str], words: str) -> None:
+    ended = cli("openai", "--port", "0", *argv)
+    assert ended.status == 2
+    assert words in ended.err
+
+
+def test_certificates_are_checked_before_anything_listens(certificates: Certificates) -> None:
+    for cert, key, words in (
+        (certificates.server, certificates.client_key, "openssl pkcs8"),
+        (certificates.client, certificates.server_key, "are not a certificate and its key"),
+        (certificates.server_key, certificates.server_key, "are not a certificate and its key"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            config("--tls-cert", str(cert), "--tls-key", str(key))
