@@ -95,7 +95,10 @@ PARAMETER_VALUES: dict[str, Strategy] = {
     "use_beam_search": st.just(True),
     "detokenize": st.just(False),
     "prompt_logprobs": st.integers(1, 20),
-    "structured_outputs": st.just('{"choice": ["a"]}'),
+    "structured_outputs": st.sampled_from(
+        ['{"choice": []}', "{}", '{"json": 5}', '{"regex": ""}', '{"json": {}, "x": 1}']
+    ),
+    "response_format": st.sampled_from(['{"type": "xml"}', "{}", '{"type": "json_schema"}']),
 }
 _UNKNOWN = WORDS.filter(lambda name: name not in _NAMES and not name.startswith("triton_"))
 PARAMETERS_REFUSED: Strategy = st.sampled_from(sorted(PARAMETER_VALUES)).flatmap(

@@ -20,6 +20,18 @@ DEFAULT_PRIORITY = 100
 TENANTS_IN_QUEUE = 4
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """The grammar that an answer follows: a JSON schema, a regular expression, a JSON list of texts to choose from, or
+    a grammar in llguidance's form of Lark, as `kind` says.
+
+    after_reasoning: token ids behind which the grammar begins; empty where it begins with the answer.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+    after_reasoning: tuple[int, ...] = ()
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled; names and meanings as in vLLM's `SamplingParams`.
 
@@ -64,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0
     timeout: int = 0
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def greedy(self) -> bool:
@@ -85,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a step needs on the host what the steps before it yielded: its logits depend on that, or its result
         does."""
         changes = self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.masks_tokens
-        return changes or self.logprobs is not None
+        return changes or self.logprobs is not None or self.structured_outputs is not None
 
 
 class EngineSetup(msgspec.Struct, frozen=True):
@@ -225,6 +238,17 @@ class SpeculationStats(msgspec.Struct):
         return SpeculationStats(self.num_steps, self.num_steps_without_drafts, list(drafts), list(expected))
 
 
+class GrammarStats(msgspec.Struct, frozen=True):
+    """Structured output since the start: requests with a grammar, grammars that were compiled and the seconds that
+    took, steps with masks and the host's seconds of filling them."""
+
+    num_requests: int = 0
+    num_compiled: int = 0
+    compile_seconds: float = 0.0
+    num_mask_steps: int = 0
+    mask_seconds: float = 0.0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges after a step and counters since the engine started."""
 
@@ -240,6 +264,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_generation_tokens: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
+    grammars: GrammarStats = msgspec.field(default_factory=GrammarStats)
 
 
 class QueueState(msgspec.Struct, frozen=True, array_like=True):

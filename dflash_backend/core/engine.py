@@ -20,6 +20,9 @@ import msgspec
 
 from dflash_backend.core.admission import RequestError, check_config, check_fits_alone, check_prompt, check_queue
 from dflash_backend.core.deadlines import Deadlines
+from dflash_backend.core.failures import failed, out_of_memory
+from dflash_backend.core.grammar_queue import GrammarCompiler, GrammarQueue
+from dflash_backend.core.invariants import check_queues
 from dflash_backend.core.plan import (
     RequestResult,
     ScheduledRequest,
@@ -78,9 +81,11 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         trace: StepTrace | None = None,
         overlap: bool = False,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`clock` gives seconds and never goes back; `trace` records requests and steps on the same clock. `overlap`
-        keeps a step in flight, on a worker that overlaps. Raises ValueError for a config that cannot work."""
+        keeps a step in flight, on a worker that overlaps. `grammars`: of structured output. Raises ValueError for a
+        config that cannot work."""
         check_config(config)
         self.config = config
         self.scheduler = Scheduler(config)
@@ -96,6 +101,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
         self._deadlines = Deadlines(self._requests)
+        self._grammars = GrammarQueue(grammars, config.max_queue_size)
         self._spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
         # As `stats` last reported them: an abort takes counts back, and a counter must not fall.
         self._reported_spec_stats = SpecDecodingStats.zeros(config.num_speculative_tokens)
@@ -116,9 +122,11 @@ class EngineCore:
         state = Request.from_generation_request(request, self.config, self._num_arrived, self._clock())
         check_fits_alone(state, self.config)
         check_queue(state, self.scheduler.queue, len(self.scheduler.running), self.config)
+        must_compile = self._grammars.add(state)
         self._num_arrived += 1
         self._requests[state.request_id] = state
-        self.scheduler.add(state)
+        if not must_compile:
+            self.scheduler.add(state)
         if self._trace is not None:
             self._trace.request_arrived(state.request_id, state.num_prompt_tokens, state.arrival_s)
         if state.deadline_s is not None:
@@ -149,6 +157,7 @@ class EngineCore:
         started = self._clock()
         outputs = StepOutputs()
         self._expire(started, outputs)
+        self._queue_compiled(outputs)
         if self._failed_step is not None:
             self._isolate(*self._failed_step, outputs)
         else:
@@ -169,7 +178,7 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Queued requests that do not run yet."""
-        return len(self.scheduler.waiting)
+        return len(self.scheduler.waiting) + self._grammars.num_waiting
 
     @property
     def num_free_rows(self) -> int:
@@ -186,7 +195,7 @@ class EngineCore:
         self._reported_spec_stats = self._spec_stats.maximum(self._reported_spec_stats)
         return EngineStats(
             num_requests_running=len(scheduler.running),
-            num_requests_waiting=len(scheduler.waiting),
+            num_requests_waiting=self.num_waiting,
             speculation=SpeculationStats() if speculation is None else speculation.stats.copy(),
             kv_cache_usage=scheduler.kv.pool.usage,
             num_preemptions=scheduler.num_preemptions,
@@ -197,27 +206,27 @@ class EngineCore:
             num_generation_tokens=self._num_generation_tokens,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
+            grammars=self._grammars.stats(),
         )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when OWN, RETURN or the accounting of requests is broken. For tests: O(blocks)."""
-        scheduler = self.scheduler
-        assert scheduler.running | scheduler.waiting == self._requests, "a request is in no queue"
-        assert len(scheduler.running) + len(scheduler.waiting) == len(self._requests), "a request is in two queues"
-        scheduler.queue.check()
-        assert len(scheduler.running) <= self.config.max_num_seqs, "more requests run than max_num_seqs"
-        for request in scheduler.waiting.values():
-            assert not request.block_ids, f"{request.request_id} waits and holds blocks"
-            assert request.num_computed == 0, f"{request.request_id} waits and has computed positions"
-        for request in scheduler.running.values():
-            assert request.num_computed < request.num_tokens, f"{request.request_id} has computed its last token"
-        scheduler.kv.check(scheduler.running.values())
+        check_queues(self._requests, self.scheduler, self._grammars, self.config)
 
     def _expire(self, now: float, outputs: StepOutputs) -> None:
         """End the requests whose deadline has passed, with what they have."""
         for request in self._deadlines.pop_expired(now):
             self._remove(request, "abort", now)
             outputs.deltas.append(TokenDelta(request.request_id, [], "abort", request.stats(now)))
+
+    def _queue_compiled(self, outputs: StepOutputs) -> None:
+        """Queue the requests whose grammars are compiled; refuse those whose grammars cannot be followed."""
+        for request, error in self._grammars.pop_done(idle=len(self._requests) == self._grammars.num_waiting):
+            if error is None:
+                self.scheduler.add(request)
+            else:
+                self._remove(request, "error", self._clock(), queued=False)
+                outputs.rejected.append(RequestRejected(request.request_id, error.status, error.message))
 
     def _run(self, plan: StepPlan, started: float, outputs: StepOutputs) -> bool:
         """Give a step to the worker; False when it could not run, and then the next one is smaller or isolates the
@@ -227,7 +236,7 @@ class EngineCore:
             self._submit(plan, started)
         except StepOutOfMemory as error:
             if was_idle and len(plan.rows) == 1:
-                self._fail(self._requests[plan.rows[0].request_id], _out_of_memory(str(error)), outputs)
+                self._fail(self._requests[plan.rows[0].request_id], out_of_memory(str(error)), outputs)
                 return False
             self._collect_down_to(0, outputs)  # no request can be preempted while a step is in flight
             if self.scheduler.running:
@@ -267,7 +276,7 @@ class EngineCore:
             for request in suspects:
                 request.num_unexplained_failures += 1
                 if request.num_unexplained_failures == MAX_UNEXPLAINED_FAILURES and self._is_in_progress(request):
-                    self._fail(request, _failed(message), outputs, queued=False)
+                    self._fail(request, failed(message), outputs, queued=False)
         for request in queued:
             if self._is_in_progress(request):
                 self.scheduler.add(request)
@@ -287,7 +296,7 @@ class EngineCore:
                     self._submit(plan, now)
                 self._collect_down_to(1 if self._overlap and plan is not None else 0, alone)
         except (StepFailed, StepOutOfMemory) as error:
-            self._fail(request, _failed(str(error)), alone)
+            self._fail(request, failed(str(error)), alone)
         self._collect_down_to(0, alone)
         self.scheduler.take_all()
         self._worker.reset()
@@ -311,6 +320,7 @@ class EngineCore:
             self._apply(step, result, outputs)
             self.scheduler.history.observe(step.plan, seconds, result.phase_seconds.get("draft", 0.0))
             self._num_steps += 1
+            self._grammars.observe_masks(result.mask_seconds)
             if self._trace is not None:
                 times = StepTimes(step.started, step.planned, step.submitted, waited, executed, self._clock())
                 self._trace.step(step.plan, result, times)
@@ -328,8 +338,10 @@ class EngineCore:
         for row, request, row_result in zip(plan.rows, step.requests, result.rows, strict=True):
             if not self._is_in_progress(request):
                 continue
+            reason = row_result.error
             if not row_result.fits(row):
                 reason = f"the worker answered {row_result} to {row}; this is a defect of the server"
+            if reason is not None:
                 self._fail(request, reason, outputs)
                 continue
             delta = self._apply_row(request, row, row_result, now)
@@ -344,7 +356,7 @@ class EngineCore:
         request.num_computed += row.num_new + result.num_accepted
         if row.sample or row.num_next_draft:
             # Not after a chunk: a resumed request's drafts are pending until its prefill has come to their anchor.
-            request.pending_draft = row.num_next_draft
+            request.pending_draft = row.num_next_draft if result.num_next_draft is None else result.num_next_draft
         token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         if row.sample:
@@ -372,18 +384,7 @@ class EngineCore:
 
     def _remove(self, request: Request, reason: str, now: float, queued: bool = True) -> None:
         del self._requests[request.request_id]
-        if queued:
+        if not self._grammars.remove(request) and queued:
             self.scheduler.remove(request)
         if self._trace is not None:
             self._trace.request_ended(request.request_id, reason, request.num_output_tokens, now)
-
-
-def _out_of_memory(message: str) -> str:
-    return (
-        f"a step of this request alone does not fit the device's memory ({message}); send a shorter prompt, or "
-        "have the server's gpu_memory_utilization or max_num_batched_tokens lowered"
-    )
-
-
-def _failed(message: str) -> str:
-    return f"a step with this request failed ({message}); the server's log has the whole error"

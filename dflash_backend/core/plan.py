@@ -84,6 +84,8 @@ class RequestResult:
     `num_accepted` of the row's drafts were accepted: `len(token_ids) == num_accepted + 1` for a row that sampled.
     `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None. `prompt_logprobs`
     has an entry for each token of the prompt that a position of this row predicts, when the request asked for them.
+    `num_next_draft`: how many drafts the next row verifies, where the worker kept fewer than it proposed. `error`: why
+    this request cannot go on, for its client; the others are not affected.
     """
 
     request_id: str
@@ -91,6 +93,8 @@ class RequestResult:
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_next_draft: int | None = None
+    error: str | None = None
 
     def fits(self, row: ScheduledRequest) -> bool:
         """Whether this can be the answer to `row`. Going on with another one would corrupt the request."""
@@ -100,17 +104,19 @@ class RequestResult:
             and 0 <= self.num_accepted <= row.num_draft
             and len(self.token_ids) == expected
             and (self.logprobs is None or len(self.logprobs) == expected)
+            and (self.num_next_draft is None or 0 <= self.num_next_draft <= row.num_next_draft)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step yielded, a row each, in the plan's order. `phase_seconds` has the wall time of verify, accept,
-    inject and draft where it was measured."""
+    inject and draft where it was measured; `mask_seconds` is the host's time of filling grammars' masks."""
 
     step_id: int
     rows: list[RequestResult]
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    mask_seconds: float = 0.0
 
 
 class StepOutOfMemory(Exception):

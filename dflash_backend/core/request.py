@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -78,6 +79,8 @@ class Request:
     num_blocks_to_decode: int = 0
     num_published_blocks: int = 0
     row_in_flight: ScheduledRequest | None = None
+    # The compiled grammar of its structured output, which is kept as long as the request is.
+    grammar: Any = None
     # Steps with a row of this request that the worker could not run, and no request of which fails alone.
     num_unexplained_failures: int = 0
 
@@ -99,7 +102,9 @@ class Request:
         sampling = request.sampling
         k = sampling.num_speculative_tokens
         k = config.num_speculative_tokens if k is None else k
-        eos = () if sampling.ignore_eos else request.eos_token_ids
+        # A grammar allows the end of an answer only when it is complete, and with `ignore_eos` when it cannot go on.
+        has_grammar = sampling.structured_outputs is not None
+        eos = () if sampling.ignore_eos and not has_grammar else request.eos_token_ids
         limits_s = [seconds for seconds in (request.deadline_s, sampling.timeout / 1e6) if seconds > 0]
         return cls(
             request_id=request.request_id,
@@ -161,11 +166,12 @@ class Request:
         """Append the tokens of a step up to the one that ends the request; what was kept, and why it ended.
 
         Tokens past the end are dropped. A stop token is kept: its text is the detokeniser's to leave out. It is no
-        stop before `min_tokens` tokens; the worker does not draw one there, so this only holds for other workers.
+        stop before `min_tokens` tokens, where the worker draws one only if a grammar allows nothing else.
         """
+        min_tokens = 0 if self.grammar is not None else self.sampling.min_tokens
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
-            if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
+            if token_id in self.stop_ids and self.num_output_tokens >= min_tokens:
                 return token_ids[:count], "stop"
             if self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
                 return token_ids[:count], "length"

@@ -39,7 +39,9 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
+from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
+from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import num_batch_threads
 from dflash_backend.worker.graphs import capture_widths
@@ -67,6 +69,7 @@ class BuiltEngine:
     pair: ModelPair
     ready: EngineReady
     trace: StepTrace | None = None
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ def build_engine(
         ) from None
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
-    kv = allocate_kv(config, models.pair, sizes.num_blocks, dtype, device)
-    runner = _runner(config, models, sizes, kv)
+    grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
+    runner = _runner(config, models, sizes, allocate_kv(config, models.pair, sizes.num_blocks, dtype, device), grammars)
     # The guard looks at a step while it runs, which a graph does not let it.
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
     widths = capture_widths(runner.step.width) if config.adaptive_speculation else ()
@@ -128,9 +131,9 @@ def build_engine(
     trace = _trace(config)
     draft_lengths = tuple(width - 1 for width in widths if width > 1 and runner.graphs.steps(sampled=False))
     scheduler_config = dataclasses.replace(_scheduler_config(config, models, sizes), draft_lengths=draft_lengths)
-    core = _core(scheduler_config, runner, trace, config.enable_overlap)
+    core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
     report("ready", 1.0)
-    return BuiltEngine(core, runner, models.pair, ready, trace)
+    return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
 
 
 def _load_models(
@@ -188,7 +191,13 @@ def _wanted_ops(backend: AttentionBackend) -> str | None:
     return "triton" if backend.name == "triton" else None
 
 
-def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedKVCache) -> ModelRunner:
+def _runner(
+    config: EngineConfig,
+    models: LoadedModels,
+    sizes: Sizes,
+    kv: PagedKVCache,
+    grammars: GrammarCompiler | None = None,
+) -> ModelRunner:
     """The worker for these models over this KV."""
     pair, target, device = models.pair, models.target, models.device
     drafter = None
@@ -207,7 +216,7 @@ def _runner(config: EngineConfig, models: LoadedModels, sizes: Sizes, kv: PagedK
         dtype=models.dtype,
     )
     workers = num_batch_threads(sum(weight_bytes(directory) for directory in pair.checkpoints))
-    return ModelRunner(step, config.max_num_batched_tokens, workers)
+    return ModelRunner(step, config.max_num_batched_tokens, workers, grammars)
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
@@ -265,9 +274,11 @@ def _trace(config: EngineConfig) -> StepTrace | None:
         ) from None
 
 
-def _core(config: SchedulerConfig, runner: ModelRunner, trace: StepTrace | None, overlap: bool) -> EngineCore:
+def _core(
+    config: SchedulerConfig, runner: ModelRunner, trace: StepTrace | None, overlap: bool, grammars: GrammarCompiler
+) -> EngineCore:
     try:
-        return EngineCore(config, runner, trace=trace, overlap=overlap)
+        return EngineCore(config, runner, trace=trace, overlap=overlap, grammars=grammars)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -33,11 +33,11 @@ class NotJsonError(JsonError):
     """A text is no JSON at all."""
 
 
-def read_json(text: str, *, max_chars: int, max_brackets: int) -> Any:
+def read_json(text: str, *, max_chars: int, max_brackets: int, max_depth: int = MAX_DEPTH) -> Any:
     """The value of a JSON text.
 
     Raises `JsonError` for: text that is no JSON; more than `max_chars` characters; more than `max_brackets` opening
-    brackets and braces, those in strings included; nesting deeper than `MAX_DEPTH`; NaN and infinities; a key twice in
+    brackets and braces, those in strings included; nesting deeper than `max_depth`; NaN and infinities; a key twice in
     one object; half a surrogate pair, which has no UTF-8 form.
     """
     if len(text) > max_chars:
@@ -55,8 +55,8 @@ def read_json(text: str, *, max_chars: int, max_brackets: int) -> Any:
         raise JsonError("has half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     except ValueError as error:
         raise NotJsonError(f"is not JSON: {error}") from None
-    if brackets > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
-        raise JsonError(f"is nested too deeply; allowed: {MAX_DEPTH} levels")
+    if brackets > max_depth and _deeper_than(value, max_depth):
+        raise JsonError(f"is nested too deeply; allowed: {max_depth} levels")
     return value
 
 

@@ -18,6 +18,7 @@ from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, re
 from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.prompt_size import InputError, check_fits, check_num_tokens, most_chars, too_long
 from dflash_backend.text.sampling_params import parse_sampling_params
+from dflash_backend.text.structured_outputs import MAX_FORMAT_CHARS, names_format, take_formats
 from dflash_backend.text.token_masks import resolve_token_masks
 from dflash_backend.text.tokenizer import Tokenizer
 
@@ -220,10 +221,13 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
     if "sampling_parameters" in inputs:
         what = "input 'sampling_parameters'"
         max_chars = MAX_PARAMETERS_CHARS + BIAS_CHARS * ready.vocab_size
+        if names_format(inputs["sampling_parameters"]):
+            max_chars += MAX_FORMAT_CHARS
         text = _string(inputs, "sampling_parameters", BYTES_PER_CHAR * max_chars)
     else:
         what, text = "the object of request parameters", parameters or "{}"
     try:
+        formats, text = take_formats(text)
         values = read_parameters(
             text,
             max_chars=MAX_PARAMETERS_CHARS,
@@ -236,6 +240,7 @@ def _sampling_values(inputs: Mapping[str, Array], parameters: str, ready: Engine
         raise InputError(f'{what} must be a JSON object, such as {{"max_tokens": 64}}')
     if "sampling_parameters" not in inputs:
         values = {name: value for name, value in values.items() if name not in TRITON_PARAMETERS}
+    values |= formats
     # Triton's vLLM backend takes it. Ignoring it would let a client believe that its adapter was used.
     if values.pop("lora_name", None) is not None:
         raise InputError(NO_LORA)

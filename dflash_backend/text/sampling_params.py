@@ -31,6 +31,7 @@ from dflash_backend.text.parameter_values import (
     read_texts,
     texts_in_words,
 )
+from dflash_backend.text.structured_outputs import FormatError, read_response_format, read_structured_outputs
 from dflash_backend.text.vllm_parameters import OTHER_NAMES, VLLM_PARAMETERS, check_best_of
 
 # vLLM's default of `max_logprobs`: each costs a message entry for every token.
@@ -208,6 +209,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("timeout", int_from(0), "an integer of microseconds, or 0 for none"),
 )
+# Both name the grammar of an answer.
+FORMATS = {"structured_outputs": read_structured_outputs, "response_format": read_response_format}
 
 _BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}
 
@@ -236,6 +239,9 @@ def parse_sampling_params(
         elif name in _BY_NAME:
             if value is not None:
                 parsed[name] = _BY_NAME[name].parse(value)
+        elif name in FORMATS:
+            if value is not None:
+                _add_format(parsed, name, value)
         elif name in VLLM_PARAMETERS:
             if not VLLM_PARAMETERS[name].asks_for_nothing(value):
                 raise _not_supported(name, value)
@@ -282,10 +288,25 @@ def _check_together(
             raise _not_allowed("stop_token_ids", ids, allowed)
     if params.min_tokens > params.max_tokens:
         raise _not_allowed("min_tokens", params.min_tokens, f"an integer from 0 to max_tokens ({params.max_tokens})")
+    if params.structured_outputs is not None:
+        # With them it might happen that no token is left.
+        for name in ("allowed_token_ids", "bad_words"):
+            if given := getattr(params, name):
+                raise _not_allowed(name, given, "null with 'structured_outputs', whose grammar can say as much")
     k = params.num_speculative_tokens
     if k is not None and max_speculative_tokens is not None and k > max_speculative_tokens:
         allowed = f"an integer from 0 to {max_speculative_tokens}, what the server drafts"
         raise _not_allowed("num_speculative_tokens", k, allowed)
+
+
+def _add_format(parsed: dict[str, Any], name: str, value: Any) -> None:
+    """Add the grammar that a parameter of `FORMATS` names. Raises `ParameterError`."""
+    try:
+        grammar = FORMATS[name](value)
+    except FormatError as error:
+        raise ParameterError(f"sampling parameter '{name}' {error}") from None
+    if grammar is not None and parsed.setdefault("structured_outputs", grammar) != grammar:
+        raise ParameterError("sampling parameters 'structured_outputs' and 'response_format' name two grammars")
 
 
 def _not_allowed(name: str, value: Any, allowed: str) -> ParameterError:

@@ -11,15 +11,17 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.messages import TokenLogprobs
+from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
+from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes, warm_up
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
@@ -40,6 +42,7 @@ class PartInFlight:
     results: Download
     logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    grammars: StepGrammars | None = None
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,16 @@ class StepInFlight:
 class ModelRunner:
     """Runs the steps of plans, on the device that the models, the KV and the requests' state of `step` are on."""
 
-    def __init__(self, step: ModelStep, max_tokens: int, num_batch_threads: int = 1) -> None:
+    def __init__(
+        self, step: ModelStep, max_tokens: int, num_batch_threads: int = 1, grammars: GrammarCompiler | None = None
+    ) -> None:
         """max_tokens: the most tokens of one step. num_batch_threads: threads that share the rows of a step, with
-        `HostStepOps`."""
+        `HostStepOps`. grammars: where requests with structured output find theirs."""
         self.step = step
         self.device = step.device
         self.overlaps = not step.ops.on_host
         self.requests = RequestStates(step.state, step.target.spec.vocab_size)
+        self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device)
         self.threads = BatchThreads(num_batch_threads)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), self.device)
@@ -116,28 +122,50 @@ class ModelRunner:
         self.requests.clear()
         if self.step.pending is not None:
             self.step.pending.clear()
+        self.grammars.clear()
 
     def collect(self) -> StepResult:
         """As `core.plan.Worker.collect`."""
         step = self._in_flight.popleft()
         results: dict[str, RequestResult] = {}
         phases: dict[str, float] = {}
+        mask_seconds = 0.0
         for part in step.parts:
-            counts, tokens, times = self.step.unpacked(part.results.wait(), part.num_rows)
+            counts, tokens, times, drafts = self.step.unpacked(part.results.wait(), part.num_rows)
             token_ids = tokens.tolist()
             for i, (row, count) in enumerate(zip(part.rows, counts.tolist(), strict=False)):
                 new = token_ids[i][: count + 1] if row.sample else []
                 logprobs, of_prompt = part.logprobs.get(i), part.prompt_logprobs.get(i)
-                results[row.request_id] = RequestResult(row.request_id, new, count, logprobs, of_prompt)
+                result = RequestResult(row.request_id, new, count, logprobs, of_prompt)
+                if part.grammars is not None and i in part.grammars.answers:
+                    proposed = drafts[i, : row.num_next_draft].tolist()
+                    result = self._with_grammar(row, result, part.grammars.answers[i], proposed)
+                results[row.request_id] = result
+            if part.grammars is not None:
+                mask_seconds += part.grammars.mask_seconds
             seconds = np.diff(times) / 1e9
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
             if times.any() and seconds.sum() > sum(phases.values()):
                 phases = dict(zip(PHASES, seconds.tolist(), strict=True))
-        return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases)
+        return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases, mask_seconds)
+
+    def _with_grammar(
+        self, row: ScheduledRequest, result: RequestResult, answer: GrammarAnswer, proposed: list[int]
+    ) -> RequestResult:
+        """The result of a row whose request has a grammar: with the drafts that this leaves, or why it fails."""
+        kept = answer.accept(result.token_ids, proposed)
+        if answer.error is not None:
+            return replace(result, error=answer.error)
+        if kept != proposed[: len(kept)] and self.grammars.holds(row.request_id, answer):
+            first = row.num_computed + row.num_new + result.num_accepted + 1
+            index = self.requests.records[row.request_id].index
+            self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
+        return replace(result, num_next_draft=len(kept))
 
     def _update(self, plan: StepPlan) -> None:
         """Bring a plan's changes to the requests' state."""
         self.requests.update(plan)
+        self.grammars.update(plan)
         if self.step.pending is not None:
             for new in plan.new_requests:
                 self.step.pending.drop(self.requests.records[new.request_id].index)
@@ -164,7 +192,8 @@ class ModelRunner:
         processors = LogitsProcessors.of(batch, self.requests)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)
-        padded = self.graphs.find(batch) if processors is None else None
+        grammars = self.grammars.of(batch)
+        padded = self.graphs.find(batch) if processors is None and grammars is None else None
         if padded is not None:
             inputs = padded.inputs
             self.layouts.send_padded(batch, inputs.num_rows, inputs.width)
@@ -173,9 +202,10 @@ class ModelRunner:
         if padded is not None and guard is None:
             output = StepOutput(padded.replay())
         else:
-            output = self.step.run(inputs, guard, processors, of_prompt)
+            output = self.step.run(inputs, guard, processors, of_prompt, grammars)
         results = self._downloader.begin(output.numbers)
-        return PartInFlight(rows, inputs.num_rows, results, output.logprobs, of_prompt.entries if of_prompt else {})
+        entries = of_prompt.entries if of_prompt else {}
+        return PartInFlight(rows, inputs.num_rows, results, output.logprobs, entries, grammars)
 
 
 @contextmanager

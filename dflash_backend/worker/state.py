@@ -206,9 +206,9 @@ class RequestStates:
 
     def _record(self, index: int, new: NewRequest) -> RequestRecord:
         sampling, vocab_size = new.sampling, self._vocab_size
-        # Hidden only before `min_tokens`; without it there is nothing to look them up for.
+        # Hidden only before `min_tokens`; without it there is nothing to look them up for. A grammar's masks hide them.
         stops: set[int] = set()
-        if sampling.min_tokens > 0:
+        if sampling.min_tokens > 0 and sampling.structured_outputs is None:
             stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(new.eos_token_ids))
         # An id that is no token never comes, and must not be looked up in the logits either.
         stop_ids = sorted(i for i in stops if 0 <= i < vocab_size)

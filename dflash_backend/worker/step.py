@@ -17,12 +17,13 @@ from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
+from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.pending_context import Context, PendingContext
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import Accepted, Prepared, StepOps
+from dflash_backend.worker.step_ops import Prepared, StepOps
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 
@@ -45,7 +46,8 @@ class Verified:
 @dataclass(frozen=True)
 class StepOutput:
     """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, its new
-    tokens, k + 1 of them with 0 behind the last, then the timestamps. logprobs: by row, of those that asked."""
+    tokens, k + 1 of them with 0 behind the last, then the timestamps and, where they were asked for, the k drafts of
+    each row, with anything behind the last. logprobs: by row, of those that asked."""
 
     numbers: torch.Tensor
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -84,8 +86,8 @@ class ModelStep:
         return self.state.k + 1
 
     def result_size(self, num_rows: int) -> int:
-        """Numbers in the result of a step with that many rows, padding rows included."""
-        return num_rows * (self.state.k + 2) + NUM_TIMESTAMPS
+        """Numbers in the result of a step with that many rows, padding rows included, at most."""
+        return num_rows * (2 * self.state.k + 2) + NUM_TIMESTAMPS
 
     def run(
         self,
@@ -93,23 +95,25 @@ class ModelStep:
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        grammars: StepGrammars | None = None,
     ) -> StepOutput:
         """A whole step. Raises `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
-        verified = self.verify(inputs, guard, processors, prompt_logprobs)
+        verified = self.verify(inputs, guard, processors, prompt_logprobs, grammars)
         if self.ops.on_host:  # a CPU never raises this error
-            return self.finish(inputs, verified, guard, processors)
+            return self.finish(inputs, verified, guard, processors, grammars is not None)
         before = StateSnapshot(self.state, inputs.batch, verified.prepared)
         try:
-            return self.finish(inputs, verified, guard, processors)
+            return self.finish(inputs, verified, guard, processors, grammars is not None)
         except torch.OutOfMemoryError:
             before.restore()
             raise
 
-    def unpacked(self, numbers: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The parts of `StepOutput.numbers`, on the host: counts `[num_rows]`, tokens `[num_rows, k + 1]` and times
-        `[NUM_TIMESTAMPS]`."""
-        counts, tokens, times = np.split(numbers, [num_rows, num_rows * (self.state.k + 2)])
-        return counts, tokens.reshape(num_rows, -1), times
+    def unpacked(self, numbers: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The parts of `StepOutput.numbers`, on the host: counts `[num_rows]`, tokens `[num_rows, k + 1]`, times
+        `[NUM_TIMESTAMPS]`, and drafts `[num_rows, k]`, or `[num_rows, 0]` where they were not asked for."""
+        num_own = num_rows * (self.state.k + 2)
+        counts, tokens, times, drafts = np.split(numbers, [num_rows, num_own, num_own + NUM_TIMESTAMPS])
+        return counts, tokens.reshape(num_rows, -1), times, drafts.reshape(num_rows, -1)
 
     def verify(
         self,
@@ -117,6 +121,7 @@ class ModelStep:
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        grammars: StepGrammars | None = None,
     ) -> Verified:
         """One target forward over all rows, and the tokens that their drafts are compared with."""
         timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
@@ -143,6 +148,8 @@ class ModelStep:
         logits = self.target.logits(hidden)
         if processors is not None:
             logits = processors.apply(logits)
+        if grammars is not None and (masks := grammars.masks()) is not None:
+            self.ops.apply_token_bitmask(logits, *masks)
         target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
         record(timestamps, 1)
         return Verified(prepared, output.features, target_tokens, timestamps)
@@ -153,6 +160,7 @@ class ModelStep:
         verified: Verified,
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
+        returns_drafts: bool = False,
     ) -> StepOutput:
         """Accept, inject and draft."""
         prepared, timestamps = verified.prepared, verified.timestamps
@@ -165,7 +173,10 @@ class ModelStep:
         if self.drafter is not None and inputs.traits.drafts:
             self._draft(self.drafter, inputs, guard)
         record(timestamps, 4)
-        return StepOutput(self._packed(accepted, timestamps), logprobs)
+        numbers = [accepted.count.long(), accepted.tokens.flatten(), timestamps]
+        if returns_drafts:
+            numbers.append(self.ops.drafts(inputs.batch, self.state).flatten())
+        return StepOutput(torch.cat(numbers), logprobs)
 
     def _inject(
         self,
@@ -206,9 +217,6 @@ class ModelStep:
         draft = DraftBatch(self.ops.history(inputs.batch, self.state), queries)
         sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
-
-    def _packed(self, accepted: Accepted, timestamps: torch.Tensor) -> torch.Tensor:
-        return torch.cat([accepted.count.long(), accepted.tokens.flatten(), timestamps])
 
 
 class StateSnapshot:

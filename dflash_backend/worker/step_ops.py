@@ -18,7 +18,7 @@ from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.drafters.base import DraftQueries, DraftSampler, TokenHistory
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
-from dflash_kernels import accept, argmax, logits_filter, prepare_draft, prepare_step, sample
+from dflash_kernels import accept, argmax, logits_filter, prepare_draft, prepare_step, sample, token_bitmask
 from dflash_kernels.dispatch import use_triton
 
 Tensors = tuple[torch.Tensor, ...]
@@ -76,6 +76,7 @@ class DeviceStepOps:
         _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
         _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
         _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
+        _apply_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
         _inject_slots = staticmethod(prepare_draft.inject_slots)
         _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
         _store_drafts = staticmethod(prepare_draft.store_drafts)
@@ -169,6 +170,17 @@ class DeviceStepOps:
         drafts = drafts.view(len(batch.req_idx), -1)
         self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
 
+    def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+        """The k positions behind each row's anchor, where its drafts lie: int64 `[R, k]`."""
+        index = batch.req_idx.clamp(min=0).long()
+        columns = torch.arange(1, state.k + 1, device=index.device)
+        positions = state.computed.index_select(0, index)[:, None] + columns
+        return state.tokens[index[:, None], positions.clamp(max=state.max_len - 1)]
+
+    def apply_token_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
+        """Set `logits` to -inf where the packed masks of their `rows` have a 0, in place."""
+        self._apply_bitmask(logits, bitmask, rows)
+
     def _draft_req_idx(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
         """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
         return batch.req_idx.clamp(min=0).long().repeat_interleave(state.k)
@@ -210,6 +222,7 @@ class HostStepOps(DeviceStepOps):
     _sample = staticmethod(sample.sample_reference)
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)
+    _apply_bitmask = staticmethod(token_bitmask.apply_token_bitmask_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
     _store_drafts = staticmethod(prepare_draft.store_drafts_reference)

@@ -9,6 +9,7 @@ from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, 
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
 from dflash_kernels.prompt_lookup import prompt_lookup
+from dflash_kernels.token_bitmask import num_words
 
 VOCAB, ROWS, K = 5008, 4, 7
 
@@ -23,6 +24,7 @@ def launches() -> None:
     inputs = StepInputs(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True))
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
     prepared = ops.prepare(inputs, state)
+    ops.apply_token_bitmask(logits, torch.zeros(ROWS, num_words(VOCAB), dtype=torch.int32), rows.num_new)
     ops.argmax(logits)
     ops.accept(ops.target_tokens(logits, inputs, prepared, state), rows, prepared, state)
     ops.final_tokens(rows, prepared, state)

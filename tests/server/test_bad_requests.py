@@ -44,7 +44,8 @@ from tests.server.raw_grpc import infer, tensor
         ({"text_input": "a", "enable_thinking": False}, "'chat_template_kwargs' is for the chat template"),
         ({"text_input": "a", "image": ["aGk="]}, "input 'image' is not supported"),
         ({"text_input": "a", "embedding_request": "{}"}, "input 'embedding_request' is not supported"),
-        ({"text_input": "a", "structured_outputs": '{"choice": ["a"]}'}, "'structured_outputs' has the value"),
+        ({"text_input": "a", "structured_outputs": '{"choice": []}'}, "'structured_outputs' has 0 choices"),
+        ({"text_input": "a", "structured_outputs": '{"regex": "("}'}, "the grammar in 'structured_outputs' is wrong"),
         ({"text_input": "a", "max_completion_tokens": 5}, "use 'max_tokens'"),
         (
             {"text_input": "a", "stream": True, "exclude_input_in_output": False},

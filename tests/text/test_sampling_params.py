@@ -162,7 +162,7 @@ def test_a_name_of_megabytes_is_compared_with_nothing(monkeypatch):
 
 # Parameters of vLLM, and its defaults.
 NULL = """prompt_logprob_token_ids prompt_logprob_start logprob_token_ids stream_interval
-structured_outputs guided_decoding extra_args skip_reading_prefix_cache thinking_token_budget
+guided_decoding extra_args skip_reading_prefix_cache thinking_token_budget
 repetition_detection trace_decode_token_ids truncate_prompt_tokens"""
 NEUTRAL = dict.fromkeys(NULL.split()) | {
     "flat_logprobs": False,
@@ -197,8 +197,7 @@ def test_every_parameter_of_vllm_is_taken_at_its_default():
         ("detokenize", False, "return_token_ids"),
         ("detokenize", "false", "return_token_ids"),
         ("output_kind", 2, "'stream'"),
-        ("structured_outputs", '{"choice": ["a"]}', "leave it out"),
-        ("structured_outputs", {}, "leave it out"),
+        ("guided_decoding", {"choice": ["a"]}, "use 'structured_outputs'"),
         ("extra_args", {"a": 1}, "plugins"),
         ("skip_reading_prefix_cache", True, "'cache_salt'"),
         ("thinking_token_budget", 5, "'chat_template_kwargs'"),

@@ -25,6 +25,7 @@ class ReferenceStepOps(DeviceStepOps):
     _sample = staticmethod(HostStepOps._sample)
     _lowest_kept = staticmethod(HostStepOps._lowest_kept)
     _accept = staticmethod(HostStepOps._accept)
+    _apply_bitmask = staticmethod(HostStepOps._apply_bitmask)
     _inject_slots = staticmethod(HostStepOps._inject_slots)
     _prepare_draft = staticmethod(HostStepOps._prepare_draft)
     _store_drafts = staticmethod(HostStepOps._store_drafts)
@@ -35,7 +36,9 @@ def device_runner(
 ) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
-        replace(built.runner.step, ops=ops or ReferenceStepOps()), built.core.config.max_num_batched_tokens
+        replace(built.runner.step, ops=ops or ReferenceStepOps()),
+        built.core.config.max_num_batched_tokens,
+        grammars=built.grammars,
     )
     if padded:
         runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=widths)
@@ -47,7 +50,7 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
     runner = device_runner(built, **options)
     lengths = tuple(width - 1 for width in options.get("widths", ()) if width > 1)
     config = replace(built.core.config, draft_lengths=lengths)
-    return replace(built, core=EngineCore(config, runner, overlap=overlap), runner=runner)
+    return replace(built, core=EngineCore(config, runner, overlap=overlap, grammars=built.grammars), runner=runner)
 
 
 def engine(**settings: Any) -> BuiltEngine:

@@ -1,0 +1,118 @@
+"""Requests whose grammars are being compiled: they are queued when that is done, so no step waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
+
+from dflash_backend.core.admission import RequestError
+from dflash_backend.core.request import Request
+from dflash_backend.messages import GrammarStats, StructuredOutputs
+
+# How long a step may wait for a grammar when there is nothing else to do.
+IDLE_WAIT_S = 0.005
+# How long a request waits for its grammar, in seconds. The first one also waits for the tokenizer to be read.
+TIME_LIMIT_S = 30.0
+
+
+class GrammarCompiler(Protocol):
+    """What the core needs of `structured_output.GrammarCompiler`."""
+
+    @property
+    def num_compiled(self) -> int: ...
+    @property
+    def compile_seconds(self) -> float: ...
+    def submit(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> Future[Any]:
+        """Begin to compile; the future's error is a `ValueError` whose message completes "the grammar ..."."""
+        ...
+
+
+class GrammarQueue:
+    """Requests that wait for their grammars, by id. A request in here keeps its compiled grammar from being dropped."""
+
+    def __init__(self, compiler: GrammarCompiler | None, max_size: int) -> None:
+        """max_size: more requests than this are refused."""
+        self._compiler = compiler
+        self._max_size = max_size
+        self.waiting: dict[str, tuple[Request, Future[Any], float]] = {}
+        self.num_requests = 0
+        self.num_mask_steps = 0
+        self.mask_seconds = 0.0
+
+    def add(self, request: Request) -> bool:
+        """Begin to compile a request's grammar; False when there is nothing to wait for. Raises `RequestError`."""
+        grammar = request.sampling.structured_outputs
+        if grammar is None:
+            return False
+        if self._compiler is None:
+            raise RequestError("INVALID_ARGUMENT", "this engine has no grammars for 'structured_outputs'")
+        if len(self.waiting) >= self._max_size:
+            raise RequestError(
+                "UNAVAILABLE", f"{len(self.waiting)} requests wait for their grammars already; try again later"
+            )
+        future = self._compiler.submit(grammar, request.eos_token_ids)
+        self.num_requests += 1
+        if future.done():
+            if (error := future.exception()) is not None:
+                raise RequestError("INVALID_ARGUMENT", _refusal(error))
+            request.grammar = future.result()
+            return False
+        self.waiting[request.request_id] = request, future, time.monotonic() + TIME_LIMIT_S
+        return True
+
+    def observe_masks(self, seconds: float) -> None:
+        """Count a step whose masks took the host this long; 0 for a step without."""
+        self.num_mask_steps += seconds > 0
+        self.mask_seconds += seconds
+
+    def stats(self) -> GrammarStats:
+        """Counts since the start."""
+        compiler = self._compiler
+        return GrammarStats(
+            self.num_requests,
+            0 if compiler is None else compiler.num_compiled,
+            0.0 if compiler is None else compiler.compile_seconds,
+            self.num_mask_steps,
+            self.mask_seconds,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammars are being compiled."""
+        return len(self.waiting)
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out, if it is here."""
+        entry = self.waiting.get(request.request_id)
+        if entry is None or entry[0] is not request:
+            return False
+        entry[1].cancel()
+        del self.waiting[request.request_id]
+        return True
+
+    def pop_done(self, idle: bool) -> Iterator[tuple[Request, RequestError | None]]:
+        """The requests whose grammars are compiled, with an error where they cannot be followed. `idle`: nothing else
+        is to be done, so it may wait a moment for the first."""
+        if not self.waiting:
+            return
+        if idle:
+            wait([future for _, future, _ in self.waiting.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        for request, future, deadline in list(self.waiting.values()):
+            if future.done():
+                del self.waiting[request.request_id]
+                error = future.exception()
+                if error is None:
+                    request.grammar = future.result()
+                yield request, None if error is None else RequestError("INVALID_ARGUMENT", _refusal(error))
+            elif time.monotonic() > deadline:
+                self.remove(request)
+                reason = f"took longer than {TIME_LIMIT_S:g} s to compile; make it simpler, or try again later"
+                yield request, RequestError("INVALID_ARGUMENT", f"the grammar in 'structured_outputs' {reason}")
+
+
+def _refusal(error: BaseException) -> str:
+    if isinstance(error, ValueError):
+        return f"the grammar in 'structured_outputs' {error}"
+    return f"the grammar in 'structured_outputs' could not be compiled ({type(error).__name__}: {error})"

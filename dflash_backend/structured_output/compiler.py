@@ -1,0 +1,182 @@
+"""Compiles grammars against the target's tokenizer, on threads of its own, so that no step waits for one.
+
+llguidance bounds its own work by fuel, states and sizes, so a compilation ends after a fraction of a second whatever a
+client sent; a time limit holds besides. Grammars that were compiled lately are kept, and all those of requests in
+progress.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer as FastTokenizer
+
+from dflash_backend.error_text import first_line
+from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_log = logging.getLogger(__name__)
+
+# Compilations at a time; most take a millisecond.
+NUM_THREADS = 2
+# Of one compilation, first mask included, in seconds.
+TIME_LIMIT_S = 10.0
+# Grammars that are kept for requests to come.
+CACHE_SIZE = 64
+# Between two of its tokens JSON may have nothing, a space, or a new line with its indentation. Where any white space is
+# allowed, some models never stop writing it.
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
+# How llguidance's errors begin where nothing can follow.
+DEAD_END = "NoExtension"
+_IN_REGEX = re.compile(r"([\\.+*?()|\[\]{}^$#&\-~/])")
+
+Key = tuple[str, str, tuple[int, ...]]
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be followed. The message is for the client and completes a sentence."""
+
+
+class CompiledGrammar:
+    """A grammar and the state in which each answer begins."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+
+    def matcher(self, rules: MatcherRules) -> GrammarMatcher:
+        """A matcher at the beginning of an answer."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules)
+
+
+class GrammarCompiler:
+    """Compiled grammars by what they were compiled from. Any thread may use it."""
+
+    def __init__(self, load_tokenizer: Callable[[], str], vocab_size: int) -> None:
+        """load_tokenizer: returns the target's tokenizer as the text of a tokenizer.json, and is called with the first
+        grammar. Its `ValueError` is passed on to the client of every grammar. vocab_size: that of the target's logits.
+        """
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self._compiled: WeakValueDictionary[Key, CompiledGrammar] = WeakValueDictionary()
+        self._recent: OrderedDict[Key, CompiledGrammar] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self.num_compiled = 0
+        self.compile_seconds = 0.0
+
+    def submit(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> Future[CompiledGrammar]:
+        """Begin to compile a grammar; the future is done at once for one that is kept. Its error is a `GrammarError`.
+
+        eos_token_ids: the tokens that may end an answer, when the grammar accepts it.
+        """
+        future: Future[CompiledGrammar] = Future()
+        compiled = self._find((grammar.kind, grammar.text, eos_token_ids))
+        if compiled is not None:
+            future.set_result(compiled)
+            return future
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_THREADS, "dflash-grammars")
+        return self._pool.submit(self.compile, grammar, eos_token_ids)
+
+    def compile(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> CompiledGrammar:
+        """The compiled grammar, kept or new; waits for it. Raises `GrammarError`."""
+        key = grammar.kind, grammar.text, eos_token_ids
+        compiled = self._find(key)
+        if compiled is not None:
+            return compiled
+        tokenizer = self._tokenizer(eos_token_ids)
+        started = time.monotonic()
+        matcher = _matcher(tokenizer, llguidance_grammar(grammar))
+        seconds = time.monotonic() - started
+        if seconds > TIME_LIMIT_S:
+            raise GrammarError(f"took {seconds:.0f} s to compile; allowed: {TIME_LIMIT_S:g} s. Make it simpler")
+        with self._lock:
+            self.num_compiled += 1
+            self.compile_seconds += seconds
+            compiled = self._compiled.setdefault(key, CompiledGrammar(matcher, eos_token_ids))
+            self._recent[key] = compiled
+            if len(self._recent) > CACHE_SIZE:
+                self._recent.popitem(last=False)
+        return compiled
+
+    def _find(self, key: Key) -> CompiledGrammar | None:
+        with self._lock:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
+                self._recent[key] = compiled
+                self._recent.move_to_end(key)
+                if len(self._recent) > CACHE_SIZE:
+                    self._recent.popitem(last=False)
+            return compiled
+
+    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+        """The target's vocabulary as llguidance reads it. Raises `GrammarError`."""
+        with self._tokenizer_lock:
+            tokenizer = self._tokenizers.get(eos_token_ids)
+            if tokenizer is None:
+                tokenizer = self._tokenizers[eos_token_ids] = self._read_tokenizer(eos_token_ids)
+            return tokenizer
+
+    def _read_tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+        started = time.monotonic()
+        try:
+            text = self._load_tokenizer()
+            known = FastTokenizer.from_str(text)
+            within = [token_id for token_id in eos_token_ids if known.id_to_token(token_id) is not None]
+            if not within:
+                raise GrammarError(
+                    "cannot be followed: the target has no end-of-sequence token, so no answer could end"
+                )
+            tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=within)
+        except GrammarError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what the Rust tokenizers raise is a plain Exception
+            raise GrammarError(
+                f"cannot be followed with the target's tokenizer, which llguidance cannot read: {first_line(error)}"
+            ) from None
+        _log.info("read the target's tokenizer for grammars in %.2f s", time.monotonic() - started)
+        return tokenizer
+
+
+def llguidance_grammar(grammar: StructuredOutputs) -> str:
+    """The grammar in llguidance's own form. Raises `GrammarError` for text that is not of its kind."""
+    try:
+        if grammar.kind == "json":
+            return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS))
+        if grammar.kind == "regex":
+            return str(LLMatcher.grammar_from_regex(grammar.text))
+        if grammar.kind == "choice":
+            choices = json.loads(grammar.text)
+            return str(LLMatcher.grammar_from_regex("|".join(_IN_REGEX.sub(r"\\\1", choice) for choice in choices)))
+        return str(LLMatcher.grammar_from_lark(grammar.text))
+    except ValueError as error:
+        raise GrammarError(f"is not understood: {first_line(error)}") from None
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher whose first mask allows something. Raises `GrammarError`."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8) if not matcher.is_error() else np.zeros(1)
+    if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
+        raise GrammarError(f"is wrong or too large: {' '.join(matcher.get_error().split())[:500]}")
+    if matcher.is_error() or not mask.any():
+        raise GrammarError("allows no text at all, or none that the target's vocabulary can spell")
+    return matcher

@@ -1,0 +1,219 @@
+"""Where one answer stands in its grammar, and the masks of its next tokens.
+
+A matcher advances by accepted tokens only. Drafts are tried: llguidance walks along them for the masks of their
+positions and then rolls back. So the mask of a position follows from the tokens before it, whether they were drafted or
+not (LOSSLESS), and nothing is kept that a preemption would have to restore: the accepted tokens say it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+BITS = 32
+
+
+@dataclass(frozen=True)
+class MatcherRules:
+    """What a request asks for beside its grammar.
+
+    end_of_reasoning: the grammar begins behind these token ids; before them everything is allowed but the end. Empty:
+    it begins at once. min_tokens, stop_token_ids and ignore_eos as in `SamplingParams`: tokens that would end the
+    answer are hidden, unless the grammar allows nothing else.
+    """
+
+    end_of_reasoning: tuple[int, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the masks of one answer's next positions are filled. free: this many positions still belong to the
+    reasoning. drafts: those that the grammar is walked along behind them, all legal; None when the reasoning goes on.
+    """
+
+    free: int
+    drafts: list[int] | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.free + (0 if self.drafts is None else len(self.drafts) + 1)
+
+
+class GrammarMatcher:
+    """One answer's state. `error` says why it can go on no more."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], rules: MatcherRules) -> None:
+        """`matcher` is at the beginning and belongs to this answer."""
+        self._matcher = matcher
+        self._eos = frozenset(eos_token_ids)
+        self._rules = rules
+        self._num_tokens = 0
+        # The last tokens of the reasoning, one fewer than its end has; None when the grammar has begun.
+        self._tail: list[int] | None = [] if rules.end_of_reasoning else None
+        self._ended = False
+        self.error: str | None = None
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take accepted tokens. What follows a token that ends the answer is ignored."""
+        self._num_tokens += len(token_ids)
+        if self._ended or self.error is not None:
+            return
+        begin = 0
+        if self._tail is not None:
+            end = self._end_of_reasoning(token_ids)
+            if end is None:
+                kept = len(self._rules.end_of_reasoning) - 1
+                tail = [*self._tail, *token_ids]
+                self._tail = tail[len(tail) - kept :] if kept else []
+                self._ended = any(token_id in self._eos for token_id in token_ids)
+                return
+            begin, self._tail = end, None
+        tokens = list(token_ids[begin:])
+        stop = next((i for i, token_id in enumerate(tokens) if token_id in self._eos), None)
+        if stop is not None:
+            self._ended, tokens = True, tokens[:stop]
+        if tokens and not self._matcher.consume_tokens(tokens):
+            self._fail()
+
+    def num_legal(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts the grammar allows, an end-of-sequence token that it accepts included."""
+        if self._ended or self.error is not None:
+            return 0
+        plan = self._plan(drafts)
+        num_rows = plan.num_rows
+        if plan.drafts is None:
+            return num_rows - 1
+        behind = drafts[num_rows - 1 : num_rows]
+        return num_rows if behind and behind[0] in self._eos and self._accepts_after(plan.drafts) else num_rows - 1
+
+    def forced(self, drafts: Sequence[int], count: int) -> list[int]:
+        """At most `count` tokens that the grammar forces behind `drafts`, which are legal. One text may have several
+        forms in tokens: these are the tokenizer's own."""
+        if self._ended or self.error is not None or count <= 0:
+            return []
+        plan = self._plan(drafts)
+        if plan.drafts is None or plan.num_rows <= len(drafts):
+            return []
+        trial = self._matcher
+        if plan.drafts:
+            trial = trial.deep_copy()
+            if not trial.consume_tokens(plan.drafts):
+                return []
+        return list(trial.compute_ff_tokens()[:count])
+
+    def _accepts_after(self, drafts: list[int]) -> bool:
+        if not drafts:
+            return self._matcher.is_accepting()
+        trial = self._matcher.deep_copy()
+        return trial.consume_tokens(drafts) and trial.is_accepting()
+
+    def _end_of_reasoning(self, token_ids: Sequence[int]) -> int | None:
+        """How many of the next tokens belong to the reasoning, its end included; None when it goes on."""
+        assert self._tail is not None
+        end = list(self._rules.end_of_reasoning)
+        tokens = [*self._tail, *token_ids]
+        for last in range(len(end), len(tokens) + 1):
+            if tokens[last - len(end) : last] == end and last > len(self._tail):
+                return last - len(self._tail)
+        return None
+
+    def _plan(self, drafts: Sequence[int]) -> _Plan:
+        """How the masks of the positions along `drafts` are filled: as far as the drafts are legal."""
+        free = 0
+        if self._tail is not None:
+            end = self._end_of_reasoning(drafts)
+            if end is None:
+                stop = next((i for i, draft in enumerate(drafts) if draft in self._eos), len(drafts))
+                return _Plan(stop + 1, None)
+            free = end
+            drafts = drafts[end:]
+        stop = next((i for i, draft in enumerate(drafts) if draft in self._eos), len(drafts))
+        behind = list(drafts[:stop])
+        if behind:
+            behind = behind[: self._matcher.validate_tokens(behind)]
+        return _Plan(free, behind)
+
+    def _fail(self) -> None:
+        reason = " ".join(self._matcher.get_error().split())[:300]
+        self.error = f"the grammar of its structured output cannot be followed any further ({reason})"
+
+    def _edit(self, masks: np.ndarray, plan: _Plan) -> None:
+        """What masks (int32 `[plan.num_rows, words]`) need beside llguidance's bits; notes an error."""
+        if plan.drafts is not None and self._matcher.is_error():
+            self._fail()
+            return
+        if plan.free:
+            masks[: plan.free] = -1
+            _hide(masks[: plan.free], self._eos)
+        if not masks.any(axis=1).all():
+            self.error = "no token of the target's vocabulary goes on with the grammar of its structured output"
+            return
+        rules, grammar = self._rules, masks[plan.free :]
+        if rules.ignore_eos:
+            _hide_where_others_are(grammar, self._eos)
+        if rules.min_tokens > self._num_tokens:
+            stops = self._eos.union(rules.stop_token_ids)
+            _hide_where_others_are(masks[: rules.min_tokens - self._num_tokens], stops)
+
+
+class BitmaskFiller:
+    """Fills the masks of several answers, side by side on threads of llguidance's own."""
+
+    def __init__(self, vocab_size: int, num_threads: int) -> None:
+        self.num_words = -(-vocab_size // BITS)
+        self._num_threads = num_threads
+        self._executor: LLExecutor | None = None  # its threads start with the first answer
+
+    def fill(self, answers: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
+        """The masks of the positions that each answer's drafts reach, and of the one behind them.
+
+        Returns masks int32 `[m, num_words]`, and how many of them are of each answer, in order: those of the drafts
+        that are legal, and the first one that hides a draft. An answer that has ended has none, nor has one that fails
+        here: its `error` says why.
+        """
+        plans = [None if each.error or each._ended else each._plan(drafts) for each, drafts in answers]
+        counts = [0 if plan is None else plan.num_rows for plan in plans]
+        starts = np.cumsum([0, *counts]).tolist()
+        masks = np.empty((starts[-1], self.num_words), dtype=np.int32)
+        if self._executor is None:
+            self._executor = LLExecutor(self._num_threads)
+        plain: list[tuple[LLMatcher, int]] = []
+        walked: list[tuple[LLMatcher, int, list[int]]] = []
+        for (each, _), plan, start in zip(answers, plans, starts, strict=False):
+            if plan is None or plan.drafts is None:
+                continue
+            if plan.drafts:
+                walked.append((each._matcher, start + plan.free, plan.drafts))
+            else:
+                plain.append((each._matcher, start + plan.free))
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, masks)
+        if walked:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, walked, masks)
+        for (each, _), plan, start in zip(answers, plans, starts, strict=False):
+            if plan is not None:
+                each._edit(masks[start : start + plan.num_rows], plan)
+        return masks, counts
+
+
+def _hide(masks: np.ndarray, token_ids: frozenset[int]) -> None:
+    """Clear the bits of these tokens in `masks`, int32 `[n, words]`."""
+    for token_id in token_ids:
+        word, bit = divmod(token_id, BITS)
+        if 0 <= word < masks.shape[1]:
+            masks[:, word] &= ~np.uint32(1 << bit).view(np.int32)
+
+
+def _hide_where_others_are(masks: np.ndarray, token_ids: frozenset[int]) -> None:
+    """As `_hide`, but not in a mask that would have no bit left."""
+    hidden = masks.copy()
+    _hide(hidden, token_ids)
+    left = hidden.any(axis=1)
+    masks[left] = hidden[left]

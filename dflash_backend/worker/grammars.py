@@ -1,0 +1,154 @@
+"""Structured output in a step: the matchers of the requests that the worker holds, and the masks of their logits.
+
+Masks are filled on a thread while the target runs, and awaited only before tokens are chosen. The drafts that they are
+filled along come to the host with the result of the step that proposed them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dflash_backend.core.plan import NewRequest, StepPlan
+from dflash_backend.structured_output.compiler import GrammarCompiler, GrammarError
+from dflash_backend.structured_output.matcher import BitmaskFiller, GrammarMatcher, MatcherRules
+from dflash_backend.worker.batch import HostBatch, spans
+from dflash_backend.worker.transfers import Uploader, share
+
+# Threads of llguidance's own that fill masks, at most: the work of a step is a few milliseconds of one.
+MAX_FILL_THREADS = 8
+# Bytes of masks that a step on a GPU usually has; more make the buffer grow.
+INITIAL_BYTES = 1 << 20
+
+Filled = tuple[np.ndarray, list[int], float]
+
+
+@dataclass
+class GrammarAnswer:
+    """An answer with a grammar: where it is in that, and the drafts that lie behind its anchor. Without a matcher it
+    has failed, for the reason `failure`."""
+
+    matcher: GrammarMatcher | None
+    drafts: list[int] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer cannot go on, if so."""
+        return self.failure if self.matcher is None else self.matcher.error
+
+    def accept(self, token_ids: list[int], drafts: list[int]) -> list[int]:
+        """Take what a row yielded: its accepted tokens, and the drafts that it proposed. Returns the drafts to verify:
+        the legal ones, and behind them, in place of the others, tokens that the grammar forces."""
+        if self.matcher is None:
+            return []
+        self.matcher.advance(token_ids)
+        num_legal = self.matcher.num_legal(drafts)
+        forced = self.matcher.forced(drafts[:num_legal], len(drafts) - num_legal)
+        self.drafts = drafts[:num_legal] + forced
+        return self.drafts
+
+
+@dataclass(frozen=True)
+class StepGrammars:
+    """The rows of a step whose requests have a grammar, by their number, and the masks of those that sample.
+
+    The answers are kept by themselves, since a request's id may be in use again when the step's result is there.
+    first: int64 `[n]`, the first row of logits of each one that samples. filled: their masks, on their way; None when
+    none samples. send: brings arrays to the device.
+    """
+
+    answers: dict[int, GrammarAnswer]
+    first: np.ndarray
+    filled: Future[Filled] | None
+    send: Callable[[list[np.ndarray]], list[torch.Tensor]]
+
+    def masks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The masks, int32 `[m, words]`, and the row of logits that each is for, int32 `[m]`, on the device; waits
+        until they are filled. None when there are none."""
+        if self.filled is None:
+            return None
+        masks, counts, _ = self.filled.result()
+        _, rows = spans(self.first, np.array(counts))
+        bitmask, index = self.send([masks, rows.astype(np.int32)])
+        return bitmask.view(masks.shape), index
+
+    @property
+    def mask_seconds(self) -> float:
+        """How long filling the masks took."""
+        return 0.0 if self.filled is None else self.filled.result()[2]
+
+
+class GrammarStates:
+    """The answers with a grammar, by request id."""
+
+    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int, device: torch.device) -> None:
+        """Without a compiler, requests with a grammar fail."""
+        self._compiler = compiler
+        self._answers: dict[str, GrammarAnswer] = {}
+        num_threads = max(1, min(MAX_FILL_THREADS, len(os.sched_getaffinity(0))))
+        self._filler = BitmaskFiller(vocab_size, num_threads)
+        self._thread = ThreadPoolExecutor(1, "dflash-masks")
+        self._send = Uploader(INITIAL_BYTES, device, grows=True).send if device.type == "cuda" else share
+
+    def update(self, plan: StepPlan) -> None:
+        """Apply a plan's changes: `finished_req_ids`, then `new_requests`."""
+        for request_id in plan.finished_req_ids:
+            self._answers.pop(request_id, None)
+        for new in plan.new_requests:
+            if new.sampling.structured_outputs is not None:
+                self._answers[new.request_id] = self._answer(new)
+
+    def holds(self, request_id: str, answer: GrammarAnswer) -> bool:
+        """Whether this is still the answer of that request."""
+        return self._answers.get(request_id) is answer
+
+    def clear(self) -> None:
+        """Drop every request."""
+        self._answers.clear()
+
+    def of(self, batch: HostBatch) -> StepGrammars | None:
+        """Those of a step's rows, whose masks begin to be filled; None when no row has a grammar."""
+        if not self._answers:
+            return None
+        answers = {i: self._answers[name] for i, name in enumerate(batch.request_ids) if name in self._answers}
+        if not answers:
+            return None
+        num_logits = batch.num_logits
+        going_on = {
+            i: answer.matcher for i, answer in answers.items() if batch.sample[i] and answer.matcher is not None
+        }
+        rows = list(going_on)
+        first = (np.cumsum(num_logits) - num_logits)[rows]
+        filled = None
+        if rows:
+            wanted = [(matcher, answers[i].drafts[: int(batch.num_draft[i])]) for i, matcher in going_on.items()]
+            filled = self._thread.submit(_fill, self._filler, wanted)
+        return StepGrammars(answers, first, filled, self._send)
+
+    def _answer(self, new: NewRequest) -> GrammarAnswer:
+        """That of a request, new or resumed."""
+        sampling, grammar = new.sampling, new.sampling.structured_outputs
+        assert grammar is not None
+        try:
+            if self._compiler is None:
+                raise GrammarError("needs a compiler, which this worker does not have")
+            compiled = self._compiler.compile(grammar, new.eos_token_ids)
+        except GrammarError as error:
+            return GrammarAnswer(None, failure=f"the grammar of its structured output {error}")
+        rules = MatcherRules(grammar.after_reasoning, sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos)
+        matcher = compiled.matcher(rules)
+        matcher.advance(new.token_ids[new.num_prompt_tokens :])
+        return GrammarAnswer(matcher)
+
+
+def _fill(filler: BitmaskFiller, answers: list[tuple[GrammarMatcher, list[int]]]) -> Filled:
+    started = time.perf_counter()
+    masks, counts = filler.fill(answers)
+    return masks, counts, time.perf_counter() - started

@@ -1,0 +1,166 @@
+"""Masks along drafts are those of the tokens before each position, and a matcher advances by accepted tokens only."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output.compiler import GrammarCompiler
+from dflash_backend.structured_output.matcher import BitmaskFiller, GrammarMatcher, MatcherRules
+from dflash_backend.text.tokenizer import tokenizer_json
+from tests.byte_tokenizer import EOS, write_byte_tokenizer
+
+VOCAB = 300  # a target's vocabulary may be larger than its tokenizer's
+OTHER_EOS = 257
+OBJECT = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yz"]}},"required":["a"]}'
+GRAMMARS = [
+    StructuredOutputs("json", OBJECT),
+    StructuredOutputs("regex", "[a-c]{1,3}(foo|bar)?"),
+    StructuredOutputs("choice", '["yes","no","no way"]'),
+    StructuredOutputs("grammar", 'start: "a" start "b" | "c"'),
+]
+END = list(b"</t>")
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("model")
+    write_byte_tokenizer(directory)
+    return GrammarCompiler(lambda: tokenizer_json(directory), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def filler() -> BitmaskFiller:
+    return BitmaskFiller(VOCAB, num_threads=2)
+
+
+def matcher_of(compiler: GrammarCompiler, grammar: StructuredOutputs, text: bytes = b"", **rules) -> GrammarMatcher:
+    matcher = compiler.compile(grammar, (EOS, OTHER_EOS)).matcher(MatcherRules(**rules))
+    matcher.advance(list(text))
+    return matcher
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]).tolist())
+
+
+def allowed_by(filler: BitmaskFiller, matcher: GrammarMatcher, drafts: list[int]) -> list[set[int]]:
+    masks, counts = filler.fill([(matcher, drafts)])
+    assert counts == [len(masks)]
+    return [allowed(mask) for mask in masks]
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_each_mask_is_that_of_the_tokens_before_its_position(compiler, filler, grammar):
+    rng = random.Random(0)
+    for _ in range(30):
+        matcher, history = matcher_of(compiler, grammar), []
+        for _ in range(8):
+            drafts = []
+            for _ in range(rng.randint(0, 5)):
+                known = matcher_of(compiler, grammar, bytes(history + drafts))
+                legal = sorted(allowed_by(filler, known, [])[0] - {EOS, OTHER_EOS})
+                if not legal:
+                    break
+                drafts.append(rng.choice(legal))
+            num_legal = len(drafts)
+            if rng.random() < 0.5:
+                drafts += [rng.randrange(256) for _ in range(2)]
+            found = allowed_by(filler, matcher, drafts)
+            for i, tokens in enumerate(found):
+                known = matcher_of(compiler, grammar, bytes(history + drafts[:i]))
+                assert tokens == allowed_by(filler, known, [])[0]
+            assert len(found) > num_legal
+            assert matcher.num_legal(drafts) == len(found) - 1
+            accepted = drafts[: rng.randint(0, len(found) - 1)]
+            token = rng.choice(sorted(found[len(accepted)]))
+            matcher.advance([*accepted, token])
+            history += [*accepted, token]
+            assert matcher.error is None
+            if token in (EOS, OTHER_EOS):
+                break
+
+
+def test_the_end_is_allowed_exactly_when_the_grammar_accepts(compiler, filler):
+    for text, accepts in ((b"", False), (b"n", False), (b"no", True), (b"no ", False), (b"yes", True)):
+        found = allowed_by(filler, matcher_of(compiler, GRAMMARS[2], text), [])[0]
+        assert ({EOS, OTHER_EOS} <= found) == accepts
+        assert accepts or not found & {EOS, OTHER_EOS}
+    assert allowed_by(filler, matcher_of(compiler, GRAMMARS[2], b"yes"), [])[0] == {EOS, OTHER_EOS}
+
+
+def test_a_draft_of_the_end_is_legal_where_the_grammar_accepts(compiler):
+    matcher = matcher_of(compiler, GRAMMARS[2])
+    assert matcher.num_legal([*b"no", EOS, 7]) == 3
+    assert matcher.num_legal([*b"n", EOS, 7]) == 1
+    assert matcher.num_legal([EOS]) == 0
+    assert matcher_of(compiler, GRAMMARS[2], b"no").num_legal([OTHER_EOS]) == 1
+
+
+def test_nothing_is_masked_behind_the_end(compiler, filler):
+    matcher = matcher_of(compiler, GRAMMARS[2], b"no")
+    matcher.advance([EOS, 5, 6])
+    assert allowed_by(filler, matcher, [1, 2]) == []
+    assert matcher.num_legal([1, 2]) == 0
+    assert matcher.error is None
+
+
+def test_forced_tokens_follow_legal_drafts(compiler):
+    matcher = matcher_of(compiler, StructuredOutputs("regex", "[ab]foobar"))
+    assert matcher.forced([], 4) == []
+    assert bytes(matcher.forced([*b"a"], 4)) == b"foob"
+    assert bytes(matcher.forced([*b"afo"], 9)) == b"obar"
+    assert matcher.forced([*b"afo"], 0) == []
+
+
+def test_the_grammar_begins_behind_the_reasoning_also_within_a_block(compiler, filler):
+    matcher = matcher_of(compiler, GRAMMARS[2], end_of_reasoning=tuple(END))
+    assert allowed_by(filler, matcher, [*b"hm"]) == [set(range(VOCAB)) - {EOS, OTHER_EOS}] * 3
+    matcher.advance(b"so </")
+    found = allowed_by(filler, matcher, [*b"t>no", 7])
+    assert found[:2] == [set(range(VOCAB)) - {EOS, OTHER_EOS}] * 2
+    assert found[2:] == [{*b"yn"}, {*b"o"}, {*b" ", EOS, OTHER_EOS}]
+    assert matcher.num_legal([*b"t>no", 7]) == 4
+    assert matcher.num_legal([*b"t>no", EOS]) == 5
+    assert matcher.num_legal([*b"hm", EOS, 5]) == 2
+    matcher.advance(b"t>n")
+    assert allowed_by(filler, matcher, []) == [{*b"o"}]
+
+
+def test_the_reasoning_ends_only_at_its_whole_end(compiler, filler):
+    matcher = matcher_of(compiler, GRAMMARS[2], b"</t</t", end_of_reasoning=tuple(END))
+    assert len(allowed_by(filler, matcher, [])[0]) == VOCAB - 2
+    matcher.advance(b">")
+    assert allowed_by(filler, matcher, [])[0] == {*b"yn"}
+
+
+def test_ignore_eos_hides_the_end_until_nothing_else_is_left(compiler, filler):
+    assert allowed_by(filler, matcher_of(compiler, GRAMMARS[2], b"no", ignore_eos=True), [])[0] == {*b" "}
+    assert allowed_by(filler, matcher_of(compiler, GRAMMARS[2], b"yes", ignore_eos=True), [])[0] == {EOS, OTHER_EOS}
+
+
+def test_min_tokens_hides_what_ends_the_answer_until_nothing_else_is_left(compiler, filler):
+    letters = StructuredOutputs("regex", "[ab]{1,4}")
+    matcher = matcher_of(compiler, letters, b"a", min_tokens=3, stop_token_ids=(98,))
+    assert allowed_by(filler, matcher, [*b"aa"]) == [{97}, {97}, {97, 98, EOS, OTHER_EOS}]
+    matcher = matcher_of(compiler, letters, b"aaaa", min_tokens=9)
+    assert allowed_by(filler, matcher, []) == [{EOS, OTHER_EOS}]
+
+
+def test_several_answers_are_filled_together(compiler, filler):
+    answers = [matcher_of(compiler, grammar) for grammar in GRAMMARS]
+    drafts = [[*b'{"'], [], [*b"x"], [*b"ac"]]
+    masks, counts = filler.fill(list(zip(answers, drafts, strict=True)))
+    assert counts == [3, 1, 1, 3]
+    assert allowed(masks[3]) == {*b"abc"}
+    assert allowed(masks[4]) == {*b"yn"}
+    assert filler.fill([])[0].shape == (0, 10)
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_the_answer_with_a_reason(compiler, filler):
+    matcher = matcher_of(compiler, GRAMMARS[2], b"maybe")
+    assert "cannot be followed any further" in matcher.error
+    assert allowed_by(filler, matcher, [1]) == []
