@@ -141,7 +141,7 @@ CORE_MUTANTS = (
         FAILED_STEPS,
         (
             "a request that fails alone is tried for ever",
-            "self._fail(request, _failed(str(error)), alone)",
+            "self._fail(request, failed(str(error)), alone)",
             "del error",
         ),
         (

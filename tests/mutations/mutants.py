@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
+from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
 from tests.mutations.parsing import PARSING_MUTANTS
 from tests.mutations.sampling import SAMPLING_MUTANTS
@@ -13,7 +14,7 @@ from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
 
 MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + SAMPLING_MUTANTS
-MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS
+MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS + GRAMMAR_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
@@ -32,4 +33,5 @@ SMOKE = (
     "a torn character at the end is lost",
     "only the first end-of-sequence id ends an answer",
     "a client sends again past its time-out",
+    "a bit of a mask belongs to the token behind",
 )

@@ -91,7 +91,7 @@ SCHEDULING_MUTANTS = (
         ("tokens behind a stop token are sent", 'token_ids[:count], "stop"', 'token_ids, "stop"'),
         (
             "a stop token counts before min_tokens",
-            "token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens",
+            "token_id in self.stop_ids and self.num_output_tokens >= min_tokens",
             "token_id in self.stop_ids",
         ),
     ),

@@ -1,0 +1,102 @@
+"""Defects of structured output: answers that leave their grammar, or that speculation changes."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+MATCHER_FILE = "dflash_backend/structured_output/matcher.py"
+COMPILER_FILE = "dflash_backend/structured_output/compiler.py"
+WORKER_FILE = "dflash_backend/worker/grammars.py"
+KERNEL_FILE = "kernels/dflash_kernels/token_bitmask.py"
+MATCHER = ("tests/structured_output/test_matcher.py",)
+ENGINE = ("tests/test_structured_output.py",)
+
+GRAMMAR_MUTANTS = (
+    *mutants_of(
+        MATCHER_FILE,
+        MATCHER,
+        (
+            "the masks of a block do not count the drafts before them",
+            "walked.append((each._matcher, start + plan.free, plan.drafts))",
+            "plain.extend((each._matcher, start + plan.free + i) for i in range(len(plan.drafts) + 1))",
+        ),
+        (
+            "a matcher keeps the drafts that it tried",
+            "behind = behind[: self._matcher.validate_tokens(behind)]",
+            "behind = behind[: self._matcher.try_consume_tokens(behind)]",
+        ),
+        (
+            "the end of an answer goes to the grammar",
+            "self._ended, tokens = True, tokens[:stop]",
+            "tokens = tokens[: stop + 1]",
+        ),
+        ("the reasoning may end the answer", "            _hide(masks[: plan.free], self._eos)\n", ""),
+        (
+            "a mask within the block knows nothing of the end of the reasoning",
+            "            free = end\n            drafts = drafts[end:]\n",
+            "            return _Plan(len(drafts) + 1, None)\n",
+        ),
+        (
+            "the end of the reasoning is found again where a step ended in it",
+            "if tokens[last - len(end) : last] == end and last > len(self._tail):",
+            "if tokens[last - len(end) : last] == end and last >= len(end) + len(self._tail):",
+        ),
+        (
+            "ignore_eos hides the end where nothing else is allowed",
+            "    masks[left] = hidden[left]\n",
+            "    masks[:] = hidden\n",
+        ),
+        (
+            "min_tokens counts from each step's first token",
+            "if rules.min_tokens > self._num_tokens:",
+            "if rules.min_tokens:",
+        ),
+    ),
+    Mutant(
+        "an answer may end early",
+        COMPILER_FILE,
+        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules)",
+        "return GrammarMatcher(self._matcher.deep_copy(), (), rules)",
+        MATCHER,
+    ),
+    Mutant(
+        "answers share the state of their grammar",
+        COMPILER_FILE,
+        "return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, rules)",
+        "return GrammarMatcher(self._matcher, self._eos_token_ids, rules)",
+        MATCHER,
+    ),
+    *mutants_of(
+        WORKER_FILE,
+        ENGINE,
+        (
+            "a matcher advances by drafts that were rejected",
+            "self.matcher.advance(token_ids)",
+            "self.matcher.advance(token_ids + drafts)",
+        ),
+        (
+            "a resumed request begins its grammar anew",
+            "        matcher.advance(new.token_ids[new.num_prompt_tokens :])\n",
+            "",
+        ),
+        (
+            "masks are those of the first row's logits",
+            "        _, rows = spans(self.first, np.array(counts))\n",
+            "        _, rows = spans(self.first * 0, np.array(counts))\n",
+        ),
+    ),
+    Mutant(
+        "a bit of a mask belongs to the token behind",
+        KERNEL_FILE,
+        "hidden = ((mask[:, None] >> shifts) & 1).reshape(-1)[: logits.shape[1]] == 0",
+        "hidden = ((mask[:, None] >> shifts) & 1).reshape(-1).roll(1)[: logits.shape[1]] == 0",
+        ("tests/kernels/test_token_bitmask.py",),
+    ),
+    Mutant(
+        "the kernel masks the rows in their order",
+        KERNEL_FILE,
+        "row = tl.load(rows_ptr + mask_row).to(tl.int64)",
+        "row = mask_row.to(tl.int64)",
+        ("tests/kernels/test_token_bitmask.py",),
+    ),
+)
