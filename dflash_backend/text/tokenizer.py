@@ -132,10 +132,10 @@ class Tokenizer:
         return template or ""
 
     @property
-    def special_tokens(self) -> frozenset[str]:
-        """The texts of the tokens that `decode` leaves out."""
-        added = self._fast.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+    def special_token_ids(self) -> dict[str, int]:
+        """The ids of the tokens that `decode` leaves out, by their texts."""
+        added = self._fast.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any

@@ -11,12 +11,15 @@ from starlette.responses import Response
 from dflash_client import Delta
 from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.answers import Answer, respond
+from dflash_openai.conversation import Conversation, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
 from dflash_openai.logprobs import LogprobWriter
+from dflash_openai.messages import MessageReader
 from dflash_openai.sampling import max_tokens, sampling_parameters
 from dflash_openai.schemas import ChatRequest, decode
 from dflash_openai.state import Frontend
+from dflash_openai.tools import read_tool_use
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -24,12 +27,14 @@ async def create_chat_completion(request: Request) -> Response:
     frontend: Frontend = request.app.state.frontend
     body = decode(await request.body(), ChatRequest)
     model = frontend.model(body.model)
-    sampling = sampling_parameters(body)
-    prompt = await model.prompts.from_messages(template_messages(body.messages), template_options(body))
-    limit = max_tokens(body, len(prompt), model.description)
+    use = read_tool_use(body, model.output_format)
+    messages, options = template_messages(body.messages), template_options(body)
+    asked = await prepare(model, messages, options, use, sampling_parameters(body))
+    limit = max_tokens(body, len(asked.prompt), model.description)
     stream = bool(body.stream)
-    answer = ChatAnswer(body, body.model or model.names[0], prompt)
-    return await respond(answer, Generation(frontend.pool, [prompt], sampling, request, stream, [limit]), stream)
+    answer = ChatAnswer(body, body.model or model.names[0], asked)
+    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit])
+    return await respond(answer, generation, stream)
 
 
 def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,6 +50,9 @@ def template_messages(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message.setdefault("content", "")
         if not isinstance(content, str | list):
             raise invalid(f"message {index}: 'content' must be a text or a list of parts", f"messages[{index}].content")
+        if "reasoning" in message:
+            # The name that chat templates read.
+            message.setdefault("reasoning_content", message["reasoning"])
         messages.append(message)
     return messages
 
@@ -67,9 +75,11 @@ class ChatAnswer(Answer):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, model: str, prompt: list[int]) -> None:
-        super().__init__(body, model, [prompt])
-        self._begun: set[int] = set()
+    def __init__(self, body: ChatRequest, model: str, asked: Conversation) -> None:
+        super().__init__(body, model, [asked.prompt])
+        self._asked = asked
+        self._include_reasoning = body.include_reasoning is not False
+        self._readers: dict[int, MessageReader] = {}
         self._returns_token_ids = bool(body.return_token_ids)
         self._logprobs = LogprobWriter(body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
 
@@ -79,28 +89,38 @@ class ChatAnswer(Answer):
 
     def choice(self, prompt: int, index: int, completion: Completion) -> dict[str, Any]:
         """The message of a finished completion."""
+        reader = self._reader()
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": reader.message(completion.text),
             "logprobs": self._written(completion.logprobs),
-            "finish_reason": completion.finish_reason,
+            "finish_reason": reader.finish_reason(completion.finish_reason),
             **self._token_ids(completion.token_ids),
         }
 
     def chunks(self, prompt: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """The role in an event of its own, before the first text."""
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        """The role in an event of its own, before the first text. Text that may become a tool call waits."""
+        if delta.index not in self._readers:
+            self._readers[delta.index] = self._reader()
             role = {"index": delta.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield {"choices": [role], **self.extra()}
-        choice = {
-            "index": delta.index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._written(delta.logprobs),
-            "finish_reason": delta.finish_reason,
-            **self._token_ids(delta.token_ids),
-        }
-        yield {"choices": [choice]}
+        reader = self._readers[delta.index]
+        deltas = list(reader.deltas(delta.text, delta.finish_reason is not None))
+        if not deltas and (delta.finish_reason or delta.logprobs or self._returns_token_ids):
+            deltas = [{}]
+        for place, fields in enumerate(deltas):
+            is_first, is_last = place == 0, place == len(deltas) - 1
+            choice = {
+                "index": delta.index,
+                "delta": fields,
+                "logprobs": self._written(delta.logprobs) if is_first else None,
+                "finish_reason": reader.finish_reason(delta.finish_reason) if is_last else None,
+                **self._token_ids(delta.token_ids if is_first else ()),
+            }
+            yield {"choices": [choice]}
+
+    def _reader(self) -> MessageReader:
+        return MessageReader(self._asked.parser(), self._include_reasoning)
 
     def _written(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         return None if entries is None else self._logprobs.chat(entries)

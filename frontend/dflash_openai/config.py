@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dflash_client.address import parse_url
 from dflash_client.connection import Connection
+from dflash_openai.parsing.selection import AUTO, select_output_format
 from dflash_openai.security import SecurityConfig
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class FrontendConfig:
     model. served_model_names: what clients may call it, the first being its id; empty: the target's name and Triton's.
     tokenizer: a directory with the target's tokenizer, where the one that the model names is on another machine.
     request_timeout_s: the longest that a request may take, in seconds. drain_timeout_s: what running requests have to
-    finish at a stop. security: who is let in, with how much, and how.
+    finish at a stop. tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning, by vLLM's
+    names; `auto` follows the chat template, `none` looks for none. security: who is let in, with how much, and how.
     tracer: OpenTelemetry's, for the spans of requests; None: there are none.
 
     Raises `ValueError` for URLs and files that cannot be used.
@@ -46,10 +48,13 @@ class FrontendConfig:
     port: int = 9000
     request_timeout_s: float = 3600.0
     drain_timeout_s: float = 30.0
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     security: SecurityConfig = field(default_factory=SecurityConfig)
     tracer: Tracer | None = None
 
     def __post_init__(self) -> None:
+        select_output_format("", (), self.tool_call_parser, self.reasoning_parser)
         for url in self.triton_urls:
             location = parse_url(url, "grpc")
             if location.protocol != "grpc":

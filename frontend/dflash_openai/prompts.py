@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from dflash_backend.error_text import shown
-from dflash_backend.text.chat import PromptError
+from dflash_backend.text.chat import PromptError, pop_options
 from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, check_num_tokens
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_openai.errors import ApiError, invalid
@@ -30,9 +30,19 @@ class PromptBuilder:
         self._max_prompt_tokens = max_prompt_tokens
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="prompts")
 
-    async def from_messages(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of messages through the chat template. Raises `ApiError`."""
-        return await self._run("messages", lambda: self._chat(messages, options))
+    async def from_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Token ids of messages through the chat template, with the variables `options` and tools in OpenAI's form.
+        Raises `ApiError`."""
+        try:
+            variables = pop_options({"chat_template_kwargs": dict(options)})
+        except PromptError as error:
+            raise invalid(str(error), "chat_template_kwargs") from None
+        return await self._run("messages", lambda: self._chat(messages, {**variables, "tools": tools}))
 
     async def from_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `ApiError`."""

@@ -14,6 +14,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_client.errors import ClientError
 from dflash_openai.config import FrontendConfig
 from dflash_openai.errors import ApiError, unavailable
+from dflash_openai.parsing import OutputFormat, select_output_format
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.triton_pool import ModelDescription, TritonPool
 
@@ -26,8 +27,12 @@ REFRESH_S = 5.0
 class Model:
     """A model that can take requests."""
 
-    def __init__(self, names: tuple[str, ...], description: ModelDescription, prompts: PromptBuilder) -> None:
+    def __init__(
+        self, names: tuple[str, ...], description: ModelDescription, prompts: PromptBuilder, output_format: OutputFormat
+    ) -> None:
+        """`output_format`: how the model writes reasoning and tool calls."""
         self.names, self.description, self.prompts = names, description, prompts
+        self.output_format = output_format
         self.created = int(time.time())
 
     @property
@@ -87,13 +92,17 @@ class Frontend:
         """Take a new description and its tokenizer."""
         directory = self._tokenizer_dir(description)
         tokenizer = await asyncio.to_thread(Tokenizer.load, directory, description.trust_messages)
+        config = self.config
         prompts = PromptBuilder(
             tokenizer,
             description.max_model_len,
             description.vocab_size,
-            self.config.security.max_prompt_tokens,
+            config.security.max_prompt_tokens,
         )
-        before, self._model = self._model, Model(self._names(description), description, prompts)
+        output = select_output_format(
+            tokenizer.chat_template, tokenizer.special_token_ids, config.tool_call_parser, config.reasoning_parser
+        )
+        before, self._model = self._model, Model(self._names(description), description, prompts, output)
         if before is not None:
             before.prompts.close()
 

@@ -26,6 +26,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     target_model: str = ""
     target_revision: str = ""
     trust_messages: bool = False
+    structured_outputs: bool = False
     require_cache_salt: bool = False
     sampling_defaults: dict[str, Any] = {}
     description: str = ""

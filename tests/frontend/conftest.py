@@ -16,15 +16,20 @@ from tests.byte_tokenizer import model_dir, tokenizer  # noqa: F401
 from tests.frontend.scripted_pool import Script, ScriptedPool
 
 
+def wait_until_ready(http: TestClient) -> None:
+    """Wait until the application has found its model."""
+    deadline = time.monotonic() + 60
+    while http.get("/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="session")
 def running(model_dir: Path) -> Iterator[tuple[ScriptedPool, TestClient]]:  # noqa: F811
     """One application for all tests: it keeps nothing."""
     pool = ScriptedPool(model_dir)
     with TestClient(create_app(FrontendConfig(), pool), raise_server_exceptions=False) as http:
-        deadline = time.monotonic() + 30
-        while http.get("/health").status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until_ready(http)
         yield pool, http
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from tests.mutations.mutant import mutants_of
 
+FRONTEND = "frontend/dflash_openai"
+TOOLS = ("tests/frontend/test_tools.py",)
+
 PARSING_MUTANTS = mutants_of(
-    "frontend/dflash_openai/parsing/parser.py",
+    f"{FRONTEND}/parsing/parser.py",
     ("tests/frontend/test_parsing.py",),
     (
         "the text of a region that is no tool call is lost",
@@ -31,5 +34,34 @@ PARSING_MUTANTS = mutants_of(
         "reasoning that its prompt has ended is looked for",
         "if reasoning is not None and reasoning.is_closed_after(prompt):",
         "if reasoning is not None and prompt == reasoning.close:",
+    ),
+)
+
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/conversation.py",
+    TOOLS,
+    (
+        "a grammar begins before the reasoning",
+        "if output.reasoning is not None and not output.reasoning.is_closed_after(tail):",
+        "if output.reasoning is None:",
+    ),
+    (
+        "a grammar waits for the end of a reasoning that the prompt has ended",
+        "if output.reasoning is not None and not output.reasoning.is_closed_after(tail):",
+        "if output.reasoning is not None:",
+    ),
+)
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/chat.py",
+    TOOLS,
+    (
+        "log-probabilities come again with each event of a delta",
+        "self._written(delta.logprobs) if is_first else None",
+        "self._written(delta.logprobs)",
+    ),
+    (
+        "each event of a delta ends the answer",
+        "reader.finish_reason(delta.finish_reason) if is_last else None",
+        "reader.finish_reason(delta.finish_reason)",
     ),
 )

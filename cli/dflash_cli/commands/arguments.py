@@ -38,6 +38,24 @@ def port(text: str) -> int:
     return int(text)
 
 
+def add_parser_options(parser: argparse.ArgumentParser) -> None:
+    """Add those that say how the model writes tool calls and reasoning, for the OpenAI API."""
+    group = parser.add_argument_group("answers of the OpenAI API")
+    group.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder or none; %(default)s follows "
+        "its chat template",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        metavar="NAME",
+        help="how it writes what it thinks: qwen3, deepseek_r1, mistral or none; %(default)s follows its chat template",
+    )
+
+
 def parameter(text: str) -> tuple[str, str]:
     """As `assignment`; names may be written with dashes, as options are."""
     name, value = assignment(text)

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from dflash_cli.commands.arguments import non_negative_float, port, positive_float
+from dflash_cli.commands.arguments import add_parser_options, non_negative_float, port, positive_float
 from dflash_cli.commands.console import fail, say
 from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
 
@@ -65,6 +65,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what clients may call the model (the target's name and Triton's)",
     )
+    add_parser_options(parser)
     add(
         "--request-timeout",
         type=positive_float,
@@ -109,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             drain_timeout_s=arguments.drain_timeout,
             security=security,
             tracer=_tracer(arguments.otlp_traces_endpoint),
+            tool_call_parser=arguments.tool_call_parser,
+            reasoning_parser=arguments.reasoning_parser,
         )
         number = settle_ports(config.host, {"--port": config.port})["--port"]
         config = dataclasses.replace(config, port=number)

@@ -139,6 +139,7 @@ def _frontend(arguments: argparse.Namespace, say: Callable[[str], None]) -> Fron
         raise LauncherError(str(error)) from None
     names = arguments.served_model_name
     options = ["--model-name", arguments.model_name, *(["--served-model-name", *names] if names else [])]
+    options += ["--tool-call-parser", arguments.tool_call_parser, "--reasoning-parser", arguments.reasoning_parser]
     options += as_options(arguments)
     environ = keys_environ(arguments, os.environ)
     return FrontendProcess(arguments.host, arguments.port, options, environ, say, security.tls)

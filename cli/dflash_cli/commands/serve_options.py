@@ -7,7 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.commands.arguments import add_settings_option, non_negative_float, non_negative_int, port
+from dflash_cli.commands.arguments import (
+    add_parser_options,
+    add_settings_option,
+    non_negative_float,
+    non_negative_int,
+    port,
+)
 from dflash_cli.commands.security_options import add_security_options
 from dflash_cli.commands.version import package_version
 
@@ -61,6 +67,7 @@ def add_serve_parser(commands: Any) -> argparse.ArgumentParser:
     finally:
         commands._parser_class = usual
     _add_model(parser)
+    add_parser_options(parser)
     _add_network(parser)
     _add_life_cycle(parser)
     add_security_options(parser)

@@ -1,0 +1,84 @@
+"""A conversation on its way to the model: its prompt, what its answer must be like, and how its answer is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_openai.errors import invalid
+from dflash_openai.parsing import OutputParser
+from dflash_openai.state import Model
+from dflash_openai.tools import ToolUse
+
+# The tokens at a prompt's end in which a chat template's mark of reasoning is looked for.
+TAIL_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt's token ids, and the sampling parameters with which it is answered."""
+
+    model: Model
+    prompt: list[int]
+    sampling: dict[str, Any]
+    use: ToolUse
+    tail: str
+
+    def parser(self) -> OutputParser:
+        """What splits one of its answers."""
+        return self.model.output_format.parser(self.tail, self.use.offered, self.use.parallel)
+
+
+async def prepare(
+    model: Model,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    use: ToolUse,
+    sampling: Mapping[str, Any],
+) -> Conversation:
+    """The prompt of messages, through the chat template with the variables `options`. `sampling` are the request's
+    parameters; those that tools and reasoning need are added. Raises `ApiError`."""
+    prompt = await model.prompts.from_messages(messages, options, use.offered)
+    tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
+    sampling = dict(sampling)
+    if use.forced:
+        sampling["structured_outputs"] = {"grammar": _forced_grammar(model, use, sampling)}
+    output = model.output_format
+    if output.reasoning is not None and not output.reasoning.is_closed_after(tail):
+        _begin_after_reasoning(sampling, model.tokenizer.encode_part(output.reasoning.close))
+    if output.shows_special_tokens:
+        sampling.setdefault("skip_special_tokens", False)
+    return Conversation(model, prompt, sampling, use, tail)
+
+
+def _forced_grammar(model: Model, use: ToolUse, sampling: Mapping[str, Any]) -> str:
+    if not model.description.structured_outputs:
+        raise invalid("'tool_choice' can be auto or none: this model's server cannot force a tool call", "tool_choice")
+    if "response_format" in sampling or "structured_outputs" in sampling:
+        raise invalid("a tool call is forced by 'tool_choice', so the answer cannot have another format", "tool_choice")
+    return use.grammar(model.output_format, model.tokenizer.special_token_ids)
+
+
+def _begin_after_reasoning(sampling: dict[str, Any], marker: Sequence[int]) -> None:
+    """Let a grammar begin when the reasoning has ended, which is at these tokens."""
+    given = sampling.pop("response_format", None)
+    if given is not None:
+        sampling["structured_outputs"] = _as_structured_outputs(given)
+    if isinstance(sampling.get("structured_outputs"), Mapping):
+        sampling["structured_outputs"] = {**sampling["structured_outputs"], "after_reasoning": list(marker)}
+
+
+def _as_structured_outputs(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's `response_format` in the form of vLLM's parameter. Raises `ApiError`."""
+    kind = response_format.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    described = response_format.get("json_schema")
+    if kind == "json_schema" and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping | bool):
+        return {"json": described["schema"]}
+    raise invalid(
+        "'response_format' is not of the type text, json_object, or json_schema with "
+        '{"json_schema": {"name": ..., "schema": {...}}}',
+        "response_format",
+    )

@@ -1,0 +1,209 @@
+"""Tools and reasoning in chat completions, as OpenAI's client sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from dflash_client.results import Logprob
+from dflash_openai.app import create_app
+from dflash_openai.config import FrontendConfig
+from tests.byte_tokenizer import write_byte_tokenizer
+from tests.frontend.conftest import wait_until_ready
+from tests.frontend.scripted_pool import Script, ScriptedPool
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>a:{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptedPool, TestClient]]:
+    """An application whose model takes tools and thinks."""
+    directory = tmp_path_factory.mktemp("tools")
+    write_byte_tokenizer(directory)
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    pool = ScriptedPool(directory)
+    with TestClient(create_app(FrontendConfig(), pool), raise_server_exceptions=False) as http:
+        wait_until_ready(http)
+        yield pool, http
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    return client.chat.completions.create(model="dflash", **({"messages": HELLO, "tools": [WEATHER, NOW]} | more))
+
+
+def test_a_call_is_a_message_without_content(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(tuple(CALL))
+    (choice,) = ask(client).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "get_weather",
+        {"city": "Oslo"},
+    )
+    assert bytes(pool.asked[0].token_ids[:16]) == b"get_weather;now;"
+
+
+def test_a_stream_has_each_call_in_one_delta(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script((*"Look. ", CALL[:30], CALL[30:] + "\n" + CALL))
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Look."
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "get_weather"), (1, "get_weather")]
+    assert calls[0].id != calls[1].id
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+
+
+def test_an_answer_that_is_cut_short_says_so_and_its_broken_call_is_content(
+    client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    pool.script = Script((CALL, CALL[:-5]), "length")
+    (choice,) = ask(client).choices
+    assert choice.finish_reason == "length"
+    assert len(choice.message.tool_calls) == 1
+    assert choice.message.content == CALL[:-5]
+
+
+def test_reasoning_is_apart_from_content(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(("<think>\nI", " see.", "</think>\n\nYes"))
+    message = ask(client).choices[0].message
+    assert (message.content, message.reasoning) == ("Yes", "I see.")
+    deltas = [chunk.choices[0].delta for chunk in ask(client, stream=True)]
+    assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "I see."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes"
+    silent = ask(client, extra_body={"include_reasoning": False}).choices[0].message
+    assert (silent.content, getattr(silent, "reasoning", None)) == ("Yes", None)
+
+
+def test_an_answer_without_thinking_is_not_searched_for_it(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(("<think>x</think>y",))
+    message = ask(client, reasoning_effort="none").choices[0].message
+    assert message.content == "<think>x</think>y"
+    assert bytes(pool.asked[0].token_ids[-15:]) == b"<think></think>"
+
+
+def test_calls_results_and_reasoning_of_the_history_reach_the_template(
+    client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."},
+        {"role": "tool", "tool_call_id": "a", "content": "Rain"},
+    ]
+    ask(client, messages=messages)
+    text = bytes(i for i in pool.asked[0].token_ids if i < 256).decode()
+    assert "assistant:Hm.<tool_call>Oslo" in text
+    assert "tool:Rain" in text
+
+
+def test_without_a_choice_of_tools_the_model_sees_none(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script((CALL,))
+    (choice,) = ask(client, tool_choice="none").choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+    assert b"get_weather" not in bytes(i for i in pool.asked[0].token_ids if i < 256)
+
+
+def test_only_one_call_where_several_at_once_are_not_wanted(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script((CALL, CALL))
+    assert len(ask(client, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+
+
+def test_allowed_tools_are_those_that_the_model_sees(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOW]}}
+    ask(client, tool_choice=choice)
+    assert bytes(pool.asked[0].token_ids[:4]) == b"now;"
+
+
+@pytest.fixture
+def forcing(pool: ScriptedPool, http: TestClient) -> Iterator[None]:
+    """A server that takes grammars."""
+    model = http.app.state.frontend.model()  # type: ignore[attr-defined]
+    before = model.description
+    model.description = msgspec.structs.replace(before, structured_outputs=True)
+    yield
+    model.description = before
+
+
+@pytest.mark.usefixtures("forcing")
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ["get_weather", "now"]),
+        ({"type": "function", "function": {"name": "now"}}, ["now"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}, ["now"]),
+    ],
+)
+def test_a_forced_call_is_asked_for_by_a_grammar_that_begins_after_the_reasoning(
+    client: openai.OpenAI, pool: ScriptedPool, choice: Any, names: list[str]
+) -> None:
+    ask(client, tool_choice=choice)
+    asked = pool.asked[0].sampling["structured_outputs"]
+    assert [name for name in ("get_weather", "now") if f'\\"{name}\\"' in asked["grammar"]] == names
+    assert asked["after_reasoning"] == list(b"</think>")
+    ask(client, tool_choice=choice, reasoning_effort="none")
+    assert "after_reasoning" not in pool.asked[1].sampling["structured_outputs"]
+
+
+@pytest.mark.usefixtures("forcing")
+def test_a_forced_call_has_no_other_format(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot have another format"):
+        ask(client, tool_choice="required", response_format={"type": "json_object"})
+
+
+def test_a_response_format_begins_after_the_reasoning(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    ask(client, response_format=schema)
+    assert pool.asked[0].sampling["structured_outputs"] == {"json": CITY, "after_reasoning": list(b"</think>")}
+    ask(client, response_format=schema, reasoning_effort="none")
+    assert pool.asked[1].sampling["response_format"] == schema
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "cannot force a tool call"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "is not one of none, auto, required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "names the function 'f'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "'tool_choice' needs 'tools'"),
+        ({"tools": [{"type": "function"}]}, "tools", r"tools\[0\].function is None"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
+            "chat_template_kwargs",
+            "has the name 'tokenize'",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_it(
+    client: openai.OpenAI, more: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
+        ask(client, **more)
+    assert raised.value.param == param
+
+
+def test_log_probabilities_come_once_for_each_token(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    texts = ("<think>a</think>b", CALL)
+    entry = {1: Logprob(-1.0, 1, "x")}
+    pool.script = Script(texts, logprobs=[[entry], [entry, entry]])
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True, logprobs=True)]
+    assert sum(len(chunk.logprobs.content) for chunk in chunks if chunk.logprobs) == 3
