@@ -9,7 +9,6 @@ from typing import Any
 from dflash_backend.config import EngineConfig
 from dflash_backend.messages import EngineReady
 from dflash_backend.text.request import RequestRules
-from dflash_backend.text.vllm_parameters import VLLM_PARAMETERS
 
 
 def asks_for_description(request: Any) -> bool:
@@ -37,7 +36,7 @@ def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, r
             "tokenizer": str(target_dir.absolute()),
             "target_model": config.target_model,
             "target_revision": config.target_revision,
-            "structured_outputs": "structured_outputs" not in VLLM_PARAMETERS,
+            "structured_outputs": True,
             "trust_messages": config.message_special_tokens == "control",
             "description": ready.description,
         }
