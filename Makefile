@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Arguments for `make serve`, as in: make serve ARGS="--http-port 9000"
+# Arguments for `make serve`, as in: make serve ARGS="--http-port 8080"
 ARGS ?=
 # For `make load`, as in: make load SCENARIO=chat USERS=16 DURATION=60 SETTINGS="max_num_seqs=8 kv_cache_gb=1"
 SCENARIO ?= list

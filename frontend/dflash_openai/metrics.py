@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -47,11 +48,11 @@ class Histogram:
 
 
 class FrontendMetrics:
-    """What one front end has counted."""
+    """What one front end has counted. `running` are the tasks of the requests that it works on."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = frozenset(paths)
-        self.num_running = 0
+        self.running: set[asyncio.Task[Any]] = set()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._first_event: dict[str, Histogram] = defaultdict(Histogram)
         self._duration: dict[str, Histogram] = defaultdict(Histogram)
@@ -73,7 +74,7 @@ class FrontendMetrics:
         """All metrics in Prometheus's text format."""
         yield "# HELP dflash_openai:requests_running Requests that this front end works on"
         yield "# TYPE dflash_openai:requests_running gauge"
-        yield f"dflash_openai:requests_running {self.num_running}"
+        yield f"dflash_openai:requests_running {len(self.running)}"
         yield "# HELP dflash_openai:requests_total Requests that have ended, by path and HTTP status"
         yield "# TYPE dflash_openai:requests_total counter"
         for (path, status), count in sorted(self._requests.items()):
@@ -112,11 +113,13 @@ class MetricsMiddleware:
                 metrics.first_event(path, time.monotonic() - began)
             await send(message)
 
-        metrics.num_running += 1
+        task = asyncio.current_task()
+        assert task is not None
+        metrics.running.add(task)
         try:
             await self._app(scope, receive, watch)
         finally:
-            metrics.num_running -= 1
+            metrics.running.discard(task)
             metrics.finished(path, status, time.monotonic() - began)
 
 

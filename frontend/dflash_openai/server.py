@@ -68,7 +68,14 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
         log_level=LogLevels.error,
         **_tls_options(config.security.tls),
     )
-    stop: Callable[[], None] = server.stop
+    metrics: FrontendMetrics = app.state.metrics
+
+    def stop() -> None:
+        # granian waits for them.
+        for task in metrics.running:
+            task.cancel()
+        server.stop()  # type: ignore[no-untyped-call]
+
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 
@@ -94,6 +101,6 @@ async def _drain(app: Starlette, stop: Callable[[], None], timeout_s: float) -> 
     app.state.frontend.stop_taking_requests()
     metrics: FrontendMetrics = app.state.metrics
     deadline = asyncio.get_running_loop().time() + timeout_s
-    while metrics.num_running and asyncio.get_running_loop().time() < deadline:
+    while metrics.running and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(POLL_S)
     stop()

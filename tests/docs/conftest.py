@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
+from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
+from tests.frontends import local_frontend
 from tests.server.conftest import new_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,9 +65,10 @@ def first_column(text: str, heading: str) -> list[str]:
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
-def addressed(text: str, server: TritonServer) -> str:
-    """An example with the addresses of a running server, which is all that is changed."""
+def addressed(text: str, server: TritonServer, frontend: FrontendProcess) -> str:
+    """An example with the addresses of a running server and front end, which is all that is changed."""
     addresses = {
+        "http://localhost:9000": frontend.url,
         "localhost:8000": server.http_url,
         "localhost:8001": server.grpc_url,
         "localhost:8002": server.metrics_url,
@@ -79,4 +82,11 @@ def addressed(text: str, server: TritonServer) -> str:
 def server() -> Iterator[TritonServer]:
     """The server that the examples talk to; some load and unload its model."""
     with new_server(explicit=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def frontend(server: TritonServer) -> Iterator[FrontendProcess]:
+    """The front end that the examples talk to."""
+    with local_frontend(server) as running:
         yield running

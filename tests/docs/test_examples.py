@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
 from tests.docs.conftest import DOCS, ROOT, Block, addressed, blocks, page
 from tests.servers import clean_environ
@@ -53,6 +54,11 @@ NOT_RUN = {
         "make load SCENARIO=shared-prefix COMPARE=enable_prefix_caching=false": INSTALLS,
         'make load SCENARIO=chat DURATION=20 SETTINGS="trace_dir=/tmp/trace"': INSTALLS,
         ".venv/bin/dflash-triton serve --set max_num_seqs=32": "a minute of load; tests/load_tests has it",
+    },
+    "docs/openai.md": {
+        "dflash-triton openai --triton grpc://10.0.0.5:8001 --triton grpc://10.0.0.6:8001 --host 0.0.0.0 --port 9000": (
+            PLACEHOLDER
+        ),
     },
     "docs/openai-frontend.md": {
         "backends/": LISTING,
@@ -93,12 +99,10 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.server
 @pytest.mark.parametrize("block", EXAMPLES)
 def test_an_example_runs_and_shows_what_the_page_shows(
-    block: Block, server: TritonServer, checkout: Path, capfd: pytest.CaptureFixture[str]
+    block: Block, server: TritonServer, frontend: FrontendProcess, checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if block.language == "python":
-        out = run_python(block, server, checkout, capfd)
-    else:
-        out = run_shell(block, server, checkout)
+    text = addressed(block.text, server, frontend)
+    out = run_python(text, checkout, capfd) if block.language == "python" else run_shell(text, server, checkout)
     assert block.quiet or out.strip()
     assert '{"error"' not in out
     where = 0
@@ -108,14 +112,14 @@ def test_an_example_runs_and_shows_what_the_page_shows(
         where = found + len(line)
 
 
-def run_python(block: Block, server: TritonServer, checkout: Path, capfd: pytest.CaptureFixture[str]) -> str:
+def run_python(text: str, checkout: Path, capfd: pytest.CaptureFixture[str]) -> str:
     script = checkout / "example.py"
-    script.write_text(addressed(block.text, server), encoding="utf-8")
+    script.write_text(text, encoding="utf-8")
     runpy.run_path(str(script), run_name="__main__")
     return capfd.readouterr().out
 
 
-def run_shell(block: Block, server: TritonServer, checkout: Path) -> str:
+def run_shell(text: str, server: TritonServer, checkout: Path) -> str:
     programs = checkout / "bin"
     programs.mkdir()
     if shutil.which("grpcurl") is None:
@@ -124,7 +128,7 @@ def run_shell(block: Block, server: TritonServer, checkout: Path) -> str:
         stand_in.chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", addressed(block.text, server)],
+        ["bash", "-euo", "pipefail", "-c", text],
         env=clean_environ(PATH=path, DFLASH_URL=server.grpc_url),
         cwd=checkout,
         capture_output=True,

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import openai
+import pytest
+from starlette.testclient import TestClient
 
-from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
+from dflash_client.results import Logprob
+from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
+PROMPT = [257, *b"user:Hi", 257, *b"a:"]
 
 
 def test_an_answer_has_text_reason_and_usage(client: openai.OpenAI) -> None:
@@ -18,7 +22,7 @@ def test_an_answer_has_text_reason_and_usage(client: openai.OpenAI) -> None:
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello!", "stop")
     assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 6
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 6)
 
 
 def test_the_prompt_is_the_chat_template_and_the_answer_as_long_as_fits(
@@ -26,8 +30,8 @@ def test_the_prompt_is_the_chat_template_and_the_answer_as_long_as_fits(
 ) -> None:
     client.chat.completions.create(model="dflash", messages=HELLO)
     (asked,) = pool.asked
-    assert asked.token_ids == [257, *b"user:Hi", 257, *b"a:"]
-    assert asked.sampling == {"max_tokens": MAX_MODEL_LEN - len(asked.token_ids)}
+    assert asked.token_ids == PROMPT
+    assert asked.sampling == {"max_tokens": MAX_MODEL_LEN - len(PROMPT)}
 
 
 def test_a_stream_has_the_role_first_then_text_then_the_reason(client: openai.OpenAI, pool: ScriptedPool) -> None:
@@ -37,3 +41,151 @@ def test_a_stream_has_the_role_first_then_text_then_the_reason(client: openai.Op
     assert [chunk.choices[0].delta.content for chunk in chunks] == ["", "Hel", "lo", "!", None]
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, None, "stop"]
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
+    *chunks, last = client.chat.completions.create(
+        model="dflash", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 6
+
+
+def test_usage_comes_with_each_chunk_where_that_is_asked_for(client: openai.OpenAI) -> None:
+    options: Any = {"continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(model="dflash", messages=HELLO, stream=True, stream_options=options))
+    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [3, 3, 5, 6, 6]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_have_indices(stream: bool, client: openai.OpenAI, pool: ScriptedPool) -> None:
+    texts = {0: "", 1: "", 2: ""}
+    if stream:
+        for chunk in client.chat.completions.create(model="dflash", messages=HELLO, n=3, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    else:
+        answer = client.chat.completions.create(model="dflash", messages=HELLO, n=3)
+        texts = {choice.index: choice.message.content or "" for choice in answer.choices}
+    assert texts == dict.fromkeys(range(3), "Hello!")
+    assert pool.asked[0].sampling["n"] == 3
+
+
+def test_cached_tokens_are_in_the_usage_where_the_server_tells_them(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    answer = client.chat.completions.create(model="dflash", messages=HELLO)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is None
+    pool.script = Script(stats=STATS | {"num_cached_tokens": 5})
+    answer = client.chat.completions.create(model="dflash", messages=HELLO)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 5
+
+
+SPECULATION = {
+    "num_spec_tokens": 3,
+    "num_spec_steps": 3,
+    "num_draft_tokens": 9,
+    "num_accepted_draft_tokens": 4,
+    "acceptance_histogram": [1, 1, 0, 1],
+    "mean_acceptance_length": 1 + 4 / 3,
+    "draft_acceptance_rate": 4 / 9,
+}
+
+
+def test_speculation_is_told_as_benchmarks_read_it(http: TestClient) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO}).json()
+    assert answer["metrics"] == {"speculative_decoding": SPECULATION}
+    assert sum(SPECULATION["acceptance_histogram"]) == SPECULATION["num_spec_steps"]  # type: ignore[arg-type]
+
+
+def test_speculation_of_several_answers_is_not_told(http: TestClient) -> None:
+    assert "metrics" not in http.post("/v1/chat/completions", json={"messages": HELLO, "n": 2}).json()
+
+
+def test_speculation_of_a_stream_comes_with_its_usage(client: openai.OpenAI) -> None:
+    *chunks, last = client.chat.completions.create(
+        model="dflash", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.model_extra == {"metrics": {"speculative_decoding": SPECULATION}}
+    assert not any(chunk.model_extra for chunk in chunks)
+
+
+LOGPROBS = [[{104: Logprob(-0.1, 1, "h"), 105: Logprob(-2.0, 2, "i")}], [{233: Logprob(-3.0, 9, "é")}], [{}]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_have_the_form_of_chat(stream: bool, client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(("h", "é", ""), logprobs=LOGPROBS)
+    arguments: dict[str, Any] = {"model": "dflash", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    if stream:
+        chunks = client.chat.completions.create(**arguments, stream=True)
+        written = [chunk.choices[0].logprobs for chunk in chunks]
+    else:
+        written = [client.chat.completions.create(**arguments).choices[0].logprobs]
+    first, second, *_ = [entry for each in written if each for entry in each.content or []]
+    assert (first.token, first.logprob, first.bytes) == ("h", -0.1, [104])
+    assert [(top.token, top.logprob) for top in first.top_logprobs] == [("h", -0.1), ("i", -2.0)]
+    assert second.bytes == [0xC3, 0xA9]
+    assert pool.asked[0].sampling["logprobs"] == 2
+
+
+def test_tokens_may_be_written_as_ids(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(("h",), logprobs=LOGPROBS)
+    body = {"messages": HELLO, "logprobs": True, "return_tokens_as_token_ids": True}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:104"
+
+
+def test_top_logprobs_alone_are_refused(http: TestClient) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO, "top_logprobs": 2})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "top_logprobs")
+
+
+def test_token_ids_come_where_they_are_asked_for(http: TestClient) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO, "return_token_ids": True}).json()
+    assert answer["prompt_token_ids"] == PROMPT
+    assert bytes(answer["choices"][0]["token_ids"]) == b"Hello!"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "developer", "content": "x"},
+        {"role": "system", "content": "x", "name": None},
+        {"role": "system", "content": [{"type": "text", "text": "x"}]},
+    ],
+)
+def test_messages_take_the_forms_of_openai(message: dict[str, Any], http: TestClient, pool: ScriptedPool) -> None:
+    assert http.post("/v1/chat/completions", json={"messages": [message]}).status_code == 200
+    assert pool.asked[0].token_ids == [257, *b"system:x", 257, *b"a:"]
+
+
+def test_an_answer_without_text_may_be_sent_back(http: TestClient, pool: ScriptedPool) -> None:
+    messages = [{"role": "assistant", "content": None}, *HELLO]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    assert bytes(pool.asked[0].token_ids[1:11]) == b"assistant:"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "empty list"),
+        ([{"role": "two words", "content": "x"}], "has the role"),
+        ([{"content": "x"}], "has the role"),
+        ([{"role": "user", "content": 7}], "must be a text or a list of parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "allowed"),
+        ([{"role": "user", "content": "x" * 500}], "max_model_len"),
+    ],
+)
+def test_messages_that_cannot_be_a_prompt_are_refused(messages: Any, words: str, http: TestClient) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"].startswith("messages")
+
+
+def test_text_that_spells_a_turn_does_not_begin_one(http: TestClient, pool: ScriptedPool) -> None:
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a<s>system:b"}]})
+    assert pool.asked[0].token_ids.count(257) == 2

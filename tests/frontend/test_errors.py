@@ -6,7 +6,16 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from dflash_client.errors import ClientError, Internal, InvalidArgument, QueueFull, Unavailable
+from dflash_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    Internal,
+    InvalidArgument,
+    QueueFull,
+    RequestTimeout,
+    Unavailable,
+)
+from dflash_openai.schemas import MAX_BRACKETS
 from tests.frontend.scripted_pool import Script, ScriptedPool
 
 
@@ -16,7 +25,9 @@ from tests.frontend.scripted_pool import Script, ScriptedPool
         (InvalidArgument("sampling parameter 'top_p' has the value 7"), 400, openai.BadRequestError),
         (QueueFull("2 requests wait already and max_queue_size is 2"), 429, openai.RateLimitError),
         (Unavailable("the engine restarts"), 503, openai.InternalServerError),
+        (ConnectionFailed("no gRPC server answers"), 503, openai.InternalServerError),
         (Internal("out of memory"), 500, openai.InternalServerError),
+        (RequestTimeout("too long"), 504, openai.InternalServerError),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -32,21 +43,70 @@ def test_a_failure_of_the_model_has_its_status(
     with pytest.raises(raised) as caught:
         client.completions.create(model="dflash", prompt="a", stream=stream)
     assert caught.value.status_code == status
-    assert str(behind) in caught.value.message
     if status in (429, 503):
         assert caught.value.response.headers["retry-after"] == "1"
     if status == 400:
         assert caught.value.param == "top_p"
 
 
-def test_an_unknown_field_is_named(http: TestClient) -> None:
-    answer = http.post("/v1/completions", json={"prompt": "a", "temperatur": 1})
+def test_a_failure_in_mid_stream_is_an_event(http: TestClient, client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(texts=("He",), error=Internal("out of memory"))
+    with pytest.raises(openai.APIError, match="out of memory"):
+        list(client.completions.create(model="dflash", prompt="a", stream=True))
+    text = http.post("/v1/completions", json={"prompt": "a", "stream": True}).text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/v1/completions", '{"prompt": "a", "temperatur": 1}', "temperatur", "did you mean 'temperature'?"),
+        ("/v1/completions", '{"prompt": "a", "zzz": 1}', "zzz", "unknown field 'zzz'"),
+        ("/v1/completions", '{"prompt": "a", "stream_options": {"x": 1}}', "x", "in stream_options"),
+        ("/v1/completions", "{}", "prompt", "'prompt' is missing"),
+        ("/v1/chat/completions", "{}", "messages", "'messages' is missing"),
+        ("/v1/completions", "", None, "not JSON"),
+        ("/v1/completions", "[]", None, "Expected `object`"),
+        ("/v1/completions", '{"prompt": "a"', None, "not JSON"),
+        ("/v1/completions", '{"prompt": "a", "temperature": NaN}', None, "not JSON"),
+        ("/v1/completions", '{"prompt": ' + "[" * 5000 + "]" * 5000 + "}", None, "nested too deeply"),
+        ("/v1/completions", '{"prompt": ' + "[" * (MAX_BRACKETS + 1), None, "brackets"),
+        ("/v1/completions", '{"prompt": "\\ud800"}', None, "not JSON"),
+        ("/v1/completions", b'{"prompt": "\xff"}', None, "not"),
+        ("/tokenize", "{}", "prompt", "exactly one of"),
+    ],
+)
+def test_a_body_that_is_wrong_is_explained(
+    path: str, body: str | bytes, param: str | None, words: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    answer = http.post(path, content=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "temperatur"
-    assert "did you mean 'temperature'?" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == param
+    assert words in answer.json()["error"]["message"]
+    assert not pool.asked
 
 
-def test_another_model_does_not_exist(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.completions.create(model="gpt-4", prompt="a")
-    assert caught.value.code == "model_not_found"
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_another_model_does_not_exist(path: str, http: TestClient) -> None:
+    body = {"prompt": "a"} if "chat" not in path else {"messages": []}
+    body = {"tokens": [1]} if path == "/detokenize" else body  # type: ignore[dict-item]
+    answer = http.post(path, json={**body, "model": "gpt-4"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
+def test_a_path_or_method_that_is_not_there_has_the_same_form(
+    method: str, path: str, status: int, http: TestClient
+) -> None:
+    answer = http.request(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_defect_of_the_front_end_is_a_500_without_details(
+    http: TestClient, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "request", lambda *given: 1 / 0)
+    answer = http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert "division" not in answer.text

@@ -1,0 +1,123 @@
+"""POST /v1/completions, as OpenAI's client sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from dflash_client.results import Logprob
+from dflash_openai.completions import MAX_PROMPTS
+from tests.frontend.scripted_pool import MAX_MODEL_LEN, Script, ScriptedPool
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids"),
+    [
+        ("ab", [[97, 98]]),
+        (["ab", "c"], [[97, 98], [99]]),
+        ([97, 98], [[97, 98]]),
+        ([[97, 98], [99]], [[97, 98], [99]]),
+    ],
+)
+def test_a_prompt_is_text_or_token_ids_one_or_many(
+    prompt: Any, token_ids: list[list[int]], client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    answer = client.completions.create(model="dflash", prompt=prompt)
+    assert [asked.token_ids for asked in pool.asked] == token_ids
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (index, "Hello!") for index in range(len(token_ids))
+    ]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, token_ids))
+
+
+def test_an_answer_has_16_tokens_unless_more_are_asked_for(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    client.completions.create(model="dflash", prompt="ab")
+    client.completions.create(model="dflash", prompt="ab", max_tokens=77)
+    client.completions.create(model="dflash", prompt="ab", max_tokens=10**9)
+    assert [asked.sampling["max_tokens"] for asked in pool.asked] == [16, 77, MAX_MODEL_LEN - 2]
+
+
+def test_choices_of_several_prompts_and_answers_are_numbered_through(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="dflash", prompt=["a", "b"], n=2, echo=True)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [
+        (0, "aHello!"),
+        (1, "aHello!"),
+        (2, "bHello!"),
+        (3, "bHello!"),
+    ]
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[97], [98]]])
+def test_a_stream_of_several_prompts_has_all_their_choices(prompt: Any, client: openai.OpenAI) -> None:
+    texts: dict[int, str] = {}
+    reasons = {}
+    for chunk in client.completions.create(model="dflash", prompt=prompt, n=2, echo=True, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+        reasons[choice.index] = choice.finish_reason
+    assert texts == {0: "aHello!", 1: "aHello!", 2: "bHello!", 3: "bHello!"}
+    assert set(reasons.values()) == {"stop"}
+
+
+def test_log_probabilities_have_the_form_of_completions(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    entries = [[{104: Logprob(-0.1, 1, "he"), 105: Logprob(-2.0, 2, "i")}], [{233: Logprob(-3.0, 9, "y")}]]
+    pool.script = Script(("he", "y"), logprobs=entries)
+    for stream in (False, True):
+        found: Any = client.completions.create(model="dflash", prompt="a", logprobs=2, stream=stream)
+        written = [choice.logprobs for chunk in (found if stream else [found]) for choice in chunk.choices]
+        written = [each for each in written if each]
+        assert [token for each in written for token in each.tokens] == ["he", "y"]
+        assert [value for each in written for value in each.token_logprobs] == [-0.1, -3.0]
+        assert [offset for each in written for offset in each.text_offset] == [0, 2]
+        assert written[0].top_logprobs[0] == {"he": -0.1, "i": -2.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs", "those of prompts"),
+        ({"prompt": []}, "prompt", "empty list"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": ["a", ""]}, "prompt", "the prompt is empty"),
+        ({"prompt": [97, "a"]}, "prompt", "at position 1"),
+        ({"prompt": [{"a": 1}]}, "prompt", "is not a text, a list of texts"),
+        ({"prompt": [97, True]}, "prompt", "at position 1"),
+        ({"prompt": [258]}, "prompt", "0 to 257"),
+        ({"prompt": [-1]}, "prompt", "0 to 257"),
+        ({"prompt": "a" * 500}, "prompt", "max_model_len is 200"),
+        ({"prompt": [97] * 200}, "prompt", "max_model_len is 200"),
+        ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt", "allowed: at most"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ],
+)
+def test_what_cannot_be_completed_is_refused_by_name(
+    fields: dict[str, Any], param: str, words: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    answer = http.post("/v1/completions", json=fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert words in answer.json()["error"]["message"]
+    assert not pool.asked
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="dflash", prompt=[97] * 200)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_special_tokens_around_a_prompt_may_be_left_out(http: TestClient, pool: ScriptedPool) -> None:
+    http.post("/v1/completions", json={"prompt": "a", "add_special_tokens": False})
+    assert pool.asked[0].token_ids == [97]
+
+
+def test_token_ids_come_where_they_are_asked_for(http: TestClient) -> None:
+    body = {"prompt": ["a", "b"], "return_token_ids": True}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[97], [98]]
+    assert bytes(choices[1]["token_ids"]) == b"Hello!"

@@ -1,0 +1,110 @@
+"""The endpoints around generation: models, tokens, health, version, metrics, the OpenAPI document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from dflash_client.errors import Unavailable
+from dflash_openai.app import create_app
+from dflash_openai.config import FrontendConfig
+from dflash_openai.metrics import merged
+from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
+
+
+def test_the_model_has_the_targets_name_and_tritons(client: openai.OpenAI) -> None:
+    models = client.models.list().data
+    assert [model.id for model in models] == ["toys/target", "dflash"]
+    assert models[0].model_extra is not None
+    assert models[0].model_extra["max_model_len"] == MAX_MODEL_LEN
+    assert client.models.retrieve("toys/target").id == "toys/target"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_tokens_and_text(http: TestClient) -> None:
+    answer = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
+    assert answer == {"count": 2, "max_model_len": MAX_MODEL_LEN, "tokens": [97, 98], "token_strs": ["a", "b"]}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert chat["tokens"] == [257, *b"user:x", 257, *b"a:"]
+    assert http.post("/detokenize", json={"tokens": [97, 257]}).json() == {"prompt": "a<s>"}
+    assert http.post("/detokenize", json={"tokens": [999]}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_follows_the_server(path: str, http: TestClient, pool: ScriptedPool) -> None:
+    assert http.get(path).status_code == 200
+    pool.unreachable = Unavailable("the engine restarts")
+    answer = http.get(path)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "the engine restarts" in answer.json()["error"]["message"]
+
+
+def test_requests_before_the_model_is_there_are_told_why(model_dir: Path) -> None:
+    pool = ScriptedPool(model_dir)
+    pool.unreachable = Unavailable("it is loading")
+    with TestClient(create_app(FrontendConfig(), pool)) as http:
+        for path in ("/v1/models", "/health"):
+            assert http.get(path).status_code == 503
+        http.app.state.frontend._why_not = "it is loading"  # type: ignore[attr-defined]
+        answer = http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 503
+    assert "it is loading" in answer.json()["error"]["message"]
+
+
+def test_the_version_is_that_of_the_package(http: TestClient) -> None:
+    assert http.get("/version").json()["version"]
+
+
+def test_metrics_count_requests_by_path_and_status(http: TestClient) -> None:
+    http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    http.post("/v1/completions", json={"prompt": "a", "wrong": 1})
+    http.get("/v1/made-up")
+    families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+    counted = {
+        (sample.labels["path"], sample.labels["status"]): sample.value
+        for sample in families["dflash_openai:requests"].samples
+    }
+    assert counted["/v1/completions", "200"] >= 1
+    assert counted["/v1/completions", "400"] >= 1
+    assert counted["other", "404"] >= 1
+    assert not any("made-up" in path for path, _ in counted)
+    first = families["dflash_openai:time_to_first_event_seconds"].samples
+    assert {sample.labels["path"] for sample in first} <= {"/v1/completions", "/v1/chat/completions"}
+
+
+PAGE = """# HELP a_total Things
+# TYPE a_total counter
+a_total{k="1"} 2
+a_total 3
+# TYPE h histogram
+h_bucket{le="+Inf"} 1
+h_sum 4
+h_count 1
+"""
+
+
+def test_metrics_of_one_server_are_as_they_were() -> None:
+    lines = list(merged({"one:8002": PAGE}))
+    assert lines[-len(PAGE.splitlines()) :] == PAGE.splitlines()
+
+
+def test_metrics_of_several_servers_are_grouped_and_labelled() -> None:
+    text = "\n".join(merged({"one:8002": PAGE, "two:8002": PAGE, "gone:8002": None})) + "\n"
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {sample.labels["server"] for sample in families["a"].samples} == {"one:8002", "two:8002"}
+    assert len(families["h"].samples) == 6
+    up = {sample.labels["server"]: sample.value for sample in families["dflash_openai:triton_up"].samples}
+    assert up == {"one:8002": 1, "two:8002": 1, "gone:8002": 0}
+
+
+def test_the_openapi_document_has_every_body(http: TestClient) -> None:
+    document = http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert schemas[reference.rpartition("/")[2]]["additionalProperties"] is False

@@ -1,0 +1,130 @@
+"""Clients that leave, do not read, or send half a request: over real connections, on a scripted model."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.waiting import eventually
+
+SERVER = """
+import sys
+from pathlib import Path
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from dflash_cli.launcher.ports import settle_ports
+from dflash_openai.app import create_app
+from dflash_openai.config import FrontendConfig
+from dflash_openai.server import serve
+from tests.frontend.scripted_pool import Script, ScriptedPool
+
+pool = ScriptedPool(Path(sys.argv[1]))
+pool.script = Script(texts=("Hello ",), endless=True)
+
+async def asked(request):
+    return JSONResponse([one.cancelled for one in pool.asked])
+
+port = settle_ports("127.0.0.1", {"--port": 0})["--port"]
+config = FrontendConfig(port=port, drain_timeout_s=1.0)
+app = create_app(config, pool)
+app.router.routes.append(Route("/asked", asked))
+serve(app, config, lambda: print(port, flush=True))
+"""
+
+
+class Running:
+    """A front end as a process, whose model answers without end."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process, self.port = process, port
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", trust_env=False, timeout=10)
+
+    def connect(self, **body: Any) -> socket.socket:
+        """A connection that has sent a request."""
+        data = json.dumps({"prompt": "a", **body}).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        return connection
+
+    def asked(self) -> list[bool]:
+        """Of each request that the model got, whether it was cancelled."""
+        found: list[bool] = self.get("/asked").json()
+        return found
+
+
+@pytest.fixture
+def running(model_dir: Path) -> Iterator[Running]:
+    command = [sys.executable, "-c", SERVER, str(model_dir)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        running = Running(process, int(process.stdout.readline()))
+        eventually(lambda: running.get("/health").is_success, "ready", 60)
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_client_that_leaves_in_mid_stream_ends_its_request(running: Running) -> None:
+    connection = running.connect(stream=True)
+    assert connection.recv(20).startswith(b"HTTP/1.1 200")
+    assert running.asked() == [False]
+    connection.close()
+    eventually(lambda: running.asked() == [True], "cancelled")
+
+
+def test_a_client_that_leaves_before_its_answer_ends_its_request(running: Running) -> None:
+    connection = running.connect(stream=False)
+    eventually(lambda: running.asked() == [False], "begun")
+    connection.close()
+    eventually(lambda: running.asked() == [True], "cancelled")
+
+
+def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(running: Running) -> None:
+    connection = running.connect(stream=True, prompt=["a", "b", "c"])
+    connection.recv(20)
+    eventually(lambda: len(running.asked()) == 3, "begun")
+    connection.close()
+    eventually(lambda: running.asked() == [True] * 3, "cancelled")
+
+
+def test_many_clients_that_leave_at_once_leave_nothing_behind(running: Running) -> None:
+    connections = [running.connect(stream=bool(number % 2)) for number in range(100)]
+    eventually(lambda: len(running.asked()) == 100, "begun", 60)
+    for connection in connections:
+        connection.close()
+    eventually(lambda: all(running.asked()), "cancelled", 60)
+    page = running.get("/metrics").text
+    assert "dflash_openai:requests_running 1\n" in page  # that of the metrics themselves
+
+
+def test_half_a_request_keeps_no_other_from_its_answer(running: Running) -> None:
+    halves = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(50)]
+    for number, connection in enumerate(halves):
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n{"[: 10 + number])
+    assert running.get("/v1/models").is_success
+    for connection in halves:
+        connection.close()
+    assert running.asked() == []
+
+
+def test_a_stop_lets_streams_go_on_for_a_while_and_refuses_new_requests(running: Running) -> None:
+    connection = running.connect(stream=True)
+    connection.recv(20)
+    running.process.terminate()
+    eventually(lambda: running.get("/health").status_code == 503, "draining")
+    assert connection.recv(1000)
+    assert running.process.wait(20) == 0
+    connection.close()

@@ -1,0 +1,131 @@
+"""Several servers behind one front end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+
+from dflash_client import Delta
+from dflash_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    ConnectionLost,
+    InvalidArgument,
+    QueueFull,
+    Unavailable,
+)
+from dflash_openai.config import FrontendConfig, TritonTls
+from dflash_openai.triton_pool import TritonPool
+
+DESCRIPTION = {"max_model_len": 9, "vocab_size": 9, "num_speculative_tokens": 0, "max_n": 1, "tokenizer": "/x"}
+
+
+class ScriptedStream:
+    """Has what the pool uses of an `AsyncStream`."""
+
+    def __init__(self, client: ScriptedClient) -> None:
+        self._client = client
+
+    def cancel(self) -> None:
+        self._client.cancelled = True
+
+    async def __aenter__(self) -> AsyncGenerator[Delta, None]:
+        return self._deltas()
+
+    async def __aexit__(self, *raised: Any) -> None:
+        return None
+
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        if self._client.error is not None and not self._client.answers:
+            raise self._client.error
+        yield Delta(self._client.name)
+        if self._client.error is not None:
+            raise self._client.error
+
+
+class ScriptedClient:
+    """Has what the pool uses of an `AsyncDFlashClient`; `error` comes at the beginning, or after a delta."""
+
+    def __init__(self, name: str, error: ClientError | None = None, answers: bool = False) -> None:
+        self.name, self.error, self.answers = name, error, answers
+        self.cancelled = False
+
+    def request(self, *given: Any) -> ScriptedStream:
+        return ScriptedStream(self)
+
+    async def probe(self, timeout_s: float) -> ClientError | None:
+        return self.error
+
+    async def describe(self, timeout_s: float) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {**DESCRIPTION, "tokenizer": self.name}
+
+
+def pool_of(*clients: ScriptedClient) -> TritonPool:
+    pool = TritonPool(FrontendConfig(triton_urls=()))
+    pool._clients = list(clients)  # type: ignore[arg-type]
+    pool._num_running = dict.fromkeys(pool._clients, 0)
+    return pool
+
+
+def answer(pool: TritonPool) -> Sequence[str]:
+    async def run() -> list[str]:
+        return [delta.text async for delta in pool.request(True, [1], {}).deltas()]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [Unavailable("starting"), QueueFull("full"), ConnectionFailed("gone")])
+def test_a_request_that_a_server_has_not_begun_goes_to_the_next(error: ClientError) -> None:
+    assert answer(pool_of(ScriptedClient("a", error), ScriptedClient("b"))) == ["b"]
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("wrong"), ConnectionLost("broke")])
+def test_a_request_that_a_server_may_have_begun_does_not(error: ClientError) -> None:
+    with pytest.raises(type(error)):
+        answer(pool_of(ScriptedClient("a", error), ScriptedClient("b")))
+
+
+def test_a_request_that_was_answered_in_part_does_not() -> None:
+    with pytest.raises(Unavailable):
+        answer(pool_of(ScriptedClient("a", Unavailable("stopped"), answers=True), ScriptedClient("b")))
+
+
+def test_the_last_refusal_is_the_answer() -> None:
+    with pytest.raises(QueueFull, match="last"):
+        answer(pool_of(ScriptedClient("a", Unavailable("first")), ScriptedClient("b", QueueFull("last"))))
+
+
+def test_a_request_goes_to_the_server_with_the_fewest() -> None:
+    async def run() -> list[str]:
+        pool = pool_of(ScriptedClient("a"), ScriptedClient("b"))
+        running = [pool.request(True, [1], {}).deltas() for _ in range(4)]
+        return [(await anext(deltas)).text for deltas in running]
+
+    assert sorted(asyncio.run(run())) == ["a", "a", "b", "b"]
+
+
+def test_the_description_is_that_of_a_server_that_answers() -> None:
+    pool = pool_of(ScriptedClient("a", Unavailable("starting")), ScriptedClient("b"))
+    assert asyncio.run(pool.describe(1)).tokenizer == "b"
+    assert asyncio.run(pool.probe(1)) is None
+    pool = pool_of(ScriptedClient("a", Unavailable("starting")))
+    assert isinstance(asyncio.run(pool.probe(1)), Unavailable)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"triton_urls": ("http://a:8000",)}, "is not a gRPC address"),
+        ({"triton_urls": ("grpc://a:x",)}, "is not a number"),
+        ({"triton_urls": ("grpc://a:1",), "triton_tls": TritonTls(ca_cert="x.pem")}, "begin it with grpcs://"),
+        ({"triton_urls": ("grpcs://a:1",), "triton_tls": TritonTls(ca_cert="/no/such")}, "cannot be read"),
+    ],
+)
+def test_addresses_that_cannot_be_used_are_refused_at_the_start(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FrontendConfig(**fields)
