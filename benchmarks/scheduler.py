@@ -79,7 +79,7 @@ class _TimedWorker:
         for row in plan.rows:
             accepted = min(row.num_draft, rng.randrange(4))
             tokens = [rng.randrange(VOCAB) for _ in range(accepted + 1)] if row.sample else []
-            results.append(RequestResult(row.request_id, tokens, accepted))
+            results.append(RequestResult(row.request_id, tokens, accepted, num_verified=row.num_draft))
         self.num_rows = len(plan.rows)
         self.returned_s = time.thread_time()
         return StepResult(plan.step_id, results)

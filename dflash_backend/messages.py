@@ -219,23 +219,30 @@ class SpeculationStats(msgspec.Struct):
 
     num_steps: steps in which requests decoded that may draft; num_steps_without_drafts: those of them in which none
     drafted. num_draft_tokens_per_pos: verified drafts by their position in the block. num_expected_tokens_per_pos: how
-    many of them were expected to be accepted.
+    many of them were expected to be accepted. num_proposed_tokens: drafts that were proposed, verified or not.
+    num_budgeted_steps: steps that verified only the likeliest of their drafts. confidence_weight: how much the
+    drafter's confidence in a draft counts now, 0 for nothing.
     """
 
     num_steps: int = 0
     num_steps_without_drafts: int = 0
     num_draft_tokens_per_pos: list[int] = []
     num_expected_tokens_per_pos: list[float] = []
+    num_proposed_tokens: int = 0
+    num_budgeted_steps: int = 0
+    confidence_weight: float = 0.0
 
     @classmethod
     def zeros(cls, k: int) -> SpeculationStats:
         """Nothing yet, with blocks of at most `k` drafts."""
-        return cls(0, 0, [0] * k, [0.0] * k)
+        return cls(num_draft_tokens_per_pos=[0] * k, num_expected_tokens_per_pos=[0.0] * k)
 
     def copy(self) -> SpeculationStats:
         """These counts as they are now."""
         drafts, expected = self.num_draft_tokens_per_pos, self.num_expected_tokens_per_pos
-        return SpeculationStats(self.num_steps, self.num_steps_without_drafts, list(drafts), list(expected))
+        return msgspec.structs.replace(
+            self, num_draft_tokens_per_pos=list(drafts), num_expected_tokens_per_pos=list(expected)
+        )
 
 
 class GrammarStats(msgspec.Struct, frozen=True):

@@ -14,12 +14,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from benchmarks.gpu.floor import Ceilings, CycleSize, attention_work, cycle_work
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.markdown import markdown_table
 from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.core.step_costs import CostTable, StepShape
+from dflash_kernels.verify_budget import verified_lens_reference
 
 # NVIDIA's data sheet of the H200: bytes/s of its memory, dense bf16 FLOP/s.
 H200 = Ceilings(copy_bandwidth=4.8e12, matrix_rate=989e12)
@@ -68,16 +72,55 @@ def device_costs(shape: Shape, ceilings: Ceilings, context: int) -> Costs:
     return Costs(functools.cache(target_s), functools.cache(draft_s))
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """How likely drafts are to be accepted behind accepted ones, all as standard deviations of logits.
+
+    requests, blocks, drafts: how much requests, blocks of a request and drafts of a block differ. noise: of the
+    drafter's confidence, which is CONFIDENCE_SCALE times the logit and the noise; None: it says nothing.
+    """
+
+    requests: float = 0.3
+    blocks: float = 0.0
+    drafts: float = 0.0
+    noise: float | None = None
+
+
+# A drafter is surer than it should be.
+CONFIDENCE_SCALE = 1.25
+# Blocks of one kind that are drawn from.
+NUM_BLOCKS = 4000
+
+
+@dataclass
+class Block:
+    """How many drafts of a block are accepted when all are verified, and the drafter's confidences."""
+
+    num_accepted: int
+    confidences: list[float]
+
+
+@dataclass
+class SimulatedRequest:
+    """A request, the tokens that it still lacks, how much better than others its drafts are, and its next block."""
+
+    speculation: SpeculatingRow
+    num_left: int
+    effect: float
+    block: Block = field(default_factory=lambda: Block(0, []))
+
+
 @dataclass
 class Simulation:
-    """Streams that are served one step after the other. rates: the chance of each draft to be accepted behind accepted
-    ones; spread: how much requests differ, as a logit; noise: of the step times, relative."""
+    """Streams that are served one step after the other. k: drafts of a block. mean: the logit of a usual draft's
+    chance to be accepted behind accepted ones. noise: of the step times, relative."""
 
     costs: Costs
     streams: int
     context: int
-    rates: Sequence[float]
-    spread: float = 0.3
+    k: int
+    mean: float
+    drafting: Drafting = Drafting()
     noise: float = 0.03
     seed: int = 0
     _rng: random.Random = field(init=False)
@@ -85,37 +128,64 @@ class Simulation:
     def run(self, policy: AdaptiveSpeculation | int, num_steps: int, skipped: int = 40) -> float:
         """Tokens per second with a policy, or always with that many drafts, after `skipped` steps."""
         self._rng = random.Random(self.seed)
-        rows = [self._new_request() for _ in range(self.streams)]
+        requests = [self._new_request() for _ in range(self.streams)]
         pending = [0] * self.streams
         num_tokens, seconds = 0, 0.0
         for step in range(num_steps):
             if isinstance(policy, int):
-                lengths = [policy] * self.streams
+                lengths, verified = [policy] * self.streams, pending
             else:
-                lengths = policy.choose([row.speculation for row in rows], float(self.context), 0)
-            shape = self._shape(pending, lengths)
+                rows = [request.speculation for request in requests]
+                lengths = policy.choose(rows, float(self.context), 0)
+                verified = self._verified(policy, rows, pending, lengths)
+            shape = self._shape(verified, lengths)
             noise = math.exp(self._rng.gauss(0, self.noise))
             target_s = noise * self.costs.target_s(self.streams, shape.num_tokens)
             draft_s = 0.0
             if shape.num_queries:
                 draft_s = noise * self.costs.draft_s(sum(map(bool, lengths)), shape.num_queries)
-            for index, (row, num_draft) in enumerate(zip(rows, pending, strict=True)):
-                accepted = self._accepted(row, num_draft)
-                if num_draft and not isinstance(policy, int):
-                    policy.observe_draft(row.speculation, num_draft, accepted)
-                delivered = min(accepted + 1, row.num_left)
-                row.num_left -= delivered
+            for index, request in enumerate(requests):
+                accepted = min(request.block.num_accepted, verified[index])
+                if pending[index] and not isinstance(policy, int):
+                    policy.observe_draft(request.speculation, verified[index], accepted, pending[index])
+                delivered = min(accepted + 1, request.num_left)
+                request.num_left -= delivered
                 num_tokens += delivered if step >= skipped else 0
-                if row.num_left == 0:
-                    rows[index] = self._new_request()
+                if request.num_left == 0:
+                    requests[index] = request = self._new_request()
+                self._draft(request, lengths[index])
             if not isinstance(policy, int):
                 policy.observe_step(shape, target_s + draft_s, draft_s)
             seconds += target_s + draft_s if step >= skipped else 0.0
             pending = lengths
         return num_tokens / seconds
 
-    def _shape(self, pending: Sequence[int], lengths: Sequence[int]) -> StepShape:
-        num_tokens, num_drafting = self.streams + sum(pending), sum(map(bool, lengths))
+    def _verified(
+        self,
+        policy: AdaptiveSpeculation,
+        rows: Sequence[SpeculatingRow],
+        pending: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Sequence[int]:
+        """How many of the pending drafts of each row are verified."""
+        plan = [
+            ScheduledRequest("", self.context, 1, num_draft, True, num_next, [])
+            for num_draft, num_next in zip(pending, lengths, strict=True)
+        ]
+        budget = policy.choose_budget(plan, rows, lambda k: k + 1)
+        if budget is None:
+            return pending
+        confidence = np.zeros((self.streams, self.k), dtype=np.float32)
+        for index, row in enumerate(rows):
+            confidence[index, : len(row.confidences)] = row.confidences
+        offsets, effects = np.array(budget.offsets), np.array(budget.effects)
+        lens = verified_lens_reference(
+            confidence, np.array(pending), budget.weight, offsets, effects, budget.num_drafts
+        )
+        return [int(count) for count in lens]
+
+    def _shape(self, verified: Sequence[int], lengths: Sequence[int]) -> StepShape:
+        num_tokens, num_drafting = self.streams + sum(verified), sum(map(bool, lengths))
         return StepShape(
             num_tokens,
             self.streams * self.context,
@@ -125,36 +195,43 @@ class Simulation:
         )
 
     def _new_request(self) -> SimulatedRequest:
-        k = len(self.rates)
         left = self._rng.randint(NUM_OUTPUT_TOKENS // 2, NUM_OUTPUT_TOKENS * 3 // 2)
-        return SimulatedRequest(SpeculatingRow(k), left, self._rng.gauss(0, self.spread))
+        return SimulatedRequest(SpeculatingRow(self.k), left, self._rng.gauss(0, self.drafting.requests))
 
-    def _accepted(self, row: SimulatedRequest, num_draft: int) -> int:
-        for position in range(num_draft):
-            rate = self.rates[position]
-            shifted = 1 / (1 + (1 - rate) / rate * math.exp(-row.effect))
-            if self._rng.random() >= shifted:
-                return position
-        return num_draft
+    def _draft(self, request: SimulatedRequest, length: int) -> None:
+        request.block = draw_block(self._rng, self.drafting, self.mean + request.effect, self.k)
+        request.speculation.confidences = request.block.confidences[:length]
 
 
-@dataclass
-class SimulatedRequest:
-    """A request, the tokens that it still lacks, and how much better than others its drafts are accepted."""
+@functools.cache
+def block_deviations(drafting: Drafting, k: int) -> list[tuple[list[float], list[float]]]:
+    """Of many blocks how much each draft's logit, and what the drafter takes it for, differ from the request's."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, drafting.blocks, (NUM_BLOCKS, 1)) + rng.normal(0, drafting.drafts, (NUM_BLOCKS, k))
+    seen = logits + rng.normal(0, drafting.noise or 0.0, logits.shape)
+    return list(zip(logits.tolist(), seen.tolist(), strict=True))
 
-    speculation: SpeculatingRow
-    num_left: int
-    effect: float
+
+def draw_block(rng: random.Random, drafting: Drafting, mean: float, k: int) -> Block:
+    """A block of k drafts of a request whose usual draft has the logit `mean`."""
+    logits, seen = rng.choice(block_deviations(drafting, k))
+    chances = (1 / (1 + math.exp(-mean - logit)) for logit in logits)
+    num_accepted = next((i for i, chance in enumerate(chances) if rng.random() >= chance), k)
+    return Block(num_accepted, [] if drafting.noise is None else [CONFIDENCE_SCALE * (mean + each) for each in seen])
 
 
-def rates_with_length(acceptance_length: float, k: int) -> list[float]:
-    """Equal rates at all positions with which a full block yields that many tokens a step."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        rate = (low + high) / 2
-        length = sum(rate**i for i in range(k + 1))
-        low, high = (rate, high) if length < acceptance_length else (low, rate)
-    return [low] * k
+@functools.cache
+def mean_with_length(acceptance_length: float, drafting: Drafting, k: int) -> float:
+    """The logit of a usual draft with which a full block yields that many tokens a step."""
+    rng = np.random.default_rng(1)
+    deviations = np.array([logits for logits, _ in block_deviations(drafting, k)])
+    deviations += rng.normal(0, drafting.requests, (NUM_BLOCKS, 1))
+    low, high = -8.0, 16.0
+    for _ in range(40):
+        mean = (low + high) / 2
+        length = 1 + np.cumprod(1 / (1 + np.exp(-mean - deviations)), axis=1).sum(axis=1).mean()
+        low, high = (mean, high) if length < acceptance_length else (low, mean)
+    return low
 
 
 # What is simulated: Qwen3-8B's shape with a drafter of five layers, blocks of 16, of which 6.5 tokens a step come.
@@ -162,17 +239,22 @@ SHAPE, CONTEXT, ACCEPTANCE_LENGTH, K = "qwen3-8b", 1000, 6.5, 15
 FIXED = (0, 1, 2, 3, 4, 5, 7, 11, 15)
 STREAMS = (1, 8, 32, 64, 128, 256)
 SEEDS = range(3)
+# Drafts that are all alike but for their request; some that differ, with a drafter that says so and is often wrong.
+ALIKE = Drafting()
+DIFFERENT = Drafting(blocks=1.5, drafts=1.5, noise=1.5)
 
 
-def simulated_row(streams: int, table_error: float, choices: Sequence[int] = ()) -> dict[str, float]:
+def simulated_row(
+    streams: int, table_error: float, choices: Sequence[int] = (), drafting: Drafting = ALIKE
+) -> dict[str, float]:
     """Tokens per second without drafts (`none`), with the best fixed number (`best`, and which: `best_k`), with k, and
     by the rule with a table that is `table_error` off, means over `SEEDS`."""
     costs = device_costs(SHAPES[SHAPE](), H200, CONTEXT)
-    rates, num_steps = rates_with_length(ACCEPTANCE_LENGTH, K), max(160, 2000 // streams)
+    mean, num_steps = mean_with_length(ACCEPTANCE_LENGTH, drafting, K), max(160, 2000 // streams)
     fixed = dict.fromkeys(FIXED, 0.0)
     adaptive = 0.0
     for seed in SEEDS:
-        simulation = Simulation(costs, streams, CONTEXT, rates, seed=seed)
+        simulation = Simulation(costs, streams, CONTEXT, K, mean, drafting, seed=seed)
         for length in FIXED:
             fixed[length] += simulation.run(length, num_steps) / len(SEEDS)
         policy = AdaptiveSpeculation(K, choices=choices, table=costs.table(table_error, seed))

@@ -318,7 +318,7 @@ class EngineCore:
             self._last_executed = executed
             outputs.phase_seconds.update(result.phase_seconds)
             self._apply(step, result, outputs)
-            self.scheduler.history.observe(step.plan, seconds, result.phase_seconds.get("draft", 0.0))
+            self.scheduler.history.observe(step.plan, result, seconds, result.phase_seconds.get("draft", 0.0))
             self._num_steps += 1
             self._grammars.observe_masks(result.mask_seconds)
             if self._trace is not None:
@@ -362,10 +362,10 @@ class EngineCore:
         if row.sample:
             token_ids, finish_reason = request.append(result.token_ids, self.config.max_model_len)
             self._num_generation_tokens += len(token_ids)
-            request.note_yield(row.num_draft, len(token_ids))
-            self.scheduler.history.observe_drafts(request, row.num_draft, result.num_accepted)
-            if row.num_draft:
-                self._spec_stats.observe_draft(row.num_draft, len(token_ids))
+            request.note_yield(result.num_verified, len(token_ids))
+            if result.num_verified:
+                self._spec_stats.observe_draft(result.num_verified, len(token_ids))
+        self.scheduler.history.observe_drafts(request, row, result)
         self.scheduler.kv.publish(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]

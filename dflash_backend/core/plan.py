@@ -33,7 +33,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     """One request's row in a step. (A msgspec struct: a step has hundreds, and they are cheap to make.)
 
     The target runs the positions `[num_computed, num_computed + num_new + num_draft)`: `num_new` known tokens, then the
-    `num_draft` tokens that the worker proposed for this request in the step before.
+    `num_draft` tokens that the worker proposed for this request in the step before; with a budget the first of them.
     sample: the row's last known token is the request's last one, so the row yields tokens (implied by `num_draft` > 0).
     num_next_draft: k for the drafts proposed after this step; 0 for none. A row with `sample` false and
     `num_next_draft` > 0 ends the prefill of a resumed request: the drafter goes on from its last token, the anchor.
@@ -56,10 +56,29 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     num_positions: int = 0
 
 
+class DraftBudget(msgspec.Struct, frozen=True):
+    """Which of a step's drafts are verified: of all rows together the `num_drafts` with the highest chance that they
+    and all before them in their row are accepted. Since that chance never grows within a row, they are the first
+    drafts of each row.
+
+    The chance of draft i of row r when those before it are accepted is `sigmoid(offsets[i] + effects[r] + weight * c)`,
+    c being the drafter's confidence in it, which the worker keeps with the draft. offsets: for k drafts. effects: for
+    each of the plan's rows.
+    """
+
+    num_drafts: int
+    weight: float
+    offsets: list[float]
+    effects: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. The worker first removes the requests of `finished_req_ids` (also preempted ones), then adds those of
     `new_requests`, then runs all `rows` together, decode rows and prefill chunks alike.
+
+    budget: which drafts of the rows are verified; None: all. Then a row's `num_draft` is how many it may verify at
+    most. A worker that cannot choose by confidence may verify fewer than the budget, the first ones of each row.
 
     `writable_block_ids` is given only when `kv_write_guard` is on: for each row the ids of the blocks it may write
     (invariant OWN), by request id.
@@ -70,18 +89,27 @@ class StepPlan:
     new_requests: list[NewRequest] = field(default_factory=list)
     finished_req_ids: list[str] = field(default_factory=list)
     writable_block_ids: dict[str, frozenset[int]] | None = None
+    budget: DraftBudget | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that the target verifies in this step, at most."""
+        num_drafts = sum(row.num_draft for row in self.rows)
+        return num_drafts if self.budget is None else min(num_drafts, self.budget.num_drafts)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the target runs in this step."""
-        return sum(row.num_new + row.num_draft for row in self.rows)
+        """Tokens that the target runs in this step, at most."""
+        return sum(row.num_new for row in self.rows) + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
     """What a row yielded: `token_ids` are the accepted drafts and the token after them; empty without `sample`.
 
-    `num_accepted` of the row's drafts were accepted: `len(token_ids) == num_accepted + 1` for a row that sampled.
+    `num_verified` of the row's drafts were verified and `num_accepted` of them accepted:
+    `len(token_ids) == num_accepted + 1` for a row that sampled. `confidences` are the drafter's in the drafts that it
+    proposed in this step; empty where it has none.
     `logprobs` has an entry for each of `token_ids` when the request asked for them, else it is None. `prompt_logprobs`
     has an entry for each token of the prompt that a position of this row predicts, when the request asked for them.
     `num_next_draft`: how many drafts the next row verifies, where the worker kept fewer than it proposed. `error`: why
@@ -95,13 +123,15 @@ class RequestResult:
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_next_draft: int | None = None
     error: str | None = None
+    num_verified: int = 0
+    confidences: list[float] = field(default_factory=list)
 
     def fits(self, row: ScheduledRequest) -> bool:
         """Whether this can be the answer to `row`. Going on with another one would corrupt the request."""
         expected = self.num_accepted + 1 if row.sample else 0
         return (
             self.request_id == row.request_id
-            and 0 <= self.num_accepted <= row.num_draft
+            and 0 <= self.num_accepted <= self.num_verified <= row.num_draft
             and len(self.token_ids) == expected
             and (self.logprobs is None or len(self.logprobs) == expected)
             and (self.num_next_draft is None or 0 <= self.num_next_draft <= row.num_next_draft)

@@ -125,13 +125,15 @@ class Scheduler:
 
     def _finished_plan(self, builder: PlanBuilder) -> StepPlan:
         self._step_id += 1
-        self.history.planned(self._step_id, builder)
         rows = list(builder.rows.values())
         finished, self._finished_req_ids = self._finished_req_ids, []
         writable = None
         if self._config.kv_write_guard:
             writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
-        return StepPlan(self._step_id, rows, builder.new_requests, finished, writable)
+        budget = self.history.choose_budget(rows, self.running)
+        plan = StepPlan(self._step_id, rows, builder.new_requests, finished, writable, budget)
+        self.history.planned(plan, builder.num_prefill_tokens)
+        return plan
 
     def shrink(self, plan: StepPlan) -> None:
         """Make the next step smaller than `plan`, which did not fit the device's memory: preempt the requests that it

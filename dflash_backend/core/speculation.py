@@ -9,6 +9,11 @@ number of drafts of all rows together follows: it maximises
 over all numbers of drafts, the likeliest first. Since a draft is never likelier than the one before it, those are
 the first ones of each row.
 
+This is decided twice. Before a block is drafted nothing is known of it but its row, and its length is chosen. Once it
+is drafted the drafter's confidence tells likely drafts from others, and the step that verifies gets a budget: so many
+of all rows' drafts, the likeliest first. Where the confidence tells much, blocks are longer than they would be without
+it, since the budget leaves out what is not likely.
+
 Both estimates need variety. Where drafting does not pay, a few rows draft a little now and then, so that better
 traffic is noticed; and while the time of a step without drafts is not known, one is run. Both take at most a small part
 of the time.
@@ -16,11 +21,14 @@ of the time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+from dflash_backend.core.draft_budget import optimal_budget
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
 
@@ -39,14 +47,21 @@ STEPS_BETWEEN_DECISIONS = 4
 MIN_CHANCE = 1e-3
 # Shares of k that the first steps draft, so that their times tell what drafts cost.
 FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
+# Drafts that a block has beyond those that would pay without confidences: this share for each unit of the logit by
+# which confidences tell chances apart, and this share at most.
+EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
+# One row in so many verifies a draft whatever the budget would be, so that estimates stay fresh.
+VERIFY_SHARE = 8
 
 
 @dataclass(slots=True)
 class SpeculatingRow:
-    """What is known of a request that may draft: its k, and how its drafts fare."""
+    """What is known of a request that may draft: its k, how its drafts fare, and the drafter's confidences in the
+    drafts of its latest block (empty where there are none)."""
 
     k: int
     effect: RequestEffect = field(default_factory=RequestEffect)
+    confidences: Sequence[float] = ()
 
 
 class AdaptiveSpeculation:
@@ -70,7 +85,6 @@ class AdaptiveSpeculation:
         self._queries_per_draft = 0 if lookahead_base is None else 1
         self._queries_per_row = lookahead_base or 0
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
-        self._blocks: Counter[tuple[int, int]] = Counter()  # of this step, by group and length
         self._num_rows = 0  # at the last decision
         self._age = 0  # steps since then
         self._since_probe = 0
@@ -128,24 +142,59 @@ class AdaptiveSpeculation:
                 row.effect.drift()
         return lengths
 
-    def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int) -> None:
-        """Take in a row's verified drafts, at least one."""
-        if num_accepted == num_draft and not any(self._lengths.values()):
+    def choose_budget(
+        self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow], lookahead: Callable[[int], int]
+    ) -> DraftBudget | None:
+        """Which of the drafts of a step's rows are verified; None: all of them, as in the first steps and in those
+        that try whether drafting pays again.
+
+        speculating: of each row. lookahead: the drafter's queries for a number of drafts.
+        """
+        drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
+        if not drafting or self.stats.num_steps <= len(FIRST_STEPS) or not any(self._lengths.values()):
+            return None
+        shape = StepShape.of(rows, lookahead)
+        total = sum(row.num_draft for row, _ in drafting)
+        line = self.costs.line(len(rows), shape.num_positions / len(rows), shape.num_tokens - len(rows) - total)
+        if line.seconds(0, 0, 0) <= 0:
+            return None
+        offsets = self.acceptance.offsets(hopeful=True)
+        chances = [
+            chance
+            for row, known in drafting
+            for chance in self.acceptance.block_survival(offsets, known.effect, row.num_draft, known.confidences)
+        ]
+        num_next = sum(row.num_next_draft > 0 for row in rows)
+        num_yielding = sum(row.sample for row in rows)
+        choices = [min(len(drafting) * length, total) for length in self._choices] if self._choices else None
+        num_drafts, _ = optimal_budget(
+            num_yielding, chances, lambda count: line.seconds(count, num_next, shape.num_queries), choices
+        )
+        num_drafts = max(num_drafts, -(-len(drafting) // VERIFY_SHARE))
+        if num_drafts >= total:
+            return None
+        self.stats.num_budgeted_steps += 1
+        effects = [known.effect.value for known in speculating]
+        return DraftBudget(num_drafts, self.acceptance.weight, offsets, effects)
+
+    def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int, num_proposed: int = 0) -> None:
+        """Take in a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
+        if 0 < num_draft == num_accepted and not any(self._lengths.values()):
             # A probe that was accepted to the end: look again at once.
             self._probe_succeeded = True
             self._age = STEPS_BETWEEN_DECISIONS
-        self._blocks[row.effect.group, num_draft] += 1
-        self.acceptance.observe(row.effect, num_draft, num_accepted)
+        num_proposed = num_proposed or num_draft
+        confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
+        expected = self.acceptance.observe(row.effect, num_draft, num_accepted, confidences)
+        self.stats.num_proposed_tokens += num_proposed
+        for position, chance in enumerate(expected):
+            self.stats.num_draft_tokens_per_pos[position] += 1
+            self.stats.num_expected_tokens_per_pos[position] += chance
 
     def observe_step(self, shape: StepShape, seconds: float, draft_s: float) -> None:
         """Take in a step: what it consisted of, its time, and how much of that was drafting."""
-        for (group, num_draft), count in self._blocks.items():
-            expected = self.acceptance.survival(group)
-            for position in range(num_draft):
-                self.stats.num_draft_tokens_per_pos[position] += count
-                self.stats.num_expected_tokens_per_pos[position] += count * expected[position]
-        self._blocks.clear()
         self.acceptance.end_step()
+        self.stats.confidence_weight = self.acceptance.weight
         self.costs.observe(shape, seconds - draft_s, draft_s)
 
     def _optimal_choice(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
@@ -184,7 +233,8 @@ class AdaptiveSpeculation:
             if rate > highest:
                 highest, num_taken = rate, number
         lengths = Counter(group for _, _, group in candidates[:num_taken])
-        return {group: lengths[group] for group in groups}
+        longer = 1 + min(EXTRA_PER_SPREAD * self.acceptance.spread, MAX_EXTRA)
+        return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
 
     def _num_queries(self, num_drafts: int, num_drafting: int) -> int:
         return self._queries_per_draft * num_drafts + self._queries_per_row * num_drafting

@@ -8,7 +8,7 @@ drafter's queries and in the positions of the rows that draft. The host's time c
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_backend.core.linear_fit import LinearFit
@@ -39,10 +39,14 @@ class StepShape:
         return self.num_tokens == other.num_tokens and self.num_queries == other.num_queries
 
     @classmethod
-    def of(cls, rows: Iterable[ScheduledRequest], lookahead: Callable[[int], int]) -> StepShape:
-        """That of a step with these rows. lookahead: the drafter's queries for a number of drafts."""
-        shape = cls()
+    def of(
+        cls, rows: Sequence[ScheduledRequest], lookahead: Callable[[int], int], num_drafts: int | None = None
+    ) -> StepShape:
+        """That of a step with these rows. lookahead: the drafter's queries for a number of drafts. num_drafts: drafts
+        that are verified; None: all. Which ones is not known here, so those left out count as usual ones."""
+        shape, num_there = cls(), 0
         for row in rows:
+            num_there += row.num_draft
             num_tokens = row.num_new + row.num_draft
             end = row.num_computed + num_tokens
             shape.num_tokens += num_tokens
@@ -51,6 +55,11 @@ class StepShape:
             if row.num_next_draft:
                 shape.num_queries += lookahead(row.num_next_draft)
                 shape.num_draft_positions += end
+        if num_drafts is not None and num_drafts < num_there:
+            left_out = num_there - num_drafts
+            shape.num_token_positions -= left_out * shape.num_positions // len(rows)
+            shape.num_positions -= left_out
+            shape.num_tokens -= left_out
         return shape
 
     @property

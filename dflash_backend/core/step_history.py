@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from dflash_backend.core.plan import StepPlan
+from dflash_backend.core.plan import DraftBudget, RequestResult, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.plan_builder import PlanBuilder
 from dflash_backend.core.request import Request
 from dflash_backend.core.rows import prefills_next
@@ -61,21 +61,33 @@ class StepHistory:
         if self.speculation is not None:
             request.draft_length = self.speculation.first_length(request.speculation)
 
-    def planned(self, step_id: int, builder: PlanBuilder) -> None:
+    def choose_budget(self, rows: Sequence[ScheduledRequest], running: Mapping[str, Request]) -> DraftBudget | None:
+        """Which drafts of the rows of the step that is planned are verified; None: all."""
+        if self.speculation is None:
+            return None
+        speculating = [running[row.request_id].speculation for row in rows]
+        return self.speculation.choose_budget(rows, speculating, self._config.lookahead)
+
+    def planned(self, plan: StepPlan, num_prefill_tokens: int) -> None:
         """Take in a step that was planned."""
-        self._num_prefill_tokens = builder.num_prefill_tokens
-        self._num_tokens[step_id] = builder.num_prefill_tokens, builder.num_decode_tokens
+        self._num_prefill_tokens = num_prefill_tokens
+        self._num_tokens[plan.step_id] = num_prefill_tokens, plan.num_tokens - num_prefill_tokens
 
-    def observe_drafts(self, request: Request, num_draft: int, num_accepted: int) -> None:
-        """Take in what became of a row's drafts."""
-        if num_draft and self.speculation is not None:
-            self.speculation.observe_draft(request.speculation, num_draft, num_accepted)
+    def observe_drafts(self, request: Request, row: ScheduledRequest, result: RequestResult) -> None:
+        """Take in what became of a row's drafts, and how confident the drafter is in those that it proposes now."""
+        if self.speculation is None:
+            return
+        if row.num_draft:
+            self.speculation.observe_draft(request.speculation, result.num_verified, result.num_accepted, row.num_draft)
+        if row.num_next_draft:
+            request.speculation.confidences = result.confidences
 
-    def observe(self, plan: StepPlan, seconds: float, draft_s: float) -> None:
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
         """Take in how long a step has run, and how much of that was drafting."""
         self._step_time.observe(*self._num_tokens.pop(plan.step_id), seconds)
         if self.speculation is not None:
-            self.speculation.observe_step(StepShape.of(plan.rows, self._config.lookahead), seconds, draft_s)
+            shape = StepShape.of(plan.rows, self._config.lookahead, sum(row.num_verified for row in result.rows))
+            self.speculation.observe_step(shape, seconds, draft_s)
 
     def discard(self, step_id: int) -> None:
         """Drop a step that did not run."""

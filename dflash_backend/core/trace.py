@@ -81,6 +81,7 @@ class StepTrace:
                 "computed": row.num_computed,
                 "new": row.num_new,
                 "drafts": row.num_draft,
+                "verified": row_result.num_verified,
                 "accepted": row_result.num_accepted,
                 "yielded": len(row_result.token_ids),
                 "drafts next": row.num_next_draft,
@@ -88,8 +89,10 @@ class StepTrace:
             for row, row_result in zip(plan.rows, result.rows, strict=True)
         }
         args = {
-            "tokens": plan.num_tokens,
+            "tokens": sum(row.num_new for row in plan.rows) + sum(row.num_verified for row in result.rows),
             "drafts": sum(row.num_draft for row in plan.rows),
+            "budget": plan.num_drafts,
+            "verified": sum(row.num_verified for row in result.rows),
             "drafts next": sum(row.num_next_draft for row in plan.rows),
             "new requests": [new.request_id for new in plan.new_requests],
             "rows": rows,

@@ -67,6 +67,15 @@ class DraftBatch:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Draft tokens, int64, and how sure the drafter is of each, float32 of the same shape: a number that rises with
+    its chance to be accepted, whatever the scale; None where nobody asks, or nothing is known."""
+
+    token_ids: torch.Tensor
+    confidence: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class ContextBatch:
     """Accepted tokens whose context KV a drafter writes.
 
@@ -114,6 +123,11 @@ class SampleOps(Protocol):
         column stands for: `token_ids` (int64 `[vocab]`), by default its own number."""
         ...
 
+    def log_odds(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """How sure the `logits` `[n, vocab]` are of a column (int64 `[n]`) of each row: float32 `[n]`, the log-odds of
+        its probability at temperature 1."""
+        ...
+
 
 @dataclass(frozen=True)
 class DraftSampler:
@@ -122,16 +136,16 @@ class DraftSampler:
     The output does not depend on the drafts, so any choice will do, without filters and penalties. By default it is the
     argmax; with a temperature the draft is chosen with the noise by which the target will choose. temperature: float32
     `[num_drafts]`, 0 for the argmax; seeds: int64 `[num_drafts]`. None where every draft is the argmax.
+    wants_confidence: whether to say how sure the drafter is.
     """
 
     ops: SampleOps
     temperature: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
+    wants_confidence: bool = False
 
-    def choose(
-        self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Draft tokens in the target's ids, int64 `[num_drafts]`, for `logits` `[num_drafts, draft vocab]`.
+    def choose(self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None) -> Drafts:
+        """Drafts in the target's ids, `[num_drafts]`, for `logits` `[num_drafts, draft vocab]`.
 
         positions: int64 `[num_drafts]`, of each token. token_ids: int64 `[draft vocab]`, the target's id of each draft
         id; None where they are the same. What padding gets has no meaning.
@@ -140,7 +154,8 @@ class DraftSampler:
             chosen = self.ops.argmax(logits)
         else:
             chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
-        return chosen if token_ids is None else token_ids[chosen]
+        confidence = self.ops.log_odds(logits, chosen) if self.wants_confidence else None
+        return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)
 
 
 Spec = TypeVar("Spec", bound=DraftSpec, contravariant=True)
@@ -187,8 +202,8 @@ class Drafter(Protocol[Spec]):
         """Write the context KV of accepted tokens."""
         ...
 
-    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
-        """The drafts of all rows, int64, without a wait for the device: those of the queries behind one another,
+    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
+        """The drafts of all rows, without a wait for the device: those of the queries behind one another,
         `[num_drafts]`, or `[R, k]`, of which the first `TokenHistory.num_drafts` of each row count."""
         ...
 

@@ -78,6 +78,22 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "Those of them in which nothing was drafted, since it would not pay",
     ),
+    MetricSpec(
+        "dflash:spec_decode_num_proposed_tokens_total",
+        "counter",
+        "Draft tokens that were proposed, verified or not, with adaptive_speculation",
+    ),
+    MetricSpec(
+        "dflash:spec_decode_num_budgeted_steps_total",
+        "counter",
+        "Steps that verified only the likeliest of their drafts, with adaptive_speculation",
+    ),
+    MetricSpec(
+        "dflash:spec_decode_confidence_weight",
+        "gauge",
+        "How much the drafter's confidence in a draft counts, 0 for nothing, with adaptive_speculation",
+        label="engine",
+    ),
     MetricSpec("dflash:prompt_tokens_total", "counter", "Tokens of prompts whose answers have begun"),
     MetricSpec("dflash:generation_tokens_total", "counter", "Tokens that were sent to clients"),
     MetricSpec("dflash:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
@@ -165,6 +181,7 @@ _ENGINE_GAUGES = {
     "num_requests_waiting": "dflash:num_requests_waiting",
     "kv_cache_usage": "dflash:kv_cache_usage_perc",
 }
+_CONFIDENCE_WEIGHT = "dflash:spec_decode_confidence_weight"
 
 
 class _Histogram:
@@ -257,7 +274,7 @@ class Metrics:
         for position, increase in enumerate(drafted.num_accepted_tokens_per_pos):
             if increase:
                 self.count("dflash:spec_decode_num_accepted_tokens_per_pos_total", increase, str(position))
-        for field in ("num_steps", "num_steps_without_drafts"):
+        for field in ("num_steps", "num_steps_without_drafts", "num_proposed_tokens", "num_budgeted_steps"):
             if increase := getattr(stats.speculation, field) - getattr(last.speculation, field):
                 self.count(f"dflash:spec_decode_{field}_total", increase)
         for field in ("num_draft_tokens_per_pos", "num_expected_tokens_per_pos"):
@@ -267,6 +284,7 @@ class Metrics:
                     self.count(f"dflash:spec_decode_{field}_total", now - before, str(position))
         for field, name in _ENGINE_GAUGES.items():
             self._gauges[name] = getattr(stats, field)
+        self._gauges[_CONFIDENCE_WEIGHT] = stats.speculation.confidence_weight
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge of this engine."""
@@ -275,7 +293,8 @@ class Metrics:
     def reset_engine(self) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
         self._last = EngineStats()
-        for name in (*_ENGINE_GAUGES.values(), "dflash:engine_ready", "dflash:engine_silence_seconds"):
+        others = (_CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
+        for name in (*_ENGINE_GAUGES.values(), *others):
             self._gauges[name] = 0.0
 
     def flush(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,8 +28,10 @@ from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
+from dflash_backend.worker.step_ops import HostStepOps
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
+from dflash_kernels.log_odds import MAX_LOG_ODDS
 
 _log = logging.getLogger(__name__)
 
@@ -131,14 +134,24 @@ class ModelRunner:
         phases: dict[str, float] = {}
         mask_seconds = 0.0
         for part in step.parts:
-            counts, tokens, times, drafts = self.step.unpacked(part.results.wait(), part.num_rows)
-            token_ids = tokens.tolist()
-            for i, (row, count) in enumerate(zip(part.rows, counts.tolist(), strict=False)):
+            numbers = self.step.unpacked(part.results.wait(), part.num_rows)
+            token_ids, times = numbers.tokens.tolist(), numbers.times
+            sure = numbers.confidences.tolist() if self.step.wants_confidence else []
+            for i, (row, count) in enumerate(zip(part.rows, numbers.accepted.tolist(), strict=False)):
                 new = token_ids[i][: count + 1] if row.sample else []
                 logprobs, of_prompt = part.logprobs.get(i), part.prompt_logprobs.get(i)
-                result = RequestResult(row.request_id, new, count, logprobs, of_prompt)
+                of_next = sure[i][: row.num_next_draft] if sure else []
+                result = RequestResult(
+                    row.request_id,
+                    new,
+                    count,
+                    logprobs,
+                    of_prompt,
+                    num_verified=row.num_draft,
+                    confidences=of_next,
+                )
                 if part.grammars is not None and i in part.grammars.answers:
-                    proposed = drafts[i, : row.num_next_draft].tolist()
+                    proposed = numbers.drafts[i, : row.num_next_draft].tolist()
                     result = self._with_grammar(row, result, part.grammars.answers[i], proposed)
                 results[row.request_id] = result
             if part.grammars is not None:
@@ -156,11 +169,17 @@ class ModelRunner:
         kept = answer.accept(result.token_ids, proposed)
         if answer.error is not None:
             return replace(result, error=answer.error)
-        if kept != proposed[: len(kept)] and self.grammars.holds(row.request_id, answer):
+        if kept == proposed[: len(kept)]:
+            return replace(result, num_next_draft=len(kept))
+        # What the grammar has put in place of drafts is certain.
+        num_own = next(i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1])
+        if self.grammars.holds(row.request_id, answer):
             first = row.num_computed + row.num_new + result.num_accepted + 1
             index = self.requests.records[row.request_id].index
             self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
-        return replace(result, num_next_draft=len(kept))
+            self.step.state.confidence[index, num_own : len(kept)] = MAX_LOG_ODDS
+        confidences = result.confidences[:num_own] + [MAX_LOG_ODDS] * (len(kept) - num_own)
+        return replace(result, num_next_draft=len(kept), confidences=confidences if result.confidences else [])
 
     def _update(self, plan: StepPlan) -> None:
         """Bring a plan's changes to the requests' state."""
@@ -175,7 +194,8 @@ class ModelRunner:
         try:
             if not self.step.ops.on_host:
                 return [self._run_part(plan, plan.rows)]
-            return self.threads.run(lambda rows: self._run_part(plan, rows), self.threads.split(plan.rows))
+            parts = self.threads.split(self._verified_rows(plan))
+            return self.threads.run(lambda rows: self._run_part(plan, rows), parts)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise StepOutOfMemory(
@@ -183,6 +203,18 @@ class ModelRunner:
                 f"of {self.device} ({str(error).partition('.')[0]}); lower max_num_batched_tokens or "
                 "gpu_memory_utilization if this comes often"
             ) from None
+
+    def _verified_rows(self, plan: StepPlan) -> list[ScheduledRequest]:
+        """A plan's rows with the drafts that its budget has for them, on a CPU."""
+        if plan.budget is None:
+            return plan.rows
+        req_idx = np.array([self.requests.records[row.request_id].index for row in plan.rows])
+        num_draft = np.array([row.num_draft for row in plan.rows])
+        lens = HostStepOps.verified_lens(plan.budget, req_idx, num_draft, self.step.state)
+        return [
+            row if row.num_draft == num_verified else msgspec.structs.replace(row, num_draft=num_verified)
+            for row, num_verified in zip(plan.rows, lens.tolist(), strict=True)
+        ]
 
     @torch.inference_mode()
     def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:

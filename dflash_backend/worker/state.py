@@ -41,6 +41,7 @@ class StateTensors:
     tokens: int64 `[S, max_len]`: prompt, output, and behind them the drafts of the step before, each at its position.
     blocks: int32 `[S, max_blocks]`, whose first `num_blocks` (int32 `[S]`) columns are the block table; the rest are
     old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose KV is final.
+    confidence: float32 `[S, k]`, how sure the drafter is of each of those drafts.
     temperature (0: greedy), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
     block_size: tokens in a block. k: the most drafts of a request.
     """
@@ -49,6 +50,7 @@ class StateTensors:
     blocks: torch.Tensor
     num_blocks: torch.Tensor
     computed: torch.Tensor
+    confidence: torch.Tensor
     temperature: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -73,6 +75,7 @@ class StateTensors:
             blocks=full(0, torch.int32, max_blocks),
             num_blocks=full(0, torch.int32),
             computed=full(0, torch.int32),
+            confidence=full(0.0, torch.float32, k),
             temperature=full(0.0, torch.float32),
             top_p=full(1.0, torch.float32),
             min_p=full(0.0, torch.float32),

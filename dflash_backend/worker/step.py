@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,11 +47,24 @@ class Verified:
 @dataclass(frozen=True)
 class StepOutput:
     """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, its new
-    tokens, k + 1 of them with 0 behind the last, then the timestamps and, where they were asked for, the k drafts of
-    each row, with anything behind the last. logprobs: by row, of those that asked."""
+    tokens, k + 1 of them with 0 behind the last, how sure the drafter is of the drafts that it proposed, k of each row
+    (the bits of float32), then the timestamps and, where they were asked for, the k drafts of each row, with anything
+    behind the last. logprobs: by row, of those that asked."""
 
     numbers: torch.Tensor
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class StepNumbers(NamedTuple):
+    """The parts of `StepOutput.numbers` on the host, of R rows: accepted drafts int64 `[R]`, tokens int64 `[R, k + 1]`,
+    confidences float32 `[R, k]`, times int64 `[NUM_TIMESTAMPS]`, drafts int64 `[R, k]`, or `[R, 0]` where they were not
+    asked for."""
+
+    accepted: np.ndarray
+    tokens: np.ndarray
+    confidences: np.ndarray
+    times: np.ndarray
+    drafts: np.ndarray
 
 
 @dataclass
@@ -58,6 +72,7 @@ class ModelStep:
     """The models, the KV, the requests' state and the operations that steps are made of.
 
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
+    wants_confidence: whether the drafter says how sure it is of its drafts.
     """
 
     target: TargetModel
@@ -68,6 +83,7 @@ class ModelStep:
     state: StateTensors
     draft_temperature_ratio: float
     dtype: torch.dtype
+    wants_confidence: bool = False
     pending: PendingContext | None = field(init=False, default=None)
     """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
 
@@ -87,7 +103,7 @@ class ModelStep:
 
     def result_size(self, num_rows: int) -> int:
         """Numbers in the result of a step with that many rows, padding rows included, at most."""
-        return num_rows * (2 * self.state.k + 2) + NUM_TIMESTAMPS
+        return num_rows * (3 * self.state.k + 2) + NUM_TIMESTAMPS
 
     def run(
         self,
@@ -108,12 +124,13 @@ class ModelStep:
             before.restore()
             raise
 
-    def unpacked(self, numbers: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The parts of `StepOutput.numbers`, on the host: counts `[num_rows]`, tokens `[num_rows, k + 1]`, times
-        `[NUM_TIMESTAMPS]`, and drafts `[num_rows, k]`, or `[num_rows, 0]` where they were not asked for."""
-        num_own = num_rows * (self.state.k + 2)
-        counts, tokens, times, drafts = np.split(numbers, [num_rows, num_own, num_own + NUM_TIMESTAMPS])
-        return counts, tokens.reshape(num_rows, -1), times, drafts.reshape(num_rows, -1)
+    def unpacked(self, numbers: np.ndarray, num_rows: int) -> StepNumbers:
+        """The parts of `StepOutput.numbers`, on the host."""
+        k = self.state.k
+        ends = np.cumsum([num_rows, num_rows * (k + 1), num_rows * k, NUM_TIMESTAMPS])
+        accepted, tokens, confidences, times, drafts = np.split(numbers, ends)
+        confidences = confidences.astype(np.int32).view(np.float32).reshape(num_rows, -1)
+        return StepNumbers(accepted, tokens.reshape(num_rows, -1), confidences, times, drafts.reshape(num_rows, -1))
 
     def verify(
         self,
@@ -173,10 +190,11 @@ class ModelStep:
         if self.drafter is not None and inputs.traits.drafts:
             self._draft(self.drafter, inputs, guard)
         record(timestamps, 4)
-        numbers = [accepted.count.long(), accepted.tokens.flatten(), timestamps]
+        confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
+        numbers = [accepted.count, accepted.tokens.flatten(), confidence.view(torch.int32).flatten(), timestamps]
         if returns_drafts:
             numbers.append(self.ops.drafts(inputs.batch, self.state).flatten())
-        return StepOutput(torch.cat(numbers), logprobs)
+        return StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
 
     def _inject(
         self,
@@ -215,7 +233,7 @@ class ModelStep:
             if guard is not None:
                 guard.check_draft(queries, inputs.batch.num_next, drafter.lookahead_base or 0)
         draft = DraftBatch(self.ops.history(inputs.batch, self.state), queries)
-        sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio)
+        sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, self.wants_confidence)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
 
 

@@ -15,10 +15,21 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch, DeviceLengths
-from dflash_backend.drafters.base import DraftQueries, DraftSampler, TokenHistory
+from dflash_backend.core.plan import DraftBudget
+from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
-from dflash_kernels import accept, argmax, logits_filter, prepare_draft, prepare_step, sample, token_bitmask
+from dflash_kernels import (
+    accept,
+    argmax,
+    log_odds,
+    logits_filter,
+    prepare_draft,
+    prepare_step,
+    sample,
+    token_bitmask,
+    verify_budget,
+)
 from dflash_kernels.dispatch import use_triton
 
 Tensors = tuple[torch.Tensor, ...]
@@ -74,6 +85,7 @@ class DeviceStepOps:
         _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
         _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
         _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
+        _log_odds: Callable[..., torch.Tensor] = staticmethod(log_odds.log_odds)
         _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
         _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
         _apply_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
@@ -104,6 +116,10 @@ class DeviceStepOps:
     ) -> torch.Tensor:
         """The column chosen in each row of `logits`, as `drafters.base.SampleOps.sample`."""
         return self._sample(logits, temperature, seeds, positions.contiguous(), token_ids=token_ids)
+
+    def log_odds(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """How sure the `logits` are of a column in each row, as `drafters.base.SampleOps.log_odds`."""
+        return self._log_odds(logits, columns)
 
     def target_tokens(
         self, logits: torch.Tensor, inputs: StepInputs, prepared: Prepared, state: StateTensors
@@ -157,18 +173,26 @@ class DeviceStepOps:
         layout = self._layout(batch, widths, bounds.draft_lens, rows, bounds.max_overestimate, state)
         return DraftQueries(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
 
-    def draft_sampler(self, inputs: StepInputs, state: StateTensors, temperature_ratio: float) -> DraftSampler:
+    def draft_sampler(
+        self, inputs: StepInputs, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
+    ) -> DraftSampler:
         """How the drafts of `prepare_draft` are chosen: at `temperature_ratio` times the request's temperature, with
         its noise."""
         if temperature_ratio == 0.0 or not inputs.traits.sampled:
-            return DraftSampler(self)
+            return DraftSampler(self, wants_confidence=wants_confidence)
         req_idx = self._draft_req_idx(inputs.batch, state)
-        return DraftSampler(self, state.temperature[req_idx] * temperature_ratio, state.seeds[req_idx])
+        temperature = state.temperature[req_idx] * temperature_ratio
+        return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
 
-    def store_drafts(self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors) -> None:
-        """Write `num_next` of each row's `drafts` (int64, as `Drafter.propose` gives them) behind its anchor."""
-        drafts = drafts.view(len(batch.req_idx), -1)
-        self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
+    def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
+        """Write `num_next` of each row's drafts, as `Drafter.propose` gives them, behind its anchor, and how sure the
+        drafter is of them."""
+        token_ids, confidence = drafts.token_ids.view(len(batch.req_idx), -1), drafts.confidence
+        if confidence is not None:
+            confidence = confidence.view(token_ids.shape)
+        self._store_drafts(
+            state.tokens, state.computed, batch.req_idx, batch.num_next, token_ids, confidence, state.confidence
+        )
 
     def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
         """The k positions behind each row's anchor, where its drafts lie: int64 `[R, k]`."""
@@ -220,6 +244,7 @@ class HostStepOps(DeviceStepOps):
     _prepare = staticmethod(prepare_step.prepare_reference)
     _argmax = staticmethod(argmax.argmax_reference)
     _sample = staticmethod(sample.sample_reference)
+    _log_odds = staticmethod(log_odds.log_odds_reference)
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)
     _apply_bitmask = staticmethod(token_bitmask.apply_token_bitmask_reference)
@@ -262,9 +287,27 @@ class HostStepOps(DeviceStepOps):
         padded = bool((slots.numpy() < 0).any())
         return DraftQueries(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded)
 
-    def store_drafts(self, drafts: torch.Tensor, batch: DeviceBatch, state: StateTensors) -> None:
+    def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
         """As `DeviceStepOps.store_drafts`."""
-        self._store_drafts(state.tokens, state.computed, batch.req_idx, batch.num_next, drafts)
+        self._store_drafts(
+            state.tokens, state.computed, batch.req_idx, batch.num_next,
+            drafts.token_ids, drafts.confidence, state.confidence,
+        )  # fmt: skip
+
+    @staticmethod
+    def verified_lens(
+        budget: DraftBudget, req_idx: np.ndarray, num_draft: np.ndarray, state: StateTensors
+    ) -> np.ndarray:
+        """How many of the drafts of each of a plan's rows are verified: int64 `[n]`. req_idx: of each row. num_draft:
+        the drafts that it has."""
+        return verify_budget.verified_lens_reference(
+            state.confidence.numpy()[req_idx],
+            num_draft,
+            budget.weight,
+            np.array(budget.offsets, dtype=np.float32),
+            np.array(budget.effects, dtype=np.float32),
+            budget.num_drafts,
+        )
 
     def _draft_req_idx(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
         return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy()))

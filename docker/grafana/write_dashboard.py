@@ -84,6 +84,10 @@ PANELS: tuple[Panel, ...] = (
         "short",
         (
             (
+                "proposed {{model}}",
+                f"{rate('spec_decode_num_proposed_tokens_total')} / {rate('spec_decode_num_steps_total')}",
+            ),
+            (
                 "verified {{model}}",
                 f"{rate('spec_decode_num_draft_tokens_total')} / {rate('spec_decode_num_steps_total')}",
             ),
@@ -93,6 +97,19 @@ PANELS: tuple[Panel, ...] = (
             ),
         ),
         "Draft tokens of all rows of a step, with adaptive_speculation.",
+    ),
+    Panel(
+        "Steps with a budget",
+        "percentunit",
+        (("{{model}}", f"{rate('spec_decode_num_budgeted_steps_total')} / {rate('spec_decode_num_steps_total')}"),),
+        "Share of the decode steps that verified only the likeliest of their drafts, with adaptive_speculation.",
+        most=1,
+    ),
+    Panel(
+        "Weight of the drafter's confidence",
+        "short",
+        (("{{model}} {{engine}}", f"dflash:spec_decode_confidence_weight{{{WHERE}}}"),),
+        "How much the drafter's confidence tells of a draft's chance, 0 for nothing, with adaptive_speculation.",
     ),
     Panel(
         "Steps without drafts",

@@ -70,13 +70,19 @@ def store_drafts_reference(
     req_idx: torch.Tensor,
     num_next: torch.Tensor,
     drafts: torch.Tensor,
+    confidence: torch.Tensor | None = None,
+    confidences: torch.Tensor | None = None,
 ) -> None:
     """Write `num_next` (int32 `[R]`) of each row's `drafts` behind its anchor in `tokens`; what would lie past the
     width of `tokens` is dropped. State as in `prepare_reference`; no request occurs twice.
 
-    drafts: int64 `[R, k]`, or without padding `[sum(num_next)]`.
+    drafts: int64 `[R, width]`, or without padding `[sum(num_next)]`. confidence: float32 of the same shape, written to
+    the first columns of the requests' rows of `confidences`, float32 `[S, k]`; None where there is none.
     """
     rows, columns = _draft_indices(req_idx, num_next)
+    if confidence is not None and confidences is not None:
+        sure = confidence.numpy() if confidence.dim() == 1 else confidence.numpy()[rows, columns]
+        confidences.numpy()[req_idx.numpy()[rows], columns] = sure
     values = drafts.numpy() if drafts.dim() == 1 else drafts.numpy()[rows, columns]
     index = req_idx.numpy()[rows]
     positions = computed.numpy()[index] + 1 + columns
@@ -179,18 +185,23 @@ if triton is not None:
 
     @triton.jit
     def _store_drafts_kernel(
-        tokens_ptr, computed_ptr, req_idx_ptr, num_next_ptr, drafts_ptr, k, max_len, COLUMNS: tl.constexpr
-    ):
+        tokens_ptr, computed_ptr, req_idx_ptr, num_next_ptr, drafts_ptr, confidence_ptr, confidences_ptr,
+        width, k, max_len, CONFIDENT: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
         """One program writes one row's drafts."""
         row = tl.program_id(0)
         req_idx = tl.load(req_idx_ptr + row)
         if req_idx >= 0:
             column = tl.arange(0, COLUMNS)
-            num_next = tl.minimum(tl.load(num_next_ptr + row), k)
+            num_next = tl.minimum(tl.load(num_next_ptr + row), width)
             positions = tl.load(computed_ptr + req_idx) + 1 + column
             kept = (column < num_next) & (positions < max_len)
-            drafts = tl.load(drafts_ptr + row * k + column, mask=kept, other=0)
+            drafts = tl.load(drafts_ptr + row * width + column, mask=kept, other=0)
             tl.store(tokens_ptr + req_idx.to(tl.int64) * max_len + positions, drafts, mask=kept)
+            if CONFIDENT:
+                there = column < num_next
+                sure = tl.load(confidence_ptr + row * width + column, mask=there, other=0.0)
+                tl.store(confidences_ptr + req_idx.to(tl.int64) * k + column, sure, mask=there)
 
     def store_drafts(
         tokens: torch.Tensor,
@@ -198,10 +209,14 @@ if triton is not None:
         req_idx: torch.Tensor,
         num_next: torch.Tensor,
         drafts: torch.Tensor,
+        confidence: torch.Tensor | None = None,
+        confidences: torch.Tensor | None = None,
     ) -> None:
         """As `store_drafts_reference`, for contiguous tensors."""
-        num_rows, k = drafts.shape
-        if num_rows > 0 and k > 0:
+        num_rows, width = drafts.shape
+        k = width if confidences is None else confidences.shape[1]
+        if num_rows > 0 and width > 0:
             _store_drafts_kernel[(num_rows,)](
-                tokens, computed, req_idx, num_next, drafts, k, tokens.shape[1], COLUMNS=triton.next_power_of_2(k)
-            )
+                tokens, computed, req_idx, num_next, drafts, confidence, confidences, width, k, tokens.shape[1],
+                CONFIDENT=confidence is not None, COLUMNS=triton.next_power_of_2(width),
+            )  # fmt: skip

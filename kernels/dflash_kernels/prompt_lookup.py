@@ -29,28 +29,30 @@ def prompt_lookup_reference(
     k: int,
     min_ngram: int,
     max_ngram: int,
-) -> torch.Tensor:
-    """The drafts of each row, int64 `[R, k]`; 0 for a row that does not draft.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The drafts of each row, int64 `[R, k]`, 0 for a row that does not draft; and the tokens that matched, float32
+    `[R, k]`, the same for all of a row, 0 for no match.
 
     tokens: int64 `[S, max_len]`, of which nothing behind the anchor is read. computed: int32 `[S]`, the anchor's
     position; a request that has ended meanwhile may have it past `max_len`, and is taken to end there. req_idx,
     num_drafts: int32 `[R]`.
     """
     drafts = np.zeros((len(req_idx), k), dtype=np.int64)
+    matched = np.zeros((len(req_idx), k), dtype=np.float32)
     requests, column = req_idx.numpy(), np.arange(k)
     anchors = np.minimum(computed.numpy()[np.maximum(requests, 0)], tokens.shape[1] - 1)
     # A row at a time, since that copies no tokens, and few comparisons reach further than the anchor itself.
     for row in ((requests >= 0) & (num_drafts.numpy() > 0)).nonzero()[0].tolist():
         text, anchor = tokens.numpy()[requests[row]], int(anchors[row])
-        end = _matching_end(text, anchor, min_ngram, max_ngram)
+        end, matched[row] = _match(text, anchor, min_ngram, max_ngram)
         drafts[row] = text[end + 1 + column % (anchor - end)]
-    return torch.from_numpy(drafts)
+    return torch.from_numpy(drafts), torch.from_numpy(matched)
 
 
-def _matching_end(text: np.ndarray, anchor: int, min_ngram: int, max_ngram: int) -> int:
+def _match(text: np.ndarray, anchor: int, min_ngram: int, max_ngram: int) -> tuple[int, int]:
     """Where in `text` (int64 `[max_len]`) the longest n-gram that ends at `anchor` ended before, at the latest of
-    several such positions; `anchor - 1`, a period of 1, where none did."""
-    end = anchor - 1
+    several such positions, and its length; `anchor - 1`, a period of 1, and 0 where none did."""
+    end, length = anchor - 1, 0
     # Whether the n-gram that ends at each position from n - 1 to anchor - 1 is the anchor's.
     matches = text[:anchor] == text[anchor]
     for n in range(1, max_ngram + 1):
@@ -60,15 +62,15 @@ def _matching_end(text: np.ndarray, anchor: int, min_ngram: int, max_ngram: int)
         if len(found) == 0:
             break
         if n >= min_ngram:
-            end = int(found[-1]) + n - 1
-    return end
+            end, length = int(found[-1]) + n - 1, n
+    return end, length
 
 
 if triton is not None:
 
     @triton.jit
     def _prompt_lookup_kernel(
-        tokens_ptr, computed_ptr, req_idx_ptr, num_drafts_ptr, drafts_ptr, k, max_len,
+        tokens_ptr, computed_ptr, req_idx_ptr, num_drafts_ptr, drafts_ptr, matched_ptr, k, max_len,
         MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One program looks up one row's drafts, BLOCK positions at a time."""
@@ -95,6 +97,8 @@ if triton is not None:
         position = anchor - period + 1 + column % period
         found = tl.load(text_ptr + position, mask=column < tl.where(drafts, k, 0), other=0)
         tl.store(drafts_ptr + row * k + column, found, mask=column < k)
+        matched = (tl.where(drafts, match // max_len, 0) + tl.zeros_like(column)).to(tl.float32)
+        tl.store(matched_ptr + row * k + column, matched, mask=column < k)
 
     def prompt_lookup(
         tokens: torch.Tensor,
@@ -104,13 +108,14 @@ if triton is not None:
         k: int,
         min_ngram: int,
         max_ngram: int,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `prompt_lookup_reference`, for contiguous tensors."""
         num_rows = len(req_idx)
         drafts = torch.empty(num_rows, k, dtype=torch.int64, device=tokens.device)
+        matched = torch.empty(num_rows, k, dtype=torch.float32, device=tokens.device)
         if num_rows > 0 and k > 0:
             _prompt_lookup_kernel[(num_rows,)](
-                tokens, computed, req_idx, num_drafts, drafts, k, tokens.shape[1],
+                tokens, computed, req_idx, num_drafts, drafts, matched, k, tokens.shape[1],
                 MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, BLOCK=1024, COLUMNS=triton.next_power_of_2(k),
             )  # fmt: skip
-        return drafts
+        return drafts, matched

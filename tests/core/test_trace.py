@@ -66,6 +66,8 @@ def test_a_step_shows_its_rows_and_what_was_accepted(tmp_path: Path) -> None:
     # The worker accepted one more than was delivered: the request ended before the last of them.
     assert sum(row["accepted"] for row in rows) == core.stats().spec_decoding.num_accepted_tokens + 1
     assert sum(row["drafts"] for row in rows) == core.stats().spec_decoding.num_draft_tokens
+    for step in steps:
+        assert step["args"]["verified"] == step["args"]["budget"] == step["args"]["rows"]["a"]["verified"]
 
 
 def slices(found: list[dict[str, Any]], track: int) -> list[tuple[str, float, float]]:

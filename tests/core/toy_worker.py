@@ -15,12 +15,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import exp
+from operator import mul
 
 from toy_model import prefix_states, propose, root_state, verify
 
 from dflash_backend.core.block_pool import BlockPool
 from dflash_backend.core.plan import (
+    DraftBudget,
     NewRequest,
     RequestResult,
     ScheduledRequest,
@@ -47,6 +51,7 @@ class _Held:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int | None = None
     drafts: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
 
     def extend(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids
@@ -90,6 +95,7 @@ class ToyWorker:
         self.target_s: Callable[[StepPlan], float] = lambda plan: 0.0
         self.draft_s: Callable[[StepPlan], float] = lambda plan: 0.0
         self.on_time: Callable[[float], None] = lambda seconds: None
+        self.num_left_out = 0  # drafts that were not verified
         self.refused: list[StepPlan] = []  # plans that did not fit the memory
 
     @property
@@ -152,26 +158,46 @@ class ToyWorker:
         for row, held, start in work:
             self._check_row(row, held, start)
         self._check_owners(plan, work)
+        if plan.budget is not None:
+            self._keep_likeliest(plan.budget, [held for _, held, _ in work])
 
         states = [self._row_states(row, held, start) for row, held, start in work]
         for (_, held, start), row_states in zip(work, states, strict=True):
             self._write(held, self.target_kv, start, row_states)
         for (_, held, start), row_states in zip(work, states, strict=True):
             self._read(held, self.target_kv, held.states[:start] + row_states)
-        results = [self._accept(row, held) for row, held, _ in work]
-        for (row, held, start), result in zip(work, results, strict=True):
+        accepted = [self._accept(row, held) for row, held, _ in work]
+        for (row, held, start), result in zip(work, accepted, strict=True):
             final = start + row.num_new + result.num_accepted
             held.extend(result.token_ids)
-            held.drafts = []
+            held.drafts, held.confidences = [], []
             held.num_computed = final
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
             self._write(held, self.drafter_kv, start, held.states[start:final])
         for row, held, _ in work:
             if row.num_next_draft:
                 self._propose(row, held)
+        results = [
+            replace(result, confidences=held.confidences) for result, (_, held, _) in zip(accepted, work, strict=True)
+        ]
         draft_s = self.draft_s(plan)
         self.on_time(self.target_s(plan) + draft_s)
         return StepResult(plan.step_id, results, {"draft": draft_s} if draft_s else {})
+
+    def _keep_likeliest(self, budget: DraftBudget, held: list[_Held]) -> None:
+        """Drop the drafts that the budget has no room for, one by one the least likely of the last ones."""
+        assert budget.num_drafts < sum(len(each.drafts) for each in held), "a budget that leaves nothing out"
+        chances = []
+        for each, effect in zip(held, budget.effects, strict=True):
+            logits = [
+                offset + effect + budget.weight * confidence
+                for offset, confidence in zip(budget.offsets, each.confidences, strict=False)
+            ]
+            chances.append(list(accumulate((1 / (1 + exp(-logit)) for logit in logits), mul)))
+        while sum(len(each.drafts) for each in held) > budget.num_drafts:
+            _, last = min((chances[i][len(each.drafts) - 1], -i) for i, each in enumerate(held) if each.drafts)
+            held[-last].drafts.pop()
+            self.num_left_out += 1
 
     def _start_of(self, row: ScheduledRequest) -> int:
         """Where a row starts: where the worker has got to, if that was not certain as the row was planned."""
@@ -251,7 +277,7 @@ class ToyWorker:
         if not row.sample:
             return RequestResult(row.request_id, [], 0)
         tokens = verify(held.new.seed, held.new.sampling.greedy, len(held.token_ids), held.plain, held.drafts)
-        return RequestResult(row.request_id, tokens, len(tokens) - 1)
+        return RequestResult(row.request_id, tokens, len(tokens) - 1, num_verified=len(held.drafts))
 
     def _propose(self, row: ScheduledRequest, held: _Held) -> None:
         anchor = held.num_computed
@@ -264,6 +290,11 @@ class ToyWorker:
         self._write(held, self.target_kv, anchor, queries)
         self._read(held, self.drafter_kv, held.states[:anchor])
         held.drafts = propose(held.new.seed, held.new.sampling.greedy, anchor, held.plain, row.num_next_draft)
+        own = verify(held.new.seed, held.new.sampling.greedy, anchor + 1, held.plain, held.drafts)
+        # Surer of the drafts that will be accepted, but not always.
+        held.confidences = [
+            float(hash((18, anchor, i)) % 4 + (3 if i < len(own) - 1 else 0)) for i in range(row.num_next_draft)
+        ]
 
 
 class OverlappingToy(ToyWorker):

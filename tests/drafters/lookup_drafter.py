@@ -16,7 +16,15 @@ from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec
-from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
+from dflash_backend.drafters.base import (
+    ContextBatch,
+    DraftBatch,
+    Drafter,
+    DrafterFactory,
+    Drafts,
+    DraftSampler,
+    LoadOptions,
+)
 from dflash_backend.drafters.registry import Formats, Method
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.models.interface import TargetModel
@@ -81,7 +89,7 @@ class LookupDrafter(Drafter[LookupSpec]):
         written = batch.slots >= 0
         self.following[batch.slots[written]] = batch.next_token_ids[written].to(self.following.dtype)
 
-    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
+    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         logits, first, queries = [], 0, batch.queries
         assert queries is not None
         for row, num_queries in enumerate(queries.layout.query_lens.tolist()):

@@ -191,7 +191,7 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
         anchors = rng.integers(0, VOCAB_SIZE, NUM_ROWS)
         sampler = KeepsLogits()
         batch = draft_batch(anchors, done, k, tables, drafter.placeholder_id)
-        tokens = drafter.propose(batch, sampler).split(k.tolist())
+        tokens = drafter.propose(batch, sampler).token_ids.split(k.tolist())
         for row, logits in enumerate(sampler.logits.split(k.tolist())):
             expected = dense.logits(features[row, : done[row]], int(anchors[row]), int(k[row]))
             found.append(Draft(logits, tokens[row].tolist(), expected, dense.tokens(expected)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_backend.drafters.base import Drafts
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
@@ -32,6 +33,7 @@ def launches() -> None:
     positions = draft.of_drafts(draft.positions)
     temperature, seeds = torch.ones(len(positions)), torch.zeros_like(positions)
     ops.sample(logits[: len(positions)], temperature, seeds, positions, torch.arange(VOCAB))
-    ops.store_drafts(positions, rows, state)
+    ops.log_odds(logits[: len(positions)], positions)
+    ops.store_drafts(Drafts(positions, torch.zeros(len(positions))), rows, state)
     history = ops.history(rows, state)
     prompt_lookup(history.tokens, history.computed, history.req_idx, history.num_drafts, history.k, 2, 5)

@@ -12,7 +12,7 @@ import torch
 from dflash_kernels.prompt_lookup import prompt_lookup, prompt_lookup_reference
 from tests.kernels.inputs import DEVICE
 
-Lookup = Callable[..., torch.Tensor]
+Lookup = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 FORMS = [prompt_lookup] if torch.cuda.is_available() else [prompt_lookup_reference, prompt_lookup]
 STALE = 7
 
@@ -55,8 +55,9 @@ def rows(
     """The drafts of each row."""
     computed, index, count = (torch.tensor(x, dtype=torch.int32).to(DEVICE) for x in (anchors, req_idx, num_drafts))
     before = tokens.clone()
-    drafts = look_up(tokens, computed, index, count, k, min_ngram, max_ngram)
+    drafts, matched = look_up(tokens, computed, index, count, k, min_ngram, max_ngram)
     assert drafts.dtype == torch.int64
+    assert matched.dtype == torch.float32
     assert torch.equal(tokens, before)
     return drafts.tolist()
 

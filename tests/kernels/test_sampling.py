@@ -10,6 +10,7 @@ from scipy import stats
 
 from dflash_kernels.argmax import argmax, argmax_reference
 from dflash_kernels.gumbel_noise import gumbel_reference
+from dflash_kernels.log_odds import log_odds, log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept, lowest_kept_reference
 from dflash_kernels.sample import sample, sample_reference
 from tests.kernels.inputs import DEVICE
@@ -279,3 +280,26 @@ def test_noise_depends_on_seed_position_and_token_and_on_nothing_else() -> None:
     ids = torch.tensor([70, 3, 900])
     whole = gumbel_reference(numbers[:5], zeros[:5], torch.arange(1000))
     assert torch.equal(whole[:, ids], gumbel_reference(numbers[:5], zeros[:5], ids))
+
+
+@pytest.mark.parametrize(("num_rows", "vocab"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_odds_equal_their_reference(num_rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = (2 * randn(num_rows, vocab)).to(dtype)
+    ids = logits.argmax(-1)
+    ids[0] = 1
+    expected = torch.special.logit(logits.double().softmax(-1).gather(1, ids[:, None])[:, 0]).float().clamp(-8, 8)
+    for found in (log_odds(logits.to(DEVICE), ids.to(DEVICE), TILE).cpu(), log_odds_reference(logits, ids)):
+        assert torch.allclose(found, expected, atol=1e-3)
+
+
+def test_log_odds_have_bounds_whatever_the_logits_are() -> None:
+    logits = torch.zeros(5, 100)
+    logits[0, 7], logits[1, 7] = 50.0, -50.0
+    logits[2, 7] = float("-inf")
+    logits[3] = float("nan")
+    logits[4] = float("-inf")
+    logits[4, 7] = 0.0
+    ids = torch.full((5,), 7)
+    for found in (log_odds(logits.to(DEVICE), ids.to(DEVICE), TILE).cpu(), log_odds_reference(logits, ids)):
+        assert found.tolist() == [8.0, -8.0, -8.0, -8.0, 8.0]

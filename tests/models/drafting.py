@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch
-from dflash_backend.drafters.base import DraftBatch, DraftQueries, DraftSampler, TokenHistory
+from dflash_backend.drafters.base import DraftBatch, DraftQueries, Drafts, DraftSampler, TokenHistory
 from dflash_backend.worker.batch import spans
 from dflash_backend.worker.step_ops import HostStepOps
 from tests.paged import BLOCK_SIZE
@@ -19,9 +19,7 @@ class KeepsLogits(DraftSampler):
         super().__init__(HostStepOps())
         self.logits = torch.empty(0)
 
-    def choose(
-        self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None) -> Drafts:
         self.logits = logits
         return super().choose(logits, positions, token_ids)
 

@@ -49,8 +49,8 @@ SAMPLING_MUTANTS = (
     Mutant(
         "draft ids of a reduced vocabulary are taken for the target's",
         DRAFTERS,
-        "return chosen if token_ids is None else token_ids[chosen]",
-        "return chosen",
+        "return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)",
+        "return Drafts(chosen, confidence)",
         STEP_OPS,
     ),
     Mutant(

@@ -6,6 +6,7 @@ from tests.mutations.mutant import mutants_of
 
 CORE = "dflash_backend/core"
 TESTS = ("tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
+BUDGET_TESTS = ("tests/core/test_draft_budget.py",)
 
 SPECULATION_MUTANTS = (
     *mutants_of(
@@ -36,8 +37,8 @@ SPECULATION_MUTANTS = (
         TESTS,
         (
             "the estimate is fed with its own prediction",
-            "self.accepted[position] += count * (accepted + usual)",
-            "self.accepted[position] += count * (chance + usual)",
+            "self.accepted[position] += accepted + self._rates[position] - _sigmoid(usual)",
+            "self.accepted[position] += chance + self._rates[position] - _sigmoid(usual)",
         ),
         (
             "drafts behind the first that was not accepted count as refused",
@@ -46,11 +47,94 @@ SPECULATION_MUTANTS = (
         ),
         (
             "the requests that draft more stand for all",
-            "self.accepted[position] += count * (accepted + usual)",
-            "self.accepted[position] += count * accepted",
+            "self.accepted[position] += accepted + self._rates[position] - _sigmoid(usual)",
+            "self.accepted[position] += accepted",
         ),
-        ("the level stays", "self.level + gain * surprise", "self.level"),
-        ("a request's effect stays", "effect.value += gain *", "effect.value += 0 * gain *"),
+        (
+            "the level stays",
+            "level = self.level + variance * surprise + covariance * of_weight",
+            "level = self.level",
+        ),
+        ("a request's effect stays", "effect.value + gain * surprise", "effect.value"),
+    ),
+    *mutants_of(
+        f"{CORE}/acceptance.py",
+        BUDGET_TESTS,
+        (
+            "what a confidence is worth is learned from its own prediction",
+            "self._surprise[1] += (accepted - chance) * confidence",
+            "self._surprise[1] += 0.0",
+        ),
+        (
+            "the confidence of another draft of the block is looked at",
+            "confidence = confidences[position] - self._means[position]",
+            "confidence = confidences[position - 1] - self._means[position]",
+        ),
+        (
+            "a block is as likely as its verified drafts",
+            "weight *= _sigmoid(offset + effect.value + self.weight * confidence)",
+            "weight *= confidence > 3.0",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/draft_budget.py",
+        BUDGET_TESTS,
+        ("the likeliest drafts come last", "sorted(chances, reverse=True)", "sorted(chances)"),
+    ),
+    *mutants_of(
+        f"{CORE}/speculation.py",
+        BUDGET_TESTS,
+        (
+            "a probe is not verified",
+            " or not any(self._lengths.values()):\n            return None",
+            ":\n            return None",
+        ),
+        ("nothing is verified where nothing pays", "max(num_drafts, -(-len(drafting) // VERIFY_SHARE))", "num_drafts"),
+        (
+            "the plan takes all requests to be alike",
+            "[known.effect.value for known in speculating]",
+            "[0.0] * len(rows)",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/engine.py",
+        BUDGET_TESTS,
+        (
+            "verified drafts are reported as many as were proposed",
+            "self._spec_stats.observe_draft(result.num_verified, len(token_ids))",
+            "self._spec_stats.observe_draft(row.num_draft, len(token_ids))",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/verify_budget.py",
+        ("tests/kernels/test_verify_budget.py",),
+        ("drafts are taken whatever comes before them", "np.multiply.accumulate(chances, axis=1)", "chances"),
+        (
+            "equally likely drafts exceed the budget",
+            "    return np.bincount(",
+            "    survival = np.where(there, survival, -1.0)\n"
+            "    least = np.sort(survival, axis=None)[::-1][len(taken) - 1] if len(taken) else 2.0\n"
+            "    taken = np.flatnonzero(survival >= least)\n"
+            "    return np.bincount(",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/step.py",
+        ("tests/worker/test_verify_budget.py",),
+        (
+            "confidences come back for other requests",
+            "self.state.confidence.index_select(0, batch.req_idx.clamp(min=0))",
+            "self.state.confidence.index_select(0, batch.req_idx.clamp(min=0).flip(0))",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/prepare_draft.py",
+        ("tests/worker/test_verify_budget.py",),
+        (
+            "confidences are kept one place too far",
+            "confidences.numpy()[req_idx.numpy()[rows], columns] = sure",
+            "confidences.numpy()[req_idx.numpy()[rows], columns - 1] = sure",
+        ),
     ),
     *mutants_of(
         f"{CORE}/step_costs.py",

@@ -85,7 +85,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         prefix_cache_queries=105,
         prefix_cache_hits=106,
         spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
-        speculation=SpeculationStats(112, 113, [114, 115], [116.5, 117.5]),
+        speculation=SpeculationStats(112, 113, [114, 115], [116.5, 117.5], 118, 119, 1.2),
     )
     metrics.follow(stats)
     metrics.flush()
@@ -104,6 +104,9 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         ("dflash:spec_decode_num_accepted_tokens_per_pos_total", "1"): 111,
         ("dflash:spec_decode_num_steps_total",): 112,
         ("dflash:spec_decode_num_steps_without_drafts_total",): 113,
+        ("dflash:spec_decode_num_proposed_tokens_total",): 118,
+        ("dflash:spec_decode_num_budgeted_steps_total",): 119,
+        ("dflash:spec_decode_confidence_weight", "m_0_0"): 1.2,
         ("dflash:spec_decode_num_draft_tokens_per_pos_total", "0"): 114,
         ("dflash:spec_decode_num_draft_tokens_per_pos_total", "1"): 115,
         ("dflash:spec_decode_num_expected_tokens_per_pos_total", "0"): 116.5,

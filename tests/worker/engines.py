@@ -23,6 +23,7 @@ class ReferenceStepOps(DeviceStepOps):
     _prepare = staticmethod(HostStepOps._prepare)
     _argmax = staticmethod(HostStepOps._argmax)
     _sample = staticmethod(HostStepOps._sample)
+    _log_odds = staticmethod(HostStepOps._log_odds)
     _lowest_kept = staticmethod(HostStepOps._lowest_kept)
     _accept = staticmethod(HostStepOps._accept)
     _apply_bitmask = staticmethod(HostStepOps._apply_bitmask)

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from dflash_backend.attention import AttentionBackend, KVLayer
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, TensorHeader
 from dflash_backend.checkpoints.weights import check_weights
-from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
+from dflash_backend.drafters.base import (
+    ContextBatch,
+    DraftBatch,
+    Drafter,
+    DrafterFactory,
+    Drafts,
+    DraftSampler,
+    LoadOptions,
+)
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, is_unused
@@ -59,7 +67,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     def inject(self, batch: ContextBatch) -> None:
         self.model.inject(batch.features, batch.positions, batch.slots, self.caches, batch.padded)
 
-    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
+    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
         """One forward over all blocks. A mask query gives the logits of the token at its own position; the anchor's
         output is not used."""
         queries = batch.queries

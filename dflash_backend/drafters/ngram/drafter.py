@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
 from dflash_backend.checkpoints.files import TensorHeader
-from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter, DrafterFactory, DraftSampler, LoadOptions
+from dflash_backend.drafters.base import (
+    ContextBatch,
+    DraftBatch,
+    Drafter,
+    DrafterFactory,
+    Drafts,
+    DraftSampler,
+    LoadOptions,
+)
 from dflash_backend.drafters.ngram.config import NgramSpec
 from dflash_backend.models.ops import LayerOps
 
@@ -35,10 +41,12 @@ class NgramDrafter(Drafter[NgramSpec]):
     def inject(self, batch: ContextBatch) -> None:
         """Nothing: it has no context KV."""
 
-    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> torch.Tensor:
-        """`[R, k]`. There are no logits to choose from, so the sampler has no part in it."""
+    def propose(self, batch: DraftBatch, sampler: DraftSampler) -> Drafts:
+        """`[R, k]`, the surer the more tokens matched. There are no logits to choose from, so the sampler has no part
+        in it."""
         history, spec = batch.history, self.spec
-        return self.ops.prompt_lookup(
+        drafts, matched = self.ops.prompt_lookup(
             history.tokens, history.computed, history.req_idx, history.num_drafts, history.k,
             spec.min_ngram, spec.max_ngram,
         )  # fmt: skip
+        return Drafts(drafts, matched)

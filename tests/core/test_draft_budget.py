@@ -1,0 +1,234 @@
+"""Which drafts are verified: what the drafter's confidence is worth, the budget, and what the engine does with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from toy_engine import Engine, make_config, make_request
+from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
+
+from dflash_backend.core import speculation
+from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+from dflash_backend.core.draft_budget import optimal_budget
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest
+from dflash_backend.core.speculation import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.step_costs import CostTable, StepShape
+
+K = 6
+# Of the drafts that are made up here: the logit of a chance is this times the confidence, and a constant of the place.
+WEIGHT, CONSTANTS = 0.8, [-1.0, -1.2, -1.4, -1.6, -1.8, -2.0]
+
+
+def sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit))
+
+
+def block(rng: random.Random, weight: float = WEIGHT) -> tuple[list[float], int]:
+    """Confidences of a block's drafts, and how many of the drafts are accepted when all are verified."""
+    confidences = [rng.gauss(4.0, 2.5) for _ in range(K)]
+    chances = [sigmoid(c + weight * x) for c, x in zip(CONSTANTS, confidences, strict=True)]
+    return confidences, next((i for i, chance in enumerate(chances) if rng.random() >= chance), K)
+
+
+def verified_of(confidences: list[float], least: float) -> int:
+    """The drafts that are verified: as long as all up to there are accepted with a chance of `least`."""
+    survival = itertools.accumulate(
+        (sigmoid(c + WEIGHT * x) for c, x in zip(CONSTANTS, confidences, strict=True)), lambda a, b: a * b
+    )
+    return sum(chance >= least for chance in survival)
+
+
+def taught(least: float = 0.0, weight: float = WEIGHT, seed: int = 0, num_blocks: int = 4000) -> AcceptanceEstimator:
+    """An estimator that saw blocks of which only the likelier drafts were verified."""
+    estimator, rng = AcceptanceEstimator(K), random.Random(seed)
+    for number in range(num_blocks):
+        if number % 20 == 0:
+            effect = RequestEffect()
+        confidences, accepted = block(rng, weight)
+        num_verified = verified_of(confidences, least)
+        estimator.observe(effect, num_verified, min(accepted, num_verified), confidences)
+        if number % 8 == 0:
+            estimator.end_step()
+    return estimator
+
+
+# The estimate
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 0.6])
+def test_what_a_confidence_is_worth_is_learned_whichever_drafts_are_verified(least: float) -> None:
+    estimator = taught(least)
+    assert estimator.weight == pytest.approx(WEIGHT, abs=0.15)
+    usual = [offset - estimator.level for offset in estimator.offsets()]
+    assert usual[:4] == pytest.approx(CONSTANTS[:4], abs=0.4)
+    sure, unsure = (
+        estimator.block_survival(usual, RequestEffect(0.0, 0.0), 3, [confidence] * 3) for confidence in (5.0, 2.0)
+    )
+    assert sure[0] == pytest.approx(sigmoid(CONSTANTS[0] + 5 * WEIGHT), abs=0.05)
+    assert unsure[0] == pytest.approx(sigmoid(CONSTANTS[0] + 2 * WEIGHT), abs=0.1)
+    assert sure[2] > 2 * unsure[2]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_a_block_is_as_likely_as_ever_when_only_its_likely_drafts_are_verified(least: float) -> None:
+    # Without confidences a draft that was verified would stand for those that were not.
+    rng = random.Random(5)
+    lengths = [block(rng)[1] for _ in range(20000)]
+    true = [sum(length > i for length in lengths) / len(lengths) for i in range(3)]
+    assert taught(least).survival(0)[:3] == pytest.approx(true, abs=0.08)
+
+
+def test_a_confidence_that_tells_nothing_counts_little() -> None:
+    assert taught(weight=0.0).weight < 0.1
+    assert taught(weight=0.0).spread < 0.25
+    assert taught().spread > 1.0
+
+
+def test_without_confidences_the_weight_stays_zero_and_blocks_are_what_their_group_is() -> None:
+    estimator, rng = AcceptanceEstimator(K), random.Random(1)
+    for _ in range(500):
+        estimator.observe(RequestEffect(), K, block(rng)[1])
+        estimator.end_step()
+    assert estimator.weight == 0.0
+    same = estimator.block_survival(estimator.offsets(), RequestEffect(0.0, 0.0), K, ())
+    assert same == pytest.approx(estimator.survival(0))
+
+
+def test_what_is_not_known_of_a_draft_is_taken_as_usual() -> None:
+    estimator = taught()
+    offsets, effect = estimator.offsets(), RequestEffect(0.0, 0.0)
+    whole = estimator.block_survival(offsets, effect, K, [7.0, 1.0])
+    assert whole[:2] == estimator.block_survival(offsets, effect, 2, [7.0, 1.0, 9.0])
+    assert len(whole) == K
+
+
+# The budget
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_optimal_budget_makes_the_most_tokens_a_second(seed: int) -> None:
+    rng = random.Random(seed)
+    chances = [rng.random() for _ in range(9)]
+    first, each = rng.uniform(0.5, 2.0), rng.uniform(0.01, 0.5)
+    num_drafts, rate = optimal_budget(3, chances, lambda count: first + each * count)
+    best = max(
+        (3 + sum(some)) / (first + each * size)
+        for size in range(len(chances) + 1)
+        for some in itertools.combinations(chances, size)
+    )
+    assert rate == pytest.approx(best)
+    assert optimal_budget(3, chances, lambda count: first + each * count, [num_drafts]) == (num_drafts, rate)
+    assert optimal_budget(3, chances, lambda count: 1.0 + 100.0 * count)[0] == 0
+
+
+def policy_with(estimator: AcceptanceEstimator, seconds_per_token: float) -> AdaptiveSpeculation:
+    table = CostTable([1, 1000], [1.0, 1.0 + 999 * seconds_per_token])
+    policy = AdaptiveSpeculation(K, table=table)
+    policy.acceptance = estimator
+    policy.stats.num_steps = len(FIRST_STEPS) + 1
+    policy.costs.observe(StepShape(1, 100, 100), 1.0, 0.0)
+    policy._lengths = {0: K}
+    return policy
+
+
+def decode_rows(num_draft: int, num_rows: int, num_next: int = 0) -> list[ScheduledRequest]:
+    return [ScheduledRequest(str(i), 100, 1, num_draft, True, num_next, []) for i in range(num_rows)]
+
+
+def budget_of(policy: AdaptiveSpeculation, blocks: list[list[float]], num_draft: int = K) -> DraftBudget | None:
+    rows = [SpeculatingRow(K, RequestEffect(0.0, 0.0), confidences) for confidences in blocks]
+    return policy.choose_budget(decode_rows(num_draft, len(rows)), rows, lambda k: k + 1)
+
+
+def test_sure_drafts_are_verified_and_others_not() -> None:
+    policy = policy_with(taught(), 0.08)
+    sure, unsure = [[8.0] * K] * 8, [[0.0] * K] * 8
+    assert budget_of(policy, sure) is None, "all of them"
+    few = budget_of(policy, unsure)
+    assert few is not None
+    assert few.num_drafts <= K
+    some = budget_of(policy, sure[:4] + unsure[:4])
+    assert some is not None
+    assert 4 * (K - 1) <= some.num_drafts <= 4 * (K + 1)
+    assert policy.stats.num_budgeted_steps == 2
+
+
+def test_the_plan_says_what_the_estimate_is_made_of() -> None:
+    policy = policy_with(taught(), 0.2)
+    row = SpeculatingRow(K, RequestEffect(1.5, 0.0), [3.0] * K)
+    budget = policy.choose_budget(decode_rows(K, 1), [row], lambda k: k + 1)
+    assert budget is not None
+    assert budget.effects == [1.5]
+    chances = (sigmoid(offset + 1.5 + budget.weight * 3.0) for offset in budget.offsets)
+    survival = policy.acceptance.block_survival(budget.offsets, row.effect, K, row.confidences)
+    assert survival == pytest.approx(list(itertools.accumulate(chances, lambda a, b: a * b)), abs=0.01)
+
+
+def test_a_little_is_verified_whatever_it_costs() -> None:
+    budget = budget_of(policy_with(taught(), 1000.0), [[0.0] * K] * 20)
+    assert budget is not None
+    assert budget.num_drafts == -(-20 // VERIFY_SHARE)
+
+
+def test_the_first_steps_and_probes_verify_all() -> None:
+    policy = policy_with(taught(), 1000.0)
+    policy._lengths = {0: 0}
+    assert budget_of(policy, [[0.0] * K]) is None
+    policy._lengths = {0: K}
+    policy.stats.num_steps = len(FIRST_STEPS)
+    assert budget_of(policy, [[0.0] * K]) is None
+    assert policy_with(taught(), 1000.0).choose_budget(decode_rows(0, 2), [SpeculatingRow(K)] * 2, int) is None
+
+
+def test_blocks_are_longer_where_the_confidence_tells_drafts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def length() -> int:
+        policy = policy_with(taught(), 0.05)
+        return policy.choose([SpeculatingRow(K, RequestEffect(0.0, 0.0))] * 8, 100.0, 0)[0]
+
+    longer = length()
+    monkeypatch.setattr(speculation, "MAX_EXTRA", 0.0)
+    assert longer > length() > 0
+
+
+# In the engine
+
+
+def test_the_engine_verifies_what_pays_and_counts_it() -> None:
+    config = make_config(
+        adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=600, num_speculative_tokens=K
+    )
+    engine = Engine(config)
+    engine.worker.target_s = lambda plan: 0.004 + 0.0005 * plan.num_tokens
+    # Of half of the requests nothing is accepted, of the others all.
+    seeds = [ALL_ACCEPTED, NONE_ACCEPTED, 1, 2]
+    engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=300, seed=seed) for i, seed in enumerate(seeds)))
+    stats = engine.core.stats()
+    proposed = sum(row.num_draft for plan in engine.worker.plans for row in plan.rows)
+    verified = proposed - engine.worker.num_left_out
+    assert stats.speculation.num_budgeted_steps > 20
+    assert stats.speculation.confidence_weight > 0.2
+    assert stats.speculation.num_proposed_tokens == proposed
+    assert (
+        stats.spec_decoding.num_draft_tokens == sum(stats.speculation.num_draft_tokens_per_pos) == verified < proposed
+    )
+    # What is left out is left out for a reason.
+    accepted = stats.spec_decoding.num_accepted_tokens
+    assert accepted / verified > 1.1 * accepted / proposed
+
+
+def test_a_plan_counts_the_drafts_of_its_budget() -> None:
+    config = make_config(
+        adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=600, num_speculative_tokens=K
+    )
+    engine = Engine(config)
+    engine.worker.target_s = lambda plan: 0.004 + 0.0005 * plan.num_tokens
+    engine.run(*(make_request(f"r{i}", [20 + i, 2], max_tokens=200, seed=i) for i in range(4)))
+    budgeted = [plan for plan in engine.worker.plans if plan.budget is not None]
+    assert budgeted
+    for plan in budgeted:
+        assert plan.budget is not None
+        assert plan.num_drafts == plan.budget.num_drafts < sum(row.num_draft for row in plan.rows)
+        assert plan.num_tokens == plan.num_drafts + sum(row.num_new for row in plan.rows)

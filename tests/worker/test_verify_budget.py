@@ -1,0 +1,127 @@
+"""A step verifies as many drafts as its plan has a budget for, the likeliest; the text does not depend on it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
+from dflash_backend.core.request import Request
+from dflash_backend.engine.build import BuiltEngine
+from tests.worker.engines import Outputs, engine, outputs_of
+
+pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 4},
+    {"temperature": 1.0, "seed": 5, "top_p": 0.9, "num_speculative_tokens": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "seed": 6, "logprobs": 2},
+    {"temperature": 0.0, "num_speculative_tokens": 0},
+]
+WEIGHT = 0.7
+
+
+def prompts() -> list[list[int]]:
+    encode = LLM(draft="").tokenizer.encode
+    return [encode(row.prompt) for row in load_prompts(len(SAMPLING))]
+
+
+class Watched:
+    """An engine with random budgets, whose worker's steps are kept."""
+
+    def __init__(self, built: BuiltEngine, seed: int) -> None:
+        self.built = built
+        self._rng = random.Random(seed)
+        self._plans: list[StepPlan] = []
+        self.steps: list[tuple[StepPlan, StepResult]] = []
+        history, runner = built.core.scheduler.history, built.runner
+        history.choose_budget = self._budget  # type: ignore[method-assign]
+        submit, collect = runner.submit, runner.collect
+
+        def keep_plan(plan: StepPlan) -> None:
+            self._plans.append(plan)
+            submit(plan)
+
+        def keep_step() -> StepResult:
+            result = collect()
+            self.steps.append((self._plans.pop(0), result))
+            return result
+
+        runner.submit, runner.collect = keep_plan, keep_step  # type: ignore[method-assign]
+
+    def _budget(self, rows: Sequence[ScheduledRequest], running: Mapping[str, Request]) -> DraftBudget | None:
+        num_there = sum(row.num_draft for row in rows)
+        if self._rng.random() < 0.2:
+            return None
+        offsets = [0.5 - 0.1 * i for i in range(self.built.core.config.num_speculative_tokens)]
+        return DraftBudget(
+            self._rng.randrange(num_there + 1), WEIGHT, offsets, [self._rng.uniform(-1, 1) for _ in rows]
+        )
+
+
+def run(watched: Watched) -> Outputs:
+    return outputs_of(watched.built, prompts(), [{"max_tokens": 40, **own} for own in SAMPLING])
+
+
+def expected() -> dict[str, list[int]]:
+    """What the target gives without a drafter."""
+    sampling = [{key: value for key, value in own.items() if key != "num_speculative_tokens"} for own in SAMPLING]
+    built = engine(draft_model="", max_num_seqs=8)
+    return outputs_of(built, prompts(), [{"max_tokens": 40, **own} for own in sampling]).tokens
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_budget_gives_the_same_text(seed: int) -> None:
+    watched = Watched(engine(adaptive_speculation=True, max_num_seqs=8), seed)
+    assert run(watched).tokens == expected()
+    budgets = [(plan, result) for plan, result in watched.steps if plan.budget is not None]
+    assert len(budgets) > 10
+    for plan, result in budgets:
+        assert sum(row.num_verified for row in result.rows) == plan.num_drafts
+    num_verified = sum(row.num_verified for _, result in watched.steps for row in result.rows)
+    assert watched.built.core.stats().spec_decoding.num_draft_tokens <= num_verified
+
+
+def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back() -> None:
+    watched = Watched(engine(adaptive_speculation=True, max_num_seqs=8), 3)
+    run(watched)
+    known: dict[str, list[float]] = {}
+    num_checked = 0
+    for plan, result in watched.steps:
+        if plan.budget is not None and plan.num_drafts:
+            taken, left_out = [], []
+            for row, found, effect in zip(plan.rows, result.rows, plan.budget.effects, strict=True):
+                logits = np.array(plan.budget.offsets[: row.num_draft]) + effect
+                logits += WEIGHT * np.array(known.get(row.request_id, []))[: row.num_draft]
+                survival = np.cumprod(1 / (1 + np.exp(-logits)))
+                taken += survival[: found.num_verified].tolist()
+                left_out += survival[found.num_verified :].tolist()
+            if left_out:
+                assert min(taken) >= max(left_out) - 1e-5
+                num_checked += 1
+        known |= {found.request_id: found.confidences for found in result.rows if found.confidences}
+    assert num_checked > 5
+
+
+def test_confidences_come_with_the_drafts_that_they_belong_to() -> None:
+    watched = Watched(engine(adaptive_speculation=True, max_num_seqs=8), 1)
+    run(watched)
+    for plan, result in watched.steps:
+        for row, found in zip(plan.rows, result.rows, strict=True):
+            assert len(found.confidences) == row.num_next_draft
+            assert all(-8.0 <= confidence <= 8.0 for confidence in found.confidences)
+    sure = [c for _, result in watched.steps for found in result.rows for c in found.confidences]
+    assert np.std(sure) > 1.0
+
+
+def test_without_the_setting_nobody_asks_how_sure_the_drafter_is() -> None:
+    watched = Watched(engine(max_num_seqs=8), 1)
+    run(watched)
+    assert not any(found.confidences for _, result in watched.steps for found in result.rows)
