@@ -132,8 +132,9 @@ class Simulation:
         pending = [0] * self.streams
         num_tokens, seconds = 0, 0.0
         for step in range(num_steps):
+            lengths, verified = [0] * self.streams, list(pending)
             if isinstance(policy, int):
-                lengths, verified = [policy] * self.streams, pending
+                lengths = [policy] * self.streams
             else:
                 rows = [request.speculation for request in requests]
                 lengths = policy.choose(rows, float(self.context), 0)
@@ -166,7 +167,7 @@ class Simulation:
         rows: Sequence[SpeculatingRow],
         pending: Sequence[int],
         lengths: Sequence[int],
-    ) -> Sequence[int]:
+    ) -> list[int]:
         """How many of the pending drafts of each row are verified."""
         plan = [
             ScheduledRequest("", self.context, 1, num_draft, True, num_next, [])
@@ -174,7 +175,7 @@ class Simulation:
         ]
         budget = policy.choose_budget(plan, rows, lambda k: k + 1)
         if budget is None:
-            return pending
+            return list(pending)
         confidence = np.zeros((self.streams, self.k), dtype=np.float32)
         for index, row in enumerate(rows):
             confidence[index, : len(row.confidences)] = row.confidences
