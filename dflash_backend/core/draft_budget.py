@@ -12,7 +12,7 @@ def optimal_budget(
     """The number of drafts to verify and the tokens per second that it makes, where the likeliest drafts are verified.
 
     num_rows: tokens that come without drafts. chances: of each draft, that it and all before it in its row are
-    accepted. seconds: of a step that verifies so many drafts. choices: the numbers that there are beside 0; None: any.
+    accepted. seconds: of a step that verifies a number of drafts. choices: those that there are beside 0; None: any.
     """
     tokens = list(itertools.accumulate(sorted(chances, reverse=True), initial=float(num_rows)))
     optimal, highest = 0, tokens[0] / seconds(0)

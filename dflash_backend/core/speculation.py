@@ -10,8 +10,8 @@ over all numbers of drafts, the likeliest first. Since a draft is never likelier
 the first ones of each row.
 
 This is decided twice. Before a block is drafted nothing is known of it but its row, and its length is chosen. Once it
-is drafted the drafter's confidence tells likely drafts from others, and the step that verifies gets a budget: so many
-of all rows' drafts, the likeliest first. Where the confidence tells much, blocks are longer than they would be without
+is drafted the drafter's confidence tells likely drafts from others, and the step that verifies gets a budget, a number of
+drafts for all rows, the likeliest first. Where the confidence tells much, blocks are longer than they would be without
 it, since the budget leaves out what is not likely.
 
 Both estimates need variety. Where drafting does not pay, a few rows draft a little now and then, so that better
@@ -50,7 +50,7 @@ FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
 # Drafts that a block has beyond those that would pay without confidences: this share for each unit of the logit by
 # which confidences tell chances apart, and this share at most.
 EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
-# One row in so many verifies a draft whatever the budget would be, so that estimates stay fresh.
+# One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
 
 

@@ -69,7 +69,7 @@ class DraftBatch:
 @dataclass(frozen=True)
 class Drafts:
     """Draft tokens, int64, and how sure the drafter is of each, float32 of the same shape: a number that rises with
-    its chance to be accepted, whatever the scale; None where nobody asks, or nothing is known."""
+    its chance to be accepted, whatever the scale; None where it was not asked for, or nothing is known."""
 
     token_ids: torch.Tensor
     confidence: torch.Tensor | None = None

@@ -123,8 +123,8 @@ SPECULATION_MUTANTS = (
         ("tests/worker/test_verify_budget.py",),
         (
             "confidences come back for other requests",
-            "self.state.confidence.index_select(0, batch.req_idx.clamp(min=0))",
-            "self.state.confidence.index_select(0, batch.req_idx.clamp(min=0).flip(0))",
+            "self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))",
+            "self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0).flip(0))",
         ),
     ),
     *mutants_of(

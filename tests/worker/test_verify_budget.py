@@ -121,7 +121,7 @@ def test_confidences_come_with_the_drafts_that_they_belong_to() -> None:
     assert np.std(sure) > 1.0
 
 
-def test_without_the_setting_nobody_asks_how_sure_the_drafter_is() -> None:
+def test_without_the_setting_the_drafter_is_not_asked_how_sure_the_drafter_is() -> None:
     watched = Watched(engine(max_num_seqs=8), 1)
     run(watched)
     assert not any(found.confidences for _, result in watched.steps for found in result.rows)
