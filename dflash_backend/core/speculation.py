@@ -10,9 +10,9 @@ over all numbers of drafts, the likeliest first. Since a draft is never likelier
 the first ones of each row.
 
 This is decided twice. Before a block is drafted nothing is known of it but its row, and its length is chosen. Once it
-is drafted the drafter's confidence tells likely drafts from others, and the step that verifies gets a budget, a number of
-drafts for all rows, the likeliest first. Where the confidence tells much, blocks are longer than they would be without
-it, since the budget leaves out what is not likely.
+is drafted the drafter's confidence tells likely drafts from others, and the step that verifies gets a budget: a number
+of drafts for all rows, the likeliest first. Where the confidence tells much, blocks are longer than they would be
+without it, since the budget leaves out what is not likely.
 
 Both estimates need variety. Where drafting does not pay, a few rows draft a little now and then, so that better
 traffic is noticed; and while the time of a step without drafts is not known, one is run. Both take at most a small part
