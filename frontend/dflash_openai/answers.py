@@ -6,7 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -97,7 +97,17 @@ class Answer(ABC):
         return {} if metrics is None else {"metrics": metrics}
 
 
-async def respond(answer: Answer, generation: Generation, stream: bool) -> Response:
+class Writer(Protocol):
+    """Writes the answer of a generation."""
+
+    def whole(self, results: Sequence[GenerationResult]) -> Response:
+        """In one piece."""
+
+    def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """As server-sent events, of which the first delta is there."""
+
+
+async def respond(answer: Writer, generation: Generation, stream: bool) -> Response:
     """The response of a generation, which is closed with it. What fails before the first delta has its own status."""
     streaming = False
     try:

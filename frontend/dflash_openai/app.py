@@ -22,6 +22,7 @@ from dflash_openai.health import get_version, health
 from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metrics
 from dflash_openai.models import get_model, list_models
 from dflash_openai.openapi import get_openapi
+from dflash_openai.responses import create_response
 from dflash_openai.state import Frontend
 from dflash_openai.tokenize import detokenize, tokenize
 from dflash_openai.triton_pool import TritonPool
@@ -46,6 +47,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", get_model),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+        Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),

@@ -9,11 +9,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_openai.responses_schemas import ResponsesRequest
 from dflash_openai.schemas import ChatRequest, CompletionRequest
 from dflash_openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, tuple[type[msgspec.Struct], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer messages"),
+    "/v1/responses": (ResponsesRequest, "Answer an input, of which nothing is kept"),
     "/v1/completions": (CompletionRequest, "Complete one or more prompts"),
     "/tokenize": (TokenizeRequest, "Token ids of a text or of messages"),
     "/detokenize": (DetokenizeRequest, "Text of token ids"),

@@ -62,13 +62,19 @@ def _logprobs(request: GenerationFields) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-def max_tokens(request: GenerationFields, num_prompt_tokens: int, description: ModelDescription) -> int:
+def max_tokens(
+    request: GenerationFields,
+    num_prompt_tokens: int,
+    description: ModelDescription,
+    name: str = "max_completion_tokens",
+) -> int:
     """The most tokens of the answer to a prompt: what the request says, else the model's default, else 16 for a
-    completion and as many as fit for a chat. Never more than fit. Raises `ApiError`."""
+    completion and as many as fit for a chat. Never more than fit. `name` is what the client calls a chat's
+    `max_completion_tokens`. Raises `ApiError`."""
     fits = description.max_model_len - num_prompt_tokens
     asked, param = request.max_tokens, "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        asked, param = request.max_completion_tokens, "max_completion_tokens"
+        asked, param = request.max_completion_tokens, name
     if asked is None:
         asked = description.sampling_defaults.get("max_tokens")
     if asked is None:

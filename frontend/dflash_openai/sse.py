@@ -18,6 +18,11 @@ def event(value: Any) -> bytes:
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One event with a name, whose data is JSON."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class EventStream(Response):
     """A response that sends events as they come. `close` is called at its end, however that comes."""
 

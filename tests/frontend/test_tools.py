@@ -12,37 +12,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from dflash_client.results import Logprob
-from dflash_openai.app import create_app
-from dflash_openai.config import FrontendConfig
-from tests.byte_tokenizer import write_byte_tokenizer
-from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import Script, ScriptedPool
+from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
 
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
-    "{% for m in messages %}<s>{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>a:{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
-)
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 NOW: Any = {"type": "function", "function": {"name": "now"}}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptedPool, TestClient]]:
-    """An application whose model takes tools and thinks."""
-    directory = tmp_path_factory.mktemp("tools")
-    write_byte_tokenizer(directory)
-    (directory / "chat_template.jinja").unlink(missing_ok=True)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    pool = ScriptedPool(directory)
-    with TestClient(create_app(FrontendConfig(), pool), raise_server_exceptions=False) as http:
-        wait_until_ready(http)
-        yield pool, http
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
@@ -111,7 +86,7 @@ def test_calls_results_and_reasoning_of_the_history_reach_the_template(
         {"role": "tool", "tool_call_id": "a", "content": "Rain"},
     ]
     ask(client, messages=messages)
-    text = bytes(i for i in pool.asked[0].token_ids if i < 256).decode()
+    text = prompt_text(pool.asked[0])
     assert "assistant:Hm.<tool_call>Oslo" in text
     assert "tool:Rain" in text
 
@@ -120,7 +95,7 @@ def test_without_a_choice_of_tools_the_model_sees_none(client: openai.OpenAI, po
     pool.script = Script((CALL,))
     (choice,) = ask(client, tool_choice="none").choices
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
-    assert b"get_weather" not in bytes(i for i in pool.asked[0].token_ids if i < 256)
+    assert "get_weather" not in prompt_text(pool.asked[0])
 
 
 def test_only_one_call_where_several_at_once_are_not_wanted(client: openai.OpenAI, pool: ScriptedPool) -> None:

@@ -1,0 +1,100 @@
+"""The items of a response, and the events that tell how they come about."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dflash_openai.parsing import Event, ReasoningDelta, ToolCallDelta
+
+Fields = dict[str, Any]
+
+
+class ResponseItems:
+    """Builds the items out of an answer's events: a run of reasoning, of content, or a call is an item each.
+
+    `output` has the finished ones. Events are the fields of OpenAI's, without a sequence number.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[Fields] = []
+        self._open: Fields | None = None
+        self._texts: list[str] = []
+
+    def add(self, events: Iterable[Event]) -> Iterator[Fields]:
+        """What more of the answer changes."""
+        for event in events:
+            if isinstance(event, ToolCallDelta):
+                yield from self.close("completed")
+                yield from self._call(event)
+                continue
+            kind = "reasoning" if isinstance(event, ReasoningDelta) else "message"
+            if self._open is not None and self._open["type"] != kind:
+                yield from self.close("completed")
+            if self._open is None:
+                yield from self._begin(kind)
+            self._texts.append(event.text)
+            yield self._text_event("delta", delta=event.text)
+
+    def close(self, status: str) -> Iterator[Fields]:
+        """Finish the item that is being written, if there is one. `status`: completed or incomplete."""
+        if self._open is None:
+            return
+        text = "".join(self._texts)
+        yield self._text_event("done", text=text)
+        part = self._part(text)
+        yield self._at_item("response.content_part.done", content_index=0, part=part)
+        item = {**self._open, "status": status, "content": [part]}
+        self._open, self._texts = None, []
+        yield self._finished(item)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether some item is text or a call."""
+        return any(item["type"] != "reasoning" for item in self.output)
+
+    def _begin(self, kind: str) -> Iterator[Fields]:
+        if kind == "reasoning":
+            self._open = {"id": f"rs_{secrets.token_hex(16)}", "type": kind, "summary": []}
+        else:
+            self._open = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
+        item = {**self._open, "status": "in_progress", "content": []}
+        yield {"type": "response.output_item.added", "output_index": len(self.output), "item": item}
+        yield self._at_item("response.content_part.added", content_index=0, part=self._part(""))
+
+    def _call(self, event: ToolCallDelta) -> Iterator[Fields]:
+        call = {
+            "id": f"fc_{secrets.token_hex(16)}",
+            "type": "function_call",
+            "call_id": event.id,
+            "name": event.name,
+        }
+        begun = {**call, "arguments": "", "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": len(self.output), "item": begun}
+        self._open = call
+        yield self._at_item("response.function_call_arguments.delta", delta=event.arguments)
+        yield self._at_item("response.function_call_arguments.done", name=event.name, arguments=event.arguments)
+        self._open = None
+        yield self._finished({**call, "arguments": event.arguments, "status": "completed"})
+
+    def _finished(self, item: Fields) -> Fields:
+        self.output.append(item)
+        return {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": item}
+
+    def _text_event(self, what: str, **fields: Any) -> Fields:
+        assert self._open is not None
+        if self._open["type"] == "reasoning":
+            return self._at_item(f"response.reasoning_text.{what}", content_index=0, **fields)
+        return self._at_item(f"response.output_text.{what}", content_index=0, **fields, logprobs=[])
+
+    def _at_item(self, kind: str, **fields: Any) -> Fields:
+        """An event of the item that is being written."""
+        assert self._open is not None
+        return {"type": kind, "item_id": self._open["id"], "output_index": len(self.output), **fields}
+
+    def _part(self, text: str) -> Fields:
+        assert self._open is not None
+        if self._open["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

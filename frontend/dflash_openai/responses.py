@@ -1,0 +1,175 @@
+"""POST /v1/responses: one answer to an input, of which nothing is kept."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_client import GenerationResult
+from dflash_openai.answers import respond
+from dflash_openai.chat import template_messages, template_options
+from dflash_openai.conversation import Conversation, prepare
+from dflash_openai.errors import ApiError, ClientGone
+from dflash_openai.generation import Generation, Item
+from dflash_openai.messages import MessageReader
+from dflash_openai.response_items import Fields, ResponseItems
+from dflash_openai.responses_schemas import ResponsesRequest, as_chat
+from dflash_openai.sampling import max_tokens, sampling_parameters
+from dflash_openai.schemas import decode
+from dflash_openai.sse import named_event
+from dflash_openai.state import Frontend
+from dflash_openai.tools import read_tool_use
+from dflash_openai.usage import UsageCounter
+
+
+async def create_response(request: Request) -> Response:
+    """Answer an input."""
+    frontend: Frontend = request.app.state.frontend
+    body = decode(await request.body(), ResponsesRequest)
+    model = frontend.model(body.model)
+    chat = as_chat(body)
+    use = read_tool_use(chat, model.output_format)
+    messages, options = template_messages(chat.messages), template_options(chat)
+    asked = await prepare(model, messages, options, use, sampling_parameters(chat))
+    limit = max_tokens(chat, len(asked.prompt), model.description, "max_output_tokens")
+    answer = ResponseAnswer(body, body.model or model.names[0], asked)
+    stream = bool(body.stream)
+    generation = Generation(frontend.pool, [asked.prompt], asked.sampling, request, stream, [limit])
+    return await respond(answer, generation, stream)
+
+
+class ResponseAnswer:
+    """The JSON of one response, in one piece or as events."""
+
+    def __init__(self, body: ResponsesRequest, model: str, asked: Conversation) -> None:
+        self._reader = MessageReader(asked.parser())
+        self._items = ResponseItems()
+        self._usage = UsageCounter(len(asked.prompt))
+        self._asked = asked
+        self._token_ids: list[int] = []
+        self._num_events = 0
+        self._head: Fields = {
+            "id": f"resp_{secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            **_echoed(body),
+        }
+
+    def whole(self, results: Sequence[GenerationResult]) -> Response:
+        """The finished response."""
+        completion = results[0].completions[0]
+        self._usage.num_output_tokens += completion.num_output_tokens
+        self._usage.add_stats(completion.spec_stats)
+        self._token_ids += completion.token_ids
+        for _ in self._items.add(self._reader.events(completion.text, finished=True)):
+            pass
+        finished, _ = self._finished(completion.finish_reason)
+        return Response(msgspec.json.encode(finished), media_type="application/json")
+
+    async def events(self, first: Item | None, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The events of a stream: the response as it begins, its items, and the response as it ended."""
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        yield self._written({"type": kind, "response": begun} for kind in ("response.created", "response.in_progress"))
+        reason: str | None = None
+        try:
+            if first is not None:
+                yield self._of(first)
+                reason = first[1].finish_reason
+            async for item in generation.rest():
+                yield self._of(item)
+                reason = item[1].finish_reason or reason
+        except ClientGone:
+            return
+        except ApiError as error:
+            failed = {**self._head, "status": "failed", "output": self._items.output, "usage": None}
+            failed["error"] = {"code": "server_error", "message": error.message}
+            yield self._written([{"type": "response.failed", "response": failed}])
+            return
+        finished, last = self._finished(reason)
+        yield self._written([*last, {"type": f"response.{finished['status']}", "response": finished}])
+
+    def _of(self, item: Item) -> bytes:
+        _, delta = item
+        self._usage.add(delta)
+        self._token_ids += delta.token_ids
+        events = self._reader.events(delta.text, delta.finish_reason is not None)
+        return self._written(self._items.add(events))
+
+    def _finished(self, reason: str | None) -> tuple[Fields, list[Fields]]:
+        """The response as it ended, and the events of its last item."""
+        status = "completed" if reason == "stop" else "incomplete"
+        last = list(self._items.close(status))
+        response: Fields = {
+            **self._head,
+            "status": status,
+            "output": self._items.output,
+            "usage": self._usage_fields(),
+        }
+        if status == "incomplete":
+            # The other reason is that the request's time has passed, for which the API has no word.
+            response["incomplete_details"] = {"reason": "max_output_tokens"} if reason == "length" else None
+        if (metrics := self._usage.metrics()) is not None:
+            response["metrics"] = metrics
+        return response, last
+
+    def _usage_fields(self) -> Fields:
+        usage = self._usage.usage()
+        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens()},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _num_reasoning_tokens(self) -> int:
+        """The output's tokens up to the mark that ends the reasoning; all where it does not end."""
+        output, tokenizer = self._asked.model.output_format, self._asked.model.tokenizer
+        if output.reasoning is None or all(item["type"] != "reasoning" for item in self._items.output):
+            return 0
+        marker = tokenizer.encode_part(output.reasoning.close)
+        for start in range(len(self._token_ids) - len(marker) + 1):
+            if self._token_ids[start : start + len(marker)] == marker:
+                return start + len(marker)
+        return len(self._token_ids)
+
+    def _written(self, events: Iterable[Fields]) -> bytes:
+        """Events as they are sent, numbered."""
+        texts = []
+        for fields in events:
+            texts.append(named_event(fields["type"], {**fields, "sequence_number": self._num_events}))
+            self._num_events += 1
+        return b"".join(texts)
+
+
+def _echoed(body: ResponsesRequest) -> Fields:
+    """What a response repeats of its request, with the defaults of what was left out."""
+    return {
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": body.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+        "tools": body.tools or [],
+        "top_logprobs": 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,76 @@
+"""The input of a response, a text or a list of items, as the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_openai.errors import ApiError, invalid
+
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ITEMS = "message, function_call, function_call_output and reasoning"
+
+
+def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of an input, the instructions first. Reasoning, an answer's text and its calls that follow one
+    another are one message of the assistant. Raises `ApiError`."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not given:
+        raise invalid("'input' is an empty list", "input")
+    for index, item in enumerate(given):
+        _add(messages, index, item)
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], index: int, item: Mapping[str, Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        role, text = item.get("role"), _text(index, item.get("content"))
+        last = messages[-1] if messages else {}
+        if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
+            last["content"] = text
+        else:
+            messages.append({"role": role, "content": text})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        text = _text(index, item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        messages.append({"role": "assistant", "content": "", "reasoning": _text(index, parts)})
+    else:
+        raise _wrong(index, f"has the type {str(kind)[:64]!r}; allowed: {ITEMS}")
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a tool call belongs to: the last one, where it is the assistant's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _text(index: int, content: Any) -> str:
+    """The text of content: as it is, or of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(index, "has no text; allowed: a text or a list of parts of text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or kind not in (*TEXT_PARTS, "refusal"):
+            raise _wrong(index, f"has a part of the type {str(kind)[:64]!r}; allowed: text, such as input_text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _wrong(index: int, what: str) -> ApiError:
+    return invalid(f"input[{index}] {what}", f"input[{index}]")

@@ -1,0 +1,145 @@
+"""The body of POST /v1/responses, and the chat request that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from dflash_openai.errors import invalid
+from dflash_openai.responses_input import messages_of
+from dflash_openai.schemas import ChatRequest, StreamOptions
+
+# Sampling parameters that a chat request has by the same names.
+SAME_NAMES = (
+    *("model", "stream", "temperature", "top_p", "presence_penalty", "frequency_penalty", "user", "metadata"),
+    *("parallel_tool_calls", "seed", "stop", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "allowed_token_ids", "bad_words", "cache_salt"),
+    *("priority", "num_speculative_tokens", "chat_template_kwargs", "enable_thinking", "structured_outputs"),
+)
+# What a client may ask to be included; the reasoning is always there, as text.
+INCLUDED = ("reasoning.encrypted_content",)
+# Fields that need a server that keeps responses or runs tools, with why they are refused.
+STATEFUL = {
+    "previous_response_id": "this server keeps no responses; send the whole conversation as 'input'",
+    "conversation": "this server keeps no conversations; send the whole conversation as 'input'",
+    "background": "this server keeps no responses; wait for the answer, or stream it",
+    "prompt": "this server keeps no prompts; send 'instructions' and 'input'",
+}
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses. The input and the tools are checked where they are turned into a chat."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
+    # Those of vLLM, and ours.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    num_speculative_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # Refused unless they ask for nothing.
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    background: bool | None = None
+    prompt: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+    # Taken, without effect.
+    metadata: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The chat request that a request stands for. Raises `ApiError`."""
+    _refuse_state(body)
+    fields = {name: getattr(body, name) for name in SAME_NAMES}
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None:
+        fields["reasoning_effort"] = _effort(effort)
+    return ChatRequest(
+        messages=messages_of(body.input, body.instructions),
+        max_completion_tokens=body.max_output_tokens,
+        tools=None if body.tools is None else [_chat_tool(index, tool) for index, tool in enumerate(body.tools)],
+        tool_choice=body.tool_choice,
+        response_format=_response_format(body.text or {}),
+        **fields,
+    )
+
+
+def _refuse_state(body: ResponsesRequest) -> None:
+    if body.store:
+        raise invalid("'store' is true, but this server keeps no responses; leave it out or set it to false", "store")
+    for name, why in STATEFUL.items():
+        if getattr(body, name):
+            raise invalid(f"'{name}' is not supported: {why}", name)
+    for name in body.include or []:
+        if name not in INCLUDED:
+            raise invalid(f"'include' has {name[:64]!r}; allowed: {', '.join(INCLUDED)}", "include")
+
+
+def _effort(given: Any) -> Any:
+    try:
+        return msgspec.convert(given, Literal["none", "minimal", "low", "medium", "high", "xhigh"])
+    except msgspec.ValidationError as error:
+        raise invalid(f"'reasoning.effort' is wrong: {error}", "reasoning.effort") from None
+
+
+def _chat_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function in the form of chat completions, which put its fields into an object of their own."""
+    if tool.get("type") != "function":
+        raise invalid(
+            f"tools[{index}] has the type {str(tool.get('type'))[:64]!r}; allowed: function. This server runs no tools "
+            "itself",
+            "tools",
+        )
+    if "function" in tool:
+        return dict(tool)
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`text.format` in the form of chat completions."""
+    given = text.get("format")
+    if given is None:
+        return None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {name: value for name, value in given.items() if name != "type"}}
+    raise invalid("'text.format' is not of the type text, json_object or json_schema", "text.format")

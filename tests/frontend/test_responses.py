@@ -1,0 +1,152 @@
+"""POST /v1/responses, as OpenAI's client sees it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from dflash_client.errors import Internal
+from tests.frontend.scripted_pool import MAX_MODEL_LEN, Script, ScriptedPool
+from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
+
+WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+ANSWER = ("<think>\nI", " see.", "</think>\n\nLook.\n", CALL)
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    return client.responses.create(model="dflash", **({"input": "Hi"} | more))
+
+
+def test_a_response_has_text_and_usage_and_is_not_stored(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    answer = ask(client, instructions="Be kind.", max_output_tokens=9, temperature=0.5, metadata={"a": "b"})
+    assert (answer.object, answer.status, answer.output_text) == ("response", "completed", "Hello!")
+    assert answer.id.startswith("resp_")
+    assert answer.usage.output_tokens == 6
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 6
+    assert answer.usage.output_tokens_details.reasoning_tokens == 0
+    assert (answer.instructions, answer.max_output_tokens, answer.metadata) == ("Be kind.", 9, {"a": "b"})
+    assert answer.model_dump()["store"] is False
+    assert prompt_text(pool.asked[0]) == "system:Be kind.user:Hia:"
+    assert pool.asked[0].sampling == {"temperature": 0.5, "max_tokens": 9}
+
+
+def test_an_answer_is_as_long_as_fits_without_a_limit(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    ask(client)
+    assert pool.asked[0].sampling == {"max_tokens": MAX_MODEL_LEN - len(pool.asked[0].token_ids)}
+
+
+def test_reasoning_text_and_calls_are_items(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(ANSWER)
+    answer = ask(client, tools=[WEATHER])
+    reasoning, message, call = answer.output
+    assert (reasoning.type, reasoning.content[0].text, reasoning.summary) == ("reasoning", "I see.", [])
+    assert (message.type, message.content[0].text, message.status) == ("message", "Look.", "completed")
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Oslo"})
+    assert call.call_id.startswith("call_")
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("<think>\nI see.</think>")
+    assert prompt_text(pool.asked[0]).startswith("get_weather;")
+
+
+def test_a_stream_tells_how_the_same_items_come_about(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(tuple("".join(ANSWER)))
+    events = list(ask(client, tools=[WEATHER], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert [kind for kind in kinds if "delta" not in kind][2:] == [
+        *("response.output_item.added", "response.content_part.added", "response.reasoning_text.done"),
+        *("response.content_part.done", "response.output_item.done"),
+        *("response.output_item.added", "response.content_part.added", "response.output_text.done"),
+        *("response.content_part.done", "response.output_item.done"),
+        *("response.output_item.added", "response.function_call_arguments.done", "response.output_item.done"),
+        "response.completed",
+    ]
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == "Look."
+    output = events[-1].response.output
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.id for item in output] == [item.id for item in done]
+    assert [event.output_index for event in events if event.type == "response.output_item.added"] == [0, 1, 2]
+    deltas = [event for event in events if event.type.endswith(".delta")]
+    assert {event.item_id for event in deltas} == {item.id for item in output}
+
+
+def test_the_clients_own_stream_helper_follows_it(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(ANSWER)
+    with client.responses.stream(model="dflash", input="Hi", tools=[WEATHER]) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == "Look."
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_short_is_incomplete(client: openai.OpenAI, pool: ScriptedPool, stream: bool) -> None:
+    pool.script = Script(("Hel",), "length")
+    answer = ask(client, stream=stream)
+    if stream:
+        events = list(answer)
+        assert events[-1].type == "response.incomplete"
+        answer = events[-1].response
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (answer.output_text, answer.output[0].status) == ("Hel", "incomplete")
+
+
+def test_an_error_in_mid_stream_is_a_failed_response(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(("Hel",), error=Internal("the engine died"))
+    events = list(ask(client, stream=True))
+    assert events[-1].type == "response.failed"
+    assert (events[-1].response.status, events[-1].response.error.message) == ("failed", "the engine died")
+
+
+def test_the_items_of_a_conversation_are_its_messages(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(ANSWER)
+    first = ask(client, tools=[WEATHER])
+    output = [item.model_dump(exclude_none=True) for item in first.output]
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "Rain"}
+    parts = [{"type": "input_text", "text": "Hi"}]
+    ask(client, input=[{"role": "user", "content": parts}, *output, result, {"role": "user", "content": "So?"}])
+    assert prompt_text(pool.asked[1]) == "user:Hiassistant:I see.Look.<tool_call>Oslotool:Rainuser:So?a:"
+
+
+def test_a_schema_of_the_text_and_the_effort_go_to_the_model(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": CITY, "strict": True}}
+    ask(client, text=text)
+    assert pool.asked[0].sampling["structured_outputs"]["json"] == CITY
+    ask(client, text=text, reasoning={"effort": "none"})
+    assert pool.asked[1].sampling["response_format"]["json_schema"]["schema"] == CITY
+    assert prompt_text(pool.asked[1]).endswith("<think></think>")
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
+        ({"store": True}, "store", "keeps no responses"),
+        ({"conversation": "c"}, "conversation", "keeps no conversations"),
+        ({"background": True}, "background", "wait for the answer"),
+        ({"include": ["file_search_call.results"]}, "include", "allowed: reasoning.encrypted_content"),
+        ({"tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] has the type 'web_search'; allowed: function"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice",
+            "names the function 'f'",
+        ),
+        ({"input": []}, "input", "'input' is an empty list"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "allowed: message, function_call"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]", "a part of the type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format", "is not of the type text"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "'reasoning.effort' is wrong"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "'max_output_tokens' is 0"),
+        ({"extra_body": {"messages": []}}, "messages", "unknown field 'messages'"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_names_it(
+    client: openai.OpenAI, more: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
+        ask(client, **more)
+    assert raised.value.param == param
