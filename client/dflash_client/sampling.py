@@ -31,6 +31,8 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str] | None
+    structured_outputs: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
     logprobs: int | None
     prompt_logprobs: int | None
     num_speculative_tokens: int | None

@@ -99,6 +99,11 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("dflash:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
     MetricSpec("dflash:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
     MetricSpec("dflash:num_preemptions_total", "counter", "Requests that gave up their blocks for others"),
+    MetricSpec("dflash:grammar_requests_total", "counter", "Requests with structured output"),
+    MetricSpec("dflash:grammars_compiled_total", "counter", "Grammars that were compiled"),
+    MetricSpec("dflash:grammar_compile_seconds_total", "counter", "Time of compiling grammars, beside the steps"),
+    MetricSpec("dflash:grammar_steps_total", "counter", "Steps in which a grammar hid tokens"),
+    MetricSpec("dflash:grammar_mask_seconds_total", "counter", "The host's time of filling masks for these steps"),
     MetricSpec(
         "dflash:request_success_total", "counter", "Finished requests by finish reason", label="finished_reason"
     ),
@@ -175,6 +180,14 @@ VLLM_NAMES = {
     "dflash:request_prompt_tokens": "vllm:request_prompt_tokens",
     "dflash:request_generation_tokens": "vllm:request_generation_tokens",
     "dflash:request_params_n": "vllm:request_params_n",
+}
+# The same, by the field of `GrammarStats`.
+_GRAMMAR_COUNTERS = {
+    "num_requests": "dflash:grammar_requests_total",
+    "num_compiled": "dflash:grammars_compiled_total",
+    "compile_seconds": "dflash:grammar_compile_seconds_total",
+    "num_mask_steps": "dflash:grammar_steps_total",
+    "mask_seconds": "dflash:grammar_mask_seconds_total",
 }
 _ENGINE_GAUGES = {
     "num_requests_running": "dflash:num_requests_running",
@@ -266,6 +279,9 @@ class Metrics:
         last, self._last = self._last, stats
         for field, name in _ENGINE_COUNTERS.items():
             if increase := getattr(stats, field) - getattr(last, field):
+                self.count(name, increase)
+        for field, name in _GRAMMAR_COUNTERS.items():
+            if increase := getattr(stats.grammars, field) - getattr(last.grammars, field):
                 self.count(name, increase)
         drafted = stats.spec_decoding - last.spec_decoding
         for field in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):

@@ -49,6 +49,7 @@ NOT_RUN = {
         ".venv/bin/pytest tests/test_real_weights.py -s": PLACEHOLDER,
     },
     "docs/checkpoints.md": {},
+    "docs/structured-output.md": {},
     "docs/load-testing.md": {
         "make load                                        # lists the scenarios": INSTALLS,
         "make load SCENARIO=shared-prefix COMPARE=enable_prefix_caching=false": INSTALLS,

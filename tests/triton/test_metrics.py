@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dflash_backend.messages import EngineStats, SpeculationStats
+from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.triton.metrics import METRICS, Metrics
 
@@ -86,6 +86,7 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         prefix_cache_hits=106,
         spec_decoding=SpecDecodingStats(107, 108, 109, [110, 111]),
         speculation=SpeculationStats(112, 113, [114, 115], [116.5, 117.5], 118, 119, 1.2),
+        grammars=GrammarStats(131, 132, 133.5, 134, 135.5),
     )
     metrics.follow(stats)
     metrics.flush()
@@ -111,6 +112,11 @@ def test_every_figure_of_the_engine_reaches_the_metric_that_is_named_after_it(tr
         ("dflash:spec_decode_num_draft_tokens_per_pos_total", "1"): 115,
         ("dflash:spec_decode_num_expected_tokens_per_pos_total", "0"): 116.5,
         ("dflash:spec_decode_num_expected_tokens_per_pos_total", "1"): 117.5,
+        ("dflash:grammar_requests_total",): 131,
+        ("dflash:grammars_compiled_total",): 132,
+        ("dflash:grammar_compile_seconds_total",): 133.5,
+        ("dflash:grammar_steps_total",): 134,
+        ("dflash:grammar_mask_seconds_total",): 135.5,
     }
 
 

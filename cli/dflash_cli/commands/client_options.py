@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from dflash_cli.commands.arguments import (
@@ -105,6 +106,11 @@ def add_client_options(parser: argparse.ArgumentParser, max_tokens: int | None =
     add("--repetition-penalty", type=number, metavar="X", help="above 0; 1 is none")
     add("--logprobs", type=non_negative_int, metavar="N", help="log-probabilities, with this many of the likeliest")
     add("--num-speculative-tokens", type=non_negative_int, metavar="N", help="draft tokens in a step; 0: none")
+    formats = group.add_mutually_exclusive_group()
+    formats.add_argument("--json-schema", metavar="FILE", help="answer in JSON by this schema")
+    formats.add_argument("--regex", metavar="REGEX", help="answer with a text of this regular expression")
+    formats.add_argument("--choice", action="append", metavar="TEXT", help="answer with one of these; to be repeated")
+    formats.add_argument("--grammar", metavar="FILE", help="answer with a text of this Lark grammar")
     add(
         "--thinking",
         dest="enable_thinking",
@@ -144,11 +150,35 @@ def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
     `ValueError`."""
     sampling: dict[str, Any] = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
     sampling = {name: value for name, value in sampling.items() if value is not None}
+    sampling |= _structured_outputs(arguments)
     for name, text in arguments.parameters:
         if name in INPUTS:
             raise ValueError(f"'{name}' is not a sampling parameter")
         sampling[name] = _value(name, text)
     return sampling
+
+
+def _structured_outputs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The grammar that an option names, as a sampling parameter. Raises `ValueError` for a file that cannot be read."""
+    if arguments.json_schema is not None:
+        try:
+            grammar: dict[str, Any] = {"json": json.loads(_text_of(arguments.json_schema))}
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{arguments.json_schema} is not JSON: {error}") from None
+    elif arguments.grammar is not None:
+        grammar = {"grammar": _text_of(arguments.grammar)}
+    else:
+        grammar = {
+            name: getattr(arguments, name) for name in ("regex", "choice") if getattr(arguments, name) is not None
+        }
+    return {"structured_outputs": grammar} if grammar else {}
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _value(name: str, text: str) -> Any:
