@@ -1,8 +1,7 @@
 """Compiles grammars against the target's tokenizer, on threads of its own, so that no step waits for one.
 
-llguidance bounds its own work by fuel, states and sizes, so a compilation ends after a fraction of a second whatever a
-client sent; a time limit holds besides. Grammars that were compiled lately are kept, and all those of requests in
-progress.
+Most take a millisecond. Those that may take much longer are tried in a process of their own first (`trial`), so that
+the time limit holds. Grammars that were compiled lately are kept, and all those of requests in progress.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
+from dflash_backend.structured_output.trial import GrammarTrial, compile_grammar, needs_trial
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _log = logging.getLogger(__name__)
 
-# Compilations at a time; most take a millisecond.
-NUM_THREADS = 2
 # Of one compilation, first mask included, in seconds.
 TIME_LIMIT_S = 10.0
 # Grammars that are kept for requests to come.
@@ -74,10 +71,13 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
-        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
+        self._tokenizers: dict[tuple[int, ...], tuple[LLTokenizer, GrammarTrial]] = {}
         self._compiled: WeakValueDictionary[Key, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[Key, CompiledGrammar] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+        # Grammars that took too much, and what was said of them.
+        self._refused: OrderedDict[Key, str] = OrderedDict()
+        # By whether the grammars need a trial, for which those that need none do not wait.
+        self._pools: dict[bool, ThreadPoolExecutor] = {}
         self.num_compiled = 0
         self.compile_seconds = 0.0
 
@@ -91,10 +91,11 @@ class GrammarCompiler:
         if compiled is not None:
             future.set_result(compiled)
             return future
+        tried = needs_trial(grammar)
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_THREADS, "dflash-grammars")
-        return self._pool.submit(self.compile, grammar, eos_token_ids)
+            if tried not in self._pools:
+                self._pools[tried] = ThreadPoolExecutor(1, "dflash-grammars")
+        return self._pools[tried].submit(self.compile, grammar, eos_token_ids)
 
     def compile(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> CompiledGrammar:
         """The compiled grammar, kept or new; waits for it. Raises `GrammarError`."""
@@ -102,20 +103,29 @@ class GrammarCompiler:
         compiled = self._find(key)
         if compiled is not None:
             return compiled
-        tokenizer = self._tokenizer(eos_token_ids)
+        tokenizer, trial = self._tokenizer(eos_token_ids)
         started = time.monotonic()
-        matcher = _matcher(tokenizer, llguidance_grammar(grammar))
-        seconds = time.monotonic() - started
-        if seconds > TIME_LIMIT_S:
-            raise GrammarError(f"took {seconds:.0f} s to compile; allowed: {TIME_LIMIT_S:g} s. Make it simpler")
+        text = llguidance_grammar(grammar)
+        if needs_trial(grammar):
+            self._try(key, text, trial)
+        matcher = _matcher(tokenizer, text)
         with self._lock:
             self.num_compiled += 1
-            self.compile_seconds += seconds
+            self.compile_seconds += time.monotonic() - started
             compiled = self._compiled.setdefault(key, CompiledGrammar(matcher, eos_token_ids))
             self._recent[key] = compiled
             if len(self._recent) > CACHE_SIZE:
                 self._recent.popitem(last=False)
         return compiled
+
+    def _try(self, key: Key, text: str, trial: GrammarTrial) -> None:
+        """Raise `GrammarError` for a grammar that takes too much. The same one is not tried again."""
+        reason = self._refused.get(key) or trial.run(text)
+        if reason is not None:
+            self._refused[key] = reason
+            if len(self._refused) > CACHE_SIZE:
+                self._refused.popitem(last=False)
+            raise GrammarError(reason)
 
     def _find(self, key: Key) -> CompiledGrammar | None:
         with self._lock:
@@ -127,15 +137,15 @@ class GrammarCompiler:
                     self._recent.popitem(last=False)
             return compiled
 
-    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-        """The target's vocabulary as llguidance reads it. Raises `GrammarError`."""
+    def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, GrammarTrial]:
+        """The target's vocabulary as llguidance reads it, and what tries grammars with it. Raises `GrammarError`."""
         with self._tokenizer_lock:
             tokenizer = self._tokenizers.get(eos_token_ids)
             if tokenizer is None:
                 tokenizer = self._tokenizers[eos_token_ids] = self._read_tokenizer(eos_token_ids)
             return tokenizer
 
-    def _read_tokenizer(self, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    def _read_tokenizer(self, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, GrammarTrial]:
         started = time.monotonic()
         try:
             text = self._load_tokenizer()
@@ -153,7 +163,7 @@ class GrammarCompiler:
                 f"cannot be followed with the target's tokenizer, which llguidance cannot read: {first_line(error)}"
             ) from None
         _log.info("read the target's tokenizer for grammars in %.2f s", time.monotonic() - started)
-        return tokenizer
+        return tokenizer, GrammarTrial(text, self._vocab_size, within, TIME_LIMIT_S)
 
 
 def llguidance_grammar(grammar: StructuredOutputs) -> str:
@@ -173,10 +183,9 @@ def llguidance_grammar(grammar: StructuredOutputs) -> str:
 
 def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher whose first mask allows something. Raises `GrammarError`."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8) if not matcher.is_error() else np.zeros(1)
+    matcher = compile_grammar(tokenizer, grammar)
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
         raise GrammarError(f"is wrong or too large: {' '.join(matcher.get_error().split())[:500]}")
-    if matcher.is_error() or not mask.any():
+    if matcher.is_error():
         raise GrammarError("allows no text at all, or none that the target's vocabulary can spell")
     return matcher

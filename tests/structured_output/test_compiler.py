@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output import compiler as compiler_module
 from dflash_backend.structured_output.compiler import CACHE_SIZE, GrammarCompiler, GrammarError
 from dflash_backend.structured_output.matcher import MatcherRules
 from dflash_backend.text.tokenizer import Tokenizer, tokenizer_json
@@ -51,7 +52,7 @@ ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$re
         (of("json", {"$ref": "#/nowhere"}), "'/nowhere' does not exist"),
         (of("json", {"type": "integer", "minimum": 5, "maximum": 3}), "minimum .5. is greater than maximum"),
         (of("json", {"type": "string", "pattern": "(?=a)b"}), "look-around"),
-        (of("json", {"enum": []}), "enum"),
+        (of("json", {"enum": []}), "anyOf is empty"),
         (of("json", ENDLESS), "allows no text at all"),
         (
             of("json", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20_000)}}),
@@ -127,6 +128,21 @@ def test_a_grammar_of_a_request_outlives_the_cache(compiler):
 def test_the_error_of_a_grammar_is_that_of_its_future(compiler):
     future: Future = compiler.submit(of("regex", "("), (EOS,))
     assert isinstance(future.exception(10), GrammarError)
+
+
+def test_a_grammar_that_takes_too_long_is_given_up_and_not_tried_again(tokenizer_text, monkeypatch):
+    monkeypatch.setattr(compiler_module, "TIME_LIMIT_S", 1.0)
+    compiler = GrammarCompiler(lambda: tokenizer_text, 300)
+    endless = of("grammar", "start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(200)))
+    slow = compiler.submit(endless, (EOS,))
+    assert compiler.submit(of("regex", "not behind it"), (EOS,)).result(20) is not None
+    for future in (slow, compiler.submit(endless, (EOS,))):
+        with pytest.raises(GrammarError, match="takes longer than 1 s to compile"):
+            future.result(60)
+    # The next one is tried by a process of its own.
+    assert compiler.compile(of("grammar", 'start: "a"'), (EOS,)) is not None
+    (_, trial) = compiler._tokenizers[(EOS,)]
+    trial.close()
 
 
 def test_a_target_without_an_end_of_sequence_token_can_follow_no_grammar(compiler):
