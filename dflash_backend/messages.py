@@ -185,6 +185,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     Every delta of a request with stop strings has stats: the text may end the answer within it.
     `logprobs` has an entry for each of `token_ids`, and is None when the request asked for none. `prompt_logprobs` has
     those of the prompt's tokens after its first, in order, over all deltas; a delta may have only these.
+    `num_draft_tokens` counts the drafts that the step verified for the request.
     """
 
     request_id: str
@@ -193,6 +194,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     stats: RequestStats | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = []
+    num_draft_tokens: int = 0
 
     @classmethod
     def joined(cls, deltas: list[TokenDelta]) -> TokenDelta:
@@ -203,7 +205,8 @@ class TokenDelta(msgspec.Struct, frozen=True):
             logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
         token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs]
-        return cls(last.request_id, token_ids, last.finish_reason, last.stats, logprobs, of_prompt)
+        num_drafts = sum(delta.num_draft_tokens for delta in deltas)
+        return cls(last.request_id, token_ids, last.finish_reason, last.stats, logprobs, of_prompt, num_drafts)
 
 
 class RequestRejected(msgspec.Struct, frozen=True):

@@ -46,6 +46,7 @@ __all__ = [
     "QueueFull",
     "RequestTimeout",
     "Sampling",
+    "Step",
     "Stream",
     "Unauthenticated",
     "Unavailable",
@@ -53,7 +54,7 @@ __all__ = [
 
 _HOME = {
     "client": ("AsyncDFlashClient", "DFlashClient"),
-    "results": ("Completion", "Delta", "GenerationResult", "Logprob"),
+    "results": ("Completion", "Delta", "GenerationResult", "Logprob", "Step"),
     "sampling": ("Sampling",),
     "stream": ("AsyncStream", "Stream"),
 }

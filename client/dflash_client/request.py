@@ -36,6 +36,7 @@ class Request:
     messages: str | None = None
     sampling: str | None = None
     wants_logprobs: bool = False
+    wants_steps: bool = False
     describe: bool = False
     headers: tuple[tuple[str, str], ...] = ()
 
@@ -54,7 +55,8 @@ class Request:
         sampling: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out.
+        """Check what the caller passed and sort it into the inputs. Sampling parameters that are None are left out;
+        `return_steps` among them asks for `Delta.steps`.
 
         Raises `ValueError` unless exactly one of `prompt` and `messages` is given, and for what no request can carry:
         text without a UTF-8 form, values without a JSON form, ids that are no 64-bit integers, odd headers.
@@ -62,6 +64,7 @@ class Request:
         if (prompt is None) == (messages is None):
             raise ValueError("give exactly one of prompt and messages")
         given = {name: value for name, value in sampling.items() if value is not None}
+        wants_steps = bool(given.pop("return_steps", False))
         return cls(
             model,
             stream,
@@ -70,6 +73,7 @@ class Request:
             messages=None if messages is None else _json(list(messages), "messages"),
             sampling=_json(given, "sampling parameters") if given else None,
             wants_logprobs="logprobs" in given,
+            wants_steps=wants_steps,
             headers=check_headers(headers or {}),
         )
 
@@ -80,6 +84,8 @@ class Request:
         names = RETURNED + (RETURNED_WITH_LOGPROBS if self.wants_logprobs else ())
         flags = dict.fromkeys(names, True)
         flags["stream"] = self.stream
+        if self.wants_steps:
+            flags["return_steps"] = True
         if not self.stream:
             flags["exclude_input_in_output"] = True
         return flags

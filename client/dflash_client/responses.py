@@ -1,8 +1,8 @@
 """Turns the outputs of a response into deltas, the same for every transport.
 
 A transport gives `Outputs`: each output of the model by name, as a list of its elements (strings, numbers).
-With n completions, `text_output`, `finish_reason`, `num_output_tokens`, `cumulative_logprob`, `logprobs` and
-`spec_stats` have n elements, and `token_ids` holds the new ids of all completions, one after the other.
+With n completions, `text_output`, `finish_reason`, `num_output_tokens`, `cumulative_logprob`, `logprobs`, `steps`
+and `spec_stats` have n elements, and `token_ids` holds the new ids of all completions, one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_client.errors import Internal
-from dflash_client.results import Delta, Logprob, TokenLogprobs
+from dflash_client.results import Delta, Logprob, Step, TokenLogprobs
 
 Outputs = Mapping[str, list[Any]]
 
@@ -44,6 +44,7 @@ class ResponseReader:
                 logprobs=_logprobs(_json(_element(outputs, "logprobs", index), "logprobs")),
                 cumulative_logprob=_element(outputs, "cumulative_logprob", index),
                 prompt_logprobs=of_prompt if index == 0 else None,
+                steps=_steps(_json(_element(outputs, "steps", index), "steps")),
             )
             if self._is_news(delta):
                 yield delta
@@ -101,6 +102,10 @@ def _json(text: str | None, output: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise Internal(f"the output '{output}' of the server is not JSON: {error}") from None
+
+
+def _steps(entries: Any) -> tuple[Step, ...] | None:
+    return None if entries is None else tuple(Step(*entry) for entry in entries)
 
 
 def _logprobs(entries: Any) -> tuple[TokenLogprobs, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,15 @@ class Logprob:
 TokenLogprobs = dict[int, Logprob]
 
 
+class Step(NamedTuple):
+    """What one step of the engine added: tokens, of which all but one are accepted drafts, drafts that it verified, and
+    characters of text."""
+
+    num_tokens: int
+    num_draft_tokens: int
+    num_chars: int
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one response of the server has that is new for one completion: text, and the tokens that it came from.
@@ -29,6 +38,7 @@ class Delta:
     were asked for. `cumulative_logprob` is that of the completion so far. `spec_stats` has the fields
     that the server sends, such as `acceptance_length` and `num_cached_tokens`. `prompt_logprobs`, of the first
     completion's deltas, has an entry for each token of the prompt, the first of which is None, if they were asked for.
+    `steps` is None unless the request had `return_steps`; a delta has more than one where the server was busy.
     """
 
     text: str
@@ -41,6 +51,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    steps: tuple[Step, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class Sampling(TypedDict, total=False):
     tenant: str | None
     priority: int | None
     timeout: int | None
+    # Not a sampling parameter: whether deltas have `steps`.
+    return_steps: bool | None
     # For the chat template of `messages`.
     chat_template_kwargs: Mapping[str, Any] | None
     enable_thinking: bool | None

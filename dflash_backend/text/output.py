@@ -23,6 +23,8 @@ LOWEST_LOGPROB = -9999.0
 SEPARATOR = "/"
 # Bytes of a token in the output `token_ids`.
 TOKEN_ID_BYTES = 4
+# Bytes of an entry of the output `steps`, about.
+STEP_BYTES = 14
 
 
 class AddedTokens(NamedTuple):
@@ -38,16 +40,25 @@ class AddedTokens(NamedTuple):
     stopped_at: int | None = None
 
 
+class OutputStep(NamedTuple):
+    """What one step of the engine added to a completion: its tokens, the drafts that it verified, characters of text."""
+
+    num_tokens: int
+    num_draft_tokens: int
+    num_chars: int
+
+
 class CompletionState:
     """One completion: its new output since the last `clear`, and totals.
 
     text: pieces of text, the first one the request's `prefix`. logprobs: an entry a token; logprobs_json: the same as
-    JSON text, as clients get it. num_bytes: of all of these. cumulative_logprob, num_tokens: totals.
+    JSON text, as clients get it. steps: one for each delta, where they were asked for. num_bytes: of all of these. cumulative_logprob, num_tokens: totals.
     """
 
     def __init__(self, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, parsed.sampling)
         self._returns_token_ids = parsed.returns.token_ids
+        self._returns_steps = parsed.returns.steps
         # Otherwise only their sum.
         self._returns_logprobs = parsed.returns.logprobs and parsed.sampling.logprobs is not None
         self._logprobs_as_json = logprobs_as_json
@@ -57,6 +68,7 @@ class CompletionState:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.logprobs_json: list[str] = []
+        self.steps: list[OutputStep] = []
         self.num_bytes = len(parsed.prefix.encode())
         self.cumulative_logprob = 0.0
         self.num_tokens = 0
@@ -74,7 +86,11 @@ class CompletionState:
         if self.finish_reason is not None:
             return AddedTokens()
         now = time.monotonic()
+        num_pieces = len(self.text)
         count = self._append_all(delta)
+        if self._returns_steps and delta.token_ids:
+            self.steps.append(OutputStep(count, delta.num_draft_tokens, sum(map(len, self.text[num_pieces:]))))
+            self.num_bytes += STEP_BYTES
         self.num_tokens += count
         self.num_bytes += count * TOKEN_ID_BYTES
         self.token_ids += delta.token_ids[:count]
@@ -100,6 +116,7 @@ class CompletionState:
     def clear(self) -> None:
         """Drop the output so far: it was sent."""
         self.text, self.token_ids, self.logprobs, self.logprobs_json, self.num_bytes = [], [], [], [], 0
+        self.steps = []
         self._end_sent = self.finish_reason is not None
 
     def _append_all(self, delta: TokenDelta) -> int:

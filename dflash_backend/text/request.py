@@ -35,6 +35,7 @@ RETURN_FLAGS = (
     "return_cumulative_logprob",
     "return_token_ids",
     "return_spec_stats",
+    "return_steps",
 )
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
@@ -71,6 +72,7 @@ class ReturnFlags:
     cumulative_logprob: bool = False
     token_ids: bool = False
     spec_stats: bool = False
+    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

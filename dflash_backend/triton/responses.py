@@ -65,6 +65,8 @@ class ResponseBuilder:
         if returns.token_ids:
             ids = [token_id for one in completions for token_id in one.token_ids]
             outputs["token_ids"] = np.array(ids, dtype=np.int32)
+        if returns.steps:
+            outputs["steps"] = _texts([json.dumps(one.steps) for one in completions])
         if returns.spec_stats and state.finished:
             report_cached = self._report_cached_tokens or bool(state.parsed.sampling.cache_salt)
             stats = [spec_stats_json(one.stats, report_cached) for one in completions if one.stats is not None]

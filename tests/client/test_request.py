@@ -15,6 +15,7 @@ from dflash_client import (
     InvalidArgument,
     Logprob,
     RequestTimeout,
+    Step,
     Unavailable,
 )
 from dflash_client.address import Location, parse_url
@@ -86,6 +87,15 @@ def test_log_probabilities_are_asked_for_with_the_parameter_logprobs_only() -> N
     assert "return_logprobs" not in plain
     assert asked["return_logprobs"]
     assert asked["return_cumulative_logprob"]
+
+
+def test_steps_are_asked_for_by_name_and_are_no_sampling_parameter() -> None:
+    request = Request.build("m", True, "a", None, {"return_steps": True, "seed": 1})
+    assert request.flags()["return_steps"] is True
+    assert request.sampling == '{"seed": 1}'
+    assert "return_steps" not in Request.build("m", True, "a", None, {}).flags()
+    (delta,) = ResponseReader().deltas({"text_output": ["ab"], "steps": ["[[2, 5, 1], [1, 0, 1]]"]})
+    assert delta.steps == (Step(2, 5, 1), Step(1, 0, 1))
 
 
 def test_deltas_join_to_a_result() -> None:

@@ -100,7 +100,7 @@ def test_only_text_output_comes_unasked(ask):
     assert set(ask(GREEDY)) == {"text_output"}
 
 
-@pytest.mark.parametrize("name", [*FLAGS, "spec_stats"])
+@pytest.mark.parametrize("name", [*FLAGS, "spec_stats", "steps"])
 def test_each_output_comes_when_asked_for_and_alone(ask, name):
     assert set(ask({**GREEDY, "logprobs": "1"}, **{f"return_{name}": True})) == {"text_output", name}
 
@@ -275,6 +275,20 @@ def test_skip_special_tokens_shows_or_hides_them(ask, tokenizer):
     shown = ask({**parameters, "skip_special_tokens": "false"})["text_output"][0].decode()
     assert shown == tokenizer.decode([special, special], skip_special_tokens=False) != ""
     assert ask(parameters)["text_output"] == [b""]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_steps_add_up_to_the_answer_and_its_statistics(server, stream):
+    flags = {"return_steps": True, "return_spec_stats": True, "exclude_input_in_output": True}
+    inputs = inputs_of(text_input=PROMPT, stream=stream, **flags)
+    results, _ = infer(server.grpc_url, inputs, GREEDY)
+    steps = [step for result in results for step in json.loads(result.as_numpy("steps")[0])]
+    stats = json.loads(results[-1].as_numpy("spec_stats")[0])
+    assert sum(num_tokens for num_tokens, _, _ in steps) == 24
+    assert sum(drafts > 0 for _, drafts, _ in steps) == stats["num_drafts"] > 0
+    assert sum(drafts for _, drafts, _ in steps) == stats["num_draft_tokens"]
+    assert sum(num_tokens - 1 for num_tokens, _, _ in steps) == stats["num_accepted_tokens"]
+    assert sum(num_chars for _, _, num_chars in steps) == len(text_of(results))
 
 
 def test_num_speculative_tokens_of_0_drafts_nothing_and_changes_no_token(ask):

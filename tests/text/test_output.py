@@ -74,6 +74,19 @@ def test_logprobs_come_as_json_or_as_they_are(tokenizer: Tokenizer, as_json: boo
     assert [entry.token_ids for entry in completion.logprobs] == ([] if as_json else [[97], [98]])
 
 
+def test_steps_have_the_text_that_each_of_them_completed(tokenizer: Tokenizer) -> None:
+    request = state(tokenizer, ReturnFlags(steps=True), stop=("xy",))
+    (completion,) = request.completions
+    request.add(TokenDelta("r", list(b"abc"), num_draft_tokens=5))
+    # The x may begin the stop string, so its text comes with the step after it; the y alone never does.
+    request.add(TokenDelta("r", list(b"dx"), num_draft_tokens=4))
+    request.add(TokenDelta("r", list(b"efxyg"), num_draft_tokens=7))
+    assert completion.steps == [(3, 5, 3), (2, 4, 1), (4, 7, 3)]
+    assert "".join(completion.text) == "abcdxef"
+    completion.clear()
+    assert completion.steps == []
+
+
 def test_a_request_ends_with_its_last_completion(tokenizer: Tokenizer) -> None:
     request = state(tokenizer, n=3)
     assert request.engine_ids == ["r", "r/1", "r/2"]
