@@ -28,6 +28,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
         "a Triton that is shared is not written into",
     ),
     ("tests/cli/test_server_options.py::", "no address but loopback", "a machine without a network"),
+    (
+        "tests/frontend/playground/",
+        "needs Chromium",
+        "a browser that no Python package brings; `.ci/run` installs Debian's where it may",
+    ),
     ("tests/docker/test_docker.py::", "needs Prometheus's promtool", "a program that no Python package brings"),
 )
 

@@ -22,6 +22,7 @@ from dflash_openai.health import get_version, health
 from dflash_openai.metrics import FrontendMetrics, MetricsMiddleware, get_metrics
 from dflash_openai.models import get_model, list_models
 from dflash_openai.openapi import get_openapi
+from dflash_openai.playground import playground_routes
 from dflash_openai.responses import create_response
 from dflash_openai.state import Frontend
 from dflash_openai.tokenize import detokenize, tokenize
@@ -56,6 +57,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/version", get_version),
         Route("/metrics", get_metrics),
         Route("/openapi.json", get_openapi),
+        *playground_routes(),
     ]
     metrics = FrontendMetrics(route.path for route in routes)
     app = Starlette(

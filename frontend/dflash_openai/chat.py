@@ -106,7 +106,7 @@ class ChatAnswer(Answer):
             yield {"choices": [role], **self.extra()}
         reader = self._readers[delta.index]
         deltas = list(reader.deltas(delta.text, delta.finish_reason is not None))
-        if not deltas and (delta.finish_reason or delta.logprobs or self._returns_token_ids):
+        if not deltas and (delta.finish_reason or delta.logprobs or delta.steps or self._returns_token_ids):
             deltas = [{}]
         for place, fields in enumerate(deltas):
             is_first, is_last = place == 0, place == len(deltas) - 1
@@ -116,6 +116,7 @@ class ChatAnswer(Answer):
                 "logprobs": self._written(delta.logprobs) if is_first else None,
                 "finish_reason": reader.finish_reason(delta.finish_reason) if is_last else None,
                 **self._token_ids(delta.token_ids if is_first else ()),
+                **({"steps": delta.steps} if is_first and delta.steps is not None else {}),
             }
             yield {"choices": [choice]}
 

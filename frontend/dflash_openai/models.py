@@ -20,6 +20,7 @@ def _card(model: Model, name: str) -> dict[str, Any]:
         "root": model.description.target_model or model.names[0],
         "parent": None,
         "max_model_len": model.description.max_model_len,
+        "num_speculative_tokens": model.description.num_speculative_tokens,
     }
 
 

@@ -61,7 +61,7 @@ class StaticFile:
 
 
 def playground_routes() -> list[Route]:
-    """`/` and `/playground/NAME` for each file."""
+    """`/` and `/static/NAME` for each file."""
     folder = resources.files("dflash_openai") / "static"
     files = {
         entry.name: StaticFile(entry.name, entry.read_bytes())
@@ -76,4 +76,4 @@ def playground_routes() -> list[Route]:
         file = files.get(request.path_params["name"])
         return Response("no such file", 404, HEADERS) if file is None else file.respond(request)
 
-    return [Route("/", page, name="playground"), Route("/playground/{name}", asset, name="playground-file")]
+    return [Route("/", page, name="playground"), Route("/static/{name}", asset, name="playground-file")]

@@ -22,7 +22,7 @@ SAME_NAMES = (
         "best_of",
         "use_beam_search",
     ),
-    *("length_penalty",),
+    *("length_penalty", "return_steps"),
 )
 # vLLM's older names of structured output.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}

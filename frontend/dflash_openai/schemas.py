@@ -76,6 +76,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_steps: bool | None = None
     # Taken, without effect.
     metadata: dict[str, Any] | None = None
     store: Literal[False] | None = None

@@ -2,8 +2,8 @@
 
 /**
  * A step is [tokens, draft tokens or null, milliseconds since the request, characters of reasoning, of content].
- * The server sends one chunk for each step of the engine: a chunk's `token_ids` are the tokens that step accepted,
- * `num_draft_tokens` the drafts it verified. Plain arrays, since an answer of 10,000 tokens is stored as it streams.
+ * A chunk's `steps` are those of the engine since the last chunk: [tokens that the step accepted, drafts that it
+ * verified, characters of its text]; of a server that does not tell them, a chunk is a step. Plain arrays, since an answer of 10,000 tokens is stored as it streams.
  */
 export class Answer {
   constructor(fields = {}) {
@@ -41,23 +41,40 @@ export class Answer {
     const content = delta.content ?? "";
     this._addToolCalls(delta.tool_calls ?? []);
     if (choice.token_ids) this.tokenIds?.push(...choice.token_ids);
-    const numTokens = choice.token_ids?.length ?? (content || reasoning || delta.tool_calls?.length ? null : 0);
-    if (numTokens === 0 && !content && !reasoning) return [];
+    const steps = choice.steps ?? this._oneStep(choice, reasoning || content || delta.tool_calls?.length);
+    if (!steps.length && !reasoning && !content) return [];
     this.state = "streaming";
     this.elapsed = elapsed;
-    let step = this.steps.at(-1);
-    if (numTokens !== 0 || !step) {
-      step = [numTokens, choice.num_draft_tokens ?? null, elapsed, 0, 0];
-      this.steps.push(step);
-    }
-    step[3] += reasoning.length;
-    step[4] += content.length;
+    const first = this.steps.length;
+    for (const [numTokens, numDrafts] of steps) this.steps.push([numTokens, numDrafts, elapsed, 0, 0]);
+    if (!this.steps.length) this.steps.push([null, null, elapsed, 0, 0]);
     this.reasoning += reasoning;
     this.content += content;
-    const index = this.steps.length - 1;
+    return this._distribute(reasoning, content, Math.min(first, this.steps.length - 1), steps);
+  }
+
+  /** The step of a chunk of a server that does not tell its steps: a chunk is one. */
+  _oneStep(choice, hasOutput) {
+    const numTokens = choice.token_ids?.length ?? (hasOutput ? null : 0);
+    return numTokens === 0 ? [] : [[numTokens, null]];
+  }
+
+  /** Pieces of a chunk's text, each with its step. What no step accounts for belongs to the last one. */
+  _distribute(reasoning, content, first, steps) {
     const pieces = [];
-    if (reasoning) pieces.push({ kind: "reasoning", text: reasoning, index, step });
-    if (content) pieces.push({ kind: "content", text: content, index, step });
+    const rest = { reasoning, content };
+    const last = this.steps.length - 1;
+    for (let index = first; index <= last; index += 1) {
+      let length = index < last ? codeUnits(rest.reasoning + rest.content, steps[index - first]?.[2] ?? Infinity) : Infinity;
+      for (const [kind, field] of [["reasoning", 3], ["content", 4]]) {
+        const text = rest[kind].slice(0, length);
+        if (!text) continue;
+        rest[kind] = rest[kind].slice(text.length);
+        length -= text.length;
+        this.steps[index][field] += text.length;
+        pieces.push({ kind, text, index, step: this.steps[index] });
+      }
+    }
     return pieces;
   }
 
@@ -100,6 +117,16 @@ export class Answer {
     }
     return message;
   }
+}
+
+/** How many code units the first `numChars` characters of a text have: the server counts characters. */
+function codeUnits(text, numChars) {
+  let units = 0;
+  for (const character of text) {
+    if (numChars-- <= 0) break;
+    units += character.length;
+  }
+  return units;
 }
 
 /**
@@ -146,7 +173,7 @@ export function figures(answer) {
     acceptanceRate: numDrafts ? (draftedTokens - numDrafted) / numDrafts : null,
     lastDrafts: steps.at(-1)?.[1] ?? null,
     ttft: steps.length ? steps[0][2] : null,
-    tokensPerSecond: seconds > 0.02 ? laterTokens / seconds : null,
+    tokensPerSecond: seconds > 0.005 ? laterTokens / seconds : null,
     histogram,
   };
 }

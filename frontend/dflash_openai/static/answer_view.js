@@ -39,8 +39,8 @@ export class AnswerView {
     });
     this.extra = element("div", { class: "extra" });
     this.figures = element("p", { class: "summary" });
-    this.node = element("section", { class: "answer", "aria-label": label ?? "Answer" });
-    if (label) this.node.append(element("h3", {}, label));
+    this.node = element("div", { class: "answer", role: "group", "aria-label": label ?? "Answer" });
+    if (label) this.node.append(element("p", { class: "answer-label" }, label));
     this.node.append(this.thoughts, this.body, this.extra, this.figures);
     this._text = { content: new RunText(this.body), reasoning: new RunText(this.reasoning) };
     this.node.addEventListener("focusin", () => actions.onShow(answer));
@@ -200,7 +200,7 @@ export function hideTip() {
 
 function wholeText({ reasoning, content, toolCalls }) {
   const calls = toolCalls.map(({ name, arguments: text }) => `${name}(${text})`);
-  return [reasoning, content, ...calls].join("\n");
+  return [reasoning, content, ...calls].filter((text) => text).join("\n");
 }
 
 /**

@@ -39,7 +39,8 @@ export class ApiError extends Error {
 export function explain(error) {
   const message = error.message ?? "";
   if (error.status === 0) return { title: "Server unreachable", hint: "" };
-  if (error.status === 401 || error.status === 403)
+  if (error.status === 403) return { title: "Not allowed", hint: "" };
+  if (error.status === 401)
     return { title: "API key refused", hint: "Enter a valid key under Connection.", field: "api-key" };
   if (error.status === 429) return { title: "Server busy", hint: "It takes no more requests for the moment." };
   if (error.status === 404) return { title: "Not found", hint: "Choose another model at the top." };

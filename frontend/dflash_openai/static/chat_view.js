@@ -15,6 +15,7 @@ export class ChatView {
     this.views = new Map(); // of answers
     this.nodes = new Map(); // of turns
     this._followsEnd = true;
+    this._lastTop = 0;
     this._scroll = byId("scroll");
     this._scroll.addEventListener("scroll", () => this._onScroll(), { passive: true });
     byId("to-end").addEventListener("click", () => this.toEnd());
@@ -59,7 +60,10 @@ export class ChatView {
 
   _onScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this._scroll;
-    this._followsEnd = scrollHeight - scrollTop - clientHeight < NEAR_END;
+    // Only a person scrolls up. Farther from the end than before may also mean that text has come since.
+    if (scrollTop < this._lastTop) this._followsEnd = false;
+    if (scrollHeight - scrollTop - clientHeight < NEAR_END) this._followsEnd = true;
+    this._lastTop = scrollTop;
     byId("to-end").hidden = this._followsEnd;
     hideTip();
   }

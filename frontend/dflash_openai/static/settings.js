@@ -100,6 +100,7 @@ export class Settings {
       stream: true,
       stream_options: { include_usage: true },
       return_token_ids: true,
+      return_steps: true,
     };
     for (const name of NUMBERS) {
       const input = byId(name);

@@ -57,7 +57,13 @@ export class Chat {
         return answer;
       });
     }
-    addEventListener("pagehide", () => this.save());
+    // A page that is left loses its stream. What is kept is the state before that, so that it reads as interrupted.
+    this._isLeft = false;
+    addEventListener("pagehide", () => {
+      this.save();
+      this._isLeft = true;
+    });
+    addEventListener("pageshow", () => (this._isLeft = false));
   }
 
   add(turn) {
@@ -90,6 +96,7 @@ export class Chat {
   save() {
     clearTimeout(this._timer);
     this._timer = null;
+    if (this._isLeft) return;
     write(sessionStorage, CHAT, this.turns.length ? { turns: this.turns } : null);
   }
 

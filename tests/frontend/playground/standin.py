@@ -6,6 +6,7 @@ What it answers is in the prompt: each script is named by the prompt's first wor
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import subprocess
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from dflash_openai.playground import playground_routes
 from granian.constants import Interfaces
 from granian.server.embed import Server
 from starlette.applications import Starlette
@@ -24,14 +24,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from dflash_openai.playground import playground_routes
+
 K = 7
 MAX_MODEL_LEN = 4096
 MODEL = "dflash-demo"
 # Tokens of the steps of an answer, over and over; the first step has no drafts.
 ACCEPTED = (1, 5, 3, 8, 2, 4, 1, 6)
-ANSWER = "Let us solve it step by step.\nStep 1: Sam fills 4 bags with 6 marbles each, and 4 * 6 = 24.\nStep 2: Sam gives away 7 marbles, and 24 - 7 = 17.\nAnswer: 17"
+ANSWER = (
+    "Let us solve it step by step.\n"
+    "Step 1: Sam fills 4 bags with 6 marbles each, and 4 * 6 = 24.\n"
+    "Step 2: Sam gives away 7 marbles, and 24 - 7 = 17.\n"
+    "Answer: 17"
+)
+PARTY = "Beans 🫘 and 東京 tea 🍵 for the party 🎉 today"
 HTML = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b>bold</b> &amp; </div>'
-STEP_S = 0.004
+STEP_S = 0.008
 
 
 def words(text: str) -> list[str]:
@@ -111,15 +119,16 @@ class Standin:
             if script == "tools":
                 yield event(tool_calls())
                 tokens = []
-            for index, chunk in enumerate(numbers.chunks(tokens, kind)):
+            chunks = numbers.chunks(tokens, kind)
+            for index, chunk in enumerate(merged(chunks) if script == "merged" else chunks):
                 if script == "broken" and index == 4:
                     return
                 if script == "failing" and index == 4:
                     yield event({"error": {"message": "the engine ended", "type": "api_error", "code": None}})
                     return
                 yield event(chunk)
-                if delay or index % 50 == 0:
-                    await asyncio.sleep(delay)
+                if delay or index % 10 == 0:
+                    await asyncio.sleep(delay or 0.01)
             for chunk in numbers.last("tool_calls" if script == "tools" else "stop"):
                 yield event(chunk)
             yield "data: [DONE]\n\n"
@@ -134,6 +143,8 @@ class Standin:
             return "".join(f"word{i}{chr(10) if i % 12 == 11 else ' '}" for i in range(int(rest or 400)))
         if script == "oneline":
             return " ".join(f"word{i}" for i in range(int(rest)))
+        if script == "merged":
+            return PARTY
         if script == "json":
             return '{"name": "Sam", "count": 17}'
         if script == "drift" and not speculative:
@@ -159,12 +170,23 @@ class Numbers:
             self.num_steps += 1
             self.num_tokens += len(ids)
             choice = {"index": 0, "delta": {kind: text}, "finish_reason": None}
-            yield {"choices": [{**choice, "token_ids": ids, "num_draft_tokens": drafts}]}
+            yield {"choices": [{**choice, "token_ids": ids, "steps": [[len(ids), drafts, len(text)]]}]}
 
     def last(self, finish_reason: str) -> Iterator[dict[str, Any]]:
         yield {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason, "token_ids": []}]}
         usage = {"prompt_tokens": 30, "completion_tokens": self.num_tokens, "total_tokens": 30 + self.num_tokens}
         yield {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 16}}}
+
+
+def merged(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Two chunks in one, as from a busy server."""
+    for first, second in itertools.zip_longest(chunks, chunks):
+        if second is not None:
+            (one,), (two,) = first["choices"], second["choices"]
+            one["delta"]["content"] += two["delta"]["content"]
+            one["token_ids"] += two["token_ids"]
+            one["steps"] += two["steps"]
+        yield first
 
 
 def tool_calls() -> dict[str, Any]:

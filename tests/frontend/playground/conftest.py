@@ -1,0 +1,69 @@
+"""Headless Chromium on the page, which a stand-in server serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.frontend.playground.page import Playground
+from tests.frontend.playground.standin import Control, running_standin
+
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find_chromium() -> str | None:
+    """The program that $CHROMIUM names, else the one that is installed."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("needs Chromium: install it (apt-get install chromium) or name one in $CHROMIUM")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        pytest.skip("needs Chromium and the package that drives it: pip install playwright")
+    with sync_playwright() as playwright:
+        # Without a sandbox: as root, and in most containers, Chromium cannot make one. It loads nothing but this page.
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def shared_standin() -> Iterator[Control]:
+    with running_standin() as server:
+        yield server
+
+
+@pytest.fixture
+def standin(shared_standin: Control) -> Control:
+    shared_standin.set(requests=[], num_left=0, api_key=None, num_busy=0)
+    return shared_standin
+
+
+@pytest.fixture
+def open_page(browser: Any, standin: Control) -> Iterator[Any]:
+    """Opens the page in a browser profile of its own; takes options such as `color_scheme` and `viewport`."""
+    opened: list[Playground] = []
+
+    def open_it(url: str = standin.url, **options: Any) -> Playground:
+        opened.append(Playground(browser.new_context(**options), url))
+        return opened[-1]
+
+    yield open_it
+    for page in opened:
+        page.context.close()
+        assert page.faults == []
+
+
+@pytest.fixture
+def page(open_page: Any) -> Playground:
+    page: Playground = open_page(viewport={"width": 1280, "height": 800})
+    return page

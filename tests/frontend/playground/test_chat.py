@@ -1,0 +1,159 @@
+"""Send, stream, stop, retry, edit, reload; what each step accepted; a comparison with drafts off."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frontend.playground.page import Playground
+from tests.frontend.playground.standin import ACCEPTED, ANSWER, HTML, PARTY, Control, words
+
+
+def test_an_answer_streams_and_its_steps_are_coloured(page: Playground, standin: Control) -> None:
+    page.send("Hello there")
+    assert page.answer == ANSWER
+    by_step: dict[int, str] = {}
+    for step, text in page.runs():
+        by_step[step] = by_step.get(step, "") + text
+    assert "".join(by_step.values()) == ANSWER
+    assert [len(words(text)) for text in by_step.values()][:8] == list(ACCEPTED)
+    shades = page.page.locator(".body .run").evaluate_all("runs => runs.map(run => run.className)")
+    assert {"run s0", "run s4", "run s7"} <= set(shades)
+    (request,) = standin.requests
+    assert request["messages"] == [{"role": "user", "content": "Hello there"}]
+    assert request["stream"] is True
+
+
+def test_the_live_figures_are_those_of_the_stream(page: Playground) -> None:
+    page.send("Hello")
+    num_tokens = len(words(ANSWER))
+    assert page.figure("steps") == num_tokens
+    num_steps = 1 + len({step for step, _ in page.runs()} - {0})
+    assert page.figure("acceptance") == pytest.approx((num_tokens - 1) / (num_steps - 1), abs=0.01)
+    assert page.figure("drafts") == 7
+    assert page.figure("speed") > 0
+    assert page.figure("ttft") > 0
+    assert f"{num_tokens} tokens in {num_steps} steps" in page.text(".summary")
+    assert "16 from the prefix cache" in page.text("#context-text")
+
+
+def test_steps_that_share_a_chunk_keep_their_own_text(page: Playground) -> None:
+    page.send("merged")
+    by_step: dict[int, str] = {}
+    for step, text in page.runs():
+        by_step[step] = by_step.get(step, "") + text
+    tokens = words(PARTY)
+    assert list(by_step.values()) == [
+        "".join(tokens[:1]),
+        "".join(tokens[1:6]),
+        "".join(tokens[6:9]),
+        "".join(tokens[9:]),
+    ]
+
+
+def test_stop_keeps_what_has_arrived_and_ends_the_request(page: Playground, standin: Control) -> None:
+    page.send("slow 5000", wait=False)
+    page.page.locator(".body .run").nth(3).wait_for()
+    page.page.keyboard.press("Escape")
+    page.wait()
+    assert page.answer.startswith("word0 word1")
+    assert "Stopped" in page.text(".note")
+    page.page.wait_for_timeout(300)
+    assert standin.state()["num_left"] == 1
+
+
+def test_retry_asks_again_and_edit_replaces_the_prompt(page: Playground, standin: Control) -> None:
+    page.send("first")
+    page.page.get_by_role("button", name="Retry").click()
+    page.wait()
+    page.page.get_by_role("button", name="Edit").click()
+    page.page.get_by_label("Edit the message").fill("second")
+    page.page.keyboard.press("Enter")
+    page.wait()
+    assert [request["messages"] for request in standin.requests] == [
+        [{"role": "user", "content": text}] for text in ("first", "first", "second")
+    ]
+    assert page.answers() == [ANSWER]
+
+
+def test_the_conversation_goes_on(page: Playground, standin: Control) -> None:
+    page.page.locator("summary", has_text="System prompt").click()
+    page.page.fill("#system", "Be brief.")
+    page.send("one")
+    page.send("two")
+    assert standin.requests[-1]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_a_reload_in_mid_stream_keeps_the_conversation(page: Playground) -> None:
+    page.send("one")
+    page.send("slow 5000", wait=False)
+    page.page.locator(".answer").nth(1).locator(".body .run").nth(5).wait_for()
+    page.page.fill("#prompt", "not sent yet")
+    before = page.page.locator(".answer").last.locator(".body").text_content()
+    page.page.reload()
+    page.page.locator(".note", has_text="Interrupted").wait_for()
+    first, second = page.answers()
+    assert first == ANSWER
+    assert second.startswith(before)
+    assert page.page.input_value("#prompt") == "not sent yet"
+    assert page.page.locator(".body .run").count() > 10
+    page.page.get_by_role("button", name="Retry").last.click()
+    page.page.locator("#stop").click()
+    page.wait()
+
+
+def test_a_comparison_shows_the_same_text_with_fewer_steps(page: Playground, standin: Control) -> None:
+    page.page.locator("label", has_text="Compare with drafts off").click()
+    page.page.fill("#temperature", "0.9")
+    page.send("Hello")
+    assert page.answers() == [ANSWER, ANSWER]
+    with_drafts, without = standin.requests
+    assert "num_speculative_tokens" not in with_drafts
+    assert without["num_speculative_tokens"] == 0
+    # The same noise for both, and neither begins behind the other's cached prompt.
+    assert with_drafts["seed"] == without["seed"]
+    assert with_drafts["cache_salt"] != without["cache_salt"]
+    assert page.text(".verdict").startswith("✓ Same text, token for token · 11 instead of 38 steps")
+    assert page.page.locator(".answer-label").all_text_contents() == ["With drafts", "Drafts off"]
+
+
+def test_a_comparison_says_where_texts_differ(page: Playground) -> None:
+    page.page.locator("label", has_text="Compare with drafts off").click()
+    page.send("drift")
+    assert page.text(".verdict").startswith(f"≠ Texts differ from character {ANSWER.index('17') + 2} on")
+
+
+def test_html_of_a_model_is_text(page: Playground) -> None:
+    page.send("html")
+    assert page.answer == HTML
+    assert page.page.locator(".body img, .body script, .body b").count() == 0
+    assert page.page.evaluate("window.hacked") is None
+
+
+def test_reasoning_is_apart_from_the_answer(page: Playground) -> None:
+    page.send("think")
+    assert page.text(".reasoning .runs") == "First I think about it."
+    assert page.answer == ANSWER
+
+
+def test_an_answer_of_10000_tokens_stays_smooth(page: Playground) -> None:
+    page.page.evaluate(
+        """() => {
+            window.gaps = []; let last = performance.now();
+            const tick = now => { window.gaps.push(now - last); last = now; requestAnimationFrame(tick); };
+            requestAnimationFrame(tick);
+        }"""
+    )
+    page.send("long 10000")
+    assert len(words(page.answer)) >= 10_000
+    gaps = sorted(page.page.evaluate("window.gaps"))
+    # Drawn as it streams, and most frames are on time even on a busy machine with two cores.
+    assert len(gaps) > 20
+    assert gaps[len(gaps) // 2] < 50
+    page.page.wait_for_function(
+        "(node => node.scrollHeight - node.scrollTop - node.clientHeight < 2)(document.querySelector('#scroll'))"
+    )
