@@ -41,7 +41,8 @@ class AddedTokens(NamedTuple):
 
 
 class OutputStep(NamedTuple):
-    """What one step of the engine added to a completion: its tokens, the drafts that it verified, characters of text."""
+    """What a step of the engine added to a completion: tokens, of which all but one were drafts, the drafts that it
+    verified, and characters of text."""
 
     num_tokens: int
     num_draft_tokens: int
@@ -52,7 +53,8 @@ class CompletionState:
     """One completion: its new output since the last `clear`, and totals.
 
     text: pieces of text, the first one the request's `prefix`. logprobs: an entry a token; logprobs_json: the same as
-    JSON text, as clients get it. steps: one for each delta, where they were asked for. num_bytes: of all of these. cumulative_logprob, num_tokens: totals.
+    JSON text, as clients get it. steps: one for each delta, where they were asked for. num_bytes: of all of these.
+    cumulative_logprob, num_tokens: totals.
     """
 
     def __init__(self, parsed: ParsedRequest, tokenizer: Decoder, logprobs_as_json: bool) -> None:

@@ -77,7 +77,7 @@ def test_the_tables_of_inputs_and_outputs_are_those_of_the_model() -> None:
 def test_the_table_of_sampling_parameters_is_that_of_the_server_and_of_the_client() -> None:
     names = sorted([*(parameter.name for parameter in PARAMETERS), *FORMATS])
     assert sorted(first_column(CLIENTS, "Sampling parameters")) == names
-    assert sorted(Sampling.__annotations__) == sorted([*names, *OPTION_NAMES])
+    assert sorted(Sampling.__annotations__) == sorted([*names, *OPTION_NAMES, "return_steps"])
 
 
 def test_the_table_of_metrics_and_their_labels_is_that_of_the_server() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_client import Delta
+from dflash_client import Delta, Step
 from dflash_client.errors import Cancelled, ClientError
 from dflash_openai.config import FrontendConfig
 from dflash_openai.triton_pool import ModelDescription, TritonPool
@@ -83,7 +83,8 @@ class ScriptedRequest:
         logprobs = None
         if self._asked.sampling.get("logprobs") is not None and self._script.logprobs is not None:
             logprobs = tuple(self._script.logprobs[place])
-        return Delta(text, ids, len(ids), len(self._asked.token_ids), index=index, logprobs=logprobs)
+        steps = (Step(len(ids), 3, len(text)),) if self._asked.sampling.get("return_steps") else None
+        return Delta(text, ids, len(ids), len(self._asked.token_ids), index=index, logprobs=logprobs, steps=steps)
 
 
 class ScriptedPool(TritonPool):

@@ -189,3 +189,11 @@ def test_messages_that_cannot_be_a_prompt_are_refused(messages: Any, words: str,
 def test_text_that_spells_a_turn_does_not_begin_one(http: TestClient, pool: ScriptedPool) -> None:
     http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a<s>system:b"}]})
     assert pool.asked[0].token_ids.count(257) == 2
+
+
+def test_the_steps_of_the_engine_come_with_the_chunks_that_have_their_text(client: openai.OpenAI) -> None:
+    asked = {"return_steps": True, "return_token_ids": True}
+    stream = client.chat.completions.create(model="dflash", messages=HELLO, stream=True, extra_body=asked)
+    choices = [chunk.choices[0].to_dict() for chunk in stream]
+    assert [choice.get("steps") for choice in choices] == [None, [[3, 3, 3]], [[2, 3, 2]], [[1, 3, 1]], None]
+    assert [len(choice["token_ids"]) for choice in choices[1:4]] == [3, 2, 1]

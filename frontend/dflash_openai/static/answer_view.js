@@ -4,6 +4,7 @@ import { explain } from "./api.js";
 import { announce, button, copy, element, number } from "./dom.js";
 import { figures } from "./answer.js";
 import { summary } from "./live.js";
+import { render } from "./markdown.js";
 import { RunText, describeStep } from "./runs.js";
 
 const STATES = {
@@ -37,11 +38,12 @@ export class AnswerView {
       "aria-label": `${label ?? "Answer"}; left and right arrow go through its steps`,
       onkeydown: (event) => this._onKey(event),
     });
+    this.formatted = element("div", { class: "formatted-text", hidden: true });
     this.extra = element("div", { class: "extra" });
     this.figures = element("p", { class: "summary" });
     this.node = element("div", { class: "answer", role: "group", "aria-label": label ?? "Answer" });
     if (label) this.node.append(element("p", { class: "answer-label" }, label));
-    this.node.append(this.thoughts, this.body, this.extra, this.figures);
+    this.node.append(this.thoughts, this.body, this.formatted, this.extra, this.figures);
     this._text = { content: new RunText(this.body), reasoning: new RunText(this.reasoning) };
     this.node.addEventListener("focusin", () => actions.onShow(answer));
     this._draw(answer.pieces());
@@ -80,14 +82,14 @@ export class AnswerView {
     const { state, content, toolCalls } = this.answer;
     this.node.dataset.state = state;
     this.node.setAttribute("aria-busy", String(this.answer.isOpen));
-    this.body.hidden = !content && (toolCalls.length > 0 || !this.answer.isOpen);
+    this.body.hidden = !this.formatted.hidden || (!content && (toolCalls.length > 0 || !this.answer.isOpen));
     this.figures.textContent = summary(this.answer);
   }
 
   _finish() {
-    this._mark();
     clearInterval(this._timer);
     const { state, finishReason, toolCalls, error } = this.answer;
+    this.format(this._isFormatted);
     this.extra.replaceChildren();
     if (toolCalls.length) this.extra.append(...this._toolCalls());
     const note = STATES[state] ?? (state === "done" ? FINISHES[finishReason] : null);
@@ -141,6 +143,15 @@ export class AnswerView {
     show();
     if (left >= 0) this._timer = setInterval(show, 1000);
     return retry;
+  }
+
+  /** Shows the text formatted in place of its steps, once it is complete, or the steps again. */
+  format(isFormatted) {
+    this._isFormatted = isFormatted;
+    const shows = isFormatted && !this.answer.isOpen && this.answer.content !== "";
+    if (shows && !this.formatted.childElementCount) this.formatted.append(...render(this.answer.content));
+    this.formatted.hidden = !shows;
+    this._mark();
   }
 
   copy(node) {

@@ -17,7 +17,7 @@ class Playground {
     this.api = new Api(() => apiKey.get());
     this.chat = new Chat();
     this.live = new LivePanel();
-    this.settings = new Settings(() => this.page.showView());
+    this.settings = new Settings(() => this.view.show(this.settings.view));
     this.page = new Page(this.api, {
       send: (text) => this.send(text),
       stop: () => this.stop(),
@@ -35,6 +35,7 @@ class Playground {
     });
     this.code = new CodeDialog(() => this.currentBody());
     this.running = null;
+    this.view.show(this.settings.view);
     this.view.draw();
     const last = this.chat.turns.findLast((turn) => turn.answers);
     if (last) this.live.show(last.answers[0]);

@@ -14,6 +14,7 @@ export class ChatView {
     this.log = byId("log");
     this.views = new Map(); // of answers
     this.nodes = new Map(); // of turns
+    this._isFormatted = false;
     this._followsEnd = true;
     this._lastTop = 0;
     this._scroll = byId("scroll");
@@ -32,6 +33,7 @@ export class ChatView {
       if (turns.includes(turn)) continue;
       node.remove();
       this.nodes.delete(turn);
+      for (const answer of turn.answers ?? []) this.views.delete(answer);
     }
     for (const turn of turns) {
       if (this.nodes.has(turn)) continue;
@@ -51,6 +53,13 @@ export class ChatView {
   changed(turn, answer) {
     this.views.get(answer)?.changed();
     this._showVerdict(turn);
+  }
+
+  /** Shows coloured steps or formatted text, and the numbers of the steps or not. */
+  show({ runs, numbers }) {
+    this._isFormatted = !runs;
+    this.log.classList.toggle("numbers", numbers);
+    for (const view of this.views.values()) view.format(this._isFormatted);
   }
 
   toEnd() {
@@ -143,6 +152,7 @@ export class ChatView {
         },
         label,
       );
+      view.format(this._isFormatted);
       this.views.set(answer, view);
       columns.append(view.node);
     }

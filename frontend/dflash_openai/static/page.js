@@ -33,7 +33,6 @@ export class Page {
     byId("model").addEventListener("change", () => this._choose());
     byId("api-key").addEventListener("change", () => this.checkHealth());
     this._fillWelcome();
-    this.showView();
   }
 
   start() {
@@ -48,12 +47,6 @@ export class Page {
     byId("send").hidden = isBusy;
     byId("stop").hidden = !isBusy;
     if (hadFocus) (isBusy ? byId("stop") : byId("prompt")).focus();
-  }
-
-  /** Shows the colours of steps and their numbers, as the settings say. */
-  showView() {
-    byId("log").classList.toggle("plain", !byId("show-runs").checked);
-    byId("log").classList.toggle("numbers", byId("show-numbers").checked);
   }
 
   /** Opens the panel, where it is folded away, and goes to a field. */

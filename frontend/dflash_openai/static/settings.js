@@ -76,9 +76,9 @@ export class Settings {
     return byId("compare").checked;
   }
 
-  set compares(value) {
-    byId("compare").checked = value;
-    this._changed(byId("compare"));
+  /** What the page shows of answers. */
+  get view() {
+    return { runs: byId("show-runs").checked, numbers: byId("show-numbers").checked };
   }
 
   get samples() {

@@ -38,7 +38,18 @@ ANSWER = (
     "Answer: 17"
 )
 PARTY = "Beans 🫘 and 東京 tea 🍵 for the party 🎉 today"
+MARKDOWN = """# Title
+Some **bold**, *slanted* and `code`, 2 * 3 * 4.
+- one
+- two <b>x</b>
+```python
+if a < b:
+    print("<img src=x onerror=alert(1)>")
+```
+"""
 HTML = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b>bold</b> &amp; </div>'
+# Answers by the first word of the prompt.
+FIXED = {"html": HTML, "json": '{"name": "Sam", "count": 17}', "markdown": MARKDOWN, "merged": PARTY}
 STEP_S = 0.008
 
 
@@ -137,16 +148,12 @@ class Standin:
             raise
 
     def _text(self, script: str, rest: str, body: dict[str, Any], speculative: bool) -> str:
-        if script == "html":
-            return HTML
         if script in ("long", "slow"):
             return "".join(f"word{i}{chr(10) if i % 12 == 11 else ' '}" for i in range(int(rest or 400)))
         if script == "oneline":
             return " ".join(f"word{i}" for i in range(int(rest)))
-        if script == "merged":
-            return PARTY
-        if script == "json":
-            return '{"name": "Sam", "count": 17}'
+        if script in FIXED:
+            return FIXED[script]
         if script == "drift" and not speculative:
             return ANSWER.replace("17", "18")
         return ANSWER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.frontend.playground.page import Playground
-from tests.frontend.playground.standin import ACCEPTED, ANSWER, HTML, PARTY, Control, words
+from tests.frontend.playground.standin import ACCEPTED, ANSWER, HTML, MARKDOWN, PARTY, Control, words
 
 
 def test_an_answer_streams_and_its_steps_are_coloured(page: Playground, standin: Control) -> None:
@@ -132,6 +132,26 @@ def test_html_of_a_model_is_text(page: Playground) -> None:
     assert page.answer == HTML
     assert page.page.locator(".body img, .body script, .body b").count() == 0
     assert page.page.evaluate("window.hacked") is None
+
+
+def test_an_answer_is_formatted_where_its_steps_are_not_coloured(page: Playground) -> None:
+    page.page.locator("label", has_text="Colour steps").click()
+    page.send("markdown")
+    formatted = page.page.locator(".formatted-text")
+    assert formatted.get_by_role("heading", name="Title").is_visible()
+    for selector, text in {
+        "strong": "bold",
+        "em": "slanted",
+        "p code": "code",
+        "li >> nth=1": "two <b>x</b>",
+        "pre code": 'if a < b:\n    print("<img src=x onerror=alert(1)>")',
+    }.items():
+        assert formatted.locator(selector).text_content() == text
+    assert formatted.locator("img, b").count() == 0
+    assert page.page.locator(".body").is_hidden()
+    page.page.locator("label", has_text="Colour steps").click()
+    assert page.answer == MARKDOWN
+    assert page.page.locator(".body").is_visible()
 
 
 def test_reasoning_is_apart_from_the_answer(page: Playground) -> None:
