@@ -72,9 +72,9 @@ export class LivePanel {
     const parts = numSteps
       ? [
           ["acceptance", number(acceptanceLength)],
-          ["tokens/s", number(tokensPerSecond, 0)],
-          ["first token", milliseconds(ttft)],
-          ["tokens/steps", `${numTokens}/${numSteps}`],
+          ["tok/s", number(tokensPerSecond, 0)],
+          ["first", milliseconds(ttft)],
+          ["steps", `${numTokens}/${numSteps}`],
         ]
       : [];
     byId("strip").replaceChildren(...parts.map(([name, text]) => element("span", {}, element("b", {}, text), ` ${name}`)));
