@@ -17,7 +17,7 @@ class Playground:
         context.set_default_timeout(TIMEOUT_MS)
         self.page = context.new_page()
         self.faults: list[str] = []
-        self.expected: list[str] = []  # patterns of faults that belong to the test
+        self._devtools: Any = None
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("console", self._log)
         self.page.goto(url)
@@ -55,6 +55,14 @@ class Playground:
         """A number of the live panel."""
         text = self.page.locator(f"#f-{name}").text_content()
         return float(re.sub(r"[^\d.]", "", text.partition("/")[0]))
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that the page's main thread has used."""
+        if self._devtools is None:
+            self._devtools = self.context.new_cdp_session(self.page)
+            self._devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
+        metrics = self._devtools.send("Performance.getMetrics")["metrics"]
+        return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
 
     def text(self, selector: str) -> str:
         return str(self.page.locator(selector).last.text_content())

@@ -120,7 +120,7 @@ class Standin:
 
     async def _stream(self, script: str, rest: str, body: dict[str, Any]) -> AsyncIterator[str]:
         speculative = body.get("num_speculative_tokens") != 0
-        delay = {"slow": 0.05, "long": 0.0, "fast": 0.0}.get(script, STEP_S)
+        delay = {"slow": 0.05, "long": 0.0, "oneline": 0.0}.get(script, STEP_S)
         tokens, kind = words(self._text(script, rest, body, speculative)), "content"
         numbers = Numbers(speculative)
         try:
