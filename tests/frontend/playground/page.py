@@ -21,7 +21,7 @@ class Playground:
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("console", self._log)
         self.page.goto(url)
-        self.page.wait_for_function("document.querySelector('#health').dataset.state")
+        self.page.locator("#health[data-state]").wait_for()
 
     def _log(self, message: Any) -> None:
         # The browser logs each answer that is an error; what the page makes of it is what tests look at.

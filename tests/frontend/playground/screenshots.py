@@ -30,7 +30,7 @@ def main(url: str, folder: Path) -> None:
             "phone": {**PHONE, "color_scheme": "light"},
         }.items():
             page = Playground(browser.new_context(**options), url)
-            page.page.wait_for_function("document.querySelector('#health').dataset.state === 'ready'")
+            page.page.locator("#health[data-state=ready]").wait_for()
             if name != "light":
                 page.send(CODE if name == "dark" else PROMPT)
             if name != "phone":

@@ -31,7 +31,7 @@ def test_parameters_are_sent_as_they_are_and_left_out_where_empty(page: Playgrou
 
 
 def test_k_goes_up_to_the_servers(page: Playground) -> None:
-    page.page.wait_for_function(f"document.querySelector('#k').max === '{K}'")
+    page.page.locator(f"#k[max='{K}']").wait_for()
 
 
 def test_a_parameter_out_of_bounds_is_not_sent(page: Playground, standin: Control) -> None:
