@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from granian.constants import HTTPModes, Interfaces, SSLProtocols, TaskImpl
-from granian.http import HTTP1Settings, HTTP2Settings
+from granian.http import HTTP1Settings
 from granian.log import LogLevels
 from granian.server.embed import Server
 from starlette.applications import Starlette
@@ -24,9 +24,8 @@ BACKLOG = 4096
 MAX_REQUESTS = 16_384
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.05
-# A connection whose request does not come is closed; one over HTTP/2 whose client does not answer pings is too.
-HEADER_TIMEOUT_MS = 10_000
-PING_INTERVAL_MS = 30_000
+# A connection on which no request comes is closed, also one that has had requests before.
+HEADER_TIMEOUT_MS = 20_000
 
 
 def serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], None] = lambda: None) -> None:
@@ -58,13 +57,13 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
         address=config.host,
         port=config.port,
         interface=Interfaces.ASGI,
-        http=HTTPModes.auto,
+        # Where HTTP/2 is allowed too, granian waits for ever for a connection's first byte.
+        http=HTTPModes.http1,
         task_impl=TaskImpl.asyncio,
         websockets=False,
         backlog=BACKLOG,
         backpressure=MAX_REQUESTS,
         http1_settings=HTTP1Settings(header_read_timeout=HEADER_TIMEOUT_MS),
-        http2_settings=HTTP2Settings(keep_alive_interval=PING_INTERVAL_MS),
         log_level=LogLevels.error,
         **_tls_options(config.security.tls),
     )

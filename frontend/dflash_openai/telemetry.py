@@ -48,7 +48,7 @@ def make_tracer(endpoint: str) -> Tracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ValueError(f"traces need the extra: pip install 'dflash-triton[otel]' ({error})") from None
+        raise ValueError(f"traces need the package's extra 'otel' ({error})") from None
     resource = Resource({SERVICE_NAME: "dflash-triton-openai"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -160,7 +160,8 @@ def test_a_container_listens_on_every_address_and_is_published_on_this_machine_a
     for name in ("dflash", "dflash-cpu"):
         arguments = parser().parse_args(services[name]["command"][:3])
         assert (arguments.command, arguments.host) == ("serve", "0.0.0.0")
-        assert all(port.startswith("${BIND_ADDRESS:-127.0.0.1}:") for port in services[name]["ports"])
+        published = r"\$\{(OPENAI_)?BIND_ADDRESS:-127\.0\.0\.1\}:"
+        assert all(re.match(published, port) for port in services[name]["ports"])
     for name in ("prometheus", "grafana"):
         assert all(port.startswith("127.0.0.1:") for port in services[name]["ports"])
 
@@ -192,6 +193,19 @@ def test_secrets_are_files_and_grafana_has_no_administrator_unless_asked() -> No
     (secret,) = admin["services"]["grafana"]["secrets"]
     assert admin["services"]["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == f"/run/secrets/{secret}"
     assert ":?" in admin["secrets"][secret]["file"]
+
+
+def test_api_keys_are_a_secret_file_and_leave_tritons_ports_where_they_are() -> None:
+    compose, keys = read("compose.yaml"), read("compose.keys.yaml")
+    for name in ("dflash", "dflash-cpu"):
+        service = keys["services"][name]
+        assert set(service["secrets"]) == {*compose["services"][name]["secrets"], "api_keys"}
+        assert "ports" not in service
+        given = [word for word in service["command"] if "$" not in word]
+        arguments = parser().parse_args(given)
+        assert arguments.api_key_file == [Path("/run/secrets/api_keys")]
+        assert (arguments.host, arguments.triton_host) == ("0.0.0.0", "0.0.0.0"), "Prometheus reads Triton's metrics"
+    assert ":?" in keys["secrets"]["api_keys"]["file"]
 
 
 @pytest.mark.server

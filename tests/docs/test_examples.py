@@ -27,6 +27,7 @@ PLACEHOLDER = "has a placeholder for what only the reader knows"
 NETWORK = "needs a package index"
 CONTAINER = "needs a container of Triton"
 LISTING = "a listing of files"
+PUBLIC = "listens on every address; tests/cli/test_security_options.py reads the options"
 # The first line of each block that is not run, by page, and why.
 NOT_RUN = {
     "README.md": {
@@ -40,6 +41,10 @@ NOT_RUN = {
         "dflash-triton serve DIR_OR_HUB_ID --draft DIR_OR_HUB_ID --set max_num_seqs=32": PLACEHOLDER,
         "dflash-triton inspect DIR_OR_HUB_ID": PLACEHOLDER,
         "model_repository/": LISTING,
+    },
+    "docs/security.md": {
+        "dflash-triton serve --host 0.0.0.0 --api-key-file keys.txt": PUBLIC,
+        "dflash-triton serve --host 0.0.0.0 --api-key-file keys.txt --tls-cert cert.pem --tls-key key.pem": PUBLIC,
     },
     "docs/evaluation.md": {
         ".venv/bin/dflash-triton eval": "takes minutes; the next block has the same with a limit",
@@ -69,6 +74,8 @@ NOT_RUN = {
         "docker run --rm -v /srv/models:/models:ro dflash-triton inspect /models/Qwen3-8B "
         "--draft /models/Qwen3-8B-DFlash-b16": CONTAINER,
         "docker compose -f docker/compose.yaml --profile gpu up --build": CONTAINER,
+        "API_KEYS_FILE=/path OPENAI_BIND_ADDRESS=0.0.0.0 docker compose -f docker/compose.yaml "
+        "-f docker/compose.keys.yaml --profile gpu up": CONTAINER,
         "GRAFANA_ADMIN_PASSWORD_FILE=/path docker compose -f docker/compose.yaml -f docker/compose.admin.yaml "
         "--profile gpu up": CONTAINER,
     },
@@ -143,7 +150,7 @@ def test_what_is_not_run_is_listed_with_a_reason() -> None:
         assert sorted(shown) == sorted(reasons), name
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *DOCS.glob("*.md"))}
     assert {name for name in pages if blocks(name)} == set(NOT_RUN), "a page with examples is missing here"
-    assert sum(map(len, NOT_RUN.values())) == 26
+    assert sum(map(len, NOT_RUN.values())) == 29
     assert len(EXAMPLES) > 30
 
 

@@ -61,6 +61,11 @@ class FrontendProcess:
         """The base URL of the API, reachable from this machine."""
         return f"{'http' if self._tls is None else 'https'}://{reachable_host(self._host)}:{self._port}"
 
+    @property
+    def pid(self) -> int | None:
+        """Its process; None when it does not run."""
+        return None if self._process is None else self._process.pid
+
     def start(self, grpc_url: str, metrics_url: str) -> None:
         """Start it before the server at these addresses, and wait for a while until it can answer requests. Raises
         `LauncherError` when it ends."""

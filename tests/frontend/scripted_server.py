@@ -1,0 +1,32 @@
+"""The front end on a scripted model as a process of its own: `python -m tests.frontend.scripted_server PORT [options]`,
+with the options of `dflash-triton openai` for security."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from dflash_cli.commands.security_options import add_security_options, security_config
+from dflash_openai.app import create_app
+from dflash_openai.config import FrontendConfig
+from dflash_openai.server import serve
+from tests.byte_tokenizer import write_byte_tokenizer
+from tests.frontend.scripted_pool import ScriptedPool
+
+
+def main() -> None:
+    """Serve until a signal."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--host", default="127.0.0.1")
+    add_security_options(parser)
+    arguments = parser.parse_args()
+    config = FrontendConfig(port=arguments.port, security=security_config(arguments, is_loopback=True))
+    with tempfile.TemporaryDirectory() as directory:
+        write_byte_tokenizer(Path(directory))
+        serve(create_app(config, ScriptedPool(Path(directory))), config)
+
+
+if __name__ == "__main__":
+    main()
