@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from dflash_client import Delta, GenerationResult
-from dflash_client.results import Completion
+from dflash_client.results import Completion, TokenLogprobs
 from dflash_openai.errors import ApiError, ClientGone, as_event
 from dflash_openai.generation import Generation, Item
 from dflash_openai.schemas import GenerationFields
@@ -36,6 +36,8 @@ class Answer(ABC):
             "created": int(time.time()),
             "model": model,
         }
+        # Log-probabilities of each prompt's tokens, where they were asked for.
+        self.of_prompts: Sequence[Sequence[TokenLogprobs | None] | None] = [None] * len(prompts)
         self.usage = UsageCounter(sum(map(len, prompts)))
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
@@ -55,6 +57,7 @@ class Answer(ABC):
 
     def whole(self, results: Sequence[GenerationResult]) -> Response:
         """The response with all completions."""
+        self.of_prompts = [result.prompt_logprobs for result in results]
         choices = []
         for prompt, result in enumerate(results):
             for index, completion in enumerate(result.completions):

@@ -14,7 +14,7 @@ from dflash_openai.answers import Answer, respond
 from dflash_openai.conversation import Conversation, prepare
 from dflash_openai.errors import invalid
 from dflash_openai.generation import Generation
-from dflash_openai.logprobs import LogprobWriter
+from dflash_openai.logprobs import LogprobWriter, of_prompt
 from dflash_openai.messages import MessageReader
 from dflash_openai.sampling import max_tokens, sampling_parameters
 from dflash_openai.schemas import ChatRequest, decode
@@ -84,8 +84,11 @@ class ChatAnswer(Answer):
         self._logprobs = LogprobWriter(body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
 
     def extra(self) -> dict[str, Any]:
-        """The prompt's token ids, where they were asked for."""
-        return {"prompt_token_ids": self.prompts[0]} if self._returns_token_ids else {}
+        """The prompt's token ids and their log-probabilities, where they were asked for."""
+        fields: dict[str, Any] = {"prompt_token_ids": self.prompts[0]} if self._returns_token_ids else {}
+        if (entries := self.of_prompts[0]) is not None:
+            fields["prompt_logprobs"] = of_prompt(entries)
+        return fields
 
     def choice(self, prompt: int, index: int, completion: Completion) -> dict[str, Any]:
         """The message of a finished completion."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dflash_client.results import Logprob, TokenLogprobs
@@ -27,18 +28,21 @@ class LogprobWriter:
             content.append({**self._chat_token(token_id, chosen), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def completion(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The form of completions. Offsets are in characters, from the beginning of the completion."""
-        tokens, logprobs, offsets = [], [], []
-        top: list[dict[str, float]] = []
+    def completion(self, entries: Sequence[TokenLogprobs | None], first: tuple[int, str] = (0, "")) -> dict[str, Any]:
+        """The form of completions. Offsets are in characters, from the beginning of the text. `first` is id and text of
+        a prompt's first token, whose entry is None."""
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        offsets: list[int] = []
+        top: list[dict[str, float] | None] = []
         for entry in entries:
-            token_id, chosen = _chosen(entry)
-            text = self._text(token_id, chosen)
-            tokens.append(text)
-            logprobs.append(chosen.logprob)
+            token_id, chosen = (first[0], Logprob(0.0, None, first[1])) if entry is None else _chosen(entry)
+            tokens.append(self._text(token_id, chosen))
+            logprobs.append(None if entry is None else chosen.logprob)
             offsets.append(self._offset)
             self._offset += len(chosen.decoded_token or "")
-            top.append({self._text(other, logprob): logprob.logprob for other, logprob in self._likeliest(entry)})
+            likeliest = self._likeliest(entry or {})
+            top.append(None if entry is None else {self._text(*each): each[1].logprob for each in likeliest})
         return {
             "tokens": tokens,
             "token_logprobs": logprobs,
@@ -57,6 +61,11 @@ class LogprobWriter:
         """The likeliest tokens in their order. The chosen token comes with them, also where it is not one of them."""
         ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
         return ranked[: self._num_top]
+
+
+def of_prompt(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: an object by token id for each token of the prompt, null for the first."""
+    return [None if entry is None else {str(token): asdict(each) for token, each in entry.items()} for entry in entries]
 
 
 def _chosen(entry: TokenLogprobs) -> tuple[int, Logprob]:

@@ -50,6 +50,7 @@ class Script:
     endless: bool = False
     stats: Mapping[str, Any] = field(default_factory=lambda: STATS)
     logprobs: Sequence[Any] | None = None
+    prompt_logprobs: tuple[Any, ...] | None = None
 
 
 class ScriptedRequest:
@@ -83,8 +84,18 @@ class ScriptedRequest:
         logprobs = None
         if self._asked.sampling.get("logprobs") is not None and self._script.logprobs is not None:
             logprobs = tuple(self._script.logprobs[place])
+        of_prompt = self._script.prompt_logprobs if place == index == 0 else None
         steps = (Step(len(ids), 3, len(text)),) if self._asked.sampling.get("return_steps") else None
-        return Delta(text, ids, len(ids), len(self._asked.token_ids), index=index, logprobs=logprobs, steps=steps)
+        return Delta(
+            text,
+            ids,
+            len(ids),
+            len(self._asked.token_ids),
+            index=index,
+            logprobs=logprobs,
+            prompt_logprobs=of_prompt,
+            steps=steps,
+        )
 
 
 class ScriptedPool(TritonPool):

@@ -80,7 +80,8 @@ def test_log_probabilities_have_the_form_of_completions(client: openai.OpenAI, p
     ("fields", "param", "words"),
     [
         ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs", "those of prompts"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "cannot be streamed"),
+        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
         ({"prompt": []}, "prompt", "empty list"),
         ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"prompt": ["a", ""]}, "prompt", "the prompt is empty"),
@@ -121,3 +122,45 @@ def test_token_ids_come_where_they_are_asked_for(http: TestClient) -> None:
     choices = http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == [[97], [98]]
     assert bytes(choices[1]["token_ids"]) == b"Hello!"
+
+
+OF_PROMPT = (None, {98: Logprob(-0.5, 1, "b"), 99: Logprob(-1.5, 2, "c")})
+
+
+def test_echo_with_log_probabilities_has_those_of_the_prompt_first(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(("h",), logprobs=[[{104: Logprob(-0.1, 1, "h")}]], prompt_logprobs=OF_PROMPT)
+    (choice,) = http.post("/v1/completions", json={"prompt": "ab", "echo": True, "logprobs": 1}).json()["choices"]
+    assert pool.asked[0].sampling["prompt_logprobs"] == 1
+    assert choice["text"] == "abh"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "h"],
+        "token_logprobs": [None, -0.5, -0.1],
+        "top_logprobs": [None, {"b": -0.5}, {"h": -0.1}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_a_prompt_is_scored_without_an_answer(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(("h",), logprobs=[[{104: Logprob(-0.1, 1, "h")}]], prompt_logprobs=OF_PROMPT)
+    body = {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    (choice,) = answer["choices"]
+    assert pool.asked[0].sampling["max_tokens"] == 1
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+
+
+def test_log_probabilities_of_a_prompt_have_vllms_form(http: TestClient, pool: ScriptedPool) -> None:
+    pool.script = Script(prompt_logprobs=OF_PROMPT)
+    expected = [
+        None,
+        {
+            "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+            "99": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+        },
+    ]
+    answer = http.post("/v1/completions", json={"prompt": "ab", "prompt_logprobs": 2}).json()
+    assert answer["choices"][0]["prompt_logprobs"] == expected
+    chat = {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 2}
+    assert http.post("/v1/chat/completions", json=chat).json()["prompt_logprobs"] == expected
