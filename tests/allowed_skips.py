@@ -33,6 +33,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
         "needs Chromium",
         "a browser that no Python package brings; `.ci/run` installs Debian's where it may",
     ),
+    (
+        "tests/server/test_playground.py::",
+        "needs Chromium",
+        "a browser that no Python package brings; `.ci/run` installs Debian's where it may",
+    ),
     ("tests/docker/test_docker.py::", "needs Prometheus's promtool", "a program that no Python package brings"),
 )
 

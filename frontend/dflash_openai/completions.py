@@ -130,6 +130,7 @@ class CompletionAnswer(Answer):
             "logprobs": self._written(place, delta.logprobs),
             "finish_reason": delta.finish_reason,
             **self._token_ids(delta.token_ids, prompt if is_first else None),
+            **({} if delta.steps is None else {"steps": delta.steps}),
         }
         yield {"choices": [choice]}
 

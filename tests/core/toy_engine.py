@@ -73,6 +73,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stats: RequestStats | None = None
+    num_draft_tokens: int = 0
 
 
 class Engine:
@@ -117,7 +118,10 @@ class Engine:
             assert output.finish_reason is None, "a delta after the last one"
             output.token_ids += delta.token_ids
             output.finish_reason, output.stats = delta.finish_reason, delta.stats
+            output.num_draft_tokens += delta.num_draft_tokens
             assert delta.finish_reason is None or delta.stats is not None
+            if delta.finish_reason is not None:
+                assert output.num_draft_tokens == delta.stats.spec_decoding.num_draft_tokens
 
     def run(self, *requests: GenerationRequest, max_steps: int = 10_000) -> list[Output]:
         """Add the requests, run until nothing is left, and return their outputs."""

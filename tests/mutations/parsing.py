@@ -65,3 +65,12 @@ PARSING_MUTANTS += mutants_of(
         "reader.finish_reason(delta.finish_reason)",
     ),
 )
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/chat.py",
+    ("tests/frontend/test_chat.py",),
+    (
+        "steps come without the parts of a stream",
+        '{"steps": delta.steps} if is_first and delta.steps is not None else {}',
+        "{}",
+    ),
+)

@@ -54,6 +54,27 @@ SERVING_MUTANTS = (
         ("tests/text/test_output.py",),
     ),
     Mutant(
+        "a step has the text of those before it too",
+        f"{TEXT}/output.py",
+        "sum(map(len, self.text[num_pieces:]))",
+        "sum(map(len, self.text))",
+        ("tests/text/test_output.py",),
+    ),
+    Mutant(
+        "the drafts of a step are not told",
+        "dflash_backend/core/engine.py",
+        "of_prompt, row.num_draft)",
+        "of_prompt, 0)",
+        ("tests/core/test_engine_core.py",),
+    ),
+    Mutant(
+        "a browser keeps the page of an older server",
+        "frontend/dflash_openai/playground.py",
+        'if request.headers.get("if-none-match") == self.headers["etag"]:',
+        'if request.headers.get("if-none-match") is not None:',
+        ("tests/frontend/playground/test_files.py",),
+    ),
+    Mutant(
         "the queue time of several completions is the longest",
         f"{TEXT}/output.py",
         "return min(completion.stats.queue_time_s",

@@ -230,7 +230,7 @@ def _endpoints(server: TritonServer, openai_url: str | None) -> str:
     return "\n".join(
         [
             f"ready: model {server.model_name}",
-            *([] if openai_url is None else [f"  OpenAI   {openai_url}/v1"]),
+            *([] if openai_url is None else [f"  page     {openai_url}/", f"  OpenAI   {openai_url}/v1"]),
             f"  gRPC     {grpc_url}",
             f"  HTTP     http://{server.http_url}/v2/models/{server.model_name}/generate",
             f"  metrics  http://{server.metrics_url}/metrics",

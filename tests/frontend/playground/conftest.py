@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.frontend.playground.chromium import chromium
 from tests.frontend.playground.page import Playground
 from tests.frontend.playground.standin import Control, running_standin
-
-CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-def find_chromium() -> str | None:
-    """The program that $CHROMIUM names, else the one that is installed."""
-    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip("needs Chromium: install it (apt-get install chromium) or name one in $CHROMIUM")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        pytest.skip("needs Chromium and the package that drives it: pip install playwright")
-    with sync_playwright() as playwright:
-        # Without a sandbox: as root, and in most containers, Chromium cannot make one. It loads nothing but this page.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")

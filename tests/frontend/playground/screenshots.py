@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.frontend.playground.conftest import find_chromium
+from tests.frontend.playground.chromium import chromium
 from tests.frontend.playground.page import Playground
 
 PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
@@ -19,11 +19,8 @@ PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "device_scal
 
 
 def main(url: str, folder: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
     folder.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+    with chromium() as browser:
         for name, options in {
             "light": {**WIDE, "color_scheme": "light"},
             "dark": {**WIDE, "color_scheme": "dark"},
@@ -38,7 +35,6 @@ def main(url: str, folder: Path) -> None:
                 page.send(PROMPT)
             page.page.wait_for_timeout(500)
             page.page.screenshot(path=folder / f"playground-{name}.png")
-        browser.close()
 
 
 if __name__ == "__main__":
