@@ -24,6 +24,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "sampled output has the target's distribution: 5 prompts, 3 ranges of seeds, drafts with and without noise",
     ),
     "sampled_text": (("checks.sampled_text",), "sampled text by seed, 100 prompts, 5 seeds, 9 ways to run"),
+    "structured": (
+        ("checks.structured", "--fits", "20000"),
+        "500 answers over 10 schemas and 5 regular expressions parse, and are the target's own",
+    ),
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),
     "scheduler": (("benchmarks.scheduler",), "planning and lookup with up to a million cached blocks"),
