@@ -98,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a step needs on the host what the steps before it yielded: its logits depend on that, or its result
         does."""
         changes = self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.masks_tokens
-        return changes or self.logprobs is not None or self.structured_outputs is not None
+        return changes or self.logprobs is not None
 
 
 class EngineSetup(msgspec.Struct, frozen=True):

@@ -1,14 +1,14 @@
 """Structured output in a step: the matchers of the requests that the worker holds, and the masks of their logits.
 
 Masks are filled on a thread while the target runs, and awaited only before tokens are chosen. The drafts that they are
-filled along come to the host with the result of the step that proposed them.
+filled along come to the host with the result of the step that proposed them. Where that step is still in flight, the
+next one's masks begin when its result is there, and so does everything behind the target's forward (`runner`).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,10 +31,11 @@ Filled = tuple[np.ndarray, list[int], float]
 
 @dataclass
 class GrammarAnswer:
-    """An answer with a grammar: where it is in that, and the drafts that lie behind its anchor. Without a matcher it
-    has failed, for the reason `failure`."""
+    """An answer with a grammar: where it is in that, how many tokens its request has, and the drafts that lie behind
+    the last of them. Without a matcher it has failed, for the reason `failure`."""
 
     matcher: GrammarMatcher | None
+    num_tokens: int = 0
     drafts: list[int] = field(default_factory=list)
     failure: str | None = None
 
@@ -43,46 +44,73 @@ class GrammarAnswer:
         """Why the answer cannot go on, if so."""
         return self.failure if self.matcher is None else self.matcher.error
 
-    def accept(self, token_ids: list[int], drafts: list[int]) -> list[int]:
+    def accept(self, token_ids: list[int], drafts: list[int], has_next: bool) -> list[int]:
         """Take what a row yielded: its accepted tokens, and the drafts that it proposed. Returns the drafts to verify:
-        the legal ones, and behind them, in place of the others, tokens that the grammar forces."""
+        the legal ones, and behind them, in place of the others, tokens that the grammar forces. With `has_next` the
+        next row is in flight already, and verifies the drafts as they are."""
         if self.matcher is None:
             return []
+        self.num_tokens += len(token_ids)
         self.matcher.advance(token_ids)
+        if has_next:
+            self.drafts = drafts
+            return drafts
         num_legal = self.matcher.num_legal(drafts)
         forced = self.matcher.forced(drafts[:num_legal], len(drafts) - num_legal)
         self.drafts = drafts[:num_legal] + forced
         return self.drafts
 
 
-@dataclass(frozen=True)
 class StepGrammars:
     """The rows of a step whose requests have a grammar, by their number, and the masks of those that sample.
 
     The answers are kept by themselves, since a request's id may be in use again when the step's result is there.
-    first: int64 `[n]`, the first row of logits of each one that samples. filled: their masks, on their way; None when
-    none samples. send: brings arrays to the device.
+    waits: whether a row of one of them is in flight, so that its masks cannot be filled yet.
     """
 
-    answers: dict[int, GrammarAnswer]
-    first: np.ndarray
-    filled: Future[Filled] | None
-    send: Callable[[list[np.ndarray]], list[torch.Tensor]]
+    def __init__(
+        self, answers: dict[int, GrammarAnswer], batch: HostBatch, states: GrammarStates, before: StepGrammars | None
+    ) -> None:
+        """before: those of the step in flight."""
+        self.answers = answers
+        self._members = {id(answer) for answer in answers.values()}
+        self.waits = before is not None and not self._members.isdisjoint(before._members)
+        self._states = states
+        self._num_draft = batch.num_draft
+        num_logits = batch.num_logits
+        self._rows = [i for i, answer in answers.items() if batch.sample[i] and answer.matcher is not None]
+        # The first row of logits of each row that samples.
+        self._first = (np.cumsum(num_logits) - num_logits)[self._rows]
+        self._filled: Future[Filled] | None = None
+
+    def has(self, answer: GrammarAnswer) -> bool:
+        """Whether a row of this answer is in the step."""
+        return id(answer) in self._members
+
+    def begin(self) -> None:
+        """Begin to fill the masks: everything that was in flight before has come."""
+        wanted = [
+            (answer.matcher, answer.drafts[: int(self._num_draft[i])])
+            for i, answer in ((i, self.answers[i]) for i in self._rows)
+            if answer.matcher is not None
+        ]
+        if wanted:
+            self._filled = self._states.fill(wanted)
 
     def masks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The masks, int32 `[m, words]`, and the row of logits that each is for, int32 `[m]`, on the device; waits
         until they are filled. None when there are none."""
-        if self.filled is None:
+        if self._filled is None:
             return None
-        masks, counts, _ = self.filled.result()
-        _, rows = spans(self.first, np.array(counts))
-        bitmask, index = self.send([masks, rows.astype(np.int32)])
+        masks, counts, _ = self._filled.result()
+        _, rows = spans(self._first, np.array(counts))
+        bitmask, index = self._states.send([masks, rows.astype(np.int32)])
         return bitmask.view(masks.shape), index
 
     @property
     def mask_seconds(self) -> float:
         """How long filling the masks took."""
-        return 0.0 if self.filled is None else self.filled.result()[2]
+        return 0.0 if self._filled is None else self._filled.result()[2]
 
 
 class GrammarStates:
@@ -95,7 +123,7 @@ class GrammarStates:
         num_threads = max(1, min(MAX_FILL_THREADS, len(os.sched_getaffinity(0))))
         self._filler = BitmaskFiller(vocab_size, num_threads)
         self._thread = ThreadPoolExecutor(1, "dflash-masks")
-        self._send = Uploader(INITIAL_BYTES, device, grows=True).send if device.type == "cuda" else share
+        self.send = Uploader(INITIAL_BYTES, device, grows=True).send if device.type == "cuda" else share
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`."""
@@ -113,24 +141,22 @@ class GrammarStates:
         """Drop every request."""
         self._answers.clear()
 
-    def of(self, batch: HostBatch) -> StepGrammars | None:
-        """Those of a step's rows, whose masks begin to be filled; None when no row has a grammar."""
+    def of(self, batch: HostBatch, before: StepGrammars | None) -> StepGrammars | None:
+        """Those of a step's rows, whose masks begin to be filled unless they wait for those `before`, of the step in
+        flight; None when no row has a grammar."""
         if not self._answers:
             return None
         answers = {i: self._answers[name] for i, name in enumerate(batch.request_ids) if name in self._answers}
         if not answers:
             return None
-        num_logits = batch.num_logits
-        going_on = {
-            i: answer.matcher for i, answer in answers.items() if batch.sample[i] and answer.matcher is not None
-        }
-        rows = list(going_on)
-        first = (np.cumsum(num_logits) - num_logits)[rows]
-        filled = None
-        if rows:
-            wanted = [(matcher, answers[i].drafts[: int(batch.num_draft[i])]) for i, matcher in going_on.items()]
-            filled = self._thread.submit(_fill, self._filler, wanted)
-        return StepGrammars(answers, first, filled, self._send)
+        grammars = StepGrammars(answers, batch, self, before)
+        if not grammars.waits:
+            grammars.begin()
+        return grammars
+
+    def fill(self, answers: list[tuple[GrammarMatcher, list[int]]]) -> Future[Filled]:
+        """Begin to fill the masks along the drafts of these answers."""
+        return self._thread.submit(_fill, self._filler, answers)
 
     def _answer(self, new: NewRequest) -> GrammarAnswer:
         """That of a request, new or resumed."""
@@ -145,7 +171,7 @@ class GrammarStates:
         rules = MatcherRules(grammar.after_reasoning, sampling.min_tokens, sampling.stop_token_ids, sampling.ignore_eos)
         matcher = compiled.matcher(rules)
         matcher.advance(new.token_ids[new.num_prompt_tokens :])
-        return GrammarAnswer(matcher)
+        return GrammarAnswer(matcher, len(new.token_ids))
 
 
 def _fill(filler: BitmaskFiller, answers: list[tuple[GrammarMatcher, list[int]]]) -> Filled:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -38,14 +39,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PartInFlight:
-    """Rows of a step that run together. `results` has `num_rows` rows, padding included."""
+    """Rows of a step that run together. `results` has `num_rows` rows, padding included. `complete` queues what follows
+    the target's forward, where that waits for the step before: then the results are not there yet."""
 
     rows: Sequence[ScheduledRequest]
     num_rows: int
-    results: Download
+    results: Download | None
     logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     grammars: StepGrammars | None = None
+    complete: Callable[[], StepOutput] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class ModelRunner:
         phases: dict[str, float] = {}
         mask_seconds = 0.0
         for part in step.parts:
+            assert part.results is not None, "the step before completes this one"
             numbers = self.step.unpacked(part.results.wait(), part.num_rows)
             token_ids, times = numbers.tokens.tolist(), numbers.times
             sure = numbers.confidences.tolist() if self.step.wants_confidence else []
@@ -160,26 +164,36 @@ class ModelRunner:
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
             if times.any() and seconds.sum() > sum(phases.values()):
                 phases = dict(zip(PHASES, seconds.tolist(), strict=True))
+        if self._in_flight:
+            self._complete(self._in_flight[0])
         return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases, mask_seconds)
 
     def _with_grammar(
         self, row: ScheduledRequest, result: RequestResult, answer: GrammarAnswer, proposed: list[int]
     ) -> RequestResult:
         """The result of a row whose request has a grammar: with the drafts that this leaves, or why it fails."""
-        kept = answer.accept(result.token_ids, proposed)
+        next_step = self._grammars_in_flight()
+        has_next = next_step is not None and next_step.has(answer)
+        kept = answer.accept(result.token_ids, proposed, has_next)
         if answer.error is not None:
             return replace(result, error=answer.error)
+        if has_next:
+            return result
         if kept == proposed[: len(kept)]:
             return replace(result, num_next_draft=len(kept))
         # What the grammar has put in place of drafts is certain.
         num_own = next(i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1])
         if self.grammars.holds(row.request_id, answer):
-            first = row.num_computed + row.num_new + result.num_accepted + 1
+            first = answer.num_tokens
             index = self.requests.records[row.request_id].index
             self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
             self.step.state.confidence[index, num_own : len(kept)] = MAX_LOG_ODDS
         confidences = result.confidences[:num_own] + [MAX_LOG_ODDS] * (len(kept) - num_own)
         return replace(result, num_next_draft=len(kept), confidences=confidences if result.confidences else [])
+
+    def _grammars_in_flight(self) -> StepGrammars | None:
+        """Those of the step in flight, if there is one with any; on a CPU there never is."""
+        return self._in_flight[0].parts[0].grammars if self._in_flight and self._in_flight[0].parts else None
 
     def _update(self, plan: StepPlan) -> None:
         """Bring a plan's changes to the requests' state."""
@@ -224,7 +238,7 @@ class ModelRunner:
         processors = LogitsProcessors.of(batch, self.requests)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)
-        grammars = self.grammars.of(batch)
+        grammars = self.grammars.of(batch, self._grammars_in_flight())
         padded = self.graphs.find(batch) if processors is None and grammars is None else None
         if padded is not None:
             inputs = padded.inputs
@@ -233,11 +247,31 @@ class ModelRunner:
             inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
         if padded is not None and guard is None:
             output = StepOutput(padded.replay())
+        elif grammars is not None and grammars.waits:
+            forwarded = self.step.forward(inputs, guard, processors, of_prompt)
+            complete = partial(self.step.complete, inputs, forwarded, guard, processors, grammars)
+            entries = of_prompt.entries if of_prompt else {}
+            return PartInFlight(rows, inputs.num_rows, None, {}, entries, grammars, complete)
         else:
             output = self.step.run(inputs, guard, processors, of_prompt, grammars)
         results = self._downloader.begin(output.numbers)
         entries = of_prompt.entries if of_prompt else {}
         return PartInFlight(rows, inputs.num_rows, results, output.logprobs, entries, grammars)
+
+    @torch.inference_mode()
+    def _complete(self, step: StepInFlight) -> None:
+        """Queue what follows the forward of a step that waited for the results before it. The device runs the forward
+        meanwhile, and the masks are filled."""
+        for number, part in enumerate(step.parts):
+            if part.complete is not None and part.grammars is not None:
+                part.grammars.begin()
+                try:
+                    output = part.complete()
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    output = part.complete()
+                results = self._downloader.begin(output.numbers)
+                step.parts[number] = replace(part, results=results, logprobs=output.logprobs, complete=None)
 
 
 @contextmanager

@@ -34,6 +34,17 @@ NUM_TIMESTAMPS = len(PHASES) + 1
 
 
 @dataclass(frozen=True)
+class Forwarded:
+    """What the target's forward gave. features: `[T, L * hidden]`. logits: `[D, vocab]`. timestamps: as of
+    `Verified`."""
+
+    prepared: Prepared
+    features: torch.Tensor | None
+    logits: torch.Tensor
+    timestamps: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Verified:
     """What `verify` found. features: `[T, L * hidden]`. target_tokens: int64 `[D]`, the target's own token for each row
     of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
@@ -114,7 +125,19 @@ class ModelStep:
         grammars: StepGrammars | None = None,
     ) -> StepOutput:
         """A whole step. Raises `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
-        verified = self.verify(inputs, guard, processors, prompt_logprobs, grammars)
+        forwarded = self.forward(inputs, guard, processors, prompt_logprobs)
+        return self.complete(inputs, forwarded, guard, processors, grammars)
+
+    def complete(
+        self,
+        inputs: StepInputs,
+        forwarded: Forwarded,
+        guard: WriteGuard | None = None,
+        processors: LogitsProcessors | None = None,
+        grammars: StepGrammars | None = None,
+    ) -> StepOutput:
+        """What follows the target's forward; waits for the masks of grammars. Raises as `run`."""
+        verified = self.choose(inputs, forwarded, grammars)
         if self.ops.on_host:  # a CPU never raises this error
             return self.finish(inputs, verified, guard, processors, grammars is not None)
         before = StateSnapshot(self.state, inputs.batch, verified.prepared)
@@ -132,15 +155,18 @@ class ModelStep:
         confidences = confidences.astype(np.int32).view(np.float32).reshape(num_rows, -1)
         return StepNumbers(accepted, tokens.reshape(num_rows, -1), confidences, times, drafts.reshape(num_rows, -1))
 
-    def verify(
+    def verify(self, inputs: StepInputs) -> Verified:
+        """One target forward over all rows, and the tokens that their drafts are compared with."""
+        return self.choose(inputs, self.forward(inputs))
+
+    def forward(
         self,
         inputs: StepInputs,
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
-        grammars: StepGrammars | None = None,
-    ) -> Verified:
-        """One target forward over all rows, and the tokens that their drafts are compared with."""
+    ) -> Forwarded:
+        """One target forward over all rows, up to the logits that tokens are chosen from, but for grammars."""
         timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
         record(timestamps, 0)
         prepared = self.ops.prepare(inputs, self.state)
@@ -165,11 +191,16 @@ class ModelStep:
         logits = self.target.logits(hidden)
         if processors is not None:
             logits = processors.apply(logits)
+        return Forwarded(prepared, output.features, logits, timestamps)
+
+    def choose(self, inputs: StepInputs, forwarded: Forwarded, grammars: StepGrammars | None = None) -> Verified:
+        """The tokens that drafts are compared with, among those that grammars allow."""
+        prepared, logits = forwarded.prepared, forwarded.logits
         if grammars is not None and (masks := grammars.masks()) is not None:
             self.ops.apply_token_bitmask(logits, *masks)
         target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
-        record(timestamps, 1)
-        return Verified(prepared, output.features, target_tokens, timestamps)
+        record(forwarded.timestamps, 1)
+        return Verified(prepared, forwarded.features, target_tokens, forwarded.timestamps)
 
     def finish(
         self,

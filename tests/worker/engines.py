@@ -77,11 +77,18 @@ class Outputs:
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.failed: list[RequestRejected] = []
 
-    def add(self, request_id: str, prompt: list[int], k: int | None = None, **sampling: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        k: int | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        **sampling: Any,
+    ) -> None:
         """Queue a request; `k` is its own number of speculative tokens."""
         self.tokens[request_id] = []
         params = SamplingParams(**sampling) if k is None else SamplingParams(num_speculative_tokens=k, **sampling)
-        self.core.add_request(GenerationRequest(request_id, prompt, params))
+        self.core.add_request(GenerationRequest(request_id, prompt, params, eos_token_ids))
 
     def step(self) -> None:
         """One step of the engine."""

@@ -1,0 +1,84 @@
+"""Requests with a grammar on the steps of a GPU: the forward of a step begins before the result of the one before is
+there, and the text is what it is without."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_backend.engine.build import BuiltEngine
+from dflash_backend.messages import StructuredOutputs
+from tests.worker.engines import Outputs, engine, on_device_runner
+
+pytestmark = pytest.mark.slow
+
+GRAMMARS = [
+    StructuredOutputs("regex", "[a-z]{3,9}(-[0-9]{2}){1,3}"),
+    StructuredOutputs("choice", '["yes","no","it depends on the day"]'),
+    None,
+    StructuredOutputs("json", '{"type":"array","items":{"type":"string","maxLength":8},"minItems":1,"maxItems":2}'),
+]
+EOS = (2,)
+COUNT = 4
+
+
+def run(built: BuiltEngine) -> Outputs:
+    outputs = Outputs(built)
+    for i in range(COUNT):
+        outputs.add(
+            str(i),
+            list(range(20 + i, 60 + 3 * i)),
+            eos_token_ids=EOS,
+            max_tokens=16,
+            temperature=(0.0, 1.0)[i % 2],
+            seed=i,
+            structured_outputs=GRAMMARS[i % len(GRAMMARS)],
+        )
+    outputs.finish()
+    assert outputs.failed == []
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def expected() -> Outputs:
+    return run(engine(kv_cache_gb=0.2, max_num_seqs=3))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_text_is_the_same_with_steps_in_flight(expected: Outputs, overlap: bool) -> None:
+    built = on_device_runner(engine(kv_cache_gb=0.2, max_num_seqs=3), overlap=overlap)
+    waiting = []
+    complete = built.runner._complete
+    built.runner._complete = lambda step: (  # type: ignore[method-assign]
+        waiting.extend(part for part in step.parts if part.complete is not None),
+        complete(step),
+    )[1]
+    found = run(built)
+    assert found.tokens == expected.tokens
+    assert found.reasons == expected.reasons
+    assert bool(waiting) == overlap
+
+
+def test_no_row_sits_a_step_out_for_its_grammar() -> None:
+    built = on_device_runner(engine(kv_cache_gb=0.2, max_num_seqs=1))
+    outputs = Outputs(built)
+    outputs.add("a", list(range(20, 60)), eos_token_ids=EOS, max_tokens=12, structured_outputs=GRAMMARS[0], k=0)
+    rows = []
+    submit = built.runner.submit
+    built.runner.submit = lambda plan: (rows.append(len(plan.rows)), submit(plan))[1]  # type: ignore[method-assign]
+    outputs.finish()
+    assert min(rows) == 1
+    assert len(rows) <= len(outputs.tokens["a"]) + 2
+
+
+def test_an_answer_that_is_aborted_and_its_id_used_again_does_not_meet_the_old_one() -> None:
+    built = on_device_runner(engine(kv_cache_gb=0.2, max_num_seqs=2))
+    outputs = Outputs(built)
+    prompt = list(range(20, 60))
+    outputs.add("a", prompt, eos_token_ids=EOS, max_tokens=30, structured_outputs=GRAMMARS[0])
+    for _ in range(4):
+        outputs.step()
+    built.core.abort(["a"])
+    outputs.add("a", prompt, eos_token_ids=EOS, max_tokens=30, structured_outputs=GRAMMARS[1], temperature=0)
+    outputs.finish()
+    assert outputs.failed == []
+    assert outputs.reasons["a"] == "stop"
