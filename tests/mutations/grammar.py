@@ -81,8 +81,8 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "masks are those of the first row's logits",
-            "        _, rows = spans(self.first, np.array(counts))\n",
-            "        _, rows = spans(self.first * 0, np.array(counts))\n",
+            "        _, rows = spans(self._first, np.array(counts))\n",
+            "        _, rows = spans(self._first * 0, np.array(counts))\n",
         ),
     ),
     Mutant(

@@ -1,0 +1,146 @@
+"""What structured output costs: tokens/s with and without a grammar on equal texts, and the host's time for masks.
+
+`python -m benchmarks.structured` runs 16 streams of the demo pair, greedily, first without a grammar and then with one
+that allows exactly the text that came, so both write the same. Then it fills masks over a made-up vocabulary of 151,000
+tokens, as of Qwen3, for a block of drafts in each of 16 answers: no model runs, so this is the host's time alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from statistics import median
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output.compiler import GrammarCompiler
+from dflash_backend.structured_output.matcher import BitmaskFiller, MatcherRules
+
+STREAMS = 16
+VOCAB_SIZE = 151_936
+EOS = 151_643
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "address": {"type": "object", "properties": {"street": {"type": "string"}, "number": {"type": "number"}}},
+    },
+    "required": ["name", "age", "tags", "address"],
+}
+ANSWER = json.dumps(
+    {
+        "name": "Ada Lovelace",
+        "age": 36,
+        "tags": ["first", "of many"],
+        "address": {"street": "St James's", "number": 12.5},
+    }
+)
+
+
+def tokens_per_second(num_rounds: int, max_tokens: int) -> tuple[list[float], list[float]]:
+    """Tokens/s of each round, without a grammar and with one, in turn."""
+    llm = LLM(max_num_seqs=STREAMS, kv_cache_gb=0.5, enable_prefix_caching=False)
+    prompts = [row.prompt for row in load_prompts(STREAMS)]
+    free = {"temperature": 0.0, "max_tokens": max_tokens}
+    texts = [output.text for output in llm.generate(prompts, [free] * STREAMS)]
+    # What the free answer is, and any other text of printable characters and new lines: as JSON allows any string.
+    bound = free | {"structured_outputs": {"regex": r"[\s\S]*"}}
+    held = llm.generate(prompts, [bound] * STREAMS)
+    assert [output.text for output in held] == texts, "the texts with and without a grammar differ"
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(num_rounds):
+        for sampling, speeds in zip((free, bound), found, strict=True):
+            started = time.monotonic()
+            outputs = llm.generate(prompts, [sampling] * STREAMS)
+            speeds.append(sum(len(output.token_ids) for output in outputs) / (time.monotonic() - started))
+    return found
+
+
+def made_up_tokenizer() -> str:
+    """A byte-level tokenizer with as many tokens as Qwen3's: words, and marks as JSON has them."""
+    rng = random.Random(0)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: number for number, letter in enumerate(sorted(alphabet))}
+    letters, marks = "etaonisrhldcumfpgwybvk", '",:{}[]().0123456789Ċ'
+    while len(vocab) < EOS:
+        # Most tokens of a real vocabulary are words or parts of words; few mix letters and marks.
+        of = letters if rng.random() < 0.95 else marks
+        word = "".join(rng.choices(of, k=rng.randint(2, 9 if of is letters else 4)))
+        vocab.setdefault("Ġ" * (rng.random() < 0.4) + word, len(vocab))
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|end|>"])
+    return str(fast.to_str())
+
+
+def mask_times(num_drafts: int, num_threads: int) -> tuple[float, float, list[float], list[float]]:
+    """Seconds of reading the tokenizer, of compiling the schema, and of the masks of each step, as time that passed and
+    of all processors: a block of drafts in each of `STREAMS` answers, which are at different positions."""
+    text = made_up_tokenizer()
+    compiler = GrammarCompiler(lambda: text, VOCAB_SIZE)
+    grammar = StructuredOutputs("json", json.dumps(SCHEMA))
+    started = time.perf_counter()
+    compiler.compile(StructuredOutputs("regex", "a"), (EOS,))
+    read = time.perf_counter() - started
+    started = time.perf_counter()
+    compiled = compiler.compile(grammar, (EOS,))
+    compile_s = time.perf_counter() - started
+    known = FastTokenizer.from_str(text)
+    ids = [known.token_to_id(letter) for letter, _ in known.pre_tokenizer.pre_tokenize_str(ANSWER) for letter in letter]
+    filler = BitmaskFiller(VOCAB_SIZE, num_threads)
+    matchers = [compiled.matcher(MatcherRules()) for _ in range(STREAMS)]
+    for number, matcher in enumerate(matchers):
+        matcher.advance(ids[: 3 * number])
+    times, processor = [], []
+    for step in range(len(ids) // (num_drafts + 1)):
+        answers = []
+        for number, matcher in enumerate(matchers):
+            at = 3 * number + step * (num_drafts + 1)
+            answers.append((matcher, ids[at : at + num_drafts]))
+        started, used = time.perf_counter(), time.process_time()
+        filler.fill(answers)
+        times.append(time.perf_counter() - started)
+        processor.append(time.process_time() - used)
+        for number, matcher in enumerate(matchers):
+            at = 3 * number + step * (num_drafts + 1)
+            matcher.advance(ids[at : at + num_drafts + 1])
+        assert all(matcher.error is None for matcher in matchers)
+    return read, compile_s, times, processor
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of each kind (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer (%(default)s)")
+    parser.add_argument("--drafts", type=int, default=7, help="in a block, for the masks (%(default)s)")
+    args = parser.parse_args()
+    num_threads = max(1, min(8, len(os.sched_getaffinity(0))))
+    read, compile_s, times, processor = mask_times(args.drafts, num_threads)
+    print(
+        f"masks of {STREAMS} answers with {args.drafts} drafts each, {VOCAB_SIZE} tokens, {num_threads} threads: "
+        f"median {1e3 * median(times):.1f} ms, p90 {1e3 * float(np.quantile(times, 0.9)):.1f} ms a step, "
+        f"{1e3 * median(processor):.1f} ms of processors; tokenizer read in {read:.2f} s, schema compiled in "
+        f"{1e3 * compile_s:.1f} ms",
+        flush=True,
+    )
+    free, bound = tokens_per_second(args.rounds, args.max_tokens)
+    print(
+        f"{STREAMS} streams, equal texts: {median(free):.0f} tokens/s without a grammar, {median(bound):.0f} with one: "
+        f"{median(bound) / median(free):.2f} of it (medians of {args.rounds} rounds)"
+    )
+
+
+if __name__ == "__main__":
+    main()
