@@ -1,6 +1,7 @@
 """Writes dashboards/dflash.json, the Grafana dashboard, from the panels listed here. Run by `make docs`.
 
-Every expression is over the metrics of `dflash_backend.triton.metrics`, summed over the engines of a model.
+Every expression is over the metrics of `dflash_backend.triton.metrics`, summed over the engines of a model, or over
+those of the OpenAI front ends, `dflash_openai.metrics`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 FILE = Path(__file__).resolve().parent / "dashboards" / "dflash.json"
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+FRONT_END = "dflash_openai:"
 WHERE = 'model=~"$model"'
 WIDTH, HEIGHT = 8, 8
 COLUMNS = 24 // WIDTH
@@ -44,6 +46,12 @@ def times(metric: str) -> tuple[tuple[str, str], ...]:
     buckets = rate(f"{metric}_bucket", "model, le")
     mean = ("mean {{model}}", f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}")
     return (mean, *((f"p{p} {{{{model}}}}", f"histogram_quantile({p / 100}, {buckets})") for p in (50, 99)))
+
+
+def front_end_times(metric: str) -> tuple[tuple[str, str], ...]:
+    """Percentiles of a histogram of the OpenAI front ends, by path."""
+    buckets = f"sum by (path, le) (rate({FRONT_END}{metric}_bucket[$__rate_interval]))"
+    return tuple((f"p{p} {{{{path}}}}", f"histogram_quantile({p / 100}, {buckets})") for p in (50, 99))
 
 
 PANELS: tuple[Panel, ...] = (
@@ -213,6 +221,39 @@ PANELS: tuple[Panel, ...] = (
         "Engine restarts",
         "short",
         (("{{model}}", f"sum by (model) (increase(dflash:engine_restarts_total{{{WHERE}}}[$__rate_interval]))"),),
+    ),
+    Panel(
+        "Requests with a grammar per second",
+        "reqps",
+        (("{{model}}", rate("grammar_requests_total")), ("compiled {{model}}", rate("grammars_compiled_total"))),
+        "Structured output. A grammar that was compiled before is taken from a cache.",
+    ),
+    Panel(
+        "Time for grammars",
+        "s",
+        (
+            ("masks of a step {{model}}", f"{rate('grammar_mask_seconds_total')} / {rate('grammar_steps_total')}"),
+            (
+                "compiling one {{model}}",
+                f"{rate('grammar_compile_seconds_total')} / {rate('grammars_compiled_total')}",
+            ),
+        ),
+    ),
+    Panel(
+        "OpenAI requests per second",
+        "reqps",
+        (("{{path}} {{status}}", f"sum by (path, status) (rate({FRONT_END}requests_total[$__rate_interval]))"),),
+        "Requests that have ended, by path and HTTP status; 499: the client left.",
+    ),
+    Panel("OpenAI requests running", "short", (("{{instance}}", f"{FRONT_END}requests_running"),)),
+    Panel("OpenAI time to first event", "s", front_end_times("time_to_first_event_seconds"), "Of streams."),
+    Panel("OpenAI request duration", "s", front_end_times("request_duration_seconds")),
+    Panel(
+        "Triton servers that front ends reach",
+        "short",
+        (("{{server}}", f"min by (server) ({FRONT_END}triton_up)"),),
+        "0: its metrics could not be read.",
+        most=1,
     ),
 )
 

@@ -21,6 +21,7 @@ from dflash_cli.commands.serve import SAFE_TRITON
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.server import EXIT_MARGIN_S
 from dflash_cli.main import parser
+from dflash_openai.metrics import FrontendMetrics, merged
 from tests.client.conftest import toy_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ DOCKERFILE = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 DASHBOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "dashboards" / "dflash.json").read_text(encoding="utf-8"))
 
-LABELS = {"instance", "job", "model", "version", "engine", "le"} | {spec.label for spec in METRICS}
+LABELS = {"instance", "job", "path", "server", "model", "version", "engine", "le"} | {spec.label for spec in METRICS}
 
 
 def read(*parts: str) -> Any:
@@ -54,7 +55,16 @@ def expressions() -> Iterator[str]:
 def series() -> set[str]:
     """The names on the metrics page."""
     parts = {"histogram": ("_sum", "_count", "_bucket")}
-    return {spec.name + part for spec in METRICS for part in parts.get(spec.kind, ("",))}
+    of_model = {spec.name + part for spec in METRICS for part in parts.get(spec.kind, ("",))}
+    return of_model | set(re.findall(r"^(dflash_openai:\w+)[ {]", front_end_page(), re.MULTILINE))
+
+
+def front_end_page() -> str:
+    """What a front end with some requests behind it and one server shows of its own."""
+    metrics = FrontendMetrics(["/v1/completions"])
+    metrics.finished("/v1/completions", 200, 0.1)
+    metrics.first_event("/v1/completions", 0.1)
+    return "\n".join([*metrics.lines(), *merged({"triton:8002": ""})])
 
 
 def test_the_dashboard_is_what_its_writer_says() -> None:
@@ -65,7 +75,7 @@ def test_the_dashboard_is_what_its_writer_says() -> None:
 
 def test_every_expression_is_over_metrics_and_labels_that_exist() -> None:
     for expression in expressions():
-        named = set(re.findall(r"dflash:\w+", expression))
+        named = set(re.findall(r"dflash(?:_openai)?:\w+", expression))
         assert named <= series(), expression
         assert named or expression.startswith("up{"), expression
         grouped = re.findall(r"(?:by|on) \(([^)]*)\)", expression)
@@ -78,6 +88,22 @@ def test_every_metric_is_on_the_dashboard() -> None:
     shown = " ".join(expressions())
     missing = {spec.name for spec in METRICS if spec.name not in shown}
     assert not missing
+
+
+def test_every_metric_of_the_front_end_is_on_the_dashboard() -> None:
+    shown = " ".join(expressions())
+    families = re.findall(r"^# TYPE (dflash_openai:\w+) ", front_end_page(), re.MULTILINE)
+    assert families
+    assert not [name for name in families if name not in shown]
+
+
+def test_prometheus_reads_the_front_ends_own_metrics_alone_with_a_key_if_there_is_one() -> None:
+    (job,) = [job for job in read("prometheus", "prometheus.yml")["scrape_configs"] if job["job_name"] != "dflash"]
+    assert [rule["regex"] for rule in job["metric_relabel_configs"] if rule["action"] == "keep"] == ["dflash_openai:.*"]
+    compose = read("compose.yaml")
+    (secret,) = compose["services"]["prometheus"]["secrets"]
+    assert job["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
+    assert compose["secrets"][secret]["file"] == "${METRICS_KEY_FILE:-/dev/null}"
 
 
 def test_panels_do_not_overlap() -> None:
@@ -108,12 +134,13 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not()
 
 def test_prometheus_scrapes_the_server_under_the_job_that_the_alerts_name() -> None:
     config = read("prometheus", "prometheus.yml")
-    (job,) = config["scrape_configs"]
-    (target,) = job["static_configs"][0]["targets"]
-    host, _, port = target.partition(":")
-    assert host in read("compose.yaml")["services"]
-    assert port in re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE)[0].split()
-    assert all(f'job="{job["job_name"]}"' in rule["expr"] for rule in alerts() if "up{" in rule["expr"])
+    for job in config["scrape_configs"]:
+        (target,) = job["static_configs"][0]["targets"]
+        host, _, port = target.partition(":")
+        assert host in read("compose.yaml")["services"]
+        assert port in re.findall(r"^EXPOSE (.*)$", DOCKERFILE, re.MULTILINE)[0].split()
+    named = {name for rule in alerts() for name in re.findall(r'up{job="([^"]*)"', rule["expr"])}
+    assert named == {job["job_name"] for job in config["scrape_configs"]}
     assert all((DOCKER / "prometheus" / name).is_file() for name in config["rule_files"])
 
 
