@@ -54,6 +54,7 @@ NOT_RUN = {
         ".venv/bin/pytest tests/test_real_weights.py -s": PLACEHOLDER,
     },
     "docs/checkpoints.md": {},
+    "docs/playground.md": {},
     "docs/structured-output.md": {},
     "docs/load-testing.md": {
         "make load                                        # lists the scenarios": INSTALLS,
