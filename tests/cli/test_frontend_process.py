@@ -1,0 +1,116 @@
+"""The OpenAI front end as a process beside a server: `FrontendProcess`, and `dflash-triton serve` with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from dflash_cli.launcher import frontend as module
+from dflash_cli.launcher.frontend import FrontendProcess
+from dflash_cli.launcher.ports import settle_ports
+from dflash_cli.launcher.triton_install import LauncherError
+from tests.servers import PORT_OPTIONS, clean_environ
+from tests.waiting import eventually
+
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    return settle_ports(HOST, {"--port": 0})["--port"]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def frontend(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontendProcess]:
+    """One before a server that is not there, so that it listens and is never ready."""
+    monkeypatch.setattr(module, "READY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.1)
+    frontend = FrontendProcess(HOST, free_port(), [], clean_environ(), said.append)
+    frontend.start(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}")
+    yield frontend
+    frontend.stop()
+
+
+def status(frontend: FrontendProcess) -> int | None:
+    try:
+        return httpx.get(f"{frontend.url}/health", trust_env=False, timeout=10).status_code
+    except httpx.TransportError:
+        return None
+
+
+def test_one_that_is_not_ready_is_told_and_answers_503(frontend: FrontendProcess, said: list[str]) -> None:
+    assert said[0].startswith("warning: the OpenAI front end is not ready: ")
+    eventually(lambda: status(frontend) == 503, "listening")
+    answer = httpx.post(f"{frontend.url}/v1/completions", json={"prompt": "a"}, trust_env=False)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+def test_one_that_dies_is_started_again(frontend: FrontendProcess, said: list[str]) -> None:
+    first = frontend.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+
+    def restarted() -> bool:
+        frontend.keep()
+        return frontend.pid != first
+
+    eventually(restarted, "restarted")
+    assert "ended with status -9; it is started anew" in said[-1]
+    eventually(lambda: status(frontend) == 503, "listening")
+
+
+def test_one_that_ends_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    frontend = FrontendProcess(HOST, free_port(), ["--model-name"], clean_environ())
+    with pytest.raises(LauncherError, match="did not start"):
+        frontend.start(f"{HOST}:1", f"{HOST}:2")
+    assert frontend.pid is None
+
+
+def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        with pytest.raises(LauncherError, match="choose another one with --port"):
+            FrontendProcess(HOST, taken.getsockname()[1], [])
+
+
+def test_the_process_has_no_torch(frontend: FrontendProcess) -> None:
+    eventually(lambda: status(frontend) == 503, "listening")
+    with open(f"/proc/{frontend.pid}/maps", encoding="utf-8") as maps:
+        assert "libtorch" not in maps.read()
+
+
+@pytest.mark.server
+def test_serve_answers_openais_api_and_ends_with_it() -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "dflash_cli.main", "serve", *PORT_OPTIONS[2:], "--port", str(port)]
+    command += ["--served-model-name", "demo", "--max-num-seqs", "4", "--max-model-len", "512"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **streams, text=True, env=clean_environ(), start_new_session=True)
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "Ctrl-C stops the server.\n")
+        assert f"  OpenAI   http://{HOST}:{port}/v1\n" in list(lines)
+        with httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, timeout=60) as http:
+            (model,) = http.get("/v1/models").json()["data"]
+            assert (model["id"], model["max_model_len"]) == ("demo", 512)
+            body = {"model": "demo", "prompt": "Sam fills 4 bags", "max_tokens": 8}
+            assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 8
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://{HOST}:{port}/health", trust_env=False)
+    finally:
+        process.kill()
+        process.wait()
