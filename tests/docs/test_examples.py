@@ -62,7 +62,7 @@ NOT_RUN = {
         'make load SCENARIO=chat DURATION=20 SETTINGS="trace_dir=/tmp/trace"': INSTALLS,
         ".venv/bin/dflash-triton serve --set max_num_seqs=32": "a minute of load; tests/load_tests has it",
     },
-    "docs/openai.md": {},
+    "docs/openai.md": {'{"model": "dflash", "tool_choice": "required",': LISTING},
     "docs/openai-frontend.md": {
         "backends/": LISTING,
         "cp -r backends/vllm /opt/tritonserver/backends/vllm": CONTAINER,

@@ -57,6 +57,8 @@ def test_a_forced_answer_is_calls_that_the_parser_reads(
         HERMES_CALL.replace("get_weather", "other"),
         HERMES_CALL.replace("city", "town"),
         f"Look: {HERMES_CALL}",
+        HERMES_CALL.replace('{"city', '{ "city'),
+        HERMES_CALL.replace('"city": ', '"city":\n'),
     ],
 )
 def test_no_other_answer_is_taken(text: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 
 _ANY_OBJECT = {"type": "object"}
+# As models write JSON. White space of any length would let a weak one write nothing else.
+_JSON_STYLE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ARGS = "[ARGS]"
 
 
@@ -43,7 +45,7 @@ def forced_calls(
     lines = [start, "call: " + " | ".join(f"f{index}" for index in range(len(functions)))]
     for index, function in enumerate(functions):
         lines.append(f"f{index}: {_call(format, function['name'], f'arguments{index}', marks)}")
-        schema = json.dumps(function.get("parameters") or _ANY_OBJECT, ensure_ascii=False)
+        schema = json.dumps({**_JSON_STYLE, **(function.get("parameters") or _ANY_OBJECT)}, ensure_ascii=False)
         lines.append(f"arguments{index}: %json {schema}")
     return "\n".join(lines) + "\n"
 
