@@ -16,6 +16,7 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
+from dflash_backend.worker.graphs import capture_shapes
 from tests.tiny_models import make_pair
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
@@ -100,7 +101,10 @@ def test_the_steps_of_a_gpu_yield_the_tokens_of_a_cpu(
         assert built.core.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("options", [None, {}, {"widths": (1, 4, 8, 16)}], ids=["on a CPU", "any number", "widths"])
+FORMS = {"on a CPU": None, "any number": {}, "shapes": {"shapes": capture_shapes(15)}}
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_a_number_of_drafts_that_follows_the_load_changes_no_token(
     options: dict[str, Any] | None, prompts: list[list[int]], expected: Result
 ) -> None:

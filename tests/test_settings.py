@@ -81,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 def build(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> BuiltEngine:
     """What a GPU gets, as far as it can be had without one and without running a step."""
     monkeypatch.setattr(
-        ModelRunner, "prepare", lambda runner, use_graphs, progress, widths: PREPARED.append(use_graphs)
+        ModelRunner, "prepare", lambda runner, use_graphs, progress, shapes: PREPARED.append(use_graphs)
     )
     return build_engine(EngineConfig.from_values({"device": "cpu", "attention_backend": "triton", **settings}))
 

@@ -12,7 +12,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -243,10 +243,12 @@ SEEDS = range(3)
 # Drafts that are all alike but for their request; some that differ, with a drafter that says so and is often wrong.
 ALIKE = Drafting()
 DIFFERENT = Drafting(blocks=1.5, drafts=1.5, noise=1.5)
+# As `worker.graphs.capture_shapes` gives them for 15 drafts.
+SHAPES_OF_STEPS = ((1, 3), (3, 7), (7, 15), (15, 15))
 
 
 def simulated_row(
-    streams: int, table_error: float, choices: Sequence[int] = (), drafting: Drafting = ALIKE
+    streams: int, table_error: float, shapes: Sequence[tuple[int, int]] = (), drafting: Drafting = ALIKE
 ) -> dict[str, float]:
     """Tokens per second without drafts (`none`), with the best fixed number (`best`, and which: `best_k`), with k, and
     by the rule with a table that is `table_error` off, means over `SEEDS`."""
@@ -258,7 +260,7 @@ def simulated_row(
         simulation = Simulation(costs, streams, CONTEXT, K, mean, drafting, seed=seed)
         for length in FIXED:
             fixed[length] += simulation.run(length, num_steps) / len(SEEDS)
-        policy = AdaptiveSpeculation(K, choices=choices, table=costs.table(table_error, seed))
+        policy = AdaptiveSpeculation(K, shapes=shapes, table=costs.table(table_error, seed))
         adaptive += simulation.run(policy, num_steps) / len(SEEDS)
     fastest = max(FIXED, key=fixed.__getitem__)
     return {"none": fixed[0], "k": fixed[K], "best": fixed[fastest], "best_k": fastest, "adaptive": adaptive}
@@ -266,29 +268,51 @@ def simulated_row(
 
 def simulated_table() -> str:
     """The page of the simulation."""
-    rows = []
+    alike, different = [], []
+    silent = replace(DIFFERENT, noise=None)
     for streams in STREAMS:
-        each, choices = simulated_row(streams, 0.1), simulated_row(streams, 0.1, (3, 7, 15))
-        rows.append(
+        each = simulated_row(streams, 0.1)
+        shapes = simulated_row(streams, 0.1, SHAPES_OF_STEPS)
+        relative = [f"{each[name] / each['none']:.2f}" for name in ("k", "best", "adaptive")]
+        alike.append(
             [
                 streams,
                 f"{each['best_k']:.0f}",
-                *(f"{each[name] / each['none']:.2f}" for name in ("k", "best", "adaptive")),
-                f"{choices['adaptive'] / each['none']:.2f}",
-                f"{each['adaptive'] / each['best']:.3f}",
-                f"{choices['adaptive'] / each['best']:.3f}",
+                *relative,
+                *(f"{found['adaptive'] / each['best']:.3f}" for found in (each, shapes)),
             ]
         )
-    header = [
-        "streams", "best k", "k = 15", "best fixed k", "adaptive", "adaptive, one of 3, 7, 15",
-        "adaptive / best", "of 3, 7, 15 / best",
+        none = simulated_row(streams, 0.1, drafting=silent)
+        none_shapes = simulated_row(streams, 0.1, SHAPES_OF_STEPS, silent)
+        sure = simulated_row(streams, 0.1, drafting=DIFFERENT)
+        sure_shapes = simulated_row(streams, 0.1, SHAPES_OF_STEPS, DIFFERENT)
+        different.append(
+            [
+                streams,
+                f"{sure['best_k']:.0f}",
+                f"{none['adaptive'] / none['best']:.3f}",
+                f"{sure['adaptive'] / sure['best']:.3f}",
+                f"{none_shapes['adaptive'] / none['best']:.3f}",
+                f"{sure_shapes['adaptive'] / sure['best']:.3f}",
+            ]
+        )
+    first = ["streams", "best k", "k = 15", "best fixed k", "adaptive", "adaptive / best", "of few sizes / best"]
+    second = [
+        "streams", "best k", "without confidence", "with confidence",
+        "of few sizes, without", "of few sizes, with",
     ]  # fmt: skip
     return (
         "# The rule on an H200, simulated\n\n"
         f"{SHAPE}, context {CONTEXT}, acceptance length {ACCEPTANCE_LENGTH} with {K} drafts. No device was measured: "
         f"step times are the floors of `benchmarks/gpu/floor.py` at {EFFICIENCY:.0%} of the data sheet's rates and "
         f"{STEP_OVERHEAD_S * 1e3:g} ms a step. The table of costs that the rule begins with is 10 % off at each "
-        "point. Tokens per second over those without drafts, means of three runs; the last two columns over the best "
-        "fixed k. Written by `python -m benchmarks.adaptive --simulate`.\n\n"
-        f"{markdown_table(header, rows, 'rrrrrrrr')}\n"
+        "point. Means of three runs. *Of few sizes*: steps have the sizes of captured graphs, "
+        f"{', '.join(f'{verified} of {proposed}' for verified, proposed in SHAPES_OF_STEPS)} drafts of each row "
+        "verified. Written by `python -m benchmarks.adaptive --simulate`.\n\n"
+        "Drafts that are all alike but for their request: tokens per second over those without drafts, then over the "
+        f"best fixed k.\n\n{markdown_table(first, alike, 'rrrrrrr')}\n\n"
+        f"Drafts that differ (the logits of their chances by {DIFFERENT.blocks} from block to block and by "
+        f"{DIFFERENT.drafts} within one, standard deviations), with a drafter whose confidence has an error of "
+        f"{DIFFERENT.noise} and is {CONFIDENCE_SCALE} times too high: tokens per second of the rule over those of the "
+        f"best fixed k.\n\n{markdown_table(second, different, 'rrrrrr')}\n"
     )

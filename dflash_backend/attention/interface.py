@@ -77,8 +77,8 @@ class AttentionBatch:
     query_lens, seq_lens: int64 `[num_rows]`. block_tables: int64 or int32 `[num_rows, >= blocks of the longest row]`.
 
     Without `device` the lengths are exact and the rows' tokens lie behind one another. With it they are upper bounds,
-    from which a backend takes its launch sizes alone: row r owns the tokens `[query_start[r], query_start[r] +
-    query_lens[r])`, and its real seq_len is at most `max_overestimate` below the bound, unless it is a padding row.
+    from which a backend takes its launch sizes alone: a row's real seq_len is at most `max_overestimate` below the
+    bound, unless it is a padding row. Behind a row's own tokens, fewer than its bound, lie those of the next row.
     A row whose request has ended meanwhile may be longer than its bound and than its table: it reads nothing past
     either end of the table, and its output is finite and not used.
     """

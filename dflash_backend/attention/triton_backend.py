@@ -34,13 +34,15 @@ INTERPRETED_SMS = 132
 @dataclass(frozen=True)
 class TritonMetadata(AttentionMetadata):
     """The rows on the device, and their bounds on the host. What follows from them and the shape of a layer's heads
-    is planned when the first such layer asks, then kept in `launches`."""
+    is planned when the first such layer asks, then kept in `launches`; and so is the output of such layers, in
+    `outputs`: tokens that are no row's have to be zeroed only once."""
 
     rows: PagedBatch
     query_lens: np.ndarray
     seq_lens: np.ndarray
     pattern: AttentionPattern
     launches: dict[HeadShape, list[tuple[Launch, torch.Tensor | None]]] = field(default_factory=dict)
+    outputs: dict[HeadShape, torch.Tensor] = field(default_factory=dict)
 
     def launches_for(self, shape: HeadShape) -> list[tuple[Launch, torch.Tensor | None]]:
         """The launches for heads of this shape, with their tiles on the device.
@@ -80,11 +82,15 @@ class TritonBackend(AttentionBackend):
         return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+        """As `AttentionBackend.attend`. The output is valid until the next layer of the forward pass attends."""
         assert isinstance(metadata, TritonMetadata)
         shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
         launches = metadata.launches_for(shape)
-        pattern = metadata.pattern
-        return paged_attention(query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window)
+        pattern, out = metadata.pattern, metadata.outputs.get(shape)
+        if out is None:
+            out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
+        causal, window = pattern.causal, pattern.sliding_window
+        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out)
 
 
 def exact_rows(layout: AttentionBatch) -> DeviceLengths:

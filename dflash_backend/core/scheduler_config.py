@@ -26,7 +26,8 @@ class SchedulerConfig:
     max_queue_size, max_queue_tokens: requests and tokens that one tenant may have waiting.
     num_speculative_tokens: k; 0 without a drafter.
     adaptive_speculation: whether a row drafts as many tokens as pay, k at most; else always k.
-    draft_lengths: with that, the numbers of drafts to choose from, one for all rows of a step; empty: any, by row.
+    draft_shapes: with that, the numbers of verified and of proposed drafts for each row to choose from, one for all
+    rows of a step; empty: any, by row.
     lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor); None: it runs none.
     hit_trim: positions at the end of a prefix hit that the drafter wants computed again.
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
@@ -48,7 +49,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool
     num_speculative_tokens: int = 0
     adaptive_speculation: bool = False
-    draft_lengths: tuple[int, ...] = ()
+    draft_shapes: tuple[tuple[int, int], ...] = ()
     lookahead_base: int | None = 1
     hit_trim: int = 0
     drafter_max_len: int = 0

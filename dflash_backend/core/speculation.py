@@ -21,6 +21,7 @@ of the time.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
 # Drafts that a block has beyond those that would pay without confidences: this share for each unit of the logit by
 # which confidences tell chances apart, and this share at most.
 EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
+# Rows that a decision looks at, since it takes time: beyond that every second or third of them.
+MAX_ROWS_LOOKED_AT = 64
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
 
@@ -71,17 +74,17 @@ class AdaptiveSpeculation:
         self,
         k: int,
         lookahead_base: int | None = 1,
-        choices: Sequence[int] = (),
+        shapes: Sequence[tuple[int, int]] = (),
         table: CostTable | None = None,
     ) -> None:
         """k: the most drafts of a row. lookahead_base: queries of the drafter beside one for each draft; None: it has
-        none. choices: the numbers of drafts that there are beside 0, of which all rows of a step get the same; by
-        default every row gets its own."""
+        none. shapes: the numbers of verified and of proposed drafts for each row that there are beside none, the same
+        for all rows of a step; by default every row proposes a number of its own, and any number is verified."""
         self.k = k
         self.acceptance = AcceptanceEstimator(k)
         self.costs = StepCosts(table)
         self.stats = SpeculationStats.zeros(k)
-        self._choices = choices
+        self._shapes = shapes
         self._queries_per_draft = 0 if lookahead_base is None else 1
         self._queries_per_row = lookahead_base or 0
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
@@ -128,7 +131,11 @@ class AdaptiveSpeculation:
         self._since_probe += self._age
         self._since_trial += self._age
         self._age = 0
-        self._lengths = self._optimal_lengths(Counter(row.effect.hopeful_group for row in rows), line)
+        groups = Counter(row.effect.hopeful_group for row in rows)
+        if self._shapes:
+            self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
+        else:
+            self._lengths = self._optimal_lengths(groups, line)
         lengths = [self.first_length(row) for row in rows]
         if not any(lengths):
             self._probe(rows, lengths, line)
@@ -166,7 +173,7 @@ class AdaptiveSpeculation:
         ]
         num_next = sum(row.num_next_draft > 0 for row in rows)
         num_yielding = sum(row.sample for row in rows)
-        choices = [min(len(drafting) * length, total) for length in self._choices] if self._choices else None
+        choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
         num_drafts, _ = optimal_budget(
             num_yielding, chances, lambda count: line.seconds(count, num_next, shape.num_queries), choices
         )
@@ -197,22 +204,25 @@ class AdaptiveSpeculation:
         self.stats.confidence_weight = self.acceptance.weight
         self.costs.observe(shape, seconds - draft_s, draft_s)
 
-    def _optimal_choice(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
-        """The best of the choices, for all groups."""
-        num_rows, optimal, highest = groups.total(), 0, groups.total() / line.seconds(0, 0, 0)
-        survival = {group: self.acceptance.survival(group, hopeful=True) for group in groups}
-        for length in self._choices:
-            tokens = num_rows + sum(count * sum(survival[group][:length]) for group, count in groups.items())
-            num_drafts = num_rows * length
-            rate = tokens / line.seconds(num_drafts, num_rows, self._num_queries(num_drafts, num_rows))
-            if rate > highest:
-                optimal, highest = length, rate
-        return dict.fromkeys(groups, optimal)
+    def _optimal_shape(self, rows: Sequence[SpeculatingRow], line: StepLine) -> int:
+        """How many drafts all rows propose, of the shapes that there are: as if the next blocks were as likely to be
+        accepted as the latest ones."""
+        num_rows, offsets = len(rows), self.acceptance.offsets(hopeful=True)
+        some = rows[:: -(-num_rows // MAX_ROWS_LOOKED_AT)]
+        blocks = [self.acceptance.block_survival(offsets, row.effect, row.k, row.confidences) for row in some]
+        share = len(some) / num_rows
+        optimal, highest = 0, num_rows / line.seconds(0, 0, 0)
+        for verified, proposed in self._shapes:
+            chances = (chance for block in blocks for chance in block[:proposed])
+            num_drafts = num_rows * verified
+            seconds = line.seconds(num_drafts, num_rows, self._num_queries(num_rows * proposed, num_rows))
+            tokens = num_rows + sum(heapq.nlargest(len(some) * verified, chances)) / share
+            if tokens / seconds > highest:
+                optimal, highest = proposed, tokens / seconds
+        return optimal
 
     def _optimal_lengths(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
         """The best number of drafts for the rows of each group."""
-        if self._choices:
-            return self._optimal_choice(groups, line)
         candidates = [
             (chance, -i, group)
             for group in groups

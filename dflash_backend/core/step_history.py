@@ -27,7 +27,7 @@ class StepHistory:
         k = config.num_speculative_tokens
         self.speculation: AdaptiveSpeculation | None = None
         if config.adaptive_speculation and k > 0:
-            self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_lengths)
+            self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_shapes)
         # Prompt and decode tokens of the planned steps that have not been observed, by step.
         self._num_tokens: dict[int, tuple[int, int]] = {}
         self._num_prefill_tokens = 0  # of the last plan

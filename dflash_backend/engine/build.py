@@ -44,7 +44,7 @@ from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import num_batch_threads
-from dflash_backend.worker.graphs import capture_widths
+from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
@@ -118,8 +118,8 @@ def build_engine(
     runner = _runner(config, models, sizes, allocate_kv(config, models.pair, sizes.num_blocks, dtype, device), grammars)
     # The guard looks at a step while it runs, which a graph does not let it.
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
-    widths = capture_widths(runner.step.width) if config.adaptive_speculation else ()
-    runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), widths=widths)
+    shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
+    runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
     ready = EngineReady(
         max_model_len=sizes.max_model_len,
         num_speculative_tokens=pair.num_speculative_tokens,
@@ -129,8 +129,8 @@ def build_engine(
         description=_describe(models, sizes, config.kv_block_size),
     )
     trace = _trace(config)
-    draft_lengths = tuple(width - 1 for width in widths if width > 1 and runner.graphs.steps(sampled=False))
-    scheduler_config = dataclasses.replace(_scheduler_config(config, models, sizes), draft_lengths=draft_lengths)
+    draft_shapes = tuple(shape for shape in shapes if shape[0] and runner.graphs.steps(sampled=False))
+    scheduler_config = dataclasses.replace(_scheduler_config(config, models, sizes), draft_shapes=draft_shapes)
     core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
     report("ready", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)

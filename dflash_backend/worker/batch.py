@@ -1,7 +1,7 @@
 """The layout of a step: from a plan's rows to what the host and the device must know of them.
 
-A step is either ragged, its rows' tokens behind one another, or padded: a fixed number of rows with a fixed number of
-tokens each, which is what a captured graph runs.
+The tokens of a step's rows lie behind one another. A padded step has a fixed number of rows and of tokens, some of them
+padding at the end, which is what a captured graph runs; within it rows may have any length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.transfers import ALIGNMENT, Uploader
 
@@ -110,6 +110,9 @@ class StepInputs:
 
     logits_token: int32 `[D]`, the token that each row of logits follows; None where every token has one, in order.
     logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. Both on the device, as `batch` is.
+    budget: float32 `[2 + k + R]` on the device, which drafts are verified, as `dflash_kernels.verify_budget` reads it:
+    `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as `batch`
+    says. draft_width: drafts that a row proposes at most; None: k.
     """
 
     batch: DeviceBatch
@@ -117,6 +120,8 @@ class StepInputs:
     logits_row: torch.Tensor
     bounds: LengthBounds
     traits: BatchTraits
+    budget: torch.Tensor | None = None
+    draft_width: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -124,16 +129,17 @@ class StepInputs:
         return len(self.batch.req_idx)
 
     @property
-    def width(self) -> int:
-        """Of a padded step: the tokens of each row, padding included."""
-        return len(self.logits_row) // self.num_rows
+    def num_tokens(self) -> int:
+        """T, padding tokens included."""
+        return len(self.batch.token_row)
 
 
 @dataclass(frozen=True)
 class HostBatch:
     """A plan's rows as arrays `[n]`, int64 but for sample, with the meanings of `DeviceBatch`.
 
-    sample: bool, rows that yield tokens.
+    sample: bool, rows that yield tokens. budget: which of the drafts are verified, to be decided on the device; None:
+    all.
     """
 
     request_ids: list[str]
@@ -145,10 +151,13 @@ class HostBatch:
     num_next: np.ndarray
     sample: np.ndarray
     traits: BatchTraits
+    budget: DraftBudget | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[ScheduledRequest], requests: RequestStates) -> HostBatch:
-        """The rows in the order given."""
+    def of(
+        cls, rows: Sequence[ScheduledRequest], requests: RequestStates, budget: DraftBudget | None = None
+    ) -> HostBatch:
+        """The rows in the order given, which is that of the budget's effects."""
         fields = [
             (
                 requests.records[row.request_id].index,
@@ -165,8 +174,24 @@ class HostBatch:
         traits = BatchTraits(sampled=bool(requests.temperature[req_idx].any()), drafts=bool(num_next.any()))
         return cls(
             [row.request_id for row in rows],
-            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits,
+            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget,
         )  # fmt: skip
+
+    @property
+    def num_verified(self) -> int:
+        """Drafts that are verified, of all rows together."""
+        num_draft = int(self.num_draft.sum())
+        return num_draft if self.budget is None else min(num_draft, self.budget.num_drafts)
+
+    def budget_numbers(self, k: int, num_rows: int, num_drafts: int) -> np.ndarray:
+        """What `StepInputs.budget` is, for `num_drafts` drafts."""
+        numbers = np.zeros(2 + k + num_rows, dtype=np.float32)
+        numbers[0] = num_drafts
+        if self.budget is not None:
+            numbers[1] = self.budget.weight
+            numbers[2 : 2 + k] = self.budget.offsets
+            numbers[2 + k : 2 + k + len(self.req_idx)] = self.budget.effects
+        return numbers
 
     @property
     def query_lens(self) -> np.ndarray:
@@ -196,9 +221,13 @@ class HostBatch:
             max_overestimate=int((self.num_unverified + self.num_draft).max()),
         )
 
-    def ragged(self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], row_multiple: int = 1) -> StepInputs:
-        """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`."""
-        lens, num_logits = self.query_lens, self.num_logits
+    def ragged(
+        self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], row_multiple: int = 1, k: int = 0
+    ) -> StepInputs:
+        """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
+        drafts that a budget has offsets for."""
+        num_verified = first_drafts(self.num_draft, self.num_verified)
+        lens, num_logits = self.num_new + num_verified, np.where(self.sample, num_verified + 1, 0)
         first = np.cumsum(lens) - lens
         logits_start = np.where(self.sample, np.cumsum(num_logits) - num_logits, -1)
         logits_row, logits_token = spans(first + self.num_new - 1, num_logits)
@@ -207,22 +236,23 @@ class HostBatch:
             logits_row, logits_token = np.array([-1]), np.array([0])
         num_rows = _rounded(len(lens), row_multiple)
         token_row = np.repeat(np.arange(len(lens)), lens)
-        numbers, tokens, rows = send(
-            [
-                self.numbers(num_rows, first, logits_start, token_row),
-                logits_token.astype(np.int32),
-                logits_row.astype(np.int32),
-            ]
-        )
+        arrays = [
+            self.numbers(num_rows, first, logits_start, token_row),
+            logits_token.astype(np.int32),
+            logits_row.astype(np.int32),
+        ]
+        if self.budget is not None:
+            arrays.append(self.budget_numbers(k, num_rows, self.num_verified))
+        numbers, tokens, rows, *budget = send(arrays)
         every = len(logits_token) == len(token_row) and bool(self.sample.any())
         batch = DeviceBatch.over(numbers, num_rows)
-        return StepInputs(batch, None if every else tokens, rows, self.bounds(num_rows), self.traits)
+        logits = None if every else tokens
+        return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, *budget)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
 
-        first: the index of each row's first token, logits_start that of its first logits; `[n]`, or `[num_rows]` where
-        padding rows have tokens too. token_row: `[T]`.
+        first: the index of each row's first token, logits_start that of its first logits: `[n]`. token_row: `[T]`.
         """
         count = len(self.req_idx)
         numbers = np.zeros(DeviceBatch.buffer_size(num_rows, len(token_row)), dtype=np.int32)
@@ -232,10 +262,10 @@ class HostBatch:
         req_idx[:] = logits[:] = -1
         # Ascending, also where padding rows come last.
         query_start[:] = len(token_row)
-        query_start[: len(first)] = first
+        query_start[:count] = first
         req_idx[:count], start[:count], unverified[:count] = self.req_idx, self.start, self.num_unverified
         num_new[:count], num_draft[:count], num_next[:count] = self.num_new, self.num_draft, self.num_next
-        lens[:count], logits[:count] = self.query_lens, logits_start[:count]
+        lens[:count], logits[:count] = self.query_lens, logits_start
         numbers[num_fields:] = token_row
         return numbers
 
@@ -243,37 +273,48 @@ class HostBatch:
 class LayoutBuffer:
     """Where the layouts of steps lie on a GPU, always at the same address: a captured graph reads it there."""
 
-    def __init__(self, max_rows: int, max_tokens: int, device: torch.device) -> None:
-        """For steps of at most that many rows and tokens."""
+    def __init__(self, max_rows: int, max_tokens: int, k: int, device: torch.device) -> None:
+        """For steps of at most that many rows and tokens, and blocks of at most k drafts."""
+        self.k = k
         # Rows of any step, padding included.
         self.max_rows = _rounded(max_rows, ROW_MULTIPLE)
         numbers = DeviceBatch.buffer_size(self.max_rows, max_tokens)
-        # Besides, two numbers for each row of logits, of which there are no more than tokens.
-        self._uploader = Uploader(4 * (numbers + 2 * max_tokens) + 4 * ALIGNMENT, device)
+        # Besides, two numbers for each row of logits, of which there are no more than tokens, and the budget's.
+        numbers += 2 * max_tokens + 2 + k + self.max_rows
+        self._uploader = Uploader(4 * numbers + 4 * ALIGNMENT, device)
 
-    def padded_batch(self, num_rows: int, width: int) -> DeviceBatch:
-        """The layout of padded steps with `num_rows` rows of `width` tokens each: what the last `send_padded` of this
+    def padded(self, num_rows: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
+        """The layout and the budget of padded steps with that many rows and tokens: what the last `send_padded` of this
         shape sent, whenever the device reads it."""
-        size = 4 * DeviceBatch.buffer_size(num_rows, num_rows * width)
-        return DeviceBatch.over(self._uploader.buffer[:size].view(torch.int32), num_rows)
+        size = 4 * DeviceBatch.buffer_size(num_rows, num_tokens)
+        first = -(-size // ALIGNMENT) * ALIGNMENT
+        buffer = self._uploader.buffer
+        budget = buffer[first : first + 4 * (2 + self.k + num_rows)].view(torch.float32)
+        return DeviceBatch.over(buffer[:size].view(torch.int32), num_rows), budget
 
-    def send_padded(self, batch: HostBatch, num_rows: int, width: int) -> None:
-        """Send the layout of decode rows (`HostBatch.decode_only`), with padding up to `num_rows` rows of `width`."""
-        first = np.arange(num_rows) * width
-        lens = padded(batch.query_lens, num_rows)
-        rows = np.where(np.arange(width) < lens[:, None], np.arange(num_rows)[:, None], -1)
-        self._uploader.send([batch.numbers(num_rows, first, first, rows.reshape(-1))])
+    def send_padded(self, batch: HostBatch, num_rows: int, num_tokens: int) -> None:
+        """Send the layout of decode rows (`HostBatch.decode_only`) in a padded step. Where their tokens lie is decided
+        on the device. With a budget as many drafts are verified as there are tokens, since these run in any case."""
+        nowhere = np.zeros(len(batch.req_idx), dtype=np.int64)
+        numbers = batch.numbers(num_rows, nowhere, nowhere, np.full(num_tokens, -1))
+        self._uploader.send([numbers, batch.budget_numbers(self.k, num_rows, num_tokens - len(nowhere))])
 
-    def send_nothing(self, num_rows: int, width: int) -> None:
+    def send_nothing(self, num_rows: int, num_tokens: int) -> None:
         """Send the layout of padding rows alone, to run a padded step that changes nothing."""
         none = np.zeros(0, dtype=np.int64)
         flags = none.astype(bool)
         batch = HostBatch([], *(none,) * 6, sample=flags, traits=BatchTraits(False, False))
-        self.send_padded(batch, num_rows, width)
+        self.send_padded(batch, num_rows, num_tokens)
 
     def send_ragged(self, batch: HostBatch) -> StepInputs:
         """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
-        return batch.ragged(self._uploader.send, ROW_MULTIPLE)
+        return batch.ragged(self._uploader.send, ROW_MULTIPLE, self.k)
+
+
+def first_drafts(num_draft: np.ndarray, num_drafts: int) -> np.ndarray:
+    """`num_drafts` of the drafts of rows that have `num_draft`, those of the first rows: int64 `[n]`."""
+    before: np.ndarray = np.cumsum(num_draft) - num_draft
+    return np.clip(num_drafts - before, 0, num_draft)
 
 
 def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

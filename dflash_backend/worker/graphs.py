@@ -1,9 +1,9 @@
 """Decode steps of fixed shapes, each captured as a CUDA graph: a few numbers go in, and one launch runs the step.
 
-A graph has a number of rows of `capture_sizes`, each with 1 + k tokens or, where the number of drafts follows the load,
-a number of `capture_widths`. A step with fewer rows or tokens is filled up with padding, which reads and writes
-nothing. There are two kinds: for steps of greedy requests alone, and for steps with sampled ones. Whatever else a step
-asks for is run without a graph.
+A graph has a number of rows of `capture_sizes`, and a number of tokens that its rows share as they need: for k drafts
+of each row or, where the number of drafts follows the load, for those of `capture_shapes`. A step with fewer rows or
+tokens is filled up with padding, which reads and writes nothing. There are two kinds: for steps of greedy requests
+alone, and for steps with sampled ones. Whatever else a step asks for is run without a graph.
 
 Without graphs the same padded steps run operation by operation.
 """
@@ -79,11 +79,11 @@ class CapturedStep:
         captures it with its memory in `pool`. The layout on the device must be one of padding rows alone."""
         self.inputs = inputs
         with torch.cuda.stream(stream):
-            step.finish(inputs, step.verify(inputs))
+            step.finish(step.verify(inputs))
         stream.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self._result = step.finish(inputs, step.verify(inputs)).numbers
+            self._result = step.finish(step.verify(inputs)).numbers
 
     def replay(self) -> torch.Tensor:
         """As `PaddedStep.replay`."""
@@ -104,7 +104,7 @@ class GraphCapturer:
         """Capture a step; None when memory does not suffice."""
         if torch.cuda.mem_get_info()[0] < RESERVED_BYTES:
             return None
-        self._layouts.send_nothing(inputs.num_rows, inputs.width)
+        self._layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
         torch.cuda.current_stream().synchronize()
         try:
             with _no_collection():
@@ -119,10 +119,11 @@ def capture_sizes(max_rows: int) -> list[int]:
     return sorted(sizes | set(range(CAPTURE_STRIDE, max_rows, CAPTURE_STRIDE)) | {max_rows})
 
 
-def capture_widths(width: int) -> list[int]:
-    """Tokens of a row that padded steps have where the number of drafts follows the load: a half and a quarter of
-    `width` besides all of it, and one."""
-    return sorted({1, max(1, width // 4), max(1, width // 2), width})
+def capture_shapes(k: int) -> list[tuple[int, int]]:
+    """Drafts that padded steps verify and that they propose, for each row, where the number of drafts follows the load:
+    none, an eighth, a quarter, a half and all of k are verified, and about twice as many proposed."""
+    verified = sorted({0, *(max(1, k // part) for part in (8, 4, 2, 1))}) if k else [0]
+    return [(count, min(k, 2 * count + 1) if count else 0) for count in verified]
 
 
 class GraphRunner:
@@ -142,16 +143,17 @@ class GraphRunner:
         steps = self._steps[batch.traits.sampled]
         if not steps or not batch.decode_only:
             return None
-        count, lens = len(batch.req_idx), batch.query_lens
-        most_rows, widest = max(2 * count, count + ALWAYS_WORTH_PADDING), int(lens.max())
-        most_tokens = max(2 * int(lens.sum()), CHEAP_TOKENS)
+        count = len(batch.req_idx)
+        num_tokens, draft_width = count + batch.num_verified, int(batch.num_next.max())
+        widest = int(batch.query_lens.max())
+        most_rows, most_tokens = max(2 * count, count + ALWAYS_WORTH_PADDING), max(2 * num_tokens, CHEAP_TOKENS)
         fitting = [
-            (inputs.num_rows * inputs.width, inputs.traits.drafts, number)
+            (inputs.num_tokens, inputs.draft_width or 0, number)
             for number, inputs in enumerate(step.inputs for step in steps)
             if count <= inputs.num_rows <= most_rows
-            and widest <= inputs.width
-            and inputs.num_rows * inputs.width <= most_tokens
-            and inputs.traits.drafts >= batch.traits.drafts
+            and num_tokens <= inputs.num_tokens <= most_tokens
+            and draft_width <= (inputs.draft_width or 0)
+            and widest <= int(inputs.bounds.query_lens[0])
         ]
         return steps[min(fitting)[-1]] if fitting else None
 
@@ -161,31 +163,32 @@ class GraphRunner:
         sizes: Sequence[int],
         sampled: bool,
         progress: Progress,
-        widths: Sequence[int] = (),
+        shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Make the steps with these numbers of rows, and of tokens in each (`widths`, by default 1 + k), in place of
-        those that there were: greedy ones, and with `sampled` also those for sampled requests. `progress` is called
-        with `(message, fraction)`.
+        """Make the steps with these numbers of rows, and of verified and proposed drafts for each (`shapes`, by default
+        k and k), in place of those that there were: greedy ones, and with `sampled` also those for sampled requests.
+        `progress` is called with `(message, fraction)`.
 
         The largest and the sampled ones come first: the others then share the memory that these took. Those that memory
         does not suffice for are left out, which the log says.
         """
-        widths = widths or [self._step.width]
+        k = self._step.state.k
+        shapes = shapes or [(k, k)]
         wanted = [
-            (size, width, kind)
+            (size, shape, kind)
             for size in sorted(sizes, reverse=True)
-            for width in sorted(widths, reverse=True)
+            for shape in sorted(shapes, reverse=True)
             for kind in (True, False)
             if sampled or not kind
         ]
         self._steps = {False: [], True: []}
         missing = []
-        for number, (size, width, kind) in enumerate(wanted):
+        for number, (size, (num_verified, draft_width), kind) in enumerate(wanted):
             name = f"{'sampled' if kind else 'greedy'} steps of {size} rows"
-            if len(widths) > 1:
-                name += f" of {width} tokens"
+            if len(shapes) > 1:
+                name += f" with {size * num_verified} drafts"
             progress(f"CUDA graphs: {name}", number / len(wanted))
-            step = make(self._inputs(size, width, kind))
+            step = make(self._inputs(size, size * (1 + num_verified), draft_width, kind))
             if step is None:
                 missing.append(name)
             else:
@@ -199,19 +202,22 @@ class GraphRunner:
                 missing[0],
             )
 
-    def _inputs(self, num_rows: int, width: int, sampled: bool) -> StepInputs:
-        """Of a padded step over the layout buffer: every token has logits, any length is possible and, with
-        `sampled`, any temperature and filter. Rows of one token do not draft: a step of such rows follows one in which
-        drafting did not pay, or comes before such."""
+    def _inputs(self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool) -> StepInputs:
+        """Of a padded step over the layout buffer: every token has logits, any length is possible and, with `sampled`,
+        any temperature and filter. Steps of rows without drafts do not draft either: they follow one in which drafting
+        did not pay, or come before such."""
         state = self._step.state
-        device = state.tokens.device
         longest = np.full(num_rows, state.max_len)
+        most = np.full(num_rows, 1 if num_tokens == num_rows else 1 + state.k)
+        batch, budget = self._layouts.padded(num_rows, num_tokens)
         return StepInputs(
-            batch=self._layouts.padded_batch(num_rows, width),
+            batch=batch,
             logits_token=None,
-            logits_row=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(width),
-            bounds=LengthBounds(np.full(num_rows, width), longest, longest, max_overestimate=state.max_len),
-            traits=BatchTraits(sampled, self._step.drafter is not None and width > 1),
+            logits_row=batch.token_row,
+            bounds=LengthBounds(most, longest, longest, max_overestimate=state.max_len),
+            traits=BatchTraits(sampled, self._step.drafter is not None and draft_width > 0),
+            budget=budget,
+            draft_width=draft_width,
         )
 
 
@@ -250,14 +256,16 @@ def _padding_under_bounds(
 ) -> StepInputs:
     """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens that ends at `length`."""
     device = step.state.tokens.device
-    width = -(-num_tokens // WARM_UP_ROWS)
-    layouts.send_nothing(WARM_UP_ROWS, width)
+    size = WARM_UP_ROWS * -(-num_tokens // WARM_UP_ROWS)
+    layouts.send_nothing(WARM_UP_ROWS, size)
+    batch, budget = layouts.padded(WARM_UP_ROWS, size)
     lens, ends = np.zeros((2, WARM_UP_ROWS), dtype=np.int64)
     lens[0], ends[0] = num_tokens, length
     return StepInputs(
-        batch=layouts.padded_batch(WARM_UP_ROWS, width),
+        batch=batch,
         logits_token=torch.zeros(1, dtype=torch.int32, device=device),
         logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
         bounds=LengthBounds(lens, ends, ends, max_overestimate=step.state.max_len),
         traits=BatchTraits(sampled=sampled, drafts=step.drafter is not None and step.state.k > 0),
+        budget=budget,
     )

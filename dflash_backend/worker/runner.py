@@ -18,7 +18,15 @@ import msgspec
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import RequestResult, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import (
+    DraftBudget,
+    RequestResult,
+    ScheduledRequest,
+    StepFailed,
+    StepOutOfMemory,
+    StepPlan,
+    StepResult,
+)
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
@@ -75,7 +83,7 @@ class ModelRunner:
         self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device)
         self.threads = BatchThreads(num_batch_threads)
         num_rows = len(step.state.tokens)
-        self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), self.device)
+        self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device)
         self.graphs = GraphRunner(step, self.layouts)
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
@@ -90,16 +98,16 @@ class ModelRunner:
         progress: Progress,
         sizes: Sequence[int] | None = None,
         serves: bool = True,
-        widths: Sequence[int] = (),
+        shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Make the padded steps that decode rows alone run in; to be called once, before the first step. With
         `HostStepOps` there are none.
 
         With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, which
         `progress` is told of as `(message, fraction)`. `sizes`: the numbers of rows that they have, `capture_sizes` by
-        default; `widths`: the numbers of tokens of their rows, 1 + k by default. Without `serves` only what greedy
-        decode rows need: no padded steps for sampled requests, and on a GPU the kernels of other steps are compiled
-        when they come.
+        default; `shapes`: the drafts that they verify and propose, for each row, by default k and k. Without `serves`
+        only what greedy decode rows need: no padded steps for sampled requests, and on a GPU the kernels of other steps
+        are compiled when they come.
         """
         if self.step.ops.on_host:
             return
@@ -110,10 +118,10 @@ class ModelRunner:
         if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":
-            self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress, widths)
+            self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress, shapes)
         else:
             quiet: Progress = lambda message, done: None  # noqa: E731
-            self.graphs.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, quiet, widths)
+            self.graphs.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, quiet, shapes)
 
     def submit(self, plan: StepPlan) -> None:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
@@ -139,7 +147,7 @@ class ModelRunner:
         for part in step.parts:
             assert part.results is not None, "the step before completes this one"
             numbers = self.step.unpacked(part.results.wait(), part.num_rows)
-            token_ids, times = numbers.tokens.tolist(), numbers.times
+            token_ids, num_verified, times = numbers.tokens.tolist(), numbers.verified.tolist(), numbers.times
             sure = numbers.confidences.tolist() if self.step.wants_confidence else []
             for i, (row, count) in enumerate(zip(part.rows, numbers.accepted.tolist(), strict=False)):
                 new = token_ids[i][: count + 1] if row.sample else []
@@ -151,7 +159,7 @@ class ModelRunner:
                     count,
                     logprobs,
                     of_prompt,
-                    num_verified=row.num_draft,
+                    num_verified=num_verified[i],
                     confidences=of_next,
                 )
                 if part.grammars is not None and i in part.grammars.answers:
@@ -234,7 +242,10 @@ class ModelRunner:
     def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:
         """Queue a step of some of a plan's rows, and the copy of its results. (On a thread of its own, which has an
         inference mode of its own.)"""
-        batch = HostBatch.of(rows, self.requests)
+        budget = None if self.step.ops.on_host else plan.budget
+        if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
+            rows, budget = evenly_cut(rows, budget), None
+        batch = HostBatch.of(rows, self.requests, budget)
         processors = LogitsProcessors.of(batch, self.requests)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)
@@ -242,14 +253,14 @@ class ModelRunner:
         padded = self.graphs.find(batch) if processors is None and grammars is None else None
         if padded is not None:
             inputs = padded.inputs
-            self.layouts.send_padded(batch, inputs.num_rows, inputs.width)
+            self.layouts.send_padded(batch, inputs.num_rows, inputs.num_tokens)
         else:
             inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
         if padded is not None and guard is None:
             output = StepOutput(padded.replay())
         elif grammars is not None and grammars.waits:
             forwarded = self.step.forward(inputs, guard, processors, of_prompt)
-            complete = partial(self.step.complete, inputs, forwarded, guard, processors, grammars)
+            complete = partial(self.step.complete, forwarded, guard, processors, grammars)
             entries = of_prompt.entries if of_prompt else {}
             return PartInFlight(rows, inputs.num_rows, None, {}, entries, grammars, complete)
         else:
@@ -272,6 +283,12 @@ class ModelRunner:
                     output = part.complete()
                 results = self._downloader.begin(output.numbers)
                 step.parts[number] = replace(part, results=results, logprobs=output.logprobs, complete=None)
+
+
+def evenly_cut(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
+    """Rows with the same number of drafts each, or fewer where a row has fewer, within a budget."""
+    most = budget.num_drafts // max(1, sum(row.num_draft > 0 for row in rows))
+    return [msgspec.structs.replace(row, num_draft=min(row.num_draft, most)) for row in rows]
 
 
 @contextmanager

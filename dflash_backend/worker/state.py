@@ -121,6 +121,13 @@ class RequestRecord:
     bad_words: BadWords | None = None
     num_blocks: int = 0
 
+    @property
+    def needs_layout(self) -> bool:
+        """Whether the host must know where the logits of its rows lie, and so how many drafts are verified."""
+        sampling = self.sampling
+        has_grammar = sampling.structured_outputs is not None
+        return has_grammar or sampling.disables_overlap or sampling.prompt_logprobs is not None
+
 
 class RequestStates:
     """The requests that the worker holds: `state` on the device, and the host's mirror of what plans decide.

@@ -35,9 +35,10 @@ NUM_TIMESTAMPS = len(PHASES) + 1
 
 @dataclass(frozen=True)
 class Forwarded:
-    """What the target's forward gave. features: `[T, L * hidden]`. logits: `[D, vocab]`. timestamps: as of
-    `Verified`."""
+    """What the target's forward gave, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. logits:
+    `[D, vocab]`. timestamps: as of `Verified`."""
 
+    inputs: StepInputs
     prepared: Prepared
     features: torch.Tensor | None
     logits: torch.Tensor
@@ -46,9 +47,10 @@ class Forwarded:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found. features: `[T, L * hidden]`. target_tokens: int64 `[D]`, the target's own token for each row
-    of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
+    """What `verify` found, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. target_tokens: int64
+    `[D]`, the target's own token for each row of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
 
+    inputs: StepInputs
     prepared: Prepared
     features: torch.Tensor | None
     target_tokens: torch.Tensor
@@ -57,21 +59,22 @@ class Verified:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, its new
-    tokens, k + 1 of them with 0 behind the last, how sure the drafter is of the drafts that it proposed, k of each row
-    (the bits of float32), then the timestamps and, where they were asked for, the k drafts of each row, with anything
-    behind the last. logprobs: by row, of those that asked."""
+    """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, the verified
+    ones, its new tokens, k + 1 of them with 0 behind the last, how sure the drafter is of the drafts that it proposed,
+    k of each row (the bits of float32), then the timestamps and, where they were asked for, the k drafts of each row,
+    with anything behind the last. logprobs: by row, of those that asked."""
 
     numbers: torch.Tensor
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class StepNumbers(NamedTuple):
-    """The parts of `StepOutput.numbers` on the host, of R rows: accepted drafts int64 `[R]`, tokens int64 `[R, k + 1]`,
-    confidences float32 `[R, k]`, times int64 `[NUM_TIMESTAMPS]`, drafts int64 `[R, k]`, or `[R, 0]` where they were not
-    asked for."""
+    """The parts of `StepOutput.numbers` on the host, of R rows: accepted and verified drafts int64 `[R]`, tokens int64
+    `[R, k + 1]`, confidences float32 `[R, k]`, times int64 `[NUM_TIMESTAMPS]`, drafts int64 `[R, k]`, or `[R, 0]` where
+    they were not asked for."""
 
     accepted: np.ndarray
+    verified: np.ndarray
     tokens: np.ndarray
     confidences: np.ndarray
     times: np.ndarray
@@ -114,7 +117,7 @@ class ModelStep:
 
     def result_size(self, num_rows: int) -> int:
         """Numbers in the result of a step with that many rows, padding rows included, at most."""
-        return num_rows * (3 * self.state.k + 2) + NUM_TIMESTAMPS
+        return num_rows * (3 * self.state.k + 3) + NUM_TIMESTAMPS
 
     def run(
         self,
@@ -126,23 +129,22 @@ class ModelStep:
     ) -> StepOutput:
         """A whole step. Raises `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
         forwarded = self.forward(inputs, guard, processors, prompt_logprobs)
-        return self.complete(inputs, forwarded, guard, processors, grammars)
+        return self.complete(forwarded, guard, processors, grammars)
 
     def complete(
         self,
-        inputs: StepInputs,
         forwarded: Forwarded,
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         grammars: StepGrammars | None = None,
     ) -> StepOutput:
         """What follows the target's forward; waits for the masks of grammars. Raises as `run`."""
-        verified = self.choose(inputs, forwarded, grammars)
+        verified = self.choose(forwarded, grammars)
         if self.ops.on_host:  # a CPU never raises this error
-            return self.finish(inputs, verified, guard, processors, grammars is not None)
-        before = StateSnapshot(self.state, inputs.batch, verified.prepared)
+            return self.finish(verified, guard, processors, grammars is not None)
+        before = StateSnapshot(self.state, verified.inputs.batch, verified.prepared)
         try:
-            return self.finish(inputs, verified, guard, processors, grammars is not None)
+            return self.finish(verified, guard, processors, grammars is not None)
         except torch.OutOfMemoryError:
             before.restore()
             raise
@@ -150,14 +152,15 @@ class ModelStep:
     def unpacked(self, numbers: np.ndarray, num_rows: int) -> StepNumbers:
         """The parts of `StepOutput.numbers`, on the host."""
         k = self.state.k
-        ends = np.cumsum([num_rows, num_rows * (k + 1), num_rows * k, NUM_TIMESTAMPS])
-        accepted, tokens, confidences, times, drafts = np.split(numbers, ends)
+        ends = np.cumsum([num_rows, num_rows, num_rows * (k + 1), num_rows * k, NUM_TIMESTAMPS])
+        accepted, verified, tokens, confidences, times, drafts = np.split(numbers, ends)
         confidences = confidences.astype(np.int32).view(np.float32).reshape(num_rows, -1)
-        return StepNumbers(accepted, tokens.reshape(num_rows, -1), confidences, times, drafts.reshape(num_rows, -1))
+        tokens, drafts = tokens.reshape(num_rows, -1), drafts.reshape(num_rows, -1)
+        return StepNumbers(accepted, verified, tokens, confidences, times, drafts)
 
     def verify(self, inputs: StepInputs) -> Verified:
         """One target forward over all rows, and the tokens that their drafts are compared with."""
-        return self.choose(inputs, self.forward(inputs))
+        return self.choose(self.forward(inputs))
 
     def forward(
         self,
@@ -169,6 +172,7 @@ class ModelStep:
         """One target forward over all rows, up to the logits that tokens are chosen from, but for grammars."""
         timestamps = torch.zeros(NUM_TIMESTAMPS, dtype=torch.int64, device=self.device)
         record(timestamps, 0)
+        inputs = self.ops.lay_out(inputs, self.state)
         prepared = self.ops.prepare(inputs, self.state)
         if guard is not None:
             guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)
@@ -191,27 +195,26 @@ class ModelStep:
         logits = self.target.logits(hidden)
         if processors is not None:
             logits = processors.apply(logits)
-        return Forwarded(prepared, output.features, logits, timestamps)
+        return Forwarded(inputs, prepared, output.features, logits, timestamps)
 
-    def choose(self, inputs: StepInputs, forwarded: Forwarded, grammars: StepGrammars | None = None) -> Verified:
+    def choose(self, forwarded: Forwarded, grammars: StepGrammars | None = None) -> Verified:
         """The tokens that drafts are compared with, among those that grammars allow."""
-        prepared, logits = forwarded.prepared, forwarded.logits
+        inputs, prepared, logits = forwarded.inputs, forwarded.prepared, forwarded.logits
         if grammars is not None and (masks := grammars.masks()) is not None:
             self.ops.apply_token_bitmask(logits, *masks)
         target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
         record(forwarded.timestamps, 1)
-        return Verified(prepared, forwarded.features, target_tokens, forwarded.timestamps)
+        return Verified(inputs, prepared, forwarded.features, target_tokens, forwarded.timestamps)
 
     def finish(
         self,
-        inputs: StepInputs,
         verified: Verified,
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         returns_drafts: bool = False,
     ) -> StepOutput:
         """Accept, inject and draft."""
-        prepared, timestamps = verified.prepared, verified.timestamps
+        inputs, prepared, timestamps = verified.inputs, verified.prepared, verified.timestamps
         accepted = self.ops.accept(verified.target_tokens, inputs.batch, prepared, self.state)
         logprobs = processors.logprobs(accepted.count, accepted.tokens) if processors is not None else {}
         record(timestamps, 2)
@@ -222,7 +225,8 @@ class ModelStep:
             self._draft(self.drafter, inputs, guard)
         record(timestamps, 4)
         confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
-        numbers = [accepted.count, accepted.tokens.flatten(), confidence.view(torch.int32).flatten(), timestamps]
+        counts = [accepted.count, inputs.batch.num_draft]
+        numbers = [*counts, accepted.tokens.flatten(), confidence.view(torch.int32).flatten(), timestamps]
         if returns_drafts:
             numbers.append(self.ops.drafts(inputs.batch, self.state).flatten())
         return StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
@@ -263,7 +267,7 @@ class ModelStep:
             queries = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id)
             if guard is not None:
                 guard.check_draft(queries, inputs.batch.num_next, drafter.lookahead_base or 0)
-        draft = DraftBatch(self.ops.history(inputs.batch, self.state), queries)
+        draft = DraftBatch(self.ops.history(inputs, self.state), queries)
         sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, self.wants_confidence)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
 

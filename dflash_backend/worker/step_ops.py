@@ -9,7 +9,7 @@ the kernels' references, on exact lengths, so that nothing is padded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class DeviceStepOps:
     on_host = False
 
     if prepare_step.triton is not None:
+        _lay_out: Callable[..., Tensors] = staticmethod(verify_budget.lay_out)
         _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
         _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
         _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
@@ -92,6 +93,26 @@ class DeviceStepOps:
         _inject_slots = staticmethod(prepare_draft.inject_slots)
         _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
         _store_drafts = staticmethod(prepare_draft.store_drafts)
+
+    def lay_out(self, inputs: StepInputs, state: StateTensors) -> StepInputs:
+        """The step with the drafts that its budget is for, and with their tokens behind one another."""
+        if inputs.budget is None:
+            return inputs
+        batch = inputs.batch
+        num_draft, query_start, query_lens, logits_start, token_row, logits_token, logits_row = self._lay_out(
+            state.confidence, inputs.budget, batch.req_idx, batch.num_new, batch.num_draft, batch.logits_start,
+            inputs.num_tokens, len(inputs.logits_row),
+        )  # fmt: skip
+        laid_out = replace(
+            batch,
+            num_draft=num_draft,
+            query_start=query_start,
+            query_lens=query_lens,
+            logits_start=logits_start,
+            token_row=token_row,
+        )
+        token = None if inputs.logits_token is None else logits_token
+        return replace(inputs, batch=laid_out, logits_token=token, logits_row=logits_row, budget=None)
 
     def prepare(self, inputs: StepInputs, state: StateTensors) -> Prepared:
         """What the target runs."""
@@ -158,14 +179,16 @@ class DeviceStepOps:
         slots = self._inject_slots(prepared.slots, prepared.positions, batch.req_idx, state.computed, batch.token_row)
         return FinalTokens(prepared.positions, slots, padded=True)
 
-    def history(self, batch: DeviceBatch, state: StateTensors) -> TokenHistory:
+    def history(self, inputs: StepInputs, state: StateTensors) -> TokenHistory:
         """The tokens of the step's rows, as they are after `accept`."""
-        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, state.k)
+        batch = inputs.batch
+        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, _draft_width(inputs, state))
 
     def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftQueries:
-        """What the drafter's model runs, after `accept`: a row of `state.k + 1` queries for each row of the step."""
-        batch, bounds, width = inputs.batch, inputs.bounds, state.k + 1
-        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
+        """What the drafter's model runs, after `accept`: a row of `inputs.draft_width + 1` queries for each row of the
+        step."""
+        batch, bounds, width = inputs.batch, inputs.bounds, _draft_width(inputs, state) + 1
+        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, width - 1)
         num_rows = inputs.num_rows
         starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
         rows = DeviceLengths(starts, query_lens, seq_lens)
@@ -180,7 +203,7 @@ class DeviceStepOps:
         its noise."""
         if temperature_ratio == 0.0 or not inputs.traits.sampled:
             return DraftSampler(self, wants_confidence=wants_confidence)
-        req_idx = self._draft_req_idx(inputs.batch, state)
+        req_idx = self._draft_req_idx(inputs.batch, _draft_width(inputs, state))
         temperature = state.temperature[req_idx] * temperature_ratio
         return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
 
@@ -205,9 +228,9 @@ class DeviceStepOps:
         """Set `logits` to -inf where the packed masks of their `rows` have a 0, in place."""
         self._apply_bitmask(logits, bitmask, rows)
 
-    def _draft_req_idx(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+    def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
         """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
-        return batch.req_idx.clamp(min=0).long().repeat_interleave(state.k)
+        return batch.req_idx.clamp(min=0).long().repeat_interleave(width)
 
     def _prepared(self, batch: DeviceBatch, state: StateTensors) -> Tensors:
         return self._prepare(
@@ -215,10 +238,10 @@ class DeviceStepOps:
             batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
         )  # fmt: skip
 
-    def _prepared_draft(self, batch: DeviceBatch, state: StateTensors, placeholder_id: int) -> Tensors:
+    def _prepared_draft(self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, k: int) -> Tensors:
         return self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.num_next, state.k, placeholder_id,
+            batch.req_idx, batch.num_next, k, placeholder_id,
         )  # fmt: skip
 
     @staticmethod
@@ -241,6 +264,7 @@ class HostStepOps(DeviceStepOps):
 
     on_host = True
 
+    _lay_out = staticmethod(verify_budget.lay_out_reference)
     _prepare = staticmethod(prepare_step.prepare_reference)
     _argmax = staticmethod(argmax.argmax_reference)
     _sample = staticmethod(sample.sample_reference)
@@ -271,7 +295,7 @@ class HostStepOps(DeviceStepOps):
     def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftQueries:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch = inputs.batch
-        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id)
+        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, state.k)
         query_lens = lens.numpy()
         rows = query_lens.nonzero()[0]
         query_lens = query_lens[rows]
@@ -309,11 +333,15 @@ class HostStepOps(DeviceStepOps):
             budget.num_drafts,
         )
 
-    def _draft_req_idx(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+    def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
         return torch.from_numpy(np.repeat(batch.req_idx.numpy().astype(np.int64), batch.num_next.numpy()))
 
 
 StepOps = DeviceStepOps
+
+
+def _draft_width(inputs: StepInputs, state: StateTensors) -> int:
+    return state.k if inputs.draft_width is None else inputs.draft_width
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:

@@ -221,10 +221,8 @@ if triton is not None:
             )  # fmt: skip
         acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
         if not SPLIT:
-            # Also the queries that the row has less than its bound: their output is zeros.
-            owned = (query < last)[:, None] & in_head
             out_offsets = ((token * (KV_HEADS * GROUP) + head) * HEAD_DIM)[:, None] + d[None, :]
-            tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=owned)
+            tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & in_head)
         else:
             line = ((tl.program_id(0) * BLOCK_M + m).to(tl.int64)) * num_splits + split
             _store_split(acc, top, total, line, is_query, in_head, d, partial_ptr, lse_ptr, HEAD_DIM)
@@ -243,13 +241,12 @@ if triton is not None:
         m = tl.program_id(1)
         row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
         query = first + m // GROUP
-        if query >= last:
-            return
         query_len = tl.load(query_lens_ptr + row)
+        if query >= tl.minimum(last, query_len):
+            return  # what lies behind the row's own queries belongs to the next one
         seq_len = tl.load(seq_lens_ptr + row)
         begin, end = _span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
         used = tl.cdiv(tl.maximum(end - begin, 0), _chunk(begin, end, num_splits, BLOCK_N, SMALLEST))
-        used = tl.where(query < query_len, used, 0)
 
         d = tl.arange(0, BLOCK_D)
         s = tl.arange(0, BLOCK_S)
@@ -284,17 +281,16 @@ if triton is not None:
         launches: list[tuple[Launch, torch.Tensor | None]],
         causal: bool,
         window: int | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention_reference`, without a wait for the device.
 
-        `launches` are those of `plan_launches` for these rows and heads, each with its tiles on the device. Row r's
-        tokens up to the bound that it was planned with must be its own; of other tokens the output is zeros too.
-        Heads and the elements of a head must be contiguous in `cache`, the elements of a head in `query`.
+        `launches` are those of `plan_launches` for these rows and heads, each with its tiles on the device. Heads and
+        the elements of a head must be contiguous in `cache`, the elements of a head in `query`. out: where the output
+        is written; tokens that are no row's are left as they are there. None: a new tensor, zeros for those.
         """
-        num_tokens, num_heads, head_dim = query.shape
-        planned = sum(launch.num_queries for launch, _ in launches)
-        new_output = torch.empty if planned == num_tokens else torch.zeros
-        out = new_output((num_tokens, num_heads * head_dim), dtype=query.dtype, device=query.device)
+        if out is None:
+            out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for launch, tiles in launches:
             _launch(query, cache, rows, launch, tiles, causal, window, out)
         return out

@@ -55,7 +55,7 @@ class Tiling:
 class Launch:
     """One launch over `num_tiles` tiles of queries, for every KV head and split.
 
-    num_queries: the sum of its rows' bounds. tiles: int32 `[3, num_tiles]`: row of each tile, its first query and one
+    tiles: int32 `[3, num_tiles]`: row of each tile, its first query and one
     past its last, as far as the row has them; None where every row has up to `query_len` queries and so as many tiles,
     in the order of the rows.
     """
@@ -64,7 +64,6 @@ class Launch:
     num_tiles: int
     num_splits: int
     query_len: int
-    num_queries: int
     tiles: np.ndarray | None
 
 
@@ -121,8 +120,7 @@ def plan_launches(
         num_splits = choose_splits(
             num_tiles * shape.num_kv_heads, span, num_sms * tiling.programs_per_sm, tiling.min_chunk
         )
-        num_queries = int(query_lens[rows].sum())
-        launches.append(Launch(tiling, num_tiles, num_splits, longest, num_queries, tiles))
+        launches.append(Launch(tiling, num_tiles, num_splits, longest, tiles))
     return launches
 
 

@@ -213,7 +213,7 @@ def test_free_drafts_are_all_taken_and_dear_ones_not_at_all() -> None:
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.97])
 def test_of_given_choices_all_rows_get_the_best(chance: float) -> None:
     policy = policy_with([chance] * K, CostTable([1, 64], [1.0, 8.0]), draft_s=0.1)
-    policy._choices = (1, 3, 7)
+    policy._shapes = ((1, 1), (3, 3), (7, 7))
     rows = [SpeculatingRow(K, RequestEffect(value, 0.0)) for value in (-1.0, 0.0, 2.0)]
     lengths = policy.choose(rows, 100.0, 0)
     line = policy.costs.line(3, 100.0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -24,6 +26,7 @@ def launches() -> None:
     bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
     inputs = StepInputs(rows, None, rows.token_row, bounds, BatchTraits(sampled=True, drafts=True))
     logits = torch.zeros(ROWS * (K + 1), VOCAB, dtype=torch.bfloat16)
+    ops.lay_out(replace(inputs, budget=torch.zeros(2 + K + ROWS), logits_token=rows.token_row), state)
     prepared = ops.prepare(inputs, state)
     ops.apply_token_bitmask(logits, torch.zeros(ROWS, num_words(VOCAB), dtype=torch.int32), rows.num_new)
     ops.argmax(logits)
@@ -35,5 +38,5 @@ def launches() -> None:
     ops.sample(logits[: len(positions)], temperature, seeds, positions, torch.arange(VOCAB))
     ops.log_odds(logits[: len(positions)], positions)
     ops.store_drafts(Drafts(positions, torch.zeros(len(positions))), rows, state)
-    history = ops.history(rows, state)
+    history = ops.history(inputs, state)
     prompt_lookup(history.tokens, history.computed, history.req_idx, history.num_drafts, history.k, 2, 5)

@@ -18,12 +18,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @dataclass
 class Case:
-    """Rows over scattered blocks. Bounds of None: the lengths themselves; tokens lie `gap` apart between rows."""
+    """Rows over scattered blocks. Bounds of None: the lengths themselves; tokens lie `gap` apart between rows, each
+    with room for its bound or, `packed`, behind one another with what is left at the end."""
 
     query_lens: list[int]
     seq_lens: list[int]
     query_bounds: list[int] | None = None
     gap: int = 0
+    packed: bool = False
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
     block_size: int = 16
@@ -33,9 +35,11 @@ class Case:
         generator = torch.Generator().manual_seed(sum(self.seq_lens) + self.head_dim)
         self.bounds = np.array(self.query_bounds or self.query_lens)
         starts = np.cumsum(self.bounds + self.gap) - self.bounds
+        if self.packed:
+            starts = np.cumsum(self.query_lens) - self.query_lens
         num_rows, width = len(self.bounds), -(-max(self.seq_lens) // self.block_size)
         num_blocks = num_rows * width + 2
-        num_tokens = int(starts[-1] + self.bounds[-1]) + self.gap
+        num_tokens = int(self.bounds.sum()) + self.gap * (len(self.bounds) + 1)
         self.query = torch.randn(num_tokens, self.heads[0], self.head_dim, generator=generator).to(self.dtype)
         shape = (num_blocks, self.block_size, 2, self.heads[1], self.head_dim)
         self.cache = torch.randn(shape, generator=generator).to(self.dtype)
@@ -138,6 +142,18 @@ def test_lengths_below_their_bounds_and_padding_give_zeros(splits: int, causal: 
     case = Case([3, 2, 0, 3], [45, 20, 0, 3], query_bounds=[3] * 4, heads=(2, 1))
     case.check(causal, window, splits)
     assert not case.run(causal, window, splits)[6:9].any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("bound", [4, 20])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 7)])
+def test_rows_of_any_length_within_one_bound_leave_each_other_alone(
+    splits: int, bound: int, causal: bool, window: int | None
+) -> None:
+    """A captured graph whose rows share its tokens: behind a row's last query lies the next row's first."""
+    case = Case([3, 1, 0, 4, 2], [45, 20, 0, 9, 33], query_bounds=[bound] * 5, packed=True, heads=(2, 1))
+    case.check(causal, window, splits)
+    assert not case.run(causal, window, splits)[10:].any()
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -119,6 +119,39 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "kernels/dflash_kernels/verify_budget.py",
+        ("tests/kernels/test_verify_budget.py",),
+        (
+            "equally likely drafts exceed the budget on a device",
+            "verified = cheaper + tl.minimum(tl.maximum(left, 0), equal)",
+            "verified = cheaper + equal",
+        ),
+        ("a row's logits begin at its first token", "last = start + tl.load(num_new_ptr + row) - 1", "last = start"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/paged_attention.py",
+        ("tests/kernels/test_paged_attention.py",),
+        (
+            "a row writes where the next one's tokens lie",
+            "acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & in_head)",
+            "acc.to(out_ptr.dtype.element_ty), mask=(query < last)[:, None] & in_head)",
+        ),
+        (
+            "a row that is split writes where the next one's tokens lie",
+            "if query >= tl.minimum(last, query_len):",
+            "if query >= last:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/runner.py",
+        ("tests/worker/test_verify_budget.py",),
+        (
+            "verified drafts are said to be the proposed ones",
+            "num_verified=num_verified[i]",
+            "num_verified=row.num_draft",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/worker/step.py",
         ("tests/worker/test_verify_budget.py",),
         (
@@ -203,11 +236,16 @@ SPECULATION_MUTANTS = (
         "dflash_backend/worker/graphs.py",
         ("tests/worker/test_graphs.py",),
         (
-            "a step that does not draft is taken for rows that do",
-            "            and inputs.traits.drafts >= batch.traits.drafts\n",
+            "a step that proposes fewer drafts is taken",
+            "            and draft_width <= (inputs.draft_width or 0)\n",
             "",
         ),
-        ("a row's tokens are cut to the width of the step", "            and widest <= inputs.width\n", ""),
+        ("a step has fewer tokens than its rows", "and num_tokens <= inputs.num_tokens <= most_tokens", ""),
+        (
+            "a row has more tokens than attention expects",
+            "            and widest <= int(inputs.bounds.query_lens[0])\n",
+            "",
+        ),
     ),
     *mutants_of(
         "dflash_backend/engine/build.py",

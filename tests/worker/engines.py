@@ -20,6 +20,7 @@ from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps
 class ReferenceStepOps(DeviceStepOps):
     """The steps of a GPU, on a CPU: the same layouts, padding and order, with the kernels' references."""
 
+    _lay_out = staticmethod(HostStepOps._lay_out)
     _prepare = staticmethod(HostStepOps._prepare)
     _argmax = staticmethod(HostStepOps._argmax)
     _sample = staticmethod(HostStepOps._sample)
@@ -33,7 +34,7 @@ class ReferenceStepOps(DeviceStepOps):
 
 
 def device_runner(
-    built: BuiltEngine, padded: bool = True, ops: StepOps | None = None, widths: Sequence[int] = ()
+    built: BuiltEngine, padded: bool = True, ops: StepOps | None = None, shapes: Sequence[tuple[int, int]] = ()
 ) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
@@ -42,15 +43,15 @@ def device_runner(
         grammars=built.grammars,
     )
     if padded:
-        runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=widths)
+        runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=shapes)
     return runner
 
 
 def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -> BuiltEngine:
     """The same engine with the steps of a GPU. The runner of `built` must not be used any more: they share KV."""
     runner = device_runner(built, **options)
-    lengths = tuple(width - 1 for width in options.get("widths", ()) if width > 1)
-    config = replace(built.core.config, draft_lengths=lengths)
+    shapes = tuple(shape for shape in options.get("shapes", ()) if shape[0])
+    config = replace(built.core.config, draft_shapes=shapes)
     return replace(built, core=EngineCore(config, runner, overlap=overlap, grammars=built.grammars), runner=runner)
 
 

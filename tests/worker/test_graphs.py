@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
-from dflash_backend.worker.graphs import EagerStep, capture_sizes, capture_widths, warm_up
+from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, warm_up
 from dflash_backend.worker.runner import ModelRunner
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged
 
@@ -43,7 +43,12 @@ def decoding(pair: dict[str, Any], **sampling: dict[str, Any]) -> tuple[ModelRun
 
 def rows_like(runner: ModelRunner, rows: list[ScheduledRequest], count: int) -> HostBatch:
     """`count` rows for choosing a padded step by."""
-    return HostBatch.of((rows * count)[:count], runner.requests)
+    return HostBatch.of(rows_of(rows, count), runner.requests)
+
+
+def rows_of(rows: list[ScheduledRequest], count: int) -> list[ScheduledRequest]:
+    """`count` of these rows, again and again."""
+    return (rows * count)[:count]
 
 
 def test_capture_sizes_are_small_steps_first_then_every_eighth_and_the_most() -> None:
@@ -53,13 +58,17 @@ def test_capture_sizes_are_small_steps_first_then_every_eighth_and_the_most() ->
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
 
 
-@pytest.mark.parametrize("width", [4, 8])
-def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], width: int) -> None:
-    """Rows with drafts, with fewer of them and with none, greedy and sampled, with 5 padding rows."""
-    most = {"k": width - 1}
-    runner, plan_rows = decoding(pair, a=most, b={"k": 3, "temperature": 0.7, "seed": 3}, c={"k": 0})
-    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=[width])
-    rows = HostBatch.of(plan_rows, runner.requests)
+@pytest.mark.parametrize(("k", "budget"), [(3, None), (7, None), (7, 5)])
+def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], k: int, budget: int | None) -> None:
+    """Rows with drafts, with fewer of them and with none, greedy and sampled, with 5 padding rows; all drafts are
+    verified, or some."""
+    runner, plan_rows = decoding(pair, a={"k": k}, b={"k": 3, "temperature": 0.7, "seed": 3}, c={"k": 0})
+    # Four rows have just as many tokens as the budget takes.
+    shape, size = ((k, k), 8) if budget is None else ((1, k), 4)
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=[shape])
+    drafts = None if budget is None else DraftBudget(budget, 1.0, [0.1 * i for i in range(7)], [0.5, 0.0, 0.0])
+    runner.step.state.confidence.normal_(generator=torch.Generator().manual_seed(3))
+    rows = HostBatch.of(plan_rows, runner.requests, drafts)
     before = [tensor.clone() for tensor in memory(runner)]
 
     inputs = runner.layouts.send_ragged(rows)
@@ -71,12 +80,13 @@ def test_a_padded_step_does_what_the_ragged_step_does(pair: dict[str, Any], widt
     step = runner.graphs.find(rows)
     assert step is not None
     assert step.inputs.num_rows == 4
-    eight = next(step for step in runner.graphs.steps(sampled=True) if step.inputs.num_rows == 8)
-    runner.layouts.send_padded(rows, 8, width)
-    padded = runner.step.unpacked(eight.replay().numpy(), 8)
+    step = next(step for step in runner.graphs.steps(sampled=True) if step.inputs.num_rows == size)
+    runner.layouts.send_padded(rows, size, step.inputs.num_tokens)
+    padded = runner.step.unpacked(step.replay().numpy(), size)
 
-    assert ragged[0][:3].tolist() == padded[0][:3].tolist()
-    assert ragged[1][:3].tolist() == padded[1][:3].tolist()
+    assert padded.verified.sum() == (k + 3 if budget is None else budget)
+    for ours, theirs in zip(ragged[:4], padded[:4], strict=True):
+        assert ours[:3].tolist() == theirs[:3].tolist()
     for ours, theirs in zip(memory(runner), after_ragged, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert any(not torch.equal(ours, theirs) for ours, theirs in zip(after_ragged, before, strict=True))
@@ -88,7 +98,7 @@ def test_padding_rows_leave_kv_and_state_as_they_are_to_the_bit(pair: dict[str, 
     runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
     with unchanged(memory(runner)):
         for step in runner.graphs.steps(sampled):
-            runner.layouts.send_nothing(step.inputs.num_rows, runner.step.width)
+            runner.layouts.send_nothing(step.inputs.num_rows, step.inputs.num_tokens)
             step.replay()
 
 
@@ -118,24 +128,49 @@ def test_rows_without_drafts_are_not_widened_to_many_tokens(
     assert runner.graphs.find(rows_like(runner, rows, 9)) is None
 
 
-def test_capture_widths_are_all_of_a_block_a_half_a_quarter_and_one() -> None:
-    assert [capture_widths(width) for width in (16, 8, 3, 1)] == [[1, 4, 8, 16], [1, 2, 4, 8], [1, 3], [1]]
+def test_a_step_verifies_parts_of_all_drafts_and_proposes_about_twice_as_many() -> None:
+    assert capture_shapes(15) == [(0, 0), (1, 3), (3, 7), (7, 15), (15, 15)]
+    assert capture_shapes(7) == [(0, 0), (1, 3), (3, 7), (7, 7)]
+    assert capture_shapes(1) == [(0, 0), (1, 1)]
+    assert capture_shapes(0) == [(0, 0)]
 
 
-def test_the_narrowest_step_that_fits_is_taken(pair: dict[str, Any]) -> None:
+def test_the_step_with_the_fewest_tokens_that_fits_is_taken(pair: dict[str, Any]) -> None:
     runner, rows = decoding(pair, a={"k": 0}, b={"k": 3})
-    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=capture_widths(8))
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=capture_shapes(7))
     rows = [*rows[:2], msgspec.structs.replace(rows[2], num_draft=1)]
-    # None of the first draft; the second drafts 3 again.
-    for chosen, width, drafts in [(rows[:1], 1, False), (rows[:2], 4, True), (rows[2:], 2, True)]:
+    # The first neither verifies nor proposes; the second verifies 3 and proposes 3; the third proposes 7.
+    for chosen, num_tokens, width in [(rows[:1], 1, 0), (rows[:2], 8, 3), (rows[2:], 4, 7)]:
         step = runner.graphs.find(HostBatch.of(chosen, runner.requests))
         assert step is not None
-        assert (step.inputs.width, step.inputs.traits.drafts) == (width, drafts)
+        assert (step.inputs.num_tokens, step.inputs.draft_width) == (num_tokens, width)
+
+
+def test_a_step_of_rows_without_drafts_takes_no_row_with_drafts(pair: dict[str, Any]) -> None:
+    """Its attention expects one token of each row, also where there are fewer rows than tokens."""
+    runner, rows = decoding(pair)
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=[(0, 0)])
+    row = msgspec.structs.replace(rows[0], num_draft=2, num_next_draft=0)
+    assert runner.graphs.find(HostBatch.of([row], runner.requests)) is None
+    assert runner.graphs.find(HostBatch.of([msgspec.structs.replace(row, num_draft=0)], runner.requests)) is not None
+
+
+def test_a_budget_makes_a_step_small(pair: dict[str, Any]) -> None:
+    runner, rows = decoding(pair)
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=capture_shapes(7))
+    rows = [msgspec.structs.replace(row, num_next_draft=3) for row in rows_of(rows, 8)]
+    sizes = []
+    for num_drafts in (56, 24, 8, 9):
+        batch = HostBatch.of(rows, runner.requests, DraftBudget(num_drafts, 0.0, [0.0] * 7, [0.0] * 8))
+        step = runner.graphs.find(batch)
+        assert step is not None
+        sizes.append(step.inputs.num_tokens)
+    assert sizes == [64, 32, 16, 32]
 
 
 def test_a_row_of_one_token_that_begins_to_draft_is_run_in_a_step_that_drafts(pair: dict[str, Any]) -> None:
     runner, rows = decoding(pair)
-    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, widths=capture_widths(8))
+    runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=capture_shapes(7))
     row = msgspec.structs.replace(rows[0], num_draft=0)
     step = runner.graphs.find(HostBatch.of([row], runner.requests))
     assert step is not None
@@ -143,7 +178,7 @@ def test_a_row_of_one_token_that_begins_to_draft_is_run_in_a_step_that_drafts(pa
     resting = msgspec.structs.replace(row, num_next_draft=0)
     step = runner.graphs.find(HostBatch.of([resting], runner.requests))
     assert step is not None
-    assert (step.inputs.width, step.inputs.traits.drafts) == (1, False)
+    assert (step.inputs.num_tokens, step.inputs.traits.drafts) == (1, False)
 
 
 def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any]) -> None:

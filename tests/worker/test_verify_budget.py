@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from dflash_backend import LLM
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.request import Request
 from dflash_backend.engine.build import BuiltEngine
-from tests.worker.engines import Outputs, engine, outputs_of
+from dflash_backend.worker.graphs import capture_shapes
+from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 SAMPLING: list[dict[str, Any]] = [
@@ -66,32 +67,50 @@ class Watched:
         )
 
 
-def run(watched: Watched) -> Outputs:
-    return outputs_of(watched.built, prompts(), [{"max_tokens": 40, **own} for own in SAMPLING])
+# Without requests whose logits the host must know of: then the device decides alone.
+PLAIN = [own for own in SAMPLING if not own.keys() & {"repetition_penalty", "logprobs"}]
+FORMS: dict[str, Callable[[BuiltEngine], BuiltEngine]] = {
+    "on a CPU": lambda built: built,
+    "padded": lambda built: on_device_runner(built, shapes=capture_shapes(15)),
+    "ragged": lambda built: on_device_runner(built, padded=False),
+}
 
 
-def expected() -> dict[str, list[int]]:
+def watched_engine(form: str, seed: int) -> Watched:
+    return Watched(FORMS[form](engine(adaptive_speculation=True, max_num_seqs=8)), seed)
+
+
+def run(watched: Watched, sampling: list[dict[str, Any]] = SAMPLING) -> Outputs:
+    return outputs_of(watched.built, prompts()[: len(sampling)], [{"max_tokens": 40, **own} for own in sampling])
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, list[int]]:
     """What the target gives without a drafter."""
     sampling = [{key: value for key, value in own.items() if key != "num_speculative_tokens"} for own in SAMPLING]
     built = engine(draft_model="", max_num_seqs=8)
     return outputs_of(built, prompts(), [{"max_tokens": 40, **own} for own in sampling]).tokens
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_any_budget_gives_the_same_text(seed: int) -> None:
-    watched = Watched(engine(adaptive_speculation=True, max_num_seqs=8), seed)
-    assert run(watched).tokens == expected()
+@pytest.mark.parametrize("form", FORMS)
+def test_any_budget_gives_the_same_text(form: str, texts: dict[str, list[int]]) -> None:
+    watched = watched_engine(form, seed=1)
+    assert run(watched).tokens == texts
     budgets = [(plan, result) for plan, result in watched.steps if plan.budget is not None]
     assert len(budgets) > 10
     for plan, result in budgets:
-        assert sum(row.num_verified for row in result.rows) == plan.num_drafts
+        verified = sum(row.num_verified for row in result.rows)
+        if form == "on a CPU":
+            assert verified == plan.num_drafts
+        assert verified <= sum(row.num_draft for row in plan.rows)
     num_verified = sum(row.num_verified for _, result in watched.steps for row in result.rows)
     assert watched.built.core.stats().spec_decoding.num_draft_tokens <= num_verified
 
 
-def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back() -> None:
-    watched = Watched(engine(adaptive_speculation=True, max_num_seqs=8), 3)
-    run(watched)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back(form: str) -> None:
+    watched = watched_engine(form, seed=3)
+    run(watched, PLAIN)
     known: dict[str, list[float]] = {}
     num_checked = 0
     for plan, result in watched.steps:
@@ -103,15 +122,20 @@ def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back() -
                 survival = np.cumprod(1 / (1 + np.exp(-logits)))
                 taken += survival[: found.num_verified].tolist()
                 left_out += survival[found.num_verified :].tolist()
-            if left_out:
+            if form == "padded":
+                assert len(taken) >= plan.num_drafts, "as many as there are tokens for"
+            else:
+                assert len(taken) == plan.num_drafts
+            if left_out and taken:
                 assert min(taken) >= max(left_out) - 1e-5
                 num_checked += 1
         known |= {found.request_id: found.confidences for found in result.rows if found.confidences}
     assert num_checked > 5
 
 
-def test_confidences_come_with_the_drafts_that_they_belong_to() -> None:
-    watched = Watched(engine(adaptive_speculation=True, max_num_seqs=8), 1)
+@pytest.mark.parametrize("form", FORMS)
+def test_confidences_come_with_the_drafts_that_they_belong_to(form: str) -> None:
+    watched = watched_engine(form, seed=1)
     run(watched)
     for plan, result in watched.steps:
         for row, found in zip(plan.rows, result.rows, strict=True):
@@ -125,3 +149,19 @@ def test_without_the_setting_the_drafter_is_not_asked_how_sure_the_drafter_is() 
     watched = Watched(engine(max_num_seqs=8), 1)
     run(watched)
     assert not any(found.confidences for _, result in watched.steps for found in result.rows)
+
+
+def test_interpreted_kernels_verify_within_a_budget_and_give_the_same_text(settings: dict[str, Any]) -> None:
+    pytest.importorskip("triton")
+    few = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 4}, {"temperature": 0.0, "num_speculative_tokens": 2}]
+    asked = [{"max_tokens": 10, **own} for own in few]
+    short = [[1, 2, 3, 4, 5, 6], [9, 8, 7], [5] * 11]
+    plain = outputs_of(engine(**settings), short, asked).tokens
+    watched = Watched(triton_engine(**settings, adaptive_speculation=True), 2)
+    assert outputs_of(watched.built, short, asked).tokens == plain
+    left_out = 0
+    for plan, result in watched.steps:
+        verified = sum(row.num_verified for row in result.rows)
+        assert verified >= plan.num_drafts
+        left_out += sum(row.num_draft for row in plan.rows) - verified
+    assert left_out > 0
