@@ -247,7 +247,7 @@ class HostBatch:
         every = len(logits_token) == len(token_row) and bool(self.sample.any())
         batch = DeviceBatch.over(numbers, num_rows)
         logits = None if every else tokens
-        return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, *budget)
+        return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, budget[0] if budget else None)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.

@@ -108,13 +108,16 @@ SPECULATION_MUTANTS = (
     *mutants_of(
         "kernels/dflash_kernels/verify_budget.py",
         ("tests/kernels/test_verify_budget.py",),
-        ("drafts are taken whatever comes before them", "np.multiply.accumulate(chances, axis=1)", "chances"),
+        (
+            "drafts are taken whatever comes before them",
+            "np.add.accumulate(np.logaddexp(np.float32(0), -logits), axis=1)",
+            "np.logaddexp(np.float32(0), -logits)",
+        ),
         (
             "equally likely drafts exceed the budget",
             "    return np.bincount(",
-            "    survival = np.where(there, survival, -1.0)\n"
-            "    least = np.sort(survival, axis=None)[::-1][len(taken) - 1] if len(taken) else 2.0\n"
-            "    taken = np.flatnonzero(survival >= least)\n"
+            "    costs = np.where(there, costs, np.inf)\n"
+            "    taken = np.flatnonzero(costs <= np.sort(costs, axis=None)[len(taken) - 1]) if len(taken) else taken\n"
             "    return np.bincount(",
         ),
     ),
