@@ -244,7 +244,7 @@ class ModelRunner:
         inference mode of its own.)"""
         budget = None if self.step.ops.on_host else plan.budget
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
-            rows, budget = evenly_cut(rows, budget), None
+            rows, budget = evenly_truncated(rows, budget), None
         batch = HostBatch.of(rows, self.requests, budget)
         processors = LogitsProcessors.of(batch, self.requests)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
@@ -285,7 +285,7 @@ class ModelRunner:
                 step.parts[number] = replace(part, results=results, logprobs=output.logprobs, complete=None)
 
 
-def evenly_cut(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
+def evenly_truncated(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> list[ScheduledRequest]:
     """Rows with the same number of drafts each, or fewer where a row has fewer, within a budget."""
     most = budget.num_drafts // max(1, sum(row.num_draft > 0 for row in rows))
     return [msgspec.structs.replace(row, num_draft=min(row.num_draft, most)) for row in rows]
