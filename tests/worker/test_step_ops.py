@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_backend.drafters.base import Drafts
 from dflash_backend.worker.batch import DeviceBatch, spans
 from dflash_backend.worker.state import SamplingTensors, StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps, HostStepOps, StepOps, select_step_ops
@@ -135,7 +136,7 @@ def test_a_draft_is_chosen_with_the_noise_by_which_the_target_will_choose(
     positions = batch.of_drafts(batch.positions)
     logits = 2 * torch.randn(len(positions), len(ids), generator=torch.Generator().manual_seed(seed))
     sampler = ops.draft_sampler(step.inputs, state, ratio)
-    drafts = sampler.choose(logits.to(DEVICE), positions, ids.to(DEVICE)).tolist()
+    drafts = sampler.choose(logits.to(DEVICE), positions, ids.to(DEVICE)).token_ids.tolist()
     owners = [(r, j) for r in range(len(rows.req_idx)) for j in range(k)]
     if ops.on_host:
         owners = [(r, j) for r, j in owners if j < int(rows.num_next[r])]
@@ -254,13 +255,16 @@ def test_drafts_lie_behind_the_anchor(ops: StepOps, seed: int, k: int) -> None:
     rows, expected = step.rows, step.copy_of_state()
     generator = torch.Generator().manual_seed(seed)
     drafts = torch.randint(VOCAB, (len(rows.req_idx), k), generator=generator).to(DEVICE)
+    confidence = torch.randn(drafts.shape, generator=generator).to(DEVICE)
     for r, req_idx in enumerate(host(rows.req_idx).tolist()):
         for j in range(int(rows.num_next[r]) if req_idx >= 0 else 0):
+            expected.confidence[req_idx, j] = confidence[r, j]
             position = int(expected.computed[req_idx]) + 1 + j
             if position < expected.max_len:
                 expected.tokens[req_idx, position] = drafts[r, j]
-    ops.store_drafts(drafts, rows, step.state)
+    ops.store_drafts(Drafts(drafts, confidence), rows, step.state)
     assert torch.equal(step.state.tokens, expected.tokens)
+    assert torch.equal(step.state.confidence, expected.confidence)
 
 
 def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
@@ -272,7 +276,8 @@ def test_a_step_of_padding_alone_reads_and_writes_nothing(ops: StepOps) -> None:
     accepted = ops.accept(torch.zeros(12, dtype=torch.int64, device=DEVICE), rows, prepared, state)
     slots = ops.final_tokens(rows, prepared, state).slots
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
-    ops.store_drafts(torch.ones(3, 3, dtype=torch.int64, device=DEVICE), rows, state)
+    ones = torch.ones(3, 3, dtype=torch.int64, device=DEVICE)
+    ops.store_drafts(Drafts(ones, ones.float()), rows, state)
     for tensor in (prepared.token_ids, prepared.positions, prepared.starts, prepared.seq_lens, accepted.count):
         assert not tensor.any()
     lens = queries.layout.device
@@ -305,7 +310,7 @@ def whole_step(ops: StepOps, step: RandomStep, target_tokens: torch.Tensor) -> l
     slots = ops.final_tokens(rows, prepared, state).slots
     queries = ops.prepare_draft(step.inputs, state, MASK_ID)
     drafts = ops.argmax(torch.sin(torch.arange(count * k * VOCAB, device=device)).view(-1, VOCAB))
-    ops.store_drafts(drafts, rows, state)
+    ops.store_drafts(Drafts(drafts), rows, state)
     lens = queries.layout.device
     assert lens is not None
     found = [slots, drafts, accepted.count, accepted.tokens, queries.token_ids, queries.positions, queries.slots]
