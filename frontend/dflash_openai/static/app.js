@@ -135,11 +135,11 @@ class Playground {
     const run = (answer) => this._stream(turn, answer, controller.signal);
     if (this.settings.together) await Promise.all(turn.answers.map(run));
     else for (const answer of turn.answers) await run(answer);
-    if (this.running === controller) {
-      this.running = null;
-      this.page.setBusy(false);
-    }
     this.chat.save();
+    // A retry has begun another answer meanwhile, which has the page now.
+    if (this.running && this.running !== controller) return;
+    this.running = null;
+    this.page.setBusy(false);
     this.live.show(turn.answers[0]);
     this._announceEnd(turn.answers[0]);
   }
@@ -151,7 +151,7 @@ class Playground {
 
   async _stream(turn, answer, signal) {
     const began = performance.now();
-    this.live.show(answer);
+    if (!signal.aborted) this.live.show(answer);
     try {
       if (signal.aborted) throw new DOMException("stopped", "AbortError");
       for await (const chunk of this.api.chat(answer.request, signal)) {

@@ -75,6 +75,18 @@ def test_retry_asks_again_and_edit_replaces_the_prompt(page: Playground, standin
     assert page.answers() == [ANSWER]
 
 
+def test_a_retry_in_mid_stream_takes_the_page_over(page: Playground, standin: Control) -> None:
+    page.send("slow 5000", wait=False)
+    page.page.locator(".body .run").nth(3).wait_for()
+    page.page.get_by_role("button", name="Edit").click()
+    page.page.get_by_label("Edit the message").fill("second")
+    page.page.keyboard.press("Enter")
+    page.wait()
+    assert page.answers() == [ANSWER]
+    assert page.figure("steps") == len(words(ANSWER))
+    assert standin.state()["num_left"] == 1
+
+
 def test_the_conversation_goes_on(page: Playground, standin: Control) -> None:
     page.page.locator("summary", has_text="System prompt").click()
     page.page.fill("#system", "Be brief.")
