@@ -6,6 +6,7 @@ masks of a step are an eighth of a byte for each logit, which is what the copy t
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 try:
@@ -31,11 +32,9 @@ def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, r
     bitmask: int32 `[m, num_words(vocab)]`. rows: int32 `[m]`, the row of logits that each mask is for, no row twice;
     all other rows stay as they are.
     """
-    shifts = torch.arange(BITS, dtype=torch.int32, device=bitmask.device)
-    index = rows.long()
-    for mask, row in zip(bitmask.unbind(0), index.unbind(0), strict=True):
-        hidden = ((mask[:, None] >> shifts) & 1).reshape(-1)[: logits.shape[1]] == 0
-        logits[row] = logits[row].masked_fill(hidden, float("-inf"))
+    bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    index, hidden = rows.long(), torch.from_numpy(bits == 0)
+    logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(hidden, float("-inf")))
 
 
 if triton is not None:

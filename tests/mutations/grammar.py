@@ -88,8 +88,8 @@ GRAMMAR_MUTANTS = (
     Mutant(
         "a bit of a mask belongs to the token behind",
         KERNEL_FILE,
-        "hidden = ((mask[:, None] >> shifts) & 1).reshape(-1)[: logits.shape[1]] == 0",
-        "hidden = ((mask[:, None] >> shifts) & 1).reshape(-1).roll(1)[: logits.shape[1]] == 0",
+        "torch.from_numpy(bits == 0)",
+        "torch.from_numpy(bits == 0).roll(1, 1)",
         ("tests/kernels/test_token_bitmask.py",),
     ),
     Mutant(
