@@ -169,7 +169,8 @@ class BitmaskFiller:
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self.num_words = -(-vocab_size // BITS)
         self._num_threads = num_threads
-        self._executor: LLExecutor | None = None  # its threads start with the first answer
+        # With more than one thread, these start with the first answer.
+        self._executor = LLExecutor(1) if num_threads == 1 else None
 
     def fill(self, answers: Sequence[tuple[GrammarMatcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
         """The masks of the positions that each answer's drafts reach, and of the one behind them.

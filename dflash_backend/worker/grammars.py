@@ -116,13 +116,16 @@ class StepGrammars:
 class GrammarStates:
     """The answers with a grammar, by request id."""
 
-    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int, device: torch.device) -> None:
-        """Without a compiler, requests with a grammar fail."""
+    def __init__(
+        self, compiler: GrammarCompiler | None, vocab_size: int, device: torch.device, beside: bool = True
+    ) -> None:
+        """Without a compiler, requests with a grammar fail. `beside`: masks are filled on threads of their own; else by
+        the thread that runs the rows, for a model so small that to wake another one takes longer."""
         self._compiler = compiler
         self._answers: dict[str, GrammarAnswer] = {}
-        num_threads = max(1, min(MAX_FILL_THREADS, len(os.sched_getaffinity(0))))
+        num_threads = max(1, min(MAX_FILL_THREADS, len(os.sched_getaffinity(0)))) if beside else 1
         self._filler = BitmaskFiller(vocab_size, num_threads)
-        self._thread = ThreadPoolExecutor(1, "dflash-masks")
+        self._thread = ThreadPoolExecutor(1, "dflash-masks") if beside else None
         self.send = Uploader(INITIAL_BYTES, device, grows=True).send if device.type == "cuda" else share
 
     def update(self, plan: StepPlan) -> None:
@@ -156,7 +159,11 @@ class GrammarStates:
 
     def fill(self, answers: list[tuple[GrammarMatcher, list[int]]]) -> Future[Filled]:
         """Begin to fill the masks along the drafts of these answers."""
-        return self._thread.submit(_fill, self._filler, answers)
+        if self._thread is not None:
+            return self._thread.submit(_fill, self._filler, answers)
+        filled: Future[Filled] = Future()
+        filled.set_result(_fill(self._filler, answers))
+        return filled
 
     def _answer(self, new: NewRequest) -> GrammarAnswer:
         """That of a request, new or resumed."""

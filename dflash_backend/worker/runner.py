@@ -80,7 +80,8 @@ class ModelRunner:
         self.device = step.device
         self.overlaps = not step.ops.on_host
         self.requests = RequestStates(step.state, step.target.spec.vocab_size)
-        self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device)
+        beside = num_batch_threads == 1
+        self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device, beside)
         self.threads = BatchThreads(num_batch_threads)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device)
