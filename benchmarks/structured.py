@@ -97,7 +97,11 @@ def mask_times(num_drafts: int, num_threads: int) -> tuple[float, float, list[fl
     compiled = compiler.compile(grammar, (EOS,))
     compile_s = time.perf_counter() - started
     known = FastTokenizer.from_str(text)
-    ids = [known.token_to_id(letter) for letter, _ in known.pre_tokenizer.pre_tokenize_str(ANSWER) for letter in letter]
+    ids = [
+        known.token_to_id(letter) or 0
+        for letter, _ in known.pre_tokenizer.pre_tokenize_str(ANSWER)
+        for letter in letter
+    ]
     filler = BitmaskFiller(VOCAB_SIZE, num_threads)
     matchers = [compiled.matcher(MatcherRules()) for _ in range(STREAMS)]
     for number, matcher in enumerate(matchers):
