@@ -25,12 +25,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Schemathesis against the OpenAI front end's OpenAPI document.")
     parser.add_argument("--examples", type=int, default=60, help="for each endpoint (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="%(default)s")
+    parser.add_argument("--phases", default="coverage,fuzzing", help="of Schemathesis (%(default)s)")
     given = parser.parse_args(arguments)
     program = os.environ.get("SCHEMATHESIS", "schemathesis")
     with running_front_end(SETTINGS, ["--no-access-log"]) as front_end:
         url = f"http://{HOST}:{front_end.port}"
         command = [program, "run", f"{url}/openapi.json", "--checks", "not_a_server_error", "--workers", "1"]
         command += ["-n", str(given.examples), "--seed", str(given.seed), "--request-timeout", "120"]
+        command += ["--phases", given.phases]
         status = subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode
         is_up = httpx.get(f"{url}/health", timeout=60, trust_env=False).is_success
     print(f"schemathesis ended with status {status}; the front end {'is up' if is_up else 'is down'}")

@@ -9,12 +9,14 @@ from tests.mutations.overlap import OVERLAP_MUTANTS
 from tests.mutations.parsing import PARSING_MUTANTS
 from tests.mutations.sampling import SAMPLING_MUTANTS
 from tests.mutations.scheduling import SCHEDULING_MUTANTS
+from tests.mutations.security import SECURITY_MUTANTS
 from tests.mutations.serving import SERVING_MUTANTS
 from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
 
 MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + SAMPLING_MUTANTS
 MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS + GRAMMAR_MUTANTS
+MUTANTS += SECURITY_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

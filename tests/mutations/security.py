@@ -1,0 +1,39 @@
+"""Defects of what keeps the OpenAI front end safe."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+FOLDER = "frontend/dflash_openai/middleware"
+TESTS = "tests/frontend/middleware"
+KEYS = (f"{TESTS}/test_api_keys.py",)
+LIMITS = (f"{TESTS}/test_key_limits.py",)
+
+SECURITY_MUTANTS = (
+    *mutants_of(
+        f"{FOLDER}/authentication.py",
+        KEYS,
+        ("any path that begins like an open one is open", "return path in self._open or", "return True or"),
+        (
+            "a request without a key is let in",
+            "if key is None and self._keys and",
+            "if key is None and not self._keys and",
+        ),
+        ("the key of any scheme counts", 'if scheme.lower() != "bearer":', 'if scheme.lower() == "":'),
+    ),
+    *mutants_of(
+        f"{FOLDER}/api_keys.py",
+        KEYS,
+        ("the comparison ends at the key that is found", "            found = key\n", "            return key\n"),
+        ("a file without keys opens the server", "        if not found:\n", "        if found is None:\n"),
+    ),
+    *mutants_of(
+        f"{FOLDER}/key_limits.py",
+        LIMITS,
+        (
+            "a request that has failed counts as running",
+            "        finally:\n            usage.end()",
+            "        except ApiError:\n            usage.end()",
+        ),
+    ),
+)
