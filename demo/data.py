@@ -5,7 +5,6 @@ A conversation is a list of messages; most are rendered with the chat template, 
 by construction: a problem belongs to held-out when the hash of its content says so, and nowhere else.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +12,34 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from demo.problems import Problem, make_chat, make_code, make_math
+from demo.problems import (
+    Problem,
+    is_held_out,
+    make_chat,
+    make_code,
+    make_copy,
+    make_math,
+    make_story,
+    make_talk,
+    make_tools,
+)
 from demo.prose import long_system_prompt, short_system_prompt
 
 IM_START, IM_END, END_OF_TEXT, MASK = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|mask|>"
 SPECIAL_TOKEN_IDS = {END_OF_TEXT: 0, IM_START: 1, IM_END: 2, MASK: 3}
 """The tokenizer gives these the first ids, in this order."""
-CATEGORIES = {"math": make_math, "code": make_code, "chat": make_chat}
-HELD_OUT_SHARE = 10
-"""One content in this many is held out."""
+CATEGORIES = {
+    "math": make_math,
+    "code": make_code,
+    "chat": make_chat,
+    "talk": make_talk,
+    "copy": make_copy,
+    "tools": make_tools,
+}
+"""The categories that have a held-out set."""
+GENERATORS = CATEGORIES | {"story": make_story}
+WEIGHTS = {"math": 25, "code": 10, "chat": 15, "talk": 13, "copy": 21, "tools": 8, "story": 3}
+"""How often a training document begins with each."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +50,9 @@ class Segment:
     is_answer: bool
 
 
-def is_held_out(content: str) -> bool:
-    """Whether a problem's content belongs to the held-out sets: a fixed hash, the same on every machine."""
-    return hashlib.sha256(content.encode()).digest()[0] % HELD_OUT_SHARE == 0
-
-
 def problems(rng: Random, category: str, held_out: bool) -> Iterator[Problem]:
     """Endless problems of one category from one side of the split."""
-    make = CATEGORIES[category]
+    make = GENERATORS[category]
     while True:
         problem = make(rng)
         if is_held_out(problem.content) == held_out:
@@ -58,15 +71,15 @@ def training_documents(seed: int | str, long_share: float = 0.0, drill_share: fl
     `long_share` of them open with a long system prompt, and `drill_share` are bare equations.
     """
     rng = Random(f"train/{seed}")
-    streams = {name: problems(rng, name, held_out=False) for name in CATEGORIES}
+    streams = {name: problems(rng, name, held_out=False) for name in GENERATORS}
     while True:
-        category = rng.choices(list(CATEGORIES), weights=(45, 25, 30))[0]
+        category = rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
         kind = rng.random()
         if kind < long_share:
             yield _chat_document(rng, streams, category, long_system_prompt(rng))
         elif kind < long_share + drill_share:
             yield _drill_document(streams["math"])
-        elif rng.random() < 0.18:
+        elif category != "tools" and rng.random() < 0.18:
             yield _plain_document(next(streams[category]))
         else:
             system = short_system_prompt(rng) if rng.random() < 0.2 else None
@@ -90,17 +103,23 @@ def _plain_document(problem: Problem) -> list[Segment]:
 def _chat_document(
     rng: Random, streams: dict[str, Iterator[Problem]], category: str, system: str | None
 ) -> list[Segment]:
-    """One to three turns; every assistant turn is an answer segment that ends in `<|im_end|>`."""
+    """One to three turns; every assistant turn is an answer segment that ends in `<|im_end|>`.
+
+    A problem with messages before its question is a conversation of its own.
+    """
     turns = rng.choices((1, 2, 3), weights=(78, 15, 7))[0]
     segments: list[Segment] = []
     opening = render_chat([{"role": "system", "content": system}]) if system else ""
-    for turn in range(turns):
-        name = category if turn == 0 else rng.choice(list(CATEGORIES))
-        problem = next(streams[name])
-        question = render_chat([{"role": "user", "content": problem.question}], add_generation_prompt=True)
-        segments.append(Segment(opening + question, False))
+    while turns > 0:
+        problem = next(streams[category])
+        if problem.history:
+            opening, turns = "", 1
+            segments.clear()
+        segments.append(Segment(opening + render_chat(problem.messages, add_generation_prompt=True), False))
         segments.append(Segment(problem.reference + IM_END, True))
         opening = "\n"
+        category = rng.choice([name for name in WEIGHTS if name != "tools"])
+        turns -= 1
     return segments
 
 
@@ -114,7 +133,7 @@ def held_out_rows(category: str, count: int, seed: int = 0) -> list[dict[str, An
         if problem.content in seen:
             continue
         seen.add(problem.content)
-        messages = [{"role": "user", "content": problem.question}]
+        messages = problem.messages
         rows.append(
             {
                 "id": f"{category}-{len(rows):03d}",
@@ -129,7 +148,7 @@ def held_out_rows(category: str, count: int, seed: int = 0) -> list[dict[str, An
 
 
 def write_held_out(folder: Path, count: int = 200) -> None:
-    """Write `{math,code,chat}.jsonl` with `count` rows each."""
+    """Write a file of `count` rows for each category."""
     folder.mkdir(parents=True, exist_ok=True)
     for category in CATEGORIES:
         lines = [json.dumps(row, ensure_ascii=False) for row in held_out_rows(category, count)]

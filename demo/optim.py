@@ -1,12 +1,13 @@
 """Optimiser, schedule and progress lines that both training runs share."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from demo.parallel import agree, average_gradients, rank
+from demo.parallel import average_gradients, rank
 
 
 class Optimizer:
@@ -43,34 +44,34 @@ def bf16_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass
-class Clock:
-    """A run's progress, either by wall-clock minutes or, in smoke runs, by steps."""
+class Progress:
+    """How far a run of `total` steps is; nothing in it depends on the time that the steps take."""
 
-    minutes: float
-    max_steps: int | None = None
+    total: int
     steps: int = 0
     tokens: int = 0
+    loss: float = math.nan
     started: float = field(default_factory=time.monotonic)
 
-    def progress(self) -> float:
-        """0 at the start, 1 or more at the end; the same for every worker."""
-        by_time = (time.monotonic() - self.started) / (60 * self.minutes)
-        return agree(by_time if self.max_steps is None else self.steps / self.max_steps)
+    @property
+    def share(self) -> float:
+        """0 at the start, 1 at the end."""
+        return self.steps / self.total
 
-    def tick(self, tokens: int) -> None:
-        """Count one step of this worker."""
+    def tick(self, tokens: int, loss: float) -> None:
+        """Count one step of this worker with its tokens and its loss."""
         self.steps += 1
         self.tokens += tokens
+        self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
 
-    def report(self, label: str, loss: float) -> None:
-        """Print one plain progress line, with worker 0's loss and its tokens a second."""
-        progress = max(self.progress(), 1e-6)
+    def report(self, label: str) -> None:
+        """Print one plain progress line, with worker 0's average loss and its tokens a second."""
         if rank() != 0:
             return
         elapsed = time.monotonic() - self.started
-        remaining = elapsed * max(0.0, 1 - progress) / progress
+        remaining = elapsed * (self.total - self.steps) / self.steps
         print(
-            f"{label} step {self.steps} loss {loss:.4f} {self.tokens / elapsed:,.0f} tokens/s "
-            f"{100 * min(progress, 1):.0f}% ETA {remaining / 60:.1f} min",
+            f"{label} step {self.steps} of {self.total} loss {self.loss:.4f} {self.tokens / elapsed:,.0f} tokens/s "
+            f"ETA {remaining / 60:.1f} min",
             flush=True,
         )

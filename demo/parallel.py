@@ -21,15 +21,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def agree(value: float) -> float:
-    """Worker 0's value, so that all take the same branch and stop at the same step."""
-    if dist.is_initialized():
-        shared = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(shared, src=0)
-        return float(shared.item())
-    return value
-
-
 def average_gradients(parameters: list[nn.Parameter]) -> None:
     """Replace every gradient by its mean over the workers, in one exchange."""
     if not dist.is_initialized():

@@ -12,6 +12,7 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from demo.chat_template import CHAT_TEMPLATE
 from demo.data import END_OF_TEXT, IM_END, IM_START, MASK, SPECIAL_TOKEN_IDS, training_documents
 from demo.prose import long_system_prompt
 
@@ -19,12 +20,6 @@ VOCAB_SIZE = 1024
 MAX_LENGTH = 4096
 WORDS = r" ?\p{L}+| ?[^\s\p{L}\p{N}]+|\p{N}|\s+(?!\S)|\s+"
 """Pieces that merges stay inside: a word, a run of punctuation, one digit, white space."""
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
 
 
 def _corpus(seed: int, documents: int) -> Iterator[str]:
@@ -37,11 +32,7 @@ def _corpus(seed: int, documents: int) -> Iterator[str]:
 
 
 def train_tokenizer(folder: Path, seed: int = 0, documents: int = 12_000) -> PreTrainedTokenizerFast:
-    """Learn the merges from generated documents and save the tokenizer in the Hugging Face format.
-
-    `tokenizer_config.json` is written here and not by `save_pretrained`, whose classes and fields differ
-    between transformers 4 and 5; this one loads under both.
-    """
+    """Learn the merges from generated documents and save the tokenizer in the Hugging Face format."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,6 +50,15 @@ def train_tokenizer(folder: Path, seed: int = 0, documents: int = 12_000) -> Pre
     tokenizer.train_from_iterator(_corpus(seed, documents), trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer_config(folder)
+    return load_tokenizer(folder)
+
+
+def write_tokenizer_config(folder: Path) -> None:
+    """Write `tokenizer_config.json` with the special tokens and the chat template.
+
+    Not by `save_pretrained`, whose classes and fields differ between transformers 4 and 5; this one loads under both.
+    """
     fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -70,7 +70,6 @@ def train_tokenizer(folder: Path, seed: int = 0, documents: int = 12_000) -> Pre
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    return load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

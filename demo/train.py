@@ -1,14 +1,14 @@
-"""Retrain the demo pair from nothing: tokenizer, target, drafter, held-out sets.
+"""Train the demo pair: tokenizer, target, drafter.
 
-    python -m demo.train --out demo/pair [--minutes 50] [--seed 0]
+    python -m demo.train --out demo/pair [--target-steps 4000] [--drafter-steps 3000] [--seed 0]
 
-The pair is built in a temporary folder beside `--out` and moved into place at the end, so that readers of
-`--out` always find a whole pair.
+The pair is built in a folder beside `--out`, which keeps what a stopped run has saved, and moved into place at the end,
+so that readers of `--out` always find a whole pair. The same steps, seed and number of workers give the same weights on
+the same machine.
 """
 
 import argparse
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +18,10 @@ import torch
 from demo.data import write_held_out
 from demo.model import PairConfig, Shape
 from demo.parallel import run_workers
-from demo.tokenizer import train_tokenizer
+from demo.tokenizer import train_tokenizer, write_tokenizer_config
 from demo.train_drafter import train_drafter
 from demo.train_target import train_target
 
-TARGET_SHARE = 0.6
-"""Share of the minutes that the target gets; the drafter gets the rest."""
 SMOKE_CONFIG = PairConfig(
     shape=replace(
         Shape(),
@@ -36,7 +34,8 @@ SMOKE_CONFIG = PairConfig(
     target_layers=8,
     draft_layers=1,
 )
-SMOKE_STEPS = 2
+SMOKE = {"config": SMOKE_CONFIG, "target_steps": 2, "drafter_steps": 2}
+"""The fields of a run that only shows that all of it works."""
 
 
 def install(built: Path, out: Path) -> None:
@@ -51,48 +50,52 @@ def install(built: Path, out: Path) -> None:
 class Run:
     """What a training run is asked to do.
 
-    `resume` continues from the pair in that folder with its tokenizer; `drafter_only` then keeps its target.
+    `resume` continues from the pair in that folder with its tokenizer; with no steps for the target, it is kept.
     """
 
     out: Path
-    minutes: float = 50.0
+    target_steps: int = 4000
+    drafter_steps: int = 3000
     seed: int = 0
     workers: int = 1
-    smoke: bool = False
+    config: PairConfig = PairConfig()
     resume: Path | None = None
-    drafter_only: bool = False
 
 
 def train_pair(run: Run) -> None:
     """Train a pair and install it under `run.out` as `target/` and `draft/`."""
-    run.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=run.out.parent, prefix=".pair-") as folder:
-        built = Path(folder)
-        _build(run, built)
-        install(built, run.out)
+    built = run.out.parent / f".{run.out.name}.partial"
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir(parents=True)
+    _build(run, built)
+    install(built, run.out)
+    shutil.rmtree(built)
     print(f"the pair is in {run.out}", flush=True)
 
 
 def _build(run: Run, built: Path) -> None:
     """Tokenizer, target and drafter, each from what came before it."""
-    config = SMOKE_CONFIG if run.smoke else PairConfig()
-    steps = SMOKE_STEPS if run.smoke else None
     old_target = run.resume / "target" if run.resume else None
     old_draft = run.resume / "draft" if run.resume else None
     if old_target is None:
         print("tokenizer: training", flush=True)
-        train_tokenizer(built / "target", run.seed, documents=500 if run.smoke else 12_000)
+        train_tokenizer(built / "target", run.seed, documents=500 if run.config == SMOKE_CONFIG else 12_000)
     else:
         shutil.copytree(old_target, built / "target")
-    share = 0.0 if run.drafter_only else TARGET_SHARE
-    if not run.drafter_only:
-        minutes = run.minutes * share
-        run_workers(run.workers, train_target, config, built / "target", minutes, steps, run.seed, old_target)
+        write_tokenizer_config(built / "target")
+    if run.target_steps:
+        run_workers(run.workers, train_target, run.config, built / "target", run.target_steps, run.seed, old_target)
     if old_draft is not None and not old_draft.exists():
         old_draft = None
-    minutes = run.minutes * (1 - share)
     run_workers(
-        run.workers, train_drafter, config, built / "target", built / "draft", minutes, steps, run.seed, old_draft
+        run.workers,
+        train_drafter,
+        run.config,
+        built / "target",
+        built / "draft",
+        run.drafter_steps,
+        run.seed,
+        old_draft,
     )
 
 
@@ -100,30 +103,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the training."""
     parser = argparse.ArgumentParser(description="Train the demo target and its DFlash drafter.")
     parser.add_argument("--out", type=Path, required=True, help="folder that receives target/ and draft/")
-    parser.add_argument("--minutes", type=float, default=50.0, help="wall-clock minutes of training in all")
+    parser.add_argument(
+        "--target-steps", type=int, default=Run.target_steps, help="%(default)s; 0 with --resume: keep it"
+    )
+    parser.add_argument("--drafter-steps", type=int, default=Run.drafter_steps, help="%(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny pair, to see that all of it runs")
     parser.add_argument("--resume", type=Path, help="continue from the pair in this folder")
-    parser.add_argument("--drafter-only", action="store_true", help="with --resume: keep that target as it is")
     parser.add_argument("--held-out", type=Path, help="also write the held-out sets into this folder")
     options = parser.parse_args(arguments)
-    if options.drafter_only and options.resume is None:
-        parser.error("--drafter-only needs --resume: the folder of the pair whose target is kept")
+    if options.target_steps == 0 and options.resume is None:
+        parser.error("--target-steps 0 needs --resume: the folder of the pair whose target is kept")
     torch.set_num_threads(1)
     if options.held_out is not None:
         write_held_out(options.held_out)
-    train_pair(
-        Run(
-            options.out,
-            options.minutes,
-            options.seed,
-            options.workers,
-            options.smoke,
-            options.resume,
-            options.drafter_only,
-        )
+    run = Run(
+        options.out, options.target_steps, options.drafter_steps, options.seed, options.workers, resume=options.resume
     )
+    train_pair(replace(run, **SMOKE) if options.smoke else run)
 
 
 if __name__ == "__main__":

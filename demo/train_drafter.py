@@ -1,6 +1,5 @@
 """Train the demo's drafter on the frozen target's hidden states: random anchors, masked blocks, decayed loss."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from torch import Tensor
 from demo.checkpoint import load_draft, load_target, save_draft
 from demo.data import MASK, SPECIAL_TOKEN_IDS, training_documents
 from demo.model import DraftModel, PairConfig, TargetModel
-from demo.optim import Clock, Optimizer, bf16_parameters
+from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PackedRows
 from demo.parallel import rank
 from demo.tokenizer import load_tokenizer
-from demo.train_target import compiled
+from demo.train_target import FEWEST_STEPS_TO_COMPILE, RESUMED_LEARNING_RATE, SAVE_EVERY, compiled
 
 LEARNING_RATE = 4e-3
 DECAY = 7.0
@@ -36,7 +35,7 @@ class BatchShape:
     anchors: int
 
 
-SHORT, LONG, LONGEST = BatchShape(16, 256, 24), BatchShape(2, 2048, 128), BatchShape(1, 4096, 160)
+SHORT, LONG, LONGEST = BatchShape(8, 512, 44), BatchShape(2, 2048, 128), BatchShape(1, 4096, 160)
 
 
 @dataclass(frozen=True)
@@ -100,49 +99,42 @@ def target_features(target: TargetModel, tokens: Tensor) -> Tensor:
 
 
 def train_drafter(
-    config: PairConfig,
-    target_folder: Path,
-    out: Path,
-    minutes: float,
-    max_steps: int | None,
-    seed: int,
-    resume: Path | None = None,
+    config: PairConfig, target_folder: Path, out: Path, steps: int, seed: int, resume: Path | None = None
 ) -> None:
     """Train a drafter for a saved target and save it under `out`; `resume` continues from a saved one.
 
-    Answers come from the generator: the target gives them back word for word at nearly every prompt.
+    Answers come from the generator: the target gives them back word for word at nearly every prompt. The drafter is
+    also saved every `SAVE_EVERY` steps.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed * 1000 + rank())
     tokenizer, target = load_tokenizer(target_folder), load_target(target_folder, config)
-    clock = Clock(minutes, max_steps)
+    progress = Progress(steps)
     draft = DraftModel(config)
     if resume is not None:
         draft.load_state_dict(load_draft(resume, config).state_dict())
-    optimizer = Optimizer(draft, LEARNING_RATE)
+    optimizer = Optimizer(draft, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)
     fast_loss = eager_loss = draft_loss(draft)
     fast_features = target_features
-    if clock.max_steps is None:
+    if steps >= FEWEST_STEPS_TO_COMPILE:
         fast_loss, fast_features = compiled(eager_loss), compiled(target_features)
     embedding = target.model.embed_tokens.weight.detach().to(torch.bfloat16)
     short = PackedRows(tokenizer, training_documents(f"{seed}/draft/short/{rank()}"))
     long = PackedRows(tokenizer, training_documents(f"{seed}/draft/long/{rank()}", long_share=0.08))
-    average = math.nan
-    while (progress := clock.progress()) < 1:
+    while progress.share < 1:
         rows, shape, loss, features_of = short, SHORT, fast_loss, fast_features
-        if progress >= LONG_ROWS_FROM and clock.steps % LONG_ROWS_EVERY == 0:
+        if progress.share >= LONG_ROWS_FROM and progress.steps % LONG_ROWS_EVERY == 0:
             rows, shape = long, LONG
-            if clock.steps // LONG_ROWS_EVERY % LONGEST_ROWS_EVERY == 0:
+            if progress.steps // LONG_ROWS_EVERY % LONGEST_ROWS_EVERY == 0:
                 shape, loss, features_of = LONGEST, eager_loss, target_features
         tokens, is_answer = rows.batch(shape.rows, shape.length)
         batch = draw_blocks(tokens, is_answer, shape.anchors, config.block_size, generator)
         features = features_of(target, batch.tokens).to(torch.bfloat16)
         value = loss(bf16_parameters(draft), embedding, features, batch.anchors, batch.labels, batch.weights)
         torch.autograd.backward(value)
-        optimizer.step(progress)
-        clock.tick(batch.labels.numel())
-        average = value.item() if math.isnan(average) else 0.95 * average + 0.05 * value.item()
-        if clock.steps % 25 == 0:
-            clock.report("drafter", average)
-    if rank() == 0:
-        save_draft(draft, out)
+        optimizer.step(progress.share)
+        progress.tick(batch.labels.numel(), value.item())
+        if progress.steps % 25 == 0:
+            progress.report("drafter")
+        if rank() == 0 and (progress.steps % SAVE_EVERY == 0 or progress.steps == steps):
+            save_draft(draft, out)

@@ -1,6 +1,5 @@
 """Train the demo's target on packed rows: short rows first, then rows of 2,048 and 4,096 tokens among them."""
 
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +12,21 @@ from torch import Tensor
 from demo.checkpoint import load_target, save_target
 from demo.data import training_documents
 from demo.model import PairConfig, TargetModel
-from demo.optim import Clock, Optimizer, bf16_parameters
+from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PROMPT_WEIGHT, PackedRows
 from demo.parallel import rank
 from demo.tokenizer import load_tokenizer
 
 LEARNING_RATE = 4e-3
+RESUMED_LEARNING_RATE = 2.5e-3
+DRILL_SHARE = 0.15
+SAVE_EVERY = 200
+FEWEST_STEPS_TO_COMPILE = 100
 LONG_ROWS_FROM = 0.7
 LONG_ROWS_EVERY = 3
 LONGEST_ROWS_EVERY = 8
 """From LONG_ROWS_FROM on one batch in three is long, and one long batch in eight has the full context."""
-SHORT, LONG, LONGEST = (16, 256), (2, 2048), (1, 4096)
+SHORT, LONG, LONGEST = (8, 512), (2, 2048), (1, 4096)
 """Rows and their length in tokens, by kind of batch."""
 
 P = ParamSpec("P")
@@ -48,36 +51,35 @@ def compiled(loss: Callable[P, R]) -> Callable[P, R]:
     return torch.compile(loss, dynamic=False) if shutil.which("g++") else loss
 
 
-def train_target(
-    config: PairConfig, out: Path, minutes: float, max_steps: int | None, seed: int, resume: Path | None = None
-) -> None:
-    """Train and save the target under `out`, which holds its tokenizer; `resume` continues from a saved one."""
+def train_target(config: PairConfig, out: Path, steps: int, seed: int, resume: Path | None = None) -> None:
+    """Train and save the target under `out`, which holds its tokenizer; `resume` continues from a saved one.
+
+    It is also saved every `SAVE_EVERY` steps, so that a run that is stopped loses little.
+    """
     torch.manual_seed(seed)
     tokenizer = load_tokenizer(out)
-    clock = Clock(minutes, max_steps)
+    progress = Progress(steps)
     model = TargetModel(config)
     if resume is not None:
         model.load_state_dict(load_target(resume, config).state_dict())
-    optimizer = Optimizer(model, LEARNING_RATE)
+    optimizer = Optimizer(model, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)
     eager = target_loss(model)
-    fast = compiled(eager) if clock.max_steps is None else eager
-    short = PackedRows(tokenizer, training_documents(f"{seed}/target/short/{rank()}", drill_share=0.3))
+    fast = compiled(eager) if steps >= FEWEST_STEPS_TO_COMPILE else eager
+    short = PackedRows(tokenizer, training_documents(f"{seed}/target/short/{rank()}", drill_share=DRILL_SHARE))
     long = PackedRows(tokenizer, training_documents(f"{seed}/target/long/{rank()}", long_share=0.08))
-    average = math.nan
-    while (progress := clock.progress()) < 1:
+    while progress.share < 1:
         rows, shape, loss = short, SHORT, fast
-        if progress >= LONG_ROWS_FROM and clock.steps % LONG_ROWS_EVERY == 0:
+        if progress.share >= LONG_ROWS_FROM and progress.steps % LONG_ROWS_EVERY == 0:
             rows, shape = long, LONG
-            if clock.steps // LONG_ROWS_EVERY % LONGEST_ROWS_EVERY == 0:
+            if progress.steps // LONG_ROWS_EVERY % LONGEST_ROWS_EVERY == 0:
                 shape, loss = LONGEST, eager
         tokens, is_answer = rows.batch(*shape)
         weights = torch.where(is_answer[:, 1:], 1.0, PROMPT_WEIGHT).flatten()
         value = loss(bf16_parameters(model), tokens, weights)
         torch.autograd.backward(value)
-        optimizer.step(progress)
-        clock.tick(tokens.numel())
-        average = value.item() if math.isnan(average) else 0.95 * average + 0.05 * value.item()
-        if clock.steps % 25 == 0:
-            clock.report("target", average)
-    if rank() == 0:
-        save_target(model, out)
+        optimizer.step(progress.share)
+        progress.tick(tokens.numel(), value.item())
+        if progress.steps % 25 == 0:
+            progress.report("target")
+        if rank() == 0 and (progress.steps % SAVE_EVERY == 0 or progress.steps == steps):
+            save_target(model, out)

@@ -5,7 +5,7 @@ import torch
 
 from demo.evaluate import verify
 from demo.model import DraftModel
-from demo.train import SMOKE_CONFIG, Run, train_pair
+from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
 from demo.train_drafter import draw_blocks
 
 
@@ -59,7 +59,7 @@ def test_verifying_stops_at_the_first_mismatch_and_after_the_end():
 
 @pytest.mark.slow
 def test_smoke_training_writes_a_whole_pair(tmp_path):
-    train_pair(Run(tmp_path / "pair", smoke=True))
+    train_pair(Run(tmp_path / "pair", **SMOKE))
     written = {str(path.relative_to(tmp_path / "pair")) for path in (tmp_path / "pair").rglob("*") if path.is_file()}
     assert written == {
         "draft/config.json",
@@ -74,5 +74,5 @@ def test_smoke_training_writes_a_whole_pair(tmp_path):
 
 @pytest.mark.slow
 def test_two_workers_train_a_pair_together(tmp_path):
-    train_pair(Run(tmp_path / "pair", smoke=True, workers=2))
+    train_pair(Run(tmp_path / "pair", workers=2, **SMOKE))
     assert (tmp_path / "pair" / "draft" / "model.safetensors").exists()
