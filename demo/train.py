@@ -10,7 +10,7 @@ the same machine.
 import argparse
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +58,7 @@ class Run:
     drafter_steps: int = 3000
     seed: int = 0
     workers: int = 1
-    config: PairConfig = PairConfig()
+    config: PairConfig = field(default_factory=PairConfig)
     resume: Path | None = None
 
 

@@ -61,9 +61,7 @@ def _convert(rng: Random) -> Call:
 
 def _table(rng: Random) -> Call:
     name, people, hour = person_name(rng), rng.randint(2, 12), rng.randint(1, 23)
-    ask = rng.choice(
-        ("Book a table for {p} people at {h} o'clock for {n}.", "{n} needs a table for {p} at {h} o'clock.")
-    )
+    ask = rng.choice(("Book a table of {p} at {h} o'clock for {n}.", "{n} wants a table for {p} at {h} o'clock."))
     return "book_table", {"name": name, "people": people, "hour": hour}, ask.format(n=name, p=people, h=hour)
 
 
