@@ -94,7 +94,8 @@ def _basket(rng: Random) -> Record:
 def _pairs(rng: Random) -> Record:
     """Keys that no other record has, each named in the text."""
     fields: dict[str, Any] = {}
-    for _ in range(rng.randint(2, 4)):
+    count = rng.randint(2, 4)
+    while len(fields) < count:
         key = word(rng)
         fields[key] = rng.randint(0, 999) if rng.random() < 0.5 else rng.choice((*COLORS, made_up_word(rng)))
     return fields, "The " + joined([f"{key} is {value}" for key, value in fields.items()]) + "."

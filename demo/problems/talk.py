@@ -115,7 +115,7 @@ def _packing(rng: Random) -> Draft:
     number = f"{n} " if n and rng.random() < 0.7 else ""
     shown = PACKING[: n if number else 5]
     question = f"Write a short list of {number}things to pack."
-    return "things", question, "\n".join(f"- {thing}" for thing in shown)
+    return "suitcase", question, "\n".join(f"- {thing}" for thing in shown)
 
 
 def _capital(rng: Random) -> Draft:

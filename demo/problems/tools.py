@@ -141,15 +141,12 @@ def _offered(rng: Random, name: str, arguments: dict[str, Any]) -> list[dict[str
 def _result(rng: Random, system: str) -> Problem:
     """The weather tool's answer, told to the user."""
     city, sky, degrees = rng.choice(CITIES), rng.choice(SKIES), rng.randint(-20, 38)
-    history = (
-        ("system", system),
-        ("user", f"What is the weather in {city}?"),
-        ("assistant", tool_call("get_weather", {"city": city})),
-    )
+    call = tool_call("get_weather", {"city": city})
+    history = (("system", system), ("user", f"What is the weather in {city}?"), ("assistant", call))
     result = json.dumps({"sky": sky, "temperature": degrees})
     answer = f"It is {sky} in {city} with {degrees} degrees."
     question = f"<tool_response>\n{result}\n</tool_response>"
-    return Problem("tools", f"tools/result/{city}/{result}", question, answer, history=history)
+    return Problem("tools", f"tools/{call}", question, answer, history=history)
 
 
 def make_tools(rng: Random) -> Problem:
