@@ -18,7 +18,7 @@ from benchmarks.progress import progress
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation import Evaluation, Question, Sampling, evaluate
-from dflash_backend.evaluation.datasets import EMBEDDED_SETS, Source, load_questions
+from dflash_backend.evaluation.datasets import DEFAULT_SETS, Source, load_questions
 from dflash_backend.evaluation.engine import EngineAnswerer
 from dflash_backend.evaluation.report import tables
 
@@ -32,8 +32,8 @@ MOST_WHEN_SHIFTED = 0.95
 
 
 def held_out(per_set: int) -> list[Question]:
-    """The first `per_set` questions of each embedded set."""
-    return load_questions([Source(name) for name in EMBEDDED_SETS], per_set)
+    """The first `per_set` questions of each set that `dflash-triton eval` takes by default."""
+    return load_questions([Source(name) for name in DEFAULT_SETS], per_set)
 
 
 def measure(llm: LLM, questions: list[Question]) -> Evaluation:

@@ -16,7 +16,9 @@ from dflash_backend.evaluation.questions import Question, read_question, read_ro
 SHUFFLE_SEED = 42
 
 # The demo pair's held-out questions: neither of its models has seen them.
-EMBEDDED_SETS = ("math", "code", "chat")
+EMBEDDED_SETS = ("math", "code", "chat", "talk", "copy", "tools")
+DEFAULT_SETS = EMBEDDED_SETS[:3]
+"""What is measured where no set is named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.evaluation import report
-from dflash_backend.evaluation.datasets import EMBEDDED_SETS, load_questions, parse_source
+from dflash_backend.evaluation.datasets import DEFAULT_SETS, load_questions, parse_source
 from dflash_backend.evaluation.errors import InvalidSetting
 from dflash_backend.evaluation.questions import Question
 from dflash_backend.evaluation.run import Answerer, Evaluation, Progress, Sampling, evaluate
@@ -58,7 +58,7 @@ def measure(
 
 def _questions(settings: EvaluationSettings) -> list[Question]:
     try:
-        sources = [parse_source(text) for text in settings.datasets or EMBEDDED_SETS]
+        sources = [parse_source(text) for text in settings.datasets or DEFAULT_SETS]
     except ValueError as error:
         raise InvalidSetting(str(error)) from None
     return load_questions(sources, settings.limit, settings.shuffle)
