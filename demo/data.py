@@ -23,6 +23,7 @@ from demo.problems import (
     make_talk,
     make_tools,
 )
+from demo.problems.words import loose_words, numbers, sentences
 from demo.prose import long_system_prompt, short_system_prompt
 
 IM_START, IM_END, END_OF_TEXT, MASK = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|mask|>"
@@ -65,10 +66,13 @@ def render_chat(messages: list[dict[str, str]], add_generation_prompt: bool = Fa
     return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
 
 
-def training_documents(seed: int | str, long_share: float = 0.0, drill_share: float = 0.0) -> Iterator[list[Segment]]:
+def training_documents(
+    seed: int | str, long_share: float = 0.0, sum_share: float = 0.0, copy_share: float = 0.0
+) -> Iterator[list[Segment]]:
     """Endless training documents.
 
-    `long_share` of them open with a long system prompt, and `drill_share` are bare equations.
+    `long_share` of them open with a long system prompt, `sum_share` are bare equations, and `copy_share` are texts that
+    are written twice.
     """
     rng = Random(f"train/{seed}")
     streams = {name: problems(rng, name, held_out=False) for name in GENERATORS}
@@ -77,8 +81,10 @@ def training_documents(seed: int | str, long_share: float = 0.0, drill_share: fl
         kind = rng.random()
         if kind < long_share:
             yield _chat_document(rng, streams, category, long_system_prompt(rng))
-        elif kind < long_share + drill_share:
-            yield _drill_document(streams["math"])
+        elif kind < long_share + sum_share:
+            yield _sum_document(streams["math"])
+        elif kind < long_share + sum_share + copy_share:
+            yield _copy_document(rng)
         elif category != "tools" and rng.random() < 0.18:
             yield _plain_document(next(streams[category]))
         else:
@@ -86,13 +92,28 @@ def training_documents(seed: int | str, long_share: float = 0.0, drill_share: fl
             yield _chat_document(rng, streams, category, system)
 
 
-def _drill_document(math: Iterator[Problem]) -> list[Segment]:
+def _sum_document(math: Iterator[Problem]) -> list[Segment]:
     """The equations of a few word problems without the words: more sums in fewer tokens."""
     segments: list[Segment] = []
     for _ in range(6):
         for line in next(math).reference.splitlines()[1:3]:
             left, _, result = line.rpartition(" and ")[2].partition("=")
             segments += [Segment(f"and {left}=", False), Segment(f"{result}\n", True)]
+    return segments
+
+
+def _copy_document(rng: Random) -> list[Segment]:
+    """Texts without an order to repeat them: copying from far back is learned soonest where nothing else is asked."""
+    segments: list[Segment] = []
+    for _ in range(3):
+        kind = rng.random()
+        if kind < 0.5:
+            text = loose_words(rng, rng.randint(3, 20))
+        elif kind < 0.9:
+            text = " ".join(sentences(rng, rng.randint(1, 2)))
+        else:
+            text = numbers(rng, rng.randint(2, 10))
+        segments += [Segment(f"{text}\n", False), Segment(f"{text}\n", True)]
     return segments
 
 

@@ -19,7 +19,9 @@ from demo.tokenizer import load_tokenizer
 
 LEARNING_RATE = 4e-3
 RESUMED_LEARNING_RATE = 2.5e-3
-DRILL_SHARE = 0.15
+SUM_SHARE = 0.12
+COPY_SHARE = 0.2
+"""Of the documents in short rows: bare equations, and texts written twice."""
 SAVE_EVERY = 100
 FEWEST_STEPS_TO_COMPILE = 100
 LONG_ROWS_FROM = 0.7
@@ -65,7 +67,9 @@ def train_target(config: PairConfig, out: Path, steps: int, seed: int, resume: P
     optimizer = Optimizer(model, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)
     eager = target_loss(model)
     fast = compiled(eager) if steps >= FEWEST_STEPS_TO_COMPILE else eager
-    short = PackedRows(tokenizer, training_documents(f"{seed}/target/short/{rank()}", drill_share=DRILL_SHARE))
+    short = PackedRows(
+        tokenizer, training_documents(f"{seed}/target/short/{rank()}", sum_share=SUM_SHARE, copy_share=COPY_SHARE)
+    )
     long = PackedRows(tokenizer, training_documents(f"{seed}/target/long/{rank()}", long_share=0.08))
     while progress.share < 1:
         rows, shape, loss = short, SHORT, fast
