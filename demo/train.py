@@ -109,13 +109,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter-steps", type=int, default=Run.drafter_steps, help="%(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="two steps of a tiny pair, to see that all of it runs")
     parser.add_argument("--resume", type=Path, help="continue from the pair in this folder")
     parser.add_argument("--held-out", type=Path, help="also write the held-out sets into this folder")
     options = parser.parse_args(arguments)
     if options.target_steps == 0 and options.resume is None:
         parser.error("--target-steps 0 needs --resume: the folder of the pair whose target is kept")
+    if options.device != "cpu" and options.workers != 1:
+        parser.error(f"--device {options.device} has one worker; add --workers 1")
     torch.set_num_threads(1)
+    if options.device != "cpu":
+        torch.set_default_device(options.device)
     if options.held_out is not None:
         write_held_out(options.held_out)
     run = Run(

@@ -107,7 +107,7 @@ def train_drafter(
     also saved every `SAVE_EVERY` steps.
     """
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed * 1000 + rank())
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed * 1000 + rank())
     tokenizer, target = load_tokenizer(target_folder), load_target(target_folder, config)
     progress = Progress(steps)
     draft = DraftModel(config)
