@@ -92,7 +92,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _write_weights(model: nn.Module, folder: Path) -> None:
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    weights = model.state_dict().items()
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights}
     temporary = folder / "model.safetensors.partial"
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.chmod(0o644)

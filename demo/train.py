@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ SMOKE_CONFIG = PairConfig(
     target_layers=8,
     draft_layers=1,
 )
-SMOKE = {"config": SMOKE_CONFIG, "target_steps": 2, "drafter_steps": 2}
+SMOKE: dict[str, Any] = {"config": SMOKE_CONFIG, "target_steps": 2, "drafter_steps": 2}
 """The fields of a run that only shows that all of it works."""
 
 
