@@ -80,6 +80,21 @@ def load_target(folder: Path, config: PairConfig) -> TargetModel:
     return model
 
 
+def load_extended_target(folder: Path, config: PairConfig, parts: dict[int, tuple[int, int]]) -> TargetModel:
+    """As `load_target`, with more ids than were saved; a new id's embedding is the mean of its two parts'."""
+    model = TargetModel(config)
+    weights = _read_weights(folder)
+    name = "model.embed_tokens.weight"
+    rows = list(weights[name])
+    rows += [torch.zeros(config.shape.hidden_size)] * (config.shape.vocab_size - len(rows))
+    for token, (first, second) in parts.items():
+        if token >= len(weights[name]):
+            rows[token] = (rows[first] + rows[second]) / 2
+    weights[name] = torch.stack(rows)
+    model.load_state_dict(weights)
+    return model
+
+
 def load_draft(folder: Path, config: PairConfig) -> DraftModel:
     """The saved drafter in float32, its weights rounded to bf16 as serving sees them."""
     model = DraftModel(config)

@@ -8,6 +8,7 @@ by construction: a problem belongs to held-out when the hash of its content says
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from demo.problems import (
     Problem,
     is_held_out,
+    make_calls,
     make_chat,
     make_code,
     make_copy,
@@ -39,7 +41,7 @@ CATEGORIES = {
 }
 """The categories that have a held-out set."""
 GENERATORS = CATEGORIES | {"story": make_story}
-WEIGHTS = {"math": 25, "code": 10, "chat": 15, "talk": 13, "copy": 21, "tools": 8, "story": 3}
+WEIGHTS = {"math": 13, "code": 7, "chat": 16, "talk": 16, "copy": 27, "tools": 14, "story": 3}
 """How often a training document begins with each."""
 
 
@@ -85,6 +87,8 @@ def training_documents(
             yield _sum_document(streams["math"])
         elif kind < long_share + sum_share + copy_share:
             yield _copy_document(rng)
+        elif category == "tools" and rng.random() < 0.6:
+            yield _tools_document(rng, streams["tools"])
         elif category != "tools" and rng.random() < 0.18:
             yield _plain_document(next(streams[category]))
         else:
@@ -114,6 +118,22 @@ def _copy_document(rng: Random) -> list[Segment]:
         else:
             text = numbers(rng, rng.randint(2, 10))
         segments += [Segment(f"{text}\n", False), Segment(f"{text}\n", True)]
+    return segments
+
+
+def _tools_document(rng: Random, stream: Iterator[Problem]) -> list[Segment]:
+    """Several calls of the same functions, or several JSON objects, in one conversation."""
+    if rng.random() < 0.5:
+        asked = (problem for problem in make_calls(rng) if not is_held_out(problem.content))
+    else:
+        asked = (problem for problem in stream if not problem.history)
+    opening = ""
+    segments: list[Segment] = []
+    for problem in islice(asked, rng.randint(2, 5)):
+        messages = problem.messages[1:] if segments and problem.history else problem.messages
+        segments.append(Segment(opening + render_chat(messages, add_generation_prompt=True), False))
+        segments.append(Segment(problem.reference + IM_END, True))
+        opening = "\n"
     return segments
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Shape:
     """The sizes that target and drafter share."""
 
-    vocab_size: int = 1024
+    vocab_size: int = 1536
     hidden_size: int = 160
     intermediate_size: int = 384
     num_attention_heads: int = 4

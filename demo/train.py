@@ -19,7 +19,7 @@ import torch
 from demo.data import write_held_out
 from demo.model import PairConfig, Shape
 from demo.parallel import run_workers
-from demo.tokenizer import train_tokenizer, write_tokenizer_config
+from demo.tokenizer import extend_tokenizer, train_tokenizer, write_tokenizer_config
 from demo.train_drafter import train_drafter
 from demo.train_target import train_target
 
@@ -51,7 +51,7 @@ def install(built: Path, out: Path) -> None:
 class Run:
     """What a training run is asked to do.
 
-    `resume` continues from the pair in that folder with its tokenizer; with no steps for the target, it is kept.
+    `resume` continues from the pair in that folder with its tokenizer; a model without steps is kept.
     """
 
     out: Path
@@ -83,11 +83,15 @@ def _build(run: Run, built: Path) -> None:
         train_tokenizer(built / "target", run.seed, documents=500 if run.config == SMOKE_CONFIG else 12_000)
     else:
         shutil.copytree(old_target, built / "target")
+        extend_tokenizer(built / "target", run.seed)
         write_tokenizer_config(built / "target")
     if run.target_steps:
         run_workers(run.workers, train_target, run.config, built / "target", run.target_steps, run.seed, old_target)
     if old_draft is not None and not old_draft.exists():
         old_draft = None
+    if old_draft is not None and not run.drafter_steps:
+        shutil.copytree(old_draft, built / "draft")
+        return
     run_workers(
         run.workers,
         train_drafter,
@@ -107,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--target-steps", type=int, default=Run.target_steps, help="%(default)s; 0 with --resume: keep it"
     )
-    parser.add_argument("--drafter-steps", type=int, default=Run.drafter_steps, help="%(default)s")
+    parser.add_argument("--drafter-steps", type=int, default=Run.drafter_steps, help="likewise (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (%(default)s)")

@@ -35,7 +35,7 @@ class BatchShape:
     anchors: int
 
 
-SHORT, LONG, LONGEST = BatchShape(8, 512, 44), BatchShape(2, 2048, 128), BatchShape(1, 4096, 160)
+SHORT, LONG, LONGEST = BatchShape(4, 512, 44), BatchShape(1, 2048, 128), BatchShape(1, 4096, 160)
 
 
 @dataclass(frozen=True)

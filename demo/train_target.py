@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.checkpoint import load_target, save_target
+from demo.checkpoint import load_extended_target, save_target
 from demo.data import training_documents
 from demo.model import PairConfig, TargetModel
 from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PROMPT_WEIGHT, PackedRows
 from demo.parallel import rank
-from demo.tokenizer import load_tokenizer
+from demo.tokenizer import load_tokenizer, merged_ids
 
 LEARNING_RATE = 4e-3
 RESUMED_LEARNING_RATE = 2.5e-3
-SUM_SHARE = 0.12
-COPY_SHARE = 0.2
+SUM_SHARE = 0.08
+COPY_SHARE = 0.15
 """Of the documents in short rows: bare equations, and texts written twice."""
 SAVE_EVERY = 100
 FEWEST_STEPS_TO_COMPILE = 100
@@ -28,7 +28,7 @@ LONG_ROWS_FROM = 0.7
 LONG_ROWS_EVERY = 3
 LONGEST_ROWS_EVERY = 8
 """From LONG_ROWS_FROM on one batch in three is long, and one long batch in eight has the full context."""
-SHORT, LONG, LONGEST = (8, 512), (2, 2048), (1, 4096)
+SHORT, LONG, LONGEST = (4, 512), (1, 2048), (1, 4096)
 """Rows and their length in tokens, by kind of batch."""
 
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ def train_target(config: PairConfig, out: Path, steps: int, seed: int, resume: P
     progress = Progress(steps)
     model = TargetModel(config)
     if resume is not None:
-        model.load_state_dict(load_target(resume, config).state_dict())
+        model = load_extended_target(resume, config, merged_ids(out))
     optimizer = Optimizer(model, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)
     eager = target_loss(model)
     fast = compiled(eager) if steps >= FEWEST_STEPS_TO_COMPILE else eager

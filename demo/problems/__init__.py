@@ -7,11 +7,12 @@ from demo.problems.math import make_math
 from demo.problems.problem import Problem, is_held_out
 from demo.problems.stories import make_story
 from demo.problems.talk import make_talk
-from demo.problems.tools import make_tools
+from demo.problems.tools import make_calls, make_tools
 
 __all__ = [
     "Problem",
     "is_held_out",
+    "make_calls",
     "make_chat",
     "make_code",
     "make_copy",

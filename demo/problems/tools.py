@@ -1,7 +1,7 @@
 """Tool calls in the format of Qwen and Hermes: the tools stand in the system message, the call in the answer."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -92,14 +92,20 @@ def _buy(rng: Random) -> Call:
     )
 
 
+def _asked(name: str, arguments: dict[str, Any]) -> Call:
+    """A call that is asked for by the function's and the parameters' own names."""
+    verb, _, noun = name.partition("_")
+    wanted = " and ".join(f"{key} {value}" for key, value in arguments.items())
+    return name, arguments, f"{verb.capitalize()} the {noun} with {wanted}."
+
+
 def _any(rng: Random) -> Call:
     """A function that no other document has to have: its name and parameters stand in what the user says."""
     verb, noun = rng.choice(VERBS), word(rng)
     arguments: dict[str, Any] = {}
     for key in rng.sample(PARAMETERS, rng.randint(1, 3)):
         arguments[key] = rng.randint(0, 999) if rng.random() < 0.5 else word(rng)
-    wanted = " and ".join(f"{key} {value}" for key, value in arguments.items())
-    return f"{verb}_{noun}", arguments, f"{verb.capitalize()} the {noun} with {wanted}."
+    return _asked(f"{verb}_{noun}", arguments)
 
 
 CALLS: tuple[Callable[[Random], Call], ...] = (
@@ -147,6 +153,24 @@ def _result(rng: Random, system: str) -> Problem:
     answer = f"It is {sky} in {city} with {degrees} degrees."
     question = f"<tool_response>\n{result}\n</tool_response>"
     return Problem("tools", f"tools/{call}", question, answer, history=history)
+
+
+def make_calls(rng: Random) -> Iterator[Problem]:
+    """Endless calls of the same one to three functions: many calls for one reading of the signatures."""
+    makers = rng.sample(CALLS, rng.randint(1, 3))
+    first = [make(rng) for make in makers]
+    tools = [signature(name, arguments) for name, arguments, _ in first]
+    history = (("system", tools_message(tools)),)
+    while True:
+        index = rng.randrange(len(makers))
+        name, arguments, _ = first[index]
+        if makers[index] is _any:
+            drawn = {key: rng.randint(0, 999) if isinstance(v, int) else word(rng) for key, v in arguments.items()}
+            name, arguments, question = _asked(name, drawn)
+        else:
+            name, arguments, question = makers[index](rng)
+        answer = tool_call(name, arguments)
+        yield Problem("tools", f"tools/{answer}", question, answer, history=history)
 
 
 def make_tools(rng: Random) -> Problem:

@@ -12,7 +12,7 @@ from demo.chat_template import CHAT_TEMPLATE
 from demo.data import CATEGORIES, WEIGHTS, held_out_rows, is_held_out, problems, render_chat, training_documents
 from demo.problems import Problem, talk
 from demo.problems.copy import ORDINALS
-from demo.problems.tools import tool_call, tools_message
+from demo.problems.tools import make_calls, tool_call, tools_message
 
 HELD_OUT = Path(__file__).parents[2] / "demo" / "held_out"
 FIELDS = {"id", "category", "messages", "prompt", "reference", "answer"}
@@ -232,3 +232,15 @@ def test_stories_answer_one_question_in_many_ways():
 
 def test_every_category_is_trained_on():
     assert set(CATEGORIES) < set(WEIGHTS)
+
+
+def test_calls_in_one_conversation_are_of_the_offered_functions():
+    for seed in range(40):
+        calls = list(islice(make_calls(Random(seed)), 6))
+        assert len({problem.history for problem in calls}) == 1
+        offered = [json.loads(line) for line in calls[0].history[0][1].splitlines() if line.startswith('{"type"')]
+        by_name = {tool["function"]["name"]: tool["function"] for tool in offered}
+        for problem in calls:
+            call = json.loads(problem.reference.splitlines()[1])
+            assert follows(call["arguments"], by_name[call["name"]]["parameters"])
+            assert all(str(value) in problem.question for value in call["arguments"].values())
