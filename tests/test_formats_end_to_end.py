@@ -28,7 +28,7 @@ from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite
 
 DRAFT, TARGET = asset_path("demo", "pair", "draft"), asset_path("demo", "pair", "target")
-VOCAB_SIZE = 1024
+VOCAB_SIZE = 1536
 DRAFT_VOCAB = VOCAB_SIZE // 10
 NUM_PROMPTS = scaled(12, at_least=12)
 MAX_TOKENS = 96

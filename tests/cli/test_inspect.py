@@ -70,11 +70,11 @@ def test_a_zlab_drafter_says_how_its_layers_were_read_and_whose_it_is(inspected)
 
 
 def test_a_speculators_drafter_names_its_target_and_its_draft_vocabulary(inspected, tmp_path: Path) -> None:
-    folder = rewrite(DRAFT, TARGET, tmp_path / "drafter", kept=range(0, 1024, 8), num_speculative_tokens=7)
+    folder = rewrite(DRAFT, TARGET, tmp_path / "drafter", kept=range(0, 1536, 8), num_speculative_tokens=7)
     draft = inspected(folder)["drafter"]
     assert draft["format"] == "speculators"
     assert str(TARGET) in draft["facts"]["made for"]
-    assert "128 of 1024" in draft["facts"]["vocabulary"]
+    assert "192 of 1536" in draft["facts"]["vocabulary"]
     assert "I64" in draft["weights"]["dtypes"]
     assert "BOOL" not in draft["weights"]["dtypes"]
     assert inspected(TARGET, "--draft", folder)["pair"]["num_speculative_tokens"] == 7

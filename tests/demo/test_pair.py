@@ -79,7 +79,7 @@ def test_own_target_and_features_equal_transformers():
 def test_special_tokens_have_the_first_ids():
     assert {name: TOKENIZER.convert_tokens_to_ids(name) for name in SPECIAL_TOKEN_IDS} == SPECIAL_TOKEN_IDS
     assert (TOKENIZER.eos_token, TOKENIZER.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert len(TOKENIZER) == 1024
+    assert len(TOKENIZER) == 1536
 
 
 @given(st.text(max_size=60))

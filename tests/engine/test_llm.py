@@ -76,11 +76,11 @@ def test_n_completions_have_seeds_of_their_own_and_the_first_is_the_outputs(llm:
     [
         ([], {}, RequestError, "the prompt is empty"),
         ([5] * 600, {}, RequestError, "600 tokens.*max_model_len .512."),
-        ([5, 1024], {}, ValueError, "token id 1024 is not in the vocabulary"),
+        ([5, 1536], {}, ValueError, "token id 1536 is not in the vocabulary"),
         ("x", {"temperatur": 1}, ParameterError, "temperature"),
         ("x", {"params": SamplingParams(top_p=0.0)}, ParameterError, "top_p"),
         ("x", {"num_speculative_tokens": 16}, ParameterError, "num_speculative_tokens"),
-        ("x", {"logit_bias": {1024: 5}}, ParameterError, "logit_bias.*token ids from 0 to 1023"),
+        ("x", {"logit_bias": {1536: 5}}, ParameterError, "logit_bias.*token ids from 0 to 1535"),
         ("x", {"logprobs": 21}, ParameterError, "logprobs"),
         ("x", {"params": [{}, {}]}, ValueError, "2 sets of parameters for 1 prompts"),
     ],
