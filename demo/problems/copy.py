@@ -49,6 +49,11 @@ def _quoted(rng: Random) -> Draft:
 
 def _replace(rng: Random) -> Draft:
     text = " ".join(sentences(rng, rng.randint(1, 3))) if rng.random() < 0.7 else loose_words(rng, rng.randint(4, 12))
+    return _replacement(rng, text)
+
+
+def _replacement(rng: Random, text: str) -> Draft:
+    """One word of the text by another."""
     words = [one.strip(".,") for one in text.split()]
     old = rng.choice([one for one in words if words.count(one) == 1 or rng.random() < 0.2] or words)
     new = word(rng)
@@ -125,6 +130,12 @@ FAMILIES: dict[str, tuple[int, Callable[[Random], Draft]]] = {
     "number_lines": (3, _number_lines),
 }
 """Each family with its weight."""
+
+
+def make_replacement(rng: Random) -> Problem:
+    """A word of a text of a few words replaced: the shorter the text, the more of its answer is the new word."""
+    question, reference = _replacement(rng, loose_words(rng, rng.randint(1, 7)))
+    return Problem("copy", f"copy/replace/{question}", question, reference)
 
 
 def make_copy(rng: Random) -> Problem:
