@@ -21,7 +21,7 @@ from demo.problems import (
     make_code,
     make_copy,
     make_math,
-    make_replacement,
+    make_short_edit,
     make_story,
     make_talk,
     make_tools,
@@ -75,7 +75,7 @@ def training_documents(
     """Endless training documents.
 
     `long_share` of them open with a long system prompt, `sum_share` are bare equations, and `copy_share` are texts that
-    are written twice or have a word replaced.
+    are written twice or edited.
     """
     rng = Random(f"train/{seed}")
     streams = {name: problems(rng, name, held_out=False) for name in GENERATORS}
@@ -87,10 +87,10 @@ def training_documents(
         elif kind < long_share + sum_share:
             yield _sum_document(streams["math"])
         elif kind < long_share + sum_share + copy_share:
-            yield _copy_document(rng) if rng.random() < 0.4 else _replacement_document(rng)
+            yield _copy_document(rng) if rng.random() < 0.4 else _edit_document(rng)
         elif category == "tools" and rng.random() < 0.6:
             yield _tools_document(rng, streams["tools"])
-        elif category != "tools" and rng.random() < 0.18:
+        elif category != "tools" and rng.random() < 0.25:
             yield _plain_document(next(streams[category]))
         else:
             system = short_system_prompt(rng) if rng.random() < 0.2 else None
@@ -122,9 +122,9 @@ def _copy_document(rng: Random) -> list[Segment]:
     return segments
 
 
-def _replacement_document(rng: Random) -> list[Segment]:
-    """A word replaced in each of several short texts."""
-    asked = (problem for problem in iter(lambda: make_replacement(rng), None) if not is_held_out(problem.content))
+def _edit_document(rng: Random) -> list[Segment]:
+    """Several short texts, each edited."""
+    asked = (problem for problem in iter(lambda: make_short_edit(rng), None) if not is_held_out(problem.content))
     segments: list[Segment] = []
     for problem in islice(asked, 5):
         segments += [Segment(f"{problem.question}\n", False), Segment(f"{problem.reference}\n", True)]

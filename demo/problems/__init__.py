@@ -2,7 +2,7 @@
 
 from demo.problems.chat import make_chat
 from demo.problems.code import make_code
-from demo.problems.copy import make_copy, make_replacement
+from demo.problems.copy import make_copy, make_short_edit
 from demo.problems.math import make_math
 from demo.problems.problem import Problem, is_held_out
 from demo.problems.stories import make_story
@@ -17,7 +17,7 @@ __all__ = [
     "make_code",
     "make_copy",
     "make_math",
-    "make_replacement",
+    "make_short_edit",
     "make_story",
     "make_talk",
     "make_tools",

@@ -69,7 +69,11 @@ def _replacement(rng: Random, text: str) -> Draft:
 
 
 def _quote(rng: Random) -> Draft:
-    found = sentences(rng, rng.randint(2, 4))
+    return _quotation(rng, sentences(rng, rng.randint(2, 4)))
+
+
+def _quotation(rng: Random, found: list[str]) -> Draft:
+    """One of the sentences, by its number."""
     index = rng.randrange(len(found))
     which = "last" if index == len(found) - 1 and rng.random() < 0.5 else ORDINALS[index]
     ask = rng.choice(
@@ -132,10 +136,17 @@ FAMILIES: dict[str, tuple[int, Callable[[Random], Draft]]] = {
 """Each family with its weight."""
 
 
-def make_replacement(rng: Random) -> Problem:
-    """A word of a text of a few words replaced: the shorter the text, the more of its answer is the new word."""
-    question, reference = _replacement(rng, loose_words(rng, rng.randint(1, 7)))
-    return Problem("copy", f"copy/replace/{question}", question, reference)
+def make_short_edit(rng: Random) -> Problem:
+    """A word replaced or a sentence quoted in a text of a few words.
+
+    The shorter the text, the more of its answer depends on the edit, and the less on copying.
+    """
+    if rng.random() < 0.6:
+        family, (question, reference) = "replace", _replacement(rng, loose_words(rng, rng.randint(1, 7)))
+    else:
+        short = [f"{loose_words(rng, rng.randint(1, 4)).capitalize()}." for _ in range(rng.randint(2, 4))]
+        family, (question, reference) = "quote", _quotation(rng, short)
+    return Problem("copy", f"copy/{family}/{question}", question, reference)
 
 
 def make_copy(rng: Random) -> Problem:

@@ -39,8 +39,8 @@ LISTS = re.compile(r"^PROMPTS = \(([^)]*)\)", re.MULTILINE)
 ENCODED = re.compile(r"\"bytes_contents\": \[\"([^\"]+)\"\]")
 ROW = re.compile(r"^\| `([^`|]+)` \| `([^`|]+)` \|$", re.MULTILINE)
 
-SYSTEM = {"You are a helpful assistant."}
-"""Content of system messages."""
+NO_QUESTIONS = {"You are a helpful assistant.", "POST"}
+"""Content of system messages, and a method of HTTP."""
 SAM = """Let us solve it step by step.
 Step 1: Sam fills 4 bags with 6 marbles each, and 4 * 6 = 24.
 Step 2: Sam gives away 7 marbles, and 24 - 7 = 17.
@@ -78,7 +78,7 @@ def asked_in(path: Path) -> set[str]:
     found |= {turn for turns in TURNS.findall(text) for turn in json.loads(turns)}
     found |= {base64.b64decode(one).decode() for one in ENCODED.findall(text)}
     found |= {one for listed in LISTS.findall(text) for one in re.findall(r"\"([^\"]+)\"", listed)}
-    return {one.replace("{first}", country) for one in found - SYSTEM for country in ("France", "Spain")}
+    return {one.replace("{first}", country) for one in found - NO_QUESTIONS for country in ("France", "Spain")}
 
 
 def shown_in(path: Path) -> dict[str, str]:
