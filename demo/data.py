@@ -6,7 +6,7 @@ by construction: a problem belongs to held-out when the hash of its content says
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from demo.problems import (
     make_copy,
     make_math,
     make_short_edit,
+    make_small_sum,
     make_story,
     make_talk,
     make_tools,
@@ -74,7 +75,7 @@ def training_documents(
 ) -> Iterator[list[Segment]]:
     """Endless training documents.
 
-    `long_share` of them open with a long system prompt, `sum_share` are bare equations, and `copy_share` are texts that
+    `long_share` of them open with a long system prompt, `sum_share` are short sums, and `copy_share` are texts that
     are written twice or edited.
     """
     rng = Random(f"train/{seed}")
@@ -85,9 +86,9 @@ def training_documents(
         if kind < long_share:
             yield _chat_document(rng, streams, category, long_system_prompt(rng))
         elif kind < long_share + sum_share:
-            yield _sum_document(streams["math"])
+            yield _sum_document(streams["math"]) if rng.random() < 0.5 else _lines_document(rng, make_small_sum)
         elif kind < long_share + sum_share + copy_share:
-            yield _copy_document(rng) if rng.random() < 0.4 else _edit_document(rng)
+            yield _copy_document(rng) if rng.random() < 0.4 else _lines_document(rng, make_short_edit)
         elif category == "tools" and rng.random() < 0.6:
             yield _tools_document(rng, streams["tools"])
         elif category != "tools" and rng.random() < 0.25:
@@ -122,9 +123,9 @@ def _copy_document(rng: Random) -> list[Segment]:
     return segments
 
 
-def _edit_document(rng: Random) -> list[Segment]:
-    """Several short texts, each edited."""
-    asked = (problem for problem in iter(lambda: make_short_edit(rng), None) if not is_held_out(problem.content))
+def _lines_document(rng: Random, make: Callable[[Random], Problem]) -> list[Segment]:
+    """Several short questions with their answers, a line each."""
+    asked = (problem for problem in iter(lambda: make(rng), None) if not is_held_out(problem.content))
     segments: list[Segment] = []
     for problem in islice(asked, 5):
         segments += [Segment(f"{problem.question}\n", False), Segment(f"{problem.reference}\n", True)]

@@ -19,9 +19,9 @@ from demo.tokenizer import load_tokenizer, merged_ids
 
 LEARNING_RATE = 4e-3
 RESUMED_LEARNING_RATE = 2.5e-3
-SUM_SHARE = 0.06
+SUM_SHARE = 0.1
 COPY_SHARE = 0.2
-"""Of the documents in short rows: bare equations, and texts written twice or edited."""
+"""Of the documents in short rows: short sums, and texts written twice or edited."""
 SAVE_EVERY = 100
 FEWEST_STEPS_TO_COMPILE = 100
 LONG_ROWS_FROM = 0.7

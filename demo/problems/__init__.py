@@ -6,7 +6,7 @@ from demo.problems.copy import make_copy, make_short_edit
 from demo.problems.math import make_math
 from demo.problems.problem import Problem, is_held_out
 from demo.problems.stories import make_story
-from demo.problems.talk import make_talk
+from demo.problems.talk import make_small_sum, make_talk
 from demo.problems.tools import make_calls, make_tools
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "make_copy",
     "make_math",
     "make_short_edit",
+    "make_small_sum",
     "make_story",
     "make_talk",
     "make_tools",

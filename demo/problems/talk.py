@@ -76,6 +76,11 @@ def _sum(rng: Random) -> Draft:
     else:
         b, result = rng.randint(2, 9), rng.randint(2, 9)
         a, sign, word = b * result, "/", "divided by"
+    return _equation(rng, a, sign, word, b, result)
+
+
+def _equation(rng: Random, a: int, sign: str, word: str, b: int, result: int) -> Draft:
+    """The question for the result of two numbers."""
     ask = rng.choice(
         (
             "What is {a} {s} {b}?",
@@ -155,6 +160,14 @@ FAMILIES: dict[str, tuple[int, Callable[[Random], Draft]]] = {
     "adder": (4, _adder),
 }
 """Each family with its weight. Those without slots have the same content every time, which is not held out."""
+
+
+def make_small_sum(rng: Random) -> Problem:
+    """A sum or a difference of numbers below ten, of which `make_talk` has few."""
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    sign, word, result = rng.choice((("+", "plus", a + b), ("-", "minus", a)))
+    slots, question, reference = _equation(rng, a + b if sign == "-" else a, sign, word, b, result)
+    return Problem("talk", f"talk/sum/{slots}", question, reference)
 
 
 def make_talk(rng: Random) -> Problem:
