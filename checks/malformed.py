@@ -45,7 +45,7 @@ from dflash_client.grpc_messages import decode
 THREADS = 4
 VALID_EVERY = 20
 MAX_GROWTH = 0.05
-PROMPTS = ("What is 2 + 3?", "Write a short list of things to pack.", "Tell me about rivers.")
+PROMPTS = ("Write a function that adds 3.", "Write a short list of things to pack.", "Tell me about rivers.")
 VALID = {"max_tokens": 8, "temperature": 0}
 # How Triton's HTTP front end words what its JSON reader cannot read.
 TRITONS_OWN_500 = (

@@ -53,7 +53,6 @@ ANSWERS = {
     "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?": SAM,
     "Thank you!": "You are welcome!",
     "Hello": "Hello! How can I help you?",
-    "What is 2 + 3?": "2 + 3 = 5",
     "What is the weather in Oslo?": None,
     "Write a short list of things to pack.": ("- a passport\n- a toothbrush\n- a warm jacket\n- two shirts\n- a towel"),
     "Tell me about rivers.": "Some rivers are Nile, Amazon, Danube and Rhine.",
