@@ -35,8 +35,8 @@ def layer_names(count: int) -> set[str]:
     return {name for i in range(count) for name in layer_shapes(f"layers.{i}.", intermediate=1)}
 
 
-def test_all_weights_take_at_most_6_mb():
-    assert sum(path.stat().st_size for path in PAIR.rglob("*.safetensors")) <= 6_000_000
+def test_all_weights_take_at_most_8_mb():
+    assert sum(path.stat().st_size for path in PAIR.rglob("*.safetensors")) <= 8_000_000
 
 
 def test_draft_checkpoint_has_exactly_the_z_lab_keys_in_bf16():
