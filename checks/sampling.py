@@ -20,8 +20,8 @@ from dflash_backend.messages import SamplingParams
 
 # A bin of the test holds at least this many expected samples; rarer continuations share one bin.
 MIN_EXPECTED = 8.0
-# The target is unsure how to go on here, and the drafter is sometimes right. Behind the first, digits and operators come
-# at each position, so that noise of the wrong position shows.
+# The target is unsure how to go on here, and the drafter is sometimes right. Behind the first, digits and operators
+# come at each position, so that noise of the wrong position shows.
 QUESTION = "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = ("What is 3", *(QUESTION + beginning for beginning in ("Here", "A", "The", "One", "There")))
 PROMPT = PROMPTS[0]
