@@ -27,7 +27,7 @@ BODY_TIMEOUT_S = 5
 ABUSER, OTHER = "abuser-key-0123456789", "other-key-0123456789"
 OPTIONS = ["--no-access-log", "--body-timeout", str(BODY_TIMEOUT_S), "--write-timeout", "5"]
 KEYS = f"abuser {ABUSER}\nother {OTHER}"
-QUESTION = "What is 17 + 25?"
+QUESTION = "What is 17 + 25?\n"
 AT_ONCE = 32
 PAUSE_S = 0.25
 # When everything has been freed, at the latest.

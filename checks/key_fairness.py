@@ -19,7 +19,7 @@ ALLOWED_RATIO = 3.0
 FLOOD, OTHER = "flood-key-0123456789", "other-key-0123456789"
 SETTINGS = {"max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.1"}
 LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 4
-QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
+QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?\n"
 PAUSE_S = 0.2
 
 

@@ -73,7 +73,7 @@ def expected(prompts: list[list[int]]) -> Result:
 
 
 # Blocks of 16 tokens; two long requests do not fit the small pool together.
-SMALL_POOL = {"kv_cache_gb": 0.0014, "max_model_len": 208}
+SMALL_POOL = {"kv_cache_gb": 0.0012, "max_model_len": 208}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checks.sampling import DRAFT_TEMPERATURE_RATIOS, PROMPT
+from checks.sampling import DRAFT_TEMPERATURE_RATIOS
+from checks.sampling import QUESTION as OPEN_QUESTION
 from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import Completion, RequestOutput
@@ -188,7 +189,7 @@ SAMPLED = SamplingParams(
     repetition_penalty=1.2,
     frequency_penalty=1.5,
     presence_penalty=0.5,
-    logit_bias={278: 12.0, 282: 12.0},
+    logit_bias={278: 13.0, 282: 13.0},
 )
 NUM_SAMPLES = scaled(2_500, at_least=2_500)
 MIN_EXPECTED = 8.0
@@ -220,7 +221,7 @@ def test_sampled_output_has_the_distribution_of_the_changed_logits(ratio: float)
         max_num_seqs=256,
         max_model_len=128,
     )
-    prompt = llm.tokenizer.encode(PROMPT)
+    prompt = llm.tokenizer.encode(OPEN_QUESTION + "One")
     exact = exact_distribution(prompt, SAMPLED)
     repeats = sum(probability for tokens, probability in exact.items() if len(set(tokens)) < 3)
     assert repeats > 0.2, "the test needs continuations that penalties on drafts change"
