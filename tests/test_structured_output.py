@@ -12,7 +12,10 @@ from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.core.admission import RequestError
 
-PROMPT = "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\n"
+PROMPT = (
+    "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHello! How can I help you?<|im_end|>\n"
+    "<|im_start|>user\nTell me something<|im_end|>\n<|im_start|>assistant\n"
+)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -31,7 +34,7 @@ WAYS = {
     "always all of k": {"adaptive_speculation": False},
     "k = 2": {"num_speculative_tokens": 2, "adaptive_speculation": False},
     "n-grams": {"draft": "ngram", "adaptive_speculation": False},
-    "after preemptions": {"kv_cache_gb": pool_of(TINY_POOL_BLOCKS), "enable_prefix_caching": False},
+    "after preemptions": {"kv_cache_gb": pool_of(TINY_POOL_BLOCKS // 2), "enable_prefix_caching": False},
     "alone": {"max_num_seqs": 1},
 }
 
@@ -39,7 +42,8 @@ WAYS = {
 def asked(count: int) -> list[dict]:
     return [
         {
-            "max_tokens": 40,
+            "max_tokens": 60,
+            "ignore_eos": i % 4 == 0,
             "temperature": (0.0, 1.0, 0.7)[i % 3],
             "seed": i,
             "top_p": 0.95,
@@ -150,7 +154,7 @@ def test_the_grammar_begins_behind_the_reasoning(llm):
         llm,
         temperature=0,
         structured_outputs={"regex": "[0-9]{2} done", "after_reasoning": marker},
-        logit_bias={marker[0]: 3},
+        logit_bias={marker[0]: 5},
     )
     reasoning, _, answer = output.text.partition("\n")
     assert reasoning

@@ -91,7 +91,7 @@ def test_bad_input_is_named_and_the_engine_goes_on(
     with pytest.raises(error, match=message):
         llm.generate([prompt], **sampling)
     assert not llm.engine.core.has_unfinished()
-    assert len(llm.generate(QUESTION, max_tokens=2)[0].token_ids) == 2
+    assert len(llm.generate(QUESTION, max_tokens=2, ignore_eos=True)[0].token_ids) == 2
 
 
 def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engine_goes_on(

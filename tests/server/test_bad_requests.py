@@ -24,7 +24,7 @@ from tests.server.raw_grpc import infer, tensor
         ({"text_input": "a", "sampling_parameters": "{"}, "'sampling_parameters' is not JSON"),
         ({"text_input": "a", "sampling_parameters": '{"seed": NaN}'}, "NaN is no JSON number"),
         ({"text_input": "a", "sampling_parameters": "[" * 50_000}, "'sampling_parameters' is nested too deeply"),
-        ({"text_input": "a", "sampling_parameters": "[" * 100_000}, "has 100000 characters; allowed: at most"),
+        ({"text_input": "a", "sampling_parameters": "[" * 200_000}, "has 200000 characters; allowed: at most"),
         ({"text_input": "a", "sampling_parameters": '{"n": 2, "n": 3}'}, "the key 'n' comes twice"),
         ({"text_input": "a", "stop": "\udc00"}, "the request's parameters are not UTF-8 text"),
         ({"text_input": "a", "n": 9}, "'n' has the value 9; allowed: an integer from 1 to 8"),

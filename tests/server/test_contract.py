@@ -218,10 +218,10 @@ def test_each_penalty_holds_a_token_back_that_has_come(ask, penalty):
     parameters = {**GREEDY, "max_tokens": "12"}
 
     def count(bias, **more):
-        return ids_of(ask, {**parameters, **more, "logit_bias": f'{{"40": {bias}}}'}).count(40)
+        return ids_of(ask, {**parameters, **more, "logit_bias": f'{{"50": {bias}}}'}).count(50)
 
     # Just enough for the token to come most of the time: a penalty takes that away again.
-    bias = next(bias for bias in range(4, 60, 2) if count(bias) >= 10)
+    bias = next(half / 2 for half in range(8, 120) if count(half / 2) >= 10)
     assert count(bias, **penalty) < count(bias)
 
 

@@ -17,6 +17,10 @@ GREEDY = {"temperature": 0, "max_tokens": 48}
 PROMPT = "Tom has 3 boxes with 4 apples each. How many apples does he have? Übung 漢字 🙂"
 
 
+def without_times(stats):
+    return {name: value for name, value in stats.items() if not name.endswith("_s")}
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_streamed_deltas_join_to_the_whole_text_of_the_tokens_on_both_protocols(grpc_client, http_client, sampling):
     texts, ids = [], []
@@ -28,7 +32,7 @@ def test_streamed_deltas_join_to_the_whole_text_of_the_tokens_on_both_protocols(
         assert len(deltas) > 1
         assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
         assert deltas[-1].finish_reason == whole.finish_reason
-        assert deltas[-1].spec_stats == whole.spec_stats
+        assert without_times(deltas[-1].spec_stats) == without_times(whole.spec_stats)
     assert len(set(texts)) == len(set(ids)) == 1
     assert texts[0] == Tokenizer.load(asset_path("demo", "pair", "target")).decode(ids[0])
     if sampling is RANDOM:
