@@ -49,8 +49,8 @@ def test_a_target_is_described_with_what_it_needs(inspected) -> None:
     target = inspected(TARGET)["target"]
     assert target["format"] == "Qwen3ForCausalLM"
     assert target["facts"]["layers"] == "8"
-    assert target["weights"]["num_parameters"] == 2_133_152
-    assert target["weights"]["num_bytes"] == 2 * 2_133_152
+    assert target["weights"]["num_parameters"] == 2_215_072
+    assert target["weights"]["num_bytes"] == 2 * 2_215_072
     assert set(target["weights"]["dtypes"]) == {"BF16"}
     # 8 layers, K and V, 2 heads of size 32, 2 bytes each.
     assert target["kv_cache"]["bytes_per_token"] == 8 * 2 * 2 * 32 * 2

@@ -242,8 +242,12 @@ def test_an_image_can_change_the_address_that_serve_listens_on(monkeypatch: pyte
     ("argv", "said", "unsaid"),
     [
         ([], ["is for trying out on one machine"], ["WARNING"]),
-        (["--host", "0.0.0.0"], ["is for trying out", "WARNING: --host 0.0.0.0", "CVE-2025-23310"], []),
-        (["--host", "0.0.0.0", "--explicit"], ["WARNING: --host"], ["can run code as"]),
+        (
+            ["--host", "0.0.0.0"],
+            ["is for trying out", "WARNING: other machines reach this Triton at 0.0.0.0", "CVE-2025-23310"],
+            [],
+        ),
+        (["--host", "0.0.0.0", "--explicit"], ["WARNING: other machines"], ["can run code as"]),
         (["--host", "0.0.0.0", "--explicit", "--allow-api", "model-repository"], ["can run code as the user"], []),
         (["--explicit"], [], ["WARNING"]),
     ],

@@ -19,6 +19,7 @@ from dflash_client import (
     Internal,
     InvalidArgument,
     NotFound,
+    QueueFull,
     RequestTimeout,
     Unavailable,
 )
@@ -117,7 +118,7 @@ def test_a_stream_becomes_deltas(server: Scripted) -> None:
         (500, "the words", Internal),
         (418, "the words", Internal),
         # A 400 is told apart by the status in its text, and an error may come with status 200.
-        (400, "UNAVAILABLE: 8 requests wait already and max_queue_size is 8; try again later", Unavailable),
+        (400, "UNAVAILABLE: 8 requests wait already and max_queue_size is 8; try again later", QueueFull),
         (400, "INTERNAL: the engine process died (signal 9)", Internal),
         (400, "CANCELLED: the request was cancelled", Cancelled),
         (400, "INVALID_ARGUMENT: the prompt is empty", InvalidArgument),

@@ -130,7 +130,7 @@ def test_the_likeliest_drafts_are_verified_by_the_confidences_that_came_back(for
                 assert min(taken) >= max(left_out) - 1e-5
                 num_checked += 1
         known |= {found.request_id: found.confidences for found in result.rows if found.confidences}
-    assert num_checked > 5
+    assert num_checked >= 5
 
 
 @pytest.mark.parametrize("form", FORMS)
