@@ -13,6 +13,7 @@ import os
 import random
 import time
 from statistics import median
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
@@ -51,7 +52,7 @@ def tokens_per_second(num_rounds: int, max_tokens: int) -> tuple[list[float], li
     """Tokens/s of each round, without a grammar and with one, in turn."""
     llm = LLM(max_num_seqs=STREAMS, kv_cache_gb=0.5, enable_prefix_caching=False)
     prompts = [row.prompt for row in load_prompts(STREAMS)]
-    free = {"temperature": 0.0, "max_tokens": max_tokens}
+    free: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens}
     texts = [output.text for output in llm.generate(prompts, [free] * STREAMS)]
     # What the free answer is, and any other text of printable characters and new lines: as JSON allows any string.
     bound = free | {"structured_outputs": {"regex": r"[\s\S]*"}}
