@@ -375,7 +375,7 @@ class EngineCore:
         elif not token_ids and not of_prompt:
             return None
         stats = None if finish_reason is None and request.yields is None else request.stats(now)
-        return TokenDelta(request.request_id, token_ids, finish_reason, stats, logprobs, of_prompt, row.num_draft)
+        return TokenDelta(request.request_id, token_ids, finish_reason, stats, logprobs, of_prompt, result.num_verified)
 
     def _fail(self, request: Request, reason: str, outputs: StepOutputs, queued: bool = True) -> None:
         """End a request with an error. `queued`: whether the scheduler has it."""

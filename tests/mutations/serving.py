@@ -63,7 +63,7 @@ SERVING_MUTANTS = (
     Mutant(
         "the drafts of a step are not told",
         "dflash_backend/core/engine.py",
-        "of_prompt, row.num_draft)",
+        "of_prompt, result.num_verified)",
         "of_prompt, 0)",
         ("tests/core/test_engine_core.py",),
     ),
