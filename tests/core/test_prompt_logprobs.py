@@ -60,7 +60,7 @@ def test_they_come_with_the_chunks_that_compute_them() -> None:
 
 
 def test_each_comes_once_though_requests_are_preempted_and_find_their_blocks() -> None:
-    config = make_config(num_blocks=20)
+    config = make_config(num_blocks=16)
     core = EngineCore(config, PromptWorker(config))
     requests = crowd(prompt_logprobs=0)
     for request in requests:
