@@ -9,14 +9,12 @@ import msgspec
 
 from dflash_openai.errors import invalid
 from dflash_openai.responses_input import messages_of
-from dflash_openai.schemas import ChatRequest, StreamOptions
+from dflash_openai.schemas import ChatRequest, SharedFields
 
-# Sampling parameters that a chat request has by the same names.
+# Fields that a chat request has by the same names.
 SAME_NAMES = (
-    *("model", "stream", "temperature", "top_p", "presence_penalty", "frequency_penalty", "user", "metadata"),
-    *("parallel_tool_calls", "seed", "stop", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens"),
-    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "allowed_token_ids", "bad_words", "cache_salt"),
-    *("priority", "num_speculative_tokens", "chat_template_kwargs", "enable_thinking", "structured_outputs"),
+    *SharedFields.__struct_fields__,
+    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
 )
 # What a client may ask to be included; the reasoning is always there, as text.
 INCLUDED = ("reasoning.encrypted_content",)
@@ -29,44 +27,19 @@ STATEFUL = {
 }
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SharedFields, kw_only=True):
     """POST /v1/responses. The input and the tools are checked where they are turned into a chat."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    user: str | None = None
-    # Those of vLLM, and ours.
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    num_speculative_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
     # Refused unless they ask for nothing.
     store: bool | None = None
     previous_response_id: str | None = None
@@ -77,11 +50,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     truncation: Literal["disabled"] | None = None
     top_logprobs: Literal[0] | None = None
     # Taken, without effect.
-    metadata: dict[str, Any] | None = None
     max_tool_calls: int | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
@@ -95,7 +64,6 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         messages=messages_of(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
         tools=None if body.tools is None else [_chat_tool(index, tool) for index, tool in enumerate(body.tools)],
-        tool_choice=body.tool_choice,
         response_format=_response_format(body.text or {}),
         **fields,
     )

@@ -29,15 +29,13 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions have in common."""
+class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all requests that generate text have in common."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Sampling parameters of OpenAI.
-    n: int | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -53,22 +51,34 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
-    tenant: str | None = None
     priority: int | None = None
     num_speculative_tokens: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # Taken, without effect.
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class GenerationFields(SharedFields, kw_only=True):
+    """What chat and completions have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    tenant: str | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -78,11 +88,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     return_tokens_as_token_ids: bool | None = None
     return_steps: bool | None = None
     # Taken, without effect.
-    metadata: dict[str, Any] | None = None
     store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     request_id: str | None = None
 
 
