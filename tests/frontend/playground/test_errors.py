@@ -33,6 +33,7 @@ def test_a_busy_server_may_be_asked_again_when_it_says(page: Playground, standin
     assert retry.text_content() == "Retry in 1 s"
     retry.click()  # once it can be clicked
     page.page.locator(".summary", has_text="tokens").wait_for()
+    page.wait()
     assert page.answers() == [ANSWER]
 
 
