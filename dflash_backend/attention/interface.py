@@ -7,6 +7,7 @@ another in `[num_tokens, ...]` tensors. On a GPU the host may know only bounds o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,3 +123,8 @@ class AttentionBackend(Protocol):
 
         Returns `[num_tokens, num_heads * head_dim]`."""
         ...
+
+    def every_variant(self) -> AbstractContextManager[None]:
+        """In this block `attend` runs every kernel that rows up to as long as those prepared in it can need, so that
+        all are compiled. The rows must be padding alone."""
+        return nullcontext()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +25,7 @@ from dflash_backend.attention.interface import (
     KVLayer,
 )
 from dflash_kernels.paged_attention import PagedBatch, paged_attention
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
+from dflash_kernels.paged_attention_launch import HeadShape, Launch, launch_variants, plan_launches
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,6 +43,7 @@ class TritonMetadata(AttentionMetadata):
     query_lens: np.ndarray
     seq_lens: np.ndarray
     pattern: AttentionPattern
+    every_variant: bool = False
     launches: dict[HeadShape, list[tuple[Launch, torch.Tensor | None]]] = field(default_factory=dict)
     outputs: dict[HeadShape, torch.Tensor] = field(default_factory=dict)
 
@@ -51,7 +54,10 @@ class TritonMetadata(AttentionMetadata):
         if shape not in self.launches:
             device = self.rows.seq_lens.device
             causal, window = self.pattern.causal, self.pattern.sliding_window
-            planned = plan_launches(self.query_lens, self.seq_lens, shape, causal, window, num_sms(device))
+            if self.every_variant:
+                planned = launch_variants(self.query_lens, shape)
+            else:
+                planned = plan_launches(self.query_lens, self.seq_lens, shape, causal, window, num_sms(device))
             self.launches[shape] = [
                 (launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned
             ]
@@ -75,11 +81,21 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self._every_variant = False
+
+    @contextmanager
+    def every_variant(self) -> Iterator[None]:
+        """As `AttentionBackend.every_variant`."""
+        self._every_variant = True
+        try:
+            yield
+        finally:
+            self._every_variant = False
 
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
         exact = layout.device or exact_rows(layout)
         rows = PagedBatch(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
-        return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern)
+        return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern, self._every_variant)
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         """As `AttentionBackend.attend`. The output is valid until the next layer of the forward pass attends."""

@@ -34,10 +34,6 @@ ALWAYS_WORTH_PADDING = CAPTURE_STRIDE
 CHEAP_TOKENS = 128
 # Left free for what steps without a graph allocate.
 RESERVED_BYTES = 1 << 30
-# Tokens of a prefill chunk that takes the tallest tiles, whatever the heads.
-WARM_UP_CHUNK = 256
-# Of different lengths, so that attention maps tiles to rows as it does in a ragged step.
-WARM_UP_ROWS = 4
 
 Progress = Callable[[str, float], None]
 GraphPool = Any
@@ -232,40 +228,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int) -> None:
-    """Run steps of padding rows alone, which read and write nothing, under the bounds of real ones: a token, a decode
-    row and a chunk, each over a short and a long context; then one of sampled requests.
-
-    max_tokens: the most of a step.
-    """
-    for num_tokens in sorted({1, min(step.width, max_tokens), min(WARM_UP_CHUNK, max_tokens)}):
-        for length in (num_tokens, step.state.max_len):
-            step.run(_padding_under_bounds(step, layouts, num_tokens, length, sampled=False))
-    inputs = _padding_under_bounds(step, layouts, 1, step.state.max_len, sampled=True)
-    step.run(inputs)
-    # Logits processors give float32.
-    logits = torch.zeros(len(inputs.logits_row), step.target.spec.vocab_size, device=step.device)
-    step.ops.argmax(logits)
-    step.ops.target_tokens(logits, inputs, step.ops.prepare(inputs, step.state), step.state)
-
-
-def _padding_under_bounds(
-    step: ModelStep, layouts: LayoutBuffer, num_tokens: int, length: int, sampled: bool
-) -> StepInputs:
-    """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens that ends at `length`."""
-    device = step.state.tokens.device
-    size = WARM_UP_ROWS * -(-num_tokens // WARM_UP_ROWS)
-    layouts.send_nothing(WARM_UP_ROWS, size)
-    batch, budget = layouts.padded(WARM_UP_ROWS, size)
-    lens, ends = np.zeros((2, WARM_UP_ROWS), dtype=np.int64)
-    lens[0], ends[0] = num_tokens, length
-    return StepInputs(
-        batch=batch,
-        logits_token=torch.zeros(1, dtype=torch.int32, device=device),
-        logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
-        bounds=LengthBounds(lens, ends, ends, max_overestimate=step.state.max_len),
-        traits=BatchTraits(sampled=sampled, drafts=step.drafter is not None and step.state.k > 0),
-        budget=budget,
-    )

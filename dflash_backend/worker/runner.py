@@ -32,13 +32,14 @@ from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
-from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes, warm_up
+from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
 from dflash_backend.worker.step_ops import HostStepOps
 from dflash_backend.worker.transfers import MAX_STEPS_IN_FLIGHT, Download, Downloader, share
+from dflash_backend.worker.warm_up import warm_up
 from dflash_backend.worker.write_guard import KVWriteError, WriteGuard
 from dflash_kernels.log_odds import MAX_LOG_ODDS
 
@@ -115,7 +116,7 @@ class ModelRunner:
         sizes = sizes or capture_sizes(self._max_padded_rows)
         if self.device.type == "cuda" and serves:
             progress("compiling kernels", 0.0)
-            warm_up(self.step, self.layouts, self._max_tokens)
+            warm_up(self.step, self.layouts, self._max_tokens, [width for _, width in shapes])
         if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":

@@ -64,7 +64,8 @@ if triton is not None:
         num_rows, vocab = logits.shape
         out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         num_tiles = triton.cdiv(vocab, tile)
-        largest, sums = torch.empty(2, num_rows, num_tiles, dtype=torch.float32, device=logits.device)
+        # Tensors of their own: views of one would differ in alignment, and each kind would be compiled anew.
+        largest, sums = (torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device) for _ in range(2))
         if num_rows > 0:
             _tile_kernel[(num_rows, num_tiles)](
                 logits, token_ids, largest, sums, vocab, logits.stride(0), num_tiles, BLOCK=tile, num_warps=WARPS

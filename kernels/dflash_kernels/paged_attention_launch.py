@@ -124,6 +124,24 @@ def plan_launches(
     return launches
 
 
+def launch_variants(query_lens: np.ndarray, shape: HeadShape) -> list[Launch]:
+    """A launch of each kind that `plan_launches` can make for rows of up to these queries, int64 `[num_rows]`: one
+    compiled kernel serves all launches of a kind. The launches themselves are over one tile of the first row.
+
+    Rows of one bound are taken for decode rows or draft blocks, which always come alike.
+    """
+    longest = int(query_lens.max())
+    is_uniform = bool((query_lens == longest).all())
+    lengths = [longest] if is_uniform else range(1, longest + 1)
+    tile = np.array([[0], [0], [1]], dtype=np.int32)
+    return [
+        Launch(tiling, num_tiles=1, num_splits=num_splits, query_len=1, tiles=tiles)
+        for tiling in dict.fromkeys(tiling_of(shape, length) for length in lengths)
+        for num_splits in (1, 2)
+        for tiles in ([None] if is_uniform else [None, tile])
+    ]
+
+
 def tile_table(rows: np.ndarray, query_lens: np.ndarray, per_tile: int) -> np.ndarray:
     """int32 `[3, num_tiles]`: row of each tile, its first query and one past its last."""
     counts = -(-query_lens // per_tile)

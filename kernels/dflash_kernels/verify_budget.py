@@ -97,7 +97,7 @@ if triton is not None:
     # No cost is as high: the bits of the largest finite float32.
     LARGEST = 0x7F7FFFFF
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_rows"])
     def _choose_kernel(
         confidence_ptr, budget_ptr, req_idx_ptr, num_new_ptr, num_draft_ptr, logits_start_ptr,
         verified_ptr, query_start_ptr, query_lens_ptr, first_logits_ptr, num_rows, k,

@@ -146,6 +146,29 @@ SPECULATION_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "kernels/dflash_kernels/paged_attention_launch.py",
+        ("tests/kernels/test_attention_launch.py",),
+        (
+            "the lower tiles of attention are compiled in service",
+            "lengths = [longest] if is_uniform else range(1, longest + 1)",
+            "lengths = [longest]",
+        ),
+        (
+            "prompts of one length are compiled in service",
+            "for tiles in ([None] if is_uniform else [None, tile])",
+            "for tiles in ([None] if is_uniform else [tile])",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/warm_up.py",
+        ("tests/benchmarks/test_kernel_variants.py",),
+        (
+            "logits of logits processors are masked by a kernel that is compiled in service",
+            "for dtype in (step.dtype, torch.float32):",
+            "for dtype in (step.dtype,):",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/worker/runner.py",
         ("tests/worker/test_verify_budget.py",),
         (

@@ -12,8 +12,9 @@ import torch
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.worker import graphs
 from dflash_backend.worker.batch import BatchTraits, HostBatch, StepInputs
-from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes, warm_up
+from dflash_backend.worker.graphs import EagerStep, capture_shapes, capture_sizes
 from dflash_backend.worker.runner import ModelRunner
+from dflash_backend.worker.warm_up import warm_up
 from tests.worker.engines import Outputs, engine, memory, on_device_runner, unchanged
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -190,7 +191,7 @@ def test_no_padded_step_has_more_tokens_than_a_step_may_have(pair: dict[str, Any
 def test_warming_up_leaves_kv_and_state_as_they_are_to_the_bit(pair: dict[str, Any]) -> None:
     runner, _ = decoding(pair, b={"temperature": 0.7, "seed": 3})
     with unchanged(memory(runner)):
-        warm_up(runner.step, runner.layouts, max_tokens=64)
+        warm_up(runner.step, runner.layouts, max_tokens=64, draft_widths=[0, 3])
 
 
 def test_the_largest_steps_are_made_first_and_what_has_no_memory_is_left_out(

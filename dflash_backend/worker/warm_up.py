@@ -1,0 +1,102 @@
+"""Compiles, before the first request, every kernel that a step can need: Triton compiles one when it is first launched,
+which takes up to seconds, and all requests would wait.
+
+Steps of padding rows alone run under the bounds of real ones; they read and write nothing. What a kernel is compiled
+for is enumerated: tiles of attention, tiles of experts, draft widths, rows of a budget, dtypes of logits. The counting
+driver of `benchmarks.gpu.kernel_variants` shows that no workload adds a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from dflash_backend.worker.batch import BatchTraits, LayoutBuffer, LengthBounds, StepInputs
+from dflash_backend.worker.step import ModelStep
+from dflash_kernels.moe import TILES
+from dflash_kernels.moe_routing import FEW_ENTRIES
+from dflash_kernels.token_bitmask import num_words
+
+# Tokens of a prefill chunk that takes the tallest tiles of attention, whatever the heads.
+CHUNK = 256
+# Of different lengths, so that attention maps tiles to rows as it does in a ragged step.
+NUM_ROWS = 4
+
+
+def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_widths: Sequence[int] = ()) -> None:
+    """Compile the kernels of steps of at most `max_tokens` tokens. draft_widths: the drafts that steps propose for each
+    row where that is not always k."""
+    longest = min(CHUNK, max_tokens)
+    with step.backend.every_variant():
+        step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
+    for num_tokens in _token_counts(step, max_tokens):
+        step.run(_padding_under_bounds(step, layouts, num_tokens, sampled=False))
+    for width in {step.state.k, *draft_widths}:
+        for sampled in (False, True):
+            with step.backend.every_variant():
+                step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
+    for num_rows in _powers_of_two(layouts.max_rows):
+        step.ops.lay_out(_padding_under_bounds(step, layouts, 1, num_rows=num_rows), step.state)
+    _choose_tokens(step, layouts)
+
+
+def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
+    """Masks and samples logits of the target's dtype, and of float32, which logits processors give."""
+    inputs = _padding_under_bounds(step, layouts, 1, sampled=True)
+    prepared = step.ops.prepare(inputs, step.state)
+    vocab_size, device = step.target.spec.vocab_size, step.device
+    bitmask = torch.full((1, num_words(vocab_size)), -1, dtype=torch.int32, device=device)
+    row = torch.zeros(1, dtype=torch.int32, device=device)
+    for dtype in (step.dtype, torch.float32):
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        step.ops.apply_token_bitmask(logits, bitmask, row)
+        step.ops.argmax(logits)
+        step.ops.target_tokens(logits, inputs, prepared, step.state)
+
+
+def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:
+    """Numbers of tokens that together take every tile of the experts, and every form of their grouping."""
+    moe = step.target.spec.decoder.moe
+    if moe is None:
+        return []
+    entries = [tile.rows * moe.num_experts for tile in TILES] + [FEW_ENTRIES]
+    last = {count // moe.experts_per_token for count in entries}
+    counts = {1, *last, *(count + 1 for count in last)}
+    return sorted(count for count in counts if 1 <= count <= max_tokens)
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    """Those up to the first that is not below `most`, and never more than `most`."""
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _padding_under_bounds(
+    step: ModelStep,
+    layouts: LayoutBuffer,
+    num_tokens: int,
+    sampled: bool = False,
+    draft_width: int | None = None,
+    num_rows: int = NUM_ROWS,
+) -> StepInputs:
+    """Padding rows, the first of which the host takes for one of up to `num_tokens` tokens of a long context."""
+    device, longest = step.device, step.state.max_len
+    size = num_rows * -(-num_tokens // num_rows)
+    layouts.send_nothing(num_rows, size)
+    batch, budget = layouts.padded(num_rows, size)
+    lens, ends = np.zeros((2, num_rows), dtype=np.int64)
+    lens[0], ends[0] = num_tokens, longest
+    return StepInputs(
+        batch=batch,
+        logits_token=torch.zeros(1, dtype=torch.int32, device=device),
+        logits_row=torch.full((1,), -1, dtype=torch.int32, device=device),
+        bounds=LengthBounds(lens, ends, ends, max_overestimate=longest),
+        traits=BatchTraits(sampled=sampled, drafts=step.drafter is not None and draft_width != 0 and step.state.k > 0),
+        budget=budget,
+        draft_width=draft_width,
+    )

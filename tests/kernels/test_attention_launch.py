@@ -1,0 +1,40 @@
+"""How paged attention is split into launches, and which kinds of launches there are to compile."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dflash_kernels.paged_attention_launch import HeadShape, Launch, launch_variants, plan_launches
+
+SHAPES = [HeadShape(32, 8, 128, 2), HeadShape(32, 4, 128, 2), HeadShape(16, 8, 256, 2), HeadShape(4, 2, 32, 4)]
+
+
+def kind(launch: Launch) -> tuple[object, ...]:
+    """What Triton compiles a kernel of its own for."""
+    return launch.tiling, launch.tiles is not None, launch.num_splits > 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_launch_of_a_step_is_of_a_kind_that_was_compiled_at_the_start(shape: HeadShape, seed: int) -> None:
+    rng = random.Random(seed)
+    longest = rng.choice([1, 4, 16, 40, 300])
+    compiled = {kind(launch) for launch in launch_variants(np.array([300, 0, 0, 0]), shape)}
+    for equal in (False, True):
+        num_rows = rng.choice([1, 4, 20])
+        lens = [longest if equal else rng.randint(0, longest) for _ in range(num_rows)]
+        ends = [length + rng.choice([0, 90, 5000]) for length in lens]
+        launches = plan_launches(np.array(lens), np.array(ends), shape, True, None, 132)
+        assert {kind(launch) for launch in launches} <= compiled
+
+
+@pytest.mark.parametrize("width", [1, 4, 8, 16])
+def test_draft_blocks_of_one_width_have_the_kinds_of_rows_of_one_bound(width: int) -> None:
+    shape = SHAPES[0]
+    compiled = {kind(launch) for launch in launch_variants(np.full(4, width), shape)}
+    for num_rows in (1, 4, 64):
+        launches = plan_launches(np.full(num_rows, width), np.full(num_rows, 4096), shape, False, None, 132)
+        assert {kind(launch) for launch in launches} <= compiled
