@@ -141,7 +141,7 @@ def show_change(rounds: int, seconds: float) -> int:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--simulate", action="store_true", help="only the simulation of an H200, in a minute or two")
+    parser.add_argument("--simulate", action="store_true", help="only the simulation of an H200, in about ten minutes")
     parser.add_argument("--change", action="store_true", help="only the demo drafter, with traffic that changes")
     parser.add_argument("--full", action="store_true", help="the whole grid instead of its 24 corners")
     parser.add_argument("--cells", nargs="*", default=[], help="only cells with all of these words, as in: random 64")

@@ -109,6 +109,14 @@ def test_a_request_goes_to_the_server_with_the_fewest() -> None:
     assert sorted(asyncio.run(run())) == ["a", "a", "b", "b"]
 
 
+def test_a_request_that_has_ended_counts_no_more() -> None:
+    async def run() -> list[str]:
+        pool = pool_of(ScriptedClient("a"), ScriptedClient("b"))
+        return [delta.text for _ in range(3) async for delta in pool.request(True, [1], {}).deltas()]
+
+    assert asyncio.run(run()) == ["a", "a", "a"]
+
+
 def test_the_description_is_that_of_a_server_that_answers() -> None:
     pool = pool_of(ScriptedClient("a", Unavailable("starting")), ScriptedClient("b"))
     assert asyncio.run(pool.describe(1)).tokenizer == "b"

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from dflash_client.errors import Internal
-from tests.frontend.scripted_pool import MAX_MODEL_LEN, Script, ScriptedPool
+from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
 
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
@@ -33,9 +33,23 @@ def test_a_response_has_text_and_usage_and_is_not_stored(client: openai.OpenAI, 
     assert pool.asked[0].sampling == {"temperature": 0.5, "max_tokens": 9}
 
 
+@pytest.mark.parametrize(("cached", "told"), [(5, 5), (None, 0)])
+def test_cached_tokens_are_in_the_usage(
+    client: openai.OpenAI, pool: ScriptedPool, cached: int | None, told: int
+) -> None:
+    pool.script = Script(stats=STATS | {"num_cached_tokens": cached})
+    assert ask(client).usage.input_tokens_details.cached_tokens == told
+
+
 def test_an_answer_is_as_long_as_fits_without_a_limit(client: openai.OpenAI, pool: ScriptedPool) -> None:
     ask(client)
     assert pool.asked[0].sampling == {"max_tokens": MAX_MODEL_LEN - len(pool.asked[0].token_ids)}
+
+
+def test_parameters_that_openai_has_for_chats_reach_the_model_too(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    more = {"stop": ["x"], "seed": 3, "top_k": 5, "logit_bias": {"7": -5.0}}
+    ask(client, max_output_tokens=9, extra_body=more)
+    assert pool.asked[0].sampling == {**more, "max_tokens": 9}
 
 
 def test_reasoning_text_and_calls_are_items(client: openai.OpenAI, pool: ScriptedPool) -> None:

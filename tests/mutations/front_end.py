@@ -1,0 +1,110 @@
+"""Defects of the OpenAI front end: its clients would get wrong answers, counts, or errors."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+FRONTEND = "frontend/dflash_openai"
+TESTS = "tests/frontend"
+
+FRONT_END_MUTANTS = (
+    *mutants_of(
+        f"{FRONTEND}/responses.py",
+        (f"{TESTS}/test_responses.py",),
+        (
+            "the cached tokens of a response are not told",
+            'cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)',
+            "cached = 0",
+        ),
+        (
+            "a response that reached its limit counts as complete",
+            'status = "completed" if reason == "stop" else "incomplete"',
+            'status = "completed"',
+        ),
+        ("all tokens of a response count as reasoning", "return start + len(marker)\n", "break\n"),
+        (
+            "the events of a response are not numbered",
+            '{**fields, "sequence_number": self._num_events}',
+            '{**fields, "sequence_number": 0}',
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/responses_schemas.py",
+        (f"{TESTS}/test_responses.py",),
+        (
+            "the stop strings of a response are dropped",
+            "    *SharedFields.__struct_fields__,\n",
+            '    *(n for n in SharedFields.__struct_fields__ if n != "stop"),\n',
+        ),
+        (
+            "a state that a response asks for is ignored",
+            "        if getattr(body, name):\n            raise",
+            "        if not name:\n            raise",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/errors.py",
+        (f"{TESTS}/test_errors.py",),
+        (
+            "a full queue does not say when to ask again",
+            '"rate_limit_error", "queue_full", headers=_retry())',
+            '"rate_limit_error", "queue_full")',
+        ),
+        (
+            "the parameter of an error is not named",
+            "return invalid(message, found[1] if found else None)",
+            "return invalid(message)",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/usage.py",
+        (f"{TESTS}/test_chat.py",),
+        (
+            "the histogram of accepted drafts is one step off",
+            "at_least = (self._drafts, *self._accepted, 0)",
+            "at_least = (*self._accepted, 0, 0)",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/triton_pool.py",
+        (f"{TESTS}/test_pool.py",),
+        (
+            "an answer that has begun begins again on another server",
+            "if answered or is_last or self._cancelled or",
+            "if is_last or self._cancelled or",
+        ),
+        (
+            "running requests of a server are not counted down",
+            "self._pool.count(client, -1)",
+            "self._pool.count(client, 0)",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/completions.py",
+        (f"{TESTS}/test_completions.py",),
+        (
+            "the prompt is echoed with each event",
+            "self._echoed[prompt] + delta.text if is_first else delta.text",
+            "self._echoed[prompt] + delta.text",
+        ),
+        (
+            "the completions of two prompts have one index",
+            "        place = prompt * self.n + delta.index\n",
+            "        place = prompt + delta.index\n",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/sampling.py",
+        (f"{TESTS}/test_parameters.py", f"{TESTS}/test_completions.py", f"{TESTS}/test_chat.py"),
+        (
+            "an answer may be longer than fits",
+            "    return min(asked, fits)\n",
+            "    return asked\n",
+        ),
+        (
+            "two grammars are taken, and one of them holds",
+            "    if len(given) > 1:\n",
+            "    if len(given) > 2:\n",
+        ),
+    ),
+)
