@@ -23,6 +23,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.core.step_costs import CostTable, StepShape
+from dflash_backend.worker.graphs import capture_shapes
 from dflash_kernels.verify_budget import verified_lens_reference
 
 # NVIDIA's data sheet of the H200: bytes/s of its memory, dense bf16 FLOP/s.
@@ -243,8 +244,8 @@ SEEDS = range(3)
 # Drafts that are all alike but for their request; some that differ, with a drafter that says so and is often wrong.
 ALIKE = Drafting()
 DIFFERENT = Drafting(blocks=1.5, drafts=1.5, noise=1.5)
-# As `worker.graphs.capture_shapes` gives them for 15 drafts.
-SHAPES_OF_STEPS = ((1, 3), (3, 7), (7, 15), (15, 15))
+# Those of captured graphs that draft.
+SHAPES_OF_STEPS = tuple(capture_shapes(K)[1:])
 
 
 @functools.cache
@@ -290,37 +291,30 @@ PUBLISHED = (
 )
 
 
+def _alike_row(streams: int) -> list[object]:
+    """The row of the first table for a number of streams."""
+    each, shapes = simulated_row(streams, 0.1), simulated_row(streams, 0.1, SHAPES_OF_STEPS)
+    return [
+        streams,
+        f"{each['best_k']:.0f}",
+        *(f"{each[name] / each['none']:.2f}" for name in ("k", "best", "adaptive")),
+        *(f"{found['adaptive'] / each['best']:.3f}" for found in (each, simulated_row(streams, 0.0), shapes)),
+    ]
+
+
+def _different_row(streams: int) -> list[object]:
+    """That of the second table."""
+    found = [
+        simulated_row(streams, 0.1, shapes, drafting)
+        for shapes in ((), SHAPES_OF_STEPS)
+        for drafting in (replace(DIFFERENT, noise=None), DIFFERENT)
+    ]
+    return [streams, f"{found[0]['best_k']:.0f}", *(f"{each['adaptive'] / each['best']:.3f}" for each in found)]
+
+
 def simulated_table() -> str:
     """The page of the simulation."""
-    alike, different = [], []
-    silent = replace(DIFFERENT, noise=None)
-    for streams in STREAMS:
-        each = simulated_row(streams, 0.1)
-        exact = simulated_row(streams, 0.0)
-        shapes = simulated_row(streams, 0.1, SHAPES_OF_STEPS)
-        relative = [f"{each[name] / each['none']:.2f}" for name in ("k", "best", "adaptive")]
-        alike.append(
-            [
-                streams,
-                f"{each['best_k']:.0f}",
-                *relative,
-                *(f"{found['adaptive'] / each['best']:.3f}" for found in (each, exact, shapes)),
-            ]
-        )
-        none = simulated_row(streams, 0.1, drafting=silent)
-        none_shapes = simulated_row(streams, 0.1, SHAPES_OF_STEPS, silent)
-        sure = simulated_row(streams, 0.1, drafting=DIFFERENT)
-        sure_shapes = simulated_row(streams, 0.1, SHAPES_OF_STEPS, DIFFERENT)
-        different.append(
-            [
-                streams,
-                f"{sure['best_k']:.0f}",
-                f"{none['adaptive'] / none['best']:.3f}",
-                f"{sure['adaptive'] / sure['best']:.3f}",
-                f"{none_shapes['adaptive'] / none['best']:.3f}",
-                f"{sure_shapes['adaptive'] / sure['best']:.3f}",
-            ]
-        )
+    alike, different = map(_alike_row, STREAMS), map(_different_row, STREAMS)
     first = [
         "streams", "best k", "k = 15", "best fixed k", "adaptive", "adaptive / best", "with exact costs / best",
         "of few sizes / best",
@@ -338,10 +332,10 @@ def simulated_table() -> str:
         f"{', '.join(f'{verified} of {proposed}' for verified, proposed in SHAPES_OF_STEPS)} drafts of each row "
         "verified. Written by `python -m benchmarks.adaptive --simulate`.\n\n"
         "Drafts that are all alike but for their request: tokens per second over those without drafts, then over the "
-        f"best fixed k.\n\n{markdown_table(first, alike, 'rrrrrrrr')}\n\n"
+        f"best fixed k.\n\n{markdown_table(first, list(alike), 'rrrrrrrr')}\n\n"
         f"{PUBLISHED}\n\n"
         f"Drafts that differ (the logits of their chances by {DIFFERENT.blocks} from block to block and by "
         f"{DIFFERENT.drafts} within one, standard deviations), with a drafter whose confidence has an error of "
         f"{DIFFERENT.noise} and is {CONFIDENCE_SCALE} times too high: tokens per second of the rule over those of the "
-        f"best fixed k.\n\n{markdown_table(second, different, 'rrrrrr')}\n"
+        f"best fixed k.\n\n{markdown_table(second, list(different), 'rrrrrr')}\n"
     )

@@ -1,8 +1,9 @@
 """What a step costs: seconds of the target's pass and of drafting, estimated from the steps that ran.
 
 The target's pass is linear in its tokens, in the positions that its rows attend to, and in their product; where a
-device was measured at start, in the time that was measured for that number of tokens instead. Drafting is linear in the
-drafter's queries and in the positions of the rows that draft. The host's time counts with the target's.
+device was measured at start, in the time that was measured for that number of tokens instead, which is corrected by
+steps that run. Drafting is linear in the drafter's queries and in the positions of the rows that draft. The host's time
+counts with the target's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dflash_backend.core.plan import ScheduledRequest
 FIXED_SHARE = 0.5
 # What drafting is taken to cost before it was seen: this part of the target's pass over one token.
 DRAFT_SHARE = 0.3
+# How many steps an entry of a table that was measured at start counts as, and how many at most with those that ran.
+FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
 # Of steps that are like the one before, after a few only every fourth is taken in: it takes time, and tells little.
 FEW, EVERY = 16, 4
 _KILO = 1e-3
@@ -73,24 +76,36 @@ class StepShape:
         return [1.0, self.num_queries, _KILO * self.num_draft_positions]
 
 
-@dataclass(frozen=True)
 class CostTable:
     """Seconds of a target pass by its tokens, in ascending order, measured over short contexts. Between two of them the
-    time is interpolated, and beyond the last it grows with the tokens."""
+    time is interpolated, and beyond the last it grows with the tokens. Steps that ran correct it."""
 
-    num_tokens: Sequence[int]
-    seconds: Sequence[float]
+    def __init__(self, num_tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        self._num_tokens, self._seconds = list(num_tokens), list(seconds)
+        self._weights = [FIRST_WEIGHT] * len(self._seconds)
 
     def at(self, num_tokens: float) -> float:
         """Seconds of a pass over that many tokens."""
-        tokens, seconds = self.num_tokens, self.seconds
-        if num_tokens <= tokens[0]:
-            return seconds[0]
-        if num_tokens >= tokens[-1]:
-            return seconds[-1] * num_tokens / tokens[-1]
-        i = bisect.bisect_right(tokens, num_tokens)
-        part = (num_tokens - tokens[i - 1]) / (tokens[i] - tokens[i - 1])
-        return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
+        seconds = self._seconds
+        if num_tokens >= self._num_tokens[-1]:
+            return seconds[-1] * num_tokens / self._num_tokens[-1]
+        i, part = self._between(num_tokens)
+        return seconds[i] + part * (seconds[i + 1] - seconds[i])
+
+    def correct(self, num_tokens: int, factor: float) -> None:
+        """A pass over that many tokens took `factor` times what was expected: move the entries beside it, the nearer
+        one more, and each the less the more often it was moved."""
+        i, part = self._between(num_tokens)
+        for entry, share in ((i, 1.0 - part), (i + 1, part)):
+            if share > 0:
+                self._weights[entry] = min(self._weights[entry] + share, LAST_WEIGHT)
+                self._seconds[entry] *= factor ** (share / self._weights[entry])
+
+    def _between(self, num_tokens: float) -> tuple[int, float]:
+        """The entry before a number of tokens, and how far towards the next one it is, 0 to 1."""
+        tokens = self._num_tokens
+        i = min(max(bisect.bisect_right(tokens, num_tokens) - 1, 0), len(tokens) - 2)
+        return i, min(max((num_tokens - tokens[i]) / (tokens[i + 1] - tokens[i]), 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +179,8 @@ class StepCosts:
             return
         if self._target is None:
             self._target = self._first_target(shape, target_s)
+        elif self.table is not None:
+            self.table.correct(shape.num_tokens, target_s / self._target.at(self._target_features(shape)))
         self._target.observe(self._target_features(shape), target_s)
         if shape.num_draft_positions == 0 or draft_s <= 0:
             return

@@ -116,10 +116,14 @@ def capture_sizes(max_rows: int) -> list[int]:
 
 
 def capture_shapes(k: int) -> list[tuple[int, int]]:
-    """Drafts that padded steps verify and that they propose, for each row, where the number of drafts follows the load:
-    none, an eighth, a quarter, a half and all of k are verified, and about twice as many proposed."""
-    verified = sorted({0, *(max(1, k // part) for part in (8, 4, 2, 1))}) if k else [0]
-    return [(count, min(k, 2 * count + 1) if count else 0) for count in verified]
+    """Drafts that padded steps verify and that they propose, for each row, where the number of drafts follows the load.
+    A fifth, a half and all of k are proposed, and two thirds of them verified; for a fifth and for all there is a step
+    that verifies each of them, too, since there the rule often wants that (`benchmarks.adaptive --simulate`)."""
+    if k == 0:
+        return [(0, 0)]
+    few, some = max(1, k // 5), max(1, k // 2)
+    parts = {(max(1, round(2 * proposed / 3)), proposed) for proposed in (few, some, k)}
+    return sorted({(0, 0), *parts, (few, few), (k, k)})
 
 
 class GraphRunner:

@@ -92,6 +92,28 @@ def test_a_table_is_read_between_its_points_and_beyond_them() -> None:
     assert [table.at(n) for n in (1, 2, 3, 6, 8, 16)] == [1.0, 1.0, 1.0, 2.0, 3.0, 6.0]
 
 
+def test_steps_that_run_correct_the_entries_beside_their_size_and_no_others() -> None:
+    table = CostTable([1, 10, 20, 100], [1.0, 1.0, 2.0, 10.0])
+    for _ in range(400):
+        table.correct(18, 1.5 * 1.8 / table.at(18))
+    assert table.at(18) == pytest.approx(1.5 * 1.8, rel=0.01)
+    assert (table.at(1), table.at(100)) == (1.0, 10.0)
+    assert table.at(20) / 2.0 > table.at(10) / 1.0 > 1.0, "the nearer entry moves more"
+
+
+def test_a_table_that_is_off_at_one_size_becomes_right_there() -> None:
+    def real_s(num_tokens: int) -> float:
+        return 1.0 + 0.01 * num_tokens
+
+    sizes = [1, 32, 64, 128, 256]
+    costs, rng = StepCosts(CostTable(sizes, [real_s(n) * (1.3 if n == 64 else 1.0) for n in sizes])), random.Random(3)
+    for _ in range(1500):
+        shape = decode_shape(rng.choice([8, 16, 32]), rng.randrange(8), 100)
+        costs.observe(shape, real_s(shape.num_tokens) * rng.gauss(1, 0.03), 0.1)
+    assert costs.target_s(decode_shape(32, 1, 100)) == pytest.approx(real_s(64), rel=0.04)
+    assert costs.target_s(decode_shape(32, 0, 100)) == pytest.approx(real_s(32), rel=0.04)
+
+
 # Acceptance
 
 

@@ -199,6 +199,11 @@ SPECULATION_MUTANTS = (
         f"{CORE}/step_costs.py",
         TESTS,
         (
+            "a table of step times is never corrected",
+            "self._seconds[entry] *= factor ** (share / self._weights[entry])",
+            "pass",
+        ),
+        (
             "drafting is free",
             "self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting",
             "0.0",

@@ -129,9 +129,10 @@ def test_rows_without_drafts_are_not_widened_to_many_tokens(
     assert runner.graphs.find(rows_like(runner, rows, 9)) is None
 
 
-def test_a_step_verifies_parts_of_all_drafts_and_proposes_about_twice_as_many() -> None:
-    assert capture_shapes(15) == [(0, 0), (1, 3), (3, 7), (7, 15), (15, 15)]
-    assert capture_shapes(7) == [(0, 0), (1, 3), (3, 7), (7, 7)]
+def test_a_step_proposes_parts_of_all_drafts_and_verifies_most_or_all_of_them() -> None:
+    assert capture_shapes(15) == [(0, 0), (2, 3), (3, 3), (5, 7), (10, 15), (15, 15)]
+    assert capture_shapes(7) == [(0, 0), (1, 1), (2, 3), (5, 7), (7, 7)]
+    assert capture_shapes(3) == [(0, 0), (1, 1), (2, 3), (3, 3)]
     assert capture_shapes(1) == [(0, 0), (1, 1)]
     assert capture_shapes(0) == [(0, 0)]
 
@@ -141,7 +142,7 @@ def test_the_step_with_the_fewest_tokens_that_fits_is_taken(pair: dict[str, Any]
     runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=capture_shapes(7))
     rows = [*rows[:2], msgspec.structs.replace(rows[2], num_draft=1)]
     # The first neither verifies nor proposes; the second verifies 3 and proposes 3; the third proposes 7.
-    for chosen, num_tokens, width in [(rows[:1], 1, 0), (rows[:2], 8, 3), (rows[2:], 4, 7)]:
+    for chosen, num_tokens, width in [(rows[:1], 1, 0), (rows[:2], 6, 3), (rows[2:], 6, 7)]:
         step = runner.graphs.find(HostBatch.of(chosen, runner.requests))
         assert step is not None
         assert (step.inputs.num_tokens, step.inputs.draft_width) == (num_tokens, width)
@@ -161,12 +162,12 @@ def test_a_budget_makes_a_step_small(pair: dict[str, Any]) -> None:
     runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=capture_shapes(7))
     rows = [msgspec.structs.replace(row, num_next_draft=3) for row in rows_of(rows, 8)]
     sizes = []
-    for num_drafts in (56, 24, 8, 9):
+    for num_drafts in (56, 24, 16, 17):
         batch = HostBatch.of(rows, runner.requests, DraftBudget(num_drafts, 0.0, [0.0] * 7, [0.0] * 8))
         step = runner.graphs.find(batch)
         assert step is not None
         sizes.append(step.inputs.num_tokens)
-    assert sizes == [64, 32, 16, 32]
+    assert sizes == [64, 48, 24, 48]
 
 
 def test_a_row_of_one_token_that_begins_to_draft_is_run_in_a_step_that_drafts(pair: dict[str, Any]) -> None:
