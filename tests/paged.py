@@ -14,7 +14,7 @@ from dflash_backend.models.interface import PagedContext
 from dflash_backend.worker.batch import spans
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 64
+NUM_BLOCKS = 80
 
 
 def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[KVLayer]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, KVLayer
@@ -56,6 +57,19 @@ class DraftQueries:
         if self.draft_index is not None:
             return values[self.draft_index]
         return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
+
+    def row_starts(self) -> torch.Tensor:
+        """The first query of each row, its anchor's, and the number of all queries: int64 `[R + 1]`."""
+        if self.draft_index is None:
+            return torch.arange(0, len(self.token_ids) + 1, self.width, device=self.token_ids.device)
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(self.layout.query_lens, dtype=np.int64)]))
+
+    def block_index(self) -> torch.Tensor:
+        """The place of each query in its row, 0 for an anchor's: int64 `[num_queries]`."""
+        every = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        if self.draft_index is None:
+            return every % self.width
+        return every - self.row_starts()[:-1].repeat_interleave(torch.from_numpy(self.layout.query_lens))
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,12 @@ class SampleOps(Protocol):
         column stands for: `token_ids` (int64 `[vocab]`), by default its own number."""
         ...
 
+    def noisy_scores(
+        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """What `sample` takes the largest of, for columns that are token ids: float32 of the shape of `logits`."""
+        ...
+
     def log_odds(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """How sure the `logits` `[n, vocab]` are of a column (int64 `[n]`) of each row: float32 `[n]`, the log-odds of
         its probability at temperature 1."""
@@ -156,6 +176,20 @@ class DraftSampler:
             chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
         confidence = self.ops.log_odds(logits, chosen) if self.wants_confidence else None
         return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)
+
+    def top_candidates(
+        self, logits: torch.Tensor, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` tokens of each draft that `choose` would choose from first, and their scores: float32 and int64
+        `[num_drafts, count]`, for `logits` `[num_drafts, vocab]` of the target's tokens.
+
+        A score is the logit, or with a temperature the logit divided by it plus the token's noise.
+        """
+        scores = logits
+        if self.temperature is not None and self.seeds is not None:
+            scores = self.ops.noisy_scores(logits, self.temperature, self.seeds, positions)
+        values, token_ids = scores.topk(count, dim=-1)
+        return values.float(), token_ids
 
 
 Spec = TypeVar("Spec", bound=DraftSpec, contravariant=True)

@@ -14,6 +14,7 @@ from dflash_backend.config import NGRAM
 from dflash_backend.drafters.dflash.config import DFLASH
 from dflash_backend.drafters.dflash.speculators import read_speculators
 from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
+from dflash_backend.drafters.dflash2 import config as dflash2
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.drafters.speculators import MODEL_TYPE, is_speculators
 from dflash_backend.error_text import shown
@@ -52,6 +53,12 @@ def _dflash() -> type[Drafter]:
     return DFlashDrafter
 
 
+def _dflash2() -> type[Drafter]:
+    from dflash_backend.drafters.dflash2.drafter import DFlash2Drafter
+
+    return DFlash2Drafter
+
+
 def _ngram() -> type[Drafter]:
     from dflash_backend.drafters.ngram.drafter import NgramDrafter
 
@@ -60,6 +67,7 @@ def _ngram() -> type[Drafter]:
 
 METHODS: Mapping[str, Method] = {
     DFLASH: Method(_dflash, Formats(ARCHITECTURE, read_zlab, read_speculators)),
+    dflash2.DFLASH2: Method(_dflash2, Formats(dflash2.ARCHITECTURE, dflash2.read_zlab, dflash2.read_speculators)),
     NGRAM: Method(_ngram),
 }
 """By the names that vLLM's `method` and, for those with checkpoints, `speculators_model_type` have for them."""

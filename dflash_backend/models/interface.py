@@ -20,7 +20,8 @@ class PagedContext:
     positions: int64 `[num_tokens]`. slots: int64 `[num_tokens]`, where each token's KV goes.
     metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
     padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any case; torch
-    on a CPU pays for looking.)
+    on a CPU pays for looking.) row_index: int64 `[num_tokens]`, each token's place in its row; None where no layer
+    reads it.
     """
 
     positions: torch.Tensor
@@ -28,6 +29,7 @@ class PagedContext:
     backend: AttentionBackend
     metadata: Mapping[AttentionPattern, AttentionMetadata]
     padded: bool = False
+    row_index: torch.Tensor | None = None
 
     @classmethod
     def prepare(

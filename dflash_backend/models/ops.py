@@ -12,7 +12,16 @@ import torch
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.models.rope import Rotary
-from dflash_kernels import context_write, moe, moe_routing, prompt_lookup, qk_norm_rope_write, silu_mul
+from dflash_kernels import (
+    context_write,
+    grouped_conv,
+    moe,
+    moe_routing,
+    prompt_lookup,
+    qk_norm_rope_write,
+    selector_walk,
+    silu_mul,
+)
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.dispatch import use_triton
 
@@ -39,6 +48,8 @@ class LayerOps:
     route = staticmethod(moe_routing.route_reference)
     experts_mlp = staticmethod(moe.experts_mlp_reference)
     prompt_lookup = staticmethod(prompt_lookup.prompt_lookup_reference)
+    grouped_conv = staticmethod(grouped_conv.grouped_conv_reference)
+    selector_walk = staticmethod(selector_walk.selector_walk_reference)
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -86,6 +97,8 @@ if norms.triton is not None:
         route = staticmethod(moe_routing.route)
         experts_mlp = staticmethod(moe.experts_mlp)
         prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)
+        grouped_conv = staticmethod(grouped_conv.grouped_conv)
+        selector_walk = staticmethod(selector_walk.selector_walk)
 
         @staticmethod
         def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:

@@ -24,6 +24,7 @@ from dflash_kernels import (
     argmax,
     log_odds,
     logits_filter,
+    noisy_scores,
     prepare_draft,
     prepare_step,
     sample,
@@ -86,6 +87,7 @@ class DeviceStepOps:
         _prepare: Callable[..., Tensors] = staticmethod(prepare_step.prepare)
         _argmax: Callable[..., torch.Tensor] = staticmethod(argmax.argmax)
         _sample: Callable[..., torch.Tensor] = staticmethod(sample.sample)
+        _noisy_scores: Callable[..., torch.Tensor] = staticmethod(noisy_scores.noisy_scores)
         _log_odds: Callable[..., torch.Tensor] = staticmethod(log_odds.log_odds)
         _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
         _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
@@ -137,6 +139,12 @@ class DeviceStepOps:
     ) -> torch.Tensor:
         """The column chosen in each row of `logits`, as `drafters.base.SampleOps.sample`."""
         return self._sample(logits, temperature, seeds, positions.contiguous(), token_ids=token_ids)
+
+    def noisy_scores(
+        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The scores of all tokens, as `drafters.base.SampleOps.noisy_scores`."""
+        return self._noisy_scores(logits, temperature, seeds, positions.contiguous())
 
     def log_odds(self, logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """How sure the `logits` are of a column in each row, as `drafters.base.SampleOps.log_odds`."""
@@ -268,6 +276,7 @@ class HostStepOps(DeviceStepOps):
     _prepare = staticmethod(prepare_step.prepare_reference)
     _argmax = staticmethod(argmax.argmax_reference)
     _sample = staticmethod(sample.sample_reference)
+    _noisy_scores = staticmethod(noisy_scores.noisy_scores_reference)
     _log_odds = staticmethod(log_odds.log_odds_reference)
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend.config import asset_path
+from tests.drafters.drafts import make_dflash2
 from tests.speculators_checkpoint import rewrite
 from tests.tiny_models import make_draft, make_target
 
@@ -43,6 +44,15 @@ def inspected(cli):
 def change(directory: Path, **fields: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_dflash2_drafter_is_described_with_what_is_its_own(inspected, pair: tuple[Path, Path]) -> None:
+    target, draft = pair
+    make_dflash2(draft)
+    facts = inspected(target, "--draft", draft)["drafter"]["facts"]
+    assert facts["convolutions"] == "2 taps, groups of 8 channels"
+    assert facts["candidate selector"] == "the best 5 tokens of each position, edges of rank 6"
+    assert facts["block"] == "8 places: the anchor and up to 7 drafts"
 
 
 def test_a_target_is_described_with_what_it_needs(inspected) -> None:

@@ -193,8 +193,8 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
         batch = draft_batch(anchors, done, k, tables, drafter.placeholder_id)
         tokens = drafter.propose(batch, sampler).token_ids.split(k.tolist())
         for row, logits in enumerate(sampler.logits.split(k.tolist())):
-            expected = dense.logits(features[row, : done[row]], int(anchors[row]), int(k[row]))
-            found.append(Draft(logits, tokens[row].tolist(), expected, dense.tokens(expected)))
+            expected = dense.drafts(features[row, : done[row]], int(anchors[row]), int(k[row]))
+            found.append(Draft(logits, tokens[row].tolist(), *expected))
         accepted = rng.integers(1, k + 2)
 
 

@@ -7,12 +7,14 @@ import numpy as np
 import torch
 
 from dflash_kernels.context_write import context_write
+from dflash_kernels.grouped_conv import grouped_conv
 from dflash_kernels.moe import TILES, experts_mlp
 from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
 from dflash_kernels.paged_attention import PagedBatch, paged_attention
 from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
+from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.silu_mul import silu_mul
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
@@ -34,10 +36,21 @@ def launches() -> None:
     projected, caches = zeros(16, DRAFT_LAYERS * 2 * KV_HEADS * HEAD_DIM), torch.stack([cache] * DRAFT_LAYERS)
     context_write(projected, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM), 1e-6, table, table, numbers, numbers, caches)
 
+    convolve_and_walk()
     attend([16], causal=True)
     attend([16] * 128, causal=False)
     attend([2048, 16, 0], causal=True)
     route_to_experts()
+
+
+def convolve_and_walk(rank: int = 256, num_candidates: int = 16) -> None:
+    """Along one block of 8 queries, of whose drafts one after the other is chosen."""
+    kernels, block_index = zeros(8, 2, 2, HIDDEN // 16), torch.arange(8)
+    grouped_conv(zeros(8, HIDDEN), zeros(2, HIDDEN), kernels[:, 1], block_index)
+    scores, table = torch.zeros(7, num_candidates), zeros(64, rank)
+    ends, temperature = torch.tensor([0, 7]), torch.ones(7)
+    for divisor in (None, temperature):
+        selector_walk(scores, scores.long(), zeros(7, rank), table, table, ends[:1], ends, divisor)
 
 
 def attend(query_lens: list[int], causal: bool) -> None:

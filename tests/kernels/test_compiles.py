@@ -14,11 +14,13 @@ pytest.importorskip("triton.backends.nvidia", reason="this build of Triton canno
 FILES = {
     "model_launches": [
         "context_write",
+        "grouped_conv",
         "moe",
         "moe_routing",
         "paged_attention",
         "qk_norm_rope_write",
         "rms_norm",
+        "selector_walk",
         "silu_mul",
     ],
     "test_timestamp": ["timestamp"],

@@ -12,6 +12,7 @@ from dflash_kernels.argmax import argmax, argmax_reference
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.log_odds import log_odds, log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept, lowest_kept_reference
+from dflash_kernels.noisy_scores import noisy_scores, noisy_scores_reference
 from dflash_kernels.sample import sample, sample_reference
 from tests.kernels.inputs import DEVICE
 
@@ -303,3 +304,20 @@ def test_log_odds_have_bounds_whatever_the_logits_are() -> None:
     ids = torch.full((5,), 7)
     for found in (log_odds(logits.to(DEVICE), ids.to(DEVICE), TILE).cpu(), log_odds_reference(logits, ids)):
         assert found.tolist() == [8.0, -8.0, -8.0, -8.0, 8.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noisy_scores_are_those_that_sampling_takes_the_largest_of(dtype: torch.dtype) -> None:
+    """Past a tile's end too, and the logits themselves where there is no temperature."""
+    logits = randn(4, 2100).to(dtype)
+    temperature = torch.tensor([0.5, 0.0, 3.0, 1.0])
+    seeds, positions = torch.tensor([7, 8, 9, 2**62]), torch.tensor([0, 5, 70_000, 3])
+    expected = logits.float() / temperature.where(temperature > 0, 1.0)[:, None]
+    expected[[0, 2, 3]] += gumbel_reference(seeds, positions, torch.arange(2100))[[0, 2, 3]]
+    inputs = (logits, temperature, seeds, positions)
+    on_device = noisy_scores(*(each.to(DEVICE) for each in inputs)).cpu()
+    for scores in (noisy_scores_reference(*inputs), on_device):
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-5)
+        assert torch.equal(scores[1], logits[1].float())
+        assert scores.argmax(dim=-1).tolist() == sample_reference(*inputs).tolist()

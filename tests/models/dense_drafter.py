@@ -6,6 +6,7 @@ Shares no code with `dflash_backend.models`; of the checkpoint it takes the raw 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,40 +30,49 @@ class DenseDrafter:
     mask: torch.Tensor
     target_ids: list[int]
 
-    def logits(self, features: torch.Tensor, anchor: int, k: int) -> torch.Tensor:
-        """Logits of k draft tokens, float64 `[k, draft_vocab]`.
+    def drafts(self, features: torch.Tensor, anchor: int, k: int) -> tuple[torch.Tensor, list[int]]:
+        """Logits of k draft tokens, float64 `[k, draft_vocab]`, and the tokens, in the target's ids.
 
         features: `[n, L * target_hidden]` of all accepted tokens, which are the positions below the anchor's.
         """
+        logits = self.logits(self.outputs(features, anchor, k))
+        return logits, [self.target_ids[i] for i in logits.argmax(dim=-1).tolist()]
+
+    def outputs(self, features: torch.Tensor, anchor: int, k: int) -> torch.Tensor:
+        """Final-normed outputs of the mask queries, float64 `[k, hidden]`."""
         features = features.double()
         eps = self.spec.decoder.rms_norm_eps
         context = rms_norm(features @ self._weight("fc").T, self._weight("hidden_norm"), eps)
         x = torch.stack([self.embedding[anchor].double()] + [self.mask.double()] * k) * self.spec.input_embedding_scale
         for layer in range(self.spec.decoder.num_layers):
-            x = x + self._attention(layer, context, x)
-            x = x + self._mlp(layer, x)
-        normed = rms_norm(x[1:], self._weight("norm"), eps)
-        return self._shaped(normed @ self.head.double().T)
+            name = f"layers.{layer}."
+            normed = rms_norm(x, self._weight(name + "input_layernorm"), eps)
+            x = x + self._sublayer(
+                name + "attention", normed, lambda query, layer=layer: self._attention(layer, context, query)
+            )
+            normed = rms_norm(x, self._weight(name + "post_attention_layernorm"), eps)
+            x = x + self._sublayer(name + "mlp", normed, lambda query, layer=layer: self._mlp(layer, query))
+        return rms_norm(x[1:], self._weight("norm"), eps)
 
-    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+    def _sublayer(self, name: str, normed: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What a sublayer adds, `[1 + k, hidden]`, from its normed input."""
+        return run(normed)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Logits of final-normed outputs."""
         form = self.spec.logits
-        logits = logits * form.multiplier
+        logits = outputs @ self.head.double().T * form.multiplier
         if form.softcap is not None:
             logits = (logits / form.softcap).tanh() * form.softcap
         return logits * form.scale
 
-    def tokens(self, logits: torch.Tensor) -> list[int]:
-        """The most likely draft tokens, in the target's ids."""
-        return [self.target_ids[i] for i in logits.argmax(dim=-1).tolist()]
-
     def _weight(self, name: str) -> torch.Tensor:
         return self.tensors[f"{name}.weight"].double()
 
-    def _attention(self, layer: int, context: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _attention(self, layer: int, context: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         d = self.spec.decoder
         name = f"layers.{layer}.self_attn."
-        n, q = len(context), len(x)
-        normed = rms_norm(x, self._weight(f"layers.{layer}.input_layernorm"), d.rms_norm_eps)
+        n, q = len(context), len(normed)
         # The block's own keys come from the normed queries, the context's from the features without an input norm.
         sources = torch.cat([context, normed])
 
@@ -88,9 +98,8 @@ class DenseDrafter:
         """Positions of the anchor and the masks, after n tokens of context."""
         return n + torch.arange(q)
 
-    def _mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: int, normed: torch.Tensor) -> torch.Tensor:
         name = f"layers.{layer}."
-        normed = rms_norm(x, self._weight(name + "post_attention_layernorm"), self.spec.decoder.rms_norm_eps)
         gate, up = (normed @ self._weight(f"{name}mlp.{part}_proj").T for part in ("gate", "up"))
         return (gate * gate.sigmoid() * up) @ self._weight(name + "mlp.down_proj").T
 

@@ -23,6 +23,12 @@ class KeepsLogits(DraftSampler):
         self.logits = logits
         return super().choose(logits, positions, token_ids)
 
+    def top_candidates(
+        self, logits: torch.Tensor, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.logits = logits
+        return super().top_candidates(logits, positions, count)
+
 
 def draft_batch(
     anchors: np.ndarray, starts: np.ndarray, k: np.ndarray, tables: np.ndarray, placeholder: int

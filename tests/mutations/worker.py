@@ -22,10 +22,9 @@ WORKER_MUTANTS = (
     Mutant(
         "mask queries past the eighth are rotated as the eighth",
         f"{DFLASH}/drafter.py",
-        "            queries.positions,\n            queries.slots,",
-        "            torch.minimum(queries.positions, torch.from_numpy("
-        "(queries.layout.seq_lens - queries.layout.query_lens + 8).repeat(queries.layout.query_lens))),\n"
-        "            queries.slots,",
+        "queries.layout, queries.positions, queries.slots,",
+        "queries.layout, torch.minimum(queries.positions, torch.from_numpy("
+        "(queries.layout.seq_lens - queries.layout.query_lens + 8).repeat(queries.layout.query_lens))), queries.slots,",
         ("tests/drafters/test_dflash.py",),
     ),
     Mutant(

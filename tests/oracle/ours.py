@@ -13,12 +13,12 @@ import torch
 from dflash_backend import LLM
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import read_target
-from dflash_backend.drafters.base import ContextBatch
-from dflash_backend.drafters.dflash.drafter import DFlashDrafter, captured_layers
-from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.base import ContextBatch, LoadOptions
+from dflash_backend.drafters.dflash.drafter import captured_layers
 from dflash_backend.drafters.pairing import check_pair
-from dflash_backend.drafters.registry import read_draft
+from dflash_backend.drafters.registry import drafter_class, read_draft
 from dflash_backend.models import load_target
+from dflash_backend.models.ops import LayerOps
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.worker.batch import spans
 from tests.models.drafting import KeepsLogits, draft_batch, slots
@@ -33,23 +33,33 @@ REPOSITORY = Path(__file__).parents[2]
 DEMO_TARGET, DEMO_DRAFT = REPOSITORY / "demo/pair/target", REPOSITORY / "demo/pair/draft"
 
 
-@torch.inference_mode()
 def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step]) -> list[torch.Tensor]:
     """Logits of each step's drafts, float32 `[k, draft_vocab]`, through `inject` and `propose` over paged KV."""
+    return [logits for logits, _ in drafts(target, draft, features, steps)]
+
+
+@torch.inference_mode()
+def drafts(
+    target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step]
+) -> list[tuple[torch.Tensor, list[int]]]:
+    """As `draft_logits`, with each step's draft tokens."""
     target_spec, spec = read_target(target), read_draft(draft)
     check_pair(target_spec, spec)
-    model = DFlashModel.load(spec, MAX_POSITIONS, torch.float32, CPU)
+    options = LoadOptions(MAX_POSITIONS, torch.float32, CPU, lambda name, share: None, LayerOps())
+    make = drafter_class(spec).load(spec, options)
     target_model = load_target(target_spec, MAX_POSITIONS, torch.float32, CPU)
-    drafter = DFlashDrafter(model, target_model, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
+    drafter = make(target_model, caches(spec.decoder), TorchBackend(BLOCK_SIZE))
+    assert drafter.placeholder_id is not None
     tables, done, found = block_tables(1), np.zeros(1, dtype=np.int64), []
     for step in steps:
         rows, positions = spans(done, np.array([step.num_new]))
-        batch = ContextBatch(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
-        drafter.inject(batch)
+        context = ContextBatch(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        drafter.inject(context)
         done, k = done + step.num_new, np.array([step.k])
         sampler = KeepsLogits()
-        drafter.propose(draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id), sampler)
-        found.append(sampler.logits)
+        batch = draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id)
+        tokens = drafter.propose(batch, sampler).token_ids.tolist()
+        found.append((sampler.logits, tokens))
     return found
 
 

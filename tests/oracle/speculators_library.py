@@ -9,32 +9,19 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from tests.oracle import cases
+from tests.oracle import cases, dflash2_cases
 from tests.oracle.cases import SpeculatorsCase
 from tests.tiny_models import HIDDEN
 
 
 def build(case: SpeculatorsCase, target: Path) -> Any:
     """The library's DFlash model with the weights of the case, its verifier's embedding and LM head."""
-    from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
 
-    layer = Qwen3Config(**{k: v for k, v in cases.drafter_config().items() if k != "model_type"}, **case.layer)
-    layer._attn_implementation = "eager"
     config = DFlashSpeculatorConfig(
-        transformer_layer_config=layer,
+        **_config_fields("dflash", target, case.layer, case.block_size),
         draft_vocab_size=len(cases.DRAFT_VOCAB) if case.small_vocabulary else cases.VOCAB_SIZE,
-        block_size=case.block_size,
-        aux_hidden_state_layer_ids=[i + 1 for i in cases.TARGET_LAYER_IDS],
-        mask_token_id=cases.MASK_TOKEN_ID,
         sliding_window_non_causal=case.non_causal,
-        speculators_config=SpeculatorsConfig(
-            algorithm="dflash",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=case.block_size - 1)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=str(target), architectures=["Qwen3ForCausalLM"]),
-        ),
     )
     model = DFlashDraftModel(config=config)
     if case.small_vocabulary:
@@ -45,13 +32,65 @@ def build(case: SpeculatorsCase, target: Path) -> Any:
     return model.float().eval()
 
 
-@torch.inference_mode()
+def build_dflash2(case: str, target: Path) -> Any:
+    """The library's DFlash2 model of a case of `dflash2_cases.SPECULATORS`."""
+    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+
+    fields = _config_fields("dflash2", target, dflash2_cases.SPECULATORS[case], dflash2_cases.BLOCK_SIZE)
+    config = DFlash2SpeculatorConfig(**fields, draft_vocab_size=cases.VOCAB_SIZE, **dflash2_cases.OWN)
+    model = DFlash2DraftModel(config=config)
+    model.load_state_dict(dflash2_cases.tensors(), strict=False)
+    model.load_verifier_weights()
+    return model.float().eval()
+
+
+def _config_fields(algorithm: str, target: Path, layer: dict[str, Any], block_size: int) -> dict[str, Any]:
+    """What the configs of both methods have, with these fields of the decoder's own."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    decoder = Qwen3Config(**{k: v for k, v in cases.drafter_config().items() if k != "model_type"}, **layer)
+    decoder._attn_implementation = "eager"
+    return {
+        "transformer_layer_config": decoder,
+        "block_size": block_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in cases.TARGET_LAYER_IDS],
+        "mask_token_id": cases.MASK_TOKEN_ID,
+        "speculators_config": SpeculatorsConfig(
+            algorithm=algorithm,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=block_size - 1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=str(target), architectures=["Qwen3ForCausalLM"]),
+        ),
+    }
+
+
 def draft_logits(model: Any, name: str, anchors: tuple[int, ...], num_tokens: int) -> torch.Tensor:
     """Logits of the masks of the block at each anchor of one sequence, float32 `[anchors, block - 1, draft_vocab]`."""
+    return _run_blocks(model, name, anchors, num_tokens)[1]
+
+
+@torch.inference_mode()
+def dflash2_drafts(
+    model: Any, name: str, anchors: tuple[int, ...], num_tokens: int
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """As `draft_logits`, and the greedy drafts of each block: the library selects for one predecessor at a time."""
+    hidden, logits = _run_blocks(model, name, anchors, num_tokens)
+    previous, path = cases.token_ids(num_tokens)[list(anchors)], []
+    for i in range(logits.shape[1]):
+        candidates, scores = model.candidate_selector.select(logits[:, i], hidden[:, i], previous)
+        previous = candidates.gather(-1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+        path.append(previous)
+    return logits, torch.stack(path, dim=1).tolist()
+
+
+@torch.inference_mode()
+def _run_blocks(model: Any, name: str, anchors: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Final-normed outputs and logits of the masks of each block."""
     ids = cases.token_ids(num_tokens)
     loss_mask = torch.zeros(1, num_tokens)
     loss_mask[0, list(anchors)] = 1
-    _, logits, *_ = model._backbone_forward(
+    hidden, logits, *_ = model._backbone_forward(
         cases.features(name, num_tokens)[None],
         ids[None],
         loss_mask,
@@ -59,7 +98,8 @@ def draft_logits(model: Any, name: str, anchors: tuple[int, ...], num_tokens: in
         torch.zeros(1, num_tokens, dtype=torch.long),
         max_anchors=len(anchors),
     )
-    return logits.view(len(anchors), model.block_size, -1)[:, 1:].float()
+    blocks = (each.view(len(anchors), model.block_size, -1)[:, 1:].float() for each in (hidden, logits))
+    return next(blocks), next(blocks)
 
 
 def config_of(directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.oracle import cases, speculators_library, write_golden
+from tests.oracle import cases, dflash2_cases, ours, speculators_library, write_golden, zlab
 from tests.oracle.write_golden import GOLDEN
 
 NOT_INSTALLED = "the oracle packages are not installed; run make oracle"
@@ -31,6 +31,7 @@ def needs(package: str) -> pytest.MarkDecorator:
     [
         pytest.param(write_golden.zlab_results, "zlab", marks=needs("dflash")),
         pytest.param(write_golden.speculators_results, "speculators", marks=needs("speculators")),
+        pytest.param(write_golden.dflash2_results, "dflash2", marks=[needs("dflash"), needs("speculators")]),
     ],
 )
 def test_a_package_computes_and_writes_what_golden_holds(results: Results, name: str, tmp_path: Path) -> None:
@@ -43,6 +44,29 @@ def test_a_package_computes_and_writes_what_golden_holds(results: Results, name:
     assert {field: value for field, value in data.items() if field != "versions"} == {
         field: value for field, value in golden.items() if field != "versions"
     }
+
+
+@needs("dflash")
+@pytest.mark.parametrize("saved", ["as loaded", "as made new"])
+def test_logits_at_every_context_length_are_those_of_the_authors_dflash2(saved: str, tmp_path: Path) -> None:
+    """Of a checkpoint that their code saves, which names two tensors by whether the model was loaded or made new."""
+    from dflash.model import DFlash2DraftModel
+
+    target = cases.write_target(tmp_path / "target")
+    draft, out = dflash2_cases.write_zlab(tmp_path / "draft", dflash2_cases.GROWING), tmp_path / "saved"
+    _, drafter = zlab.load_pair(target, draft)
+    if saved == "as made new":
+        made = DFlash2DraftModel(drafter.config)
+        made.load_state_dict(drafter.state_dict())
+        drafter = made
+    drafter.save_pretrained(out)
+    steps = dflash2_cases.growing_steps()
+    found = ours.drafts(target, out, cases.features("growing", dflash2_cases.LENGTHS), steps)
+    for (logits, tokens), (their_logits, their_tokens) in zip(
+        found, zlab.drafts(target, draft, "growing", steps), strict=True
+    ):
+        torch.testing.assert_close(logits, their_logits, **TOLERANCE)
+        assert tokens == their_tokens
 
 
 @needs("speculators")

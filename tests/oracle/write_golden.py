@@ -7,7 +7,9 @@ the results.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.oracle import cases, ours, speculators_library, zlab
+from tests.oracle import cases, dflash2_cases, ours, speculators_library, zlab
 
 GOLDEN = Path(__file__).parent / "golden"
 FEATURE_LAYERS = [1, 2, 4]
@@ -56,10 +58,47 @@ def speculators_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[st
     return tensors, {"versions": versions("speculators"), "configs": configs, "tensors": names}
 
 
+def dflash2_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and JSON data, of both packages."""
+    target = cases.write_target(scratch / "target")
+    tensors: dict[str, torch.Tensor] = {}
+    drafts: dict[str, Any] = {}
+    configs, names = {}, {}
+    for case in dflash2_cases.ZLAB:
+        draft = dflash2_cases.write_zlab(scratch / case, case)
+        found = zlab.drafts(target, draft, case, dflash2_cases.STEPS)
+        tensors |= {f"{case}/{i}": logits.contiguous() for i, (logits, _) in enumerate(found)}
+        drafts[case] = [as_text(tokens) for _, tokens in found]
+    _, drafter = zlab.load_pair(target, scratch / dflash2_cases.GROWING)
+    drafter.save_pretrained(scratch / "saved")
+    configs["zlab"], names["zlab"] = saved(scratch / "saved")
+    grown = zlab.drafts(target, scratch / "saved", "growing", dflash2_cases.growing_steps())
+    tensors |= {f"growing/{n}": grown[n - 1][0].contiguous() for n in dflash2_cases.KEPT}
+    drafts["growing"] = [as_text(tokens) for _, tokens in grown]
+    for name in dflash2_cases.SPECULATORS:
+        model = speculators_library.build_dflash2(name, target)
+        logits, paths = speculators_library.dflash2_drafts(model, name, cases.ANCHORS, cases.NUM_TOKENS)
+        tensors[name], drafts[name] = logits.contiguous(), [as_text(tokens) for tokens in paths]
+        model.save_pretrained(str(scratch / name))
+        configs[name], names[name] = saved(scratch / name)
+    return tensors, {
+        "versions": versions("dflash") | versions("speculators"),
+        "configs": configs,
+        "tensors": names,
+        "drafts": drafts,
+    }
+
+
+def as_text(tokens: list[int]) -> str:
+    """Token ids below 256, two digits each."""
+    return bytes(tokens).hex()
+
+
 def saved(directory: Path) -> tuple[dict[str, Any], list[str]]:
     """The config of a checkpoint, without the path of its verifier on this machine, and its tensors' names."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config["speculators_config"]["verifier"]["name_or_path"] = "TARGET"
+    if "speculators_config" in config:
+        config["speculators_config"]["verifier"]["name_or_path"] = "TARGET"
     with safe_open(directory / "model.safetensors", "pt") as tensors:
         return config, sorted(tensors.keys())
 
@@ -75,10 +114,14 @@ def golden_json(name: str) -> dict[str, Any]:
     return data
 
 
-def main() -> None:
-    """Entry point."""
+RESULTS = {"zlab": zlab_results, "speculators": speculators_results, "dflash2": dflash2_results}
+
+
+def main(names: Sequence[str]) -> None:
+    """Entry point. names: of the files to write, all where there are none."""
     GOLDEN.mkdir(exist_ok=True)
-    for name, results in (("zlab", zlab_results), ("speculators", speculators_results)):
+    for name in names or RESULTS:
+        results = RESULTS[name]
         with tempfile.TemporaryDirectory() as scratch:
             tensors, data = results(Path(scratch))
         save_file(tensors, GOLDEN / f"{name}.safetensors")
@@ -88,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

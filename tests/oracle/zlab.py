@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,27 @@ from tests.oracle.cases import Step, features
 
 def load_pair(target: Path, draft: Path) -> tuple[Any, Any]:
     """The target of `transformers`, and the authors' drafter."""
-    from dflash.model import DFlashDraftModel
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    drafter = DFlashDraftModel(AutoConfig.from_pretrained(draft)).eval()
+    config = AutoConfig.from_pretrained(draft)
+    if config.architectures == [DFlash2DraftModel.__name__]:
+        return model, DFlash2DraftModel.from_pretrained(draft, dtype=torch.float32).eval()
+    drafter = DFlashDraftModel(config).eval()
     drafter.load_state_dict({name: tensor.float() for name, tensor in load_file(draft / "model.safetensors").items()})
     return model, drafter
 
 
-@torch.inference_mode()
-def draft_logits(target: Path, draft: Path, case: str, steps: tuple[Step, ...]) -> list[torch.Tensor]:
+def draft_logits(target: Path, draft: Path, case: str, steps: Sequence[Step]) -> list[torch.Tensor]:
     """Logits of each step's drafts, float32 `[k, vocab]`: the loop of `dflash_generate`, with given features in place
     of the target's and given tokens accepted."""
-    from dflash.model import _crop_to, _draft_value, _make_cache, _output_head, _raw_input_embeddings
+    return [logits for logits, _ in drafts(target, draft, case, steps)]
+
+
+@torch.inference_mode()
+def drafts(target: Path, draft: Path, case: str, steps: Sequence[Step]) -> list[tuple[torch.Tensor, list[int]]]:
+    """As `draft_logits`, with each step's greedy draft tokens."""
+    from dflash.model import DFlash2DraftModel, _crop_to, _draft_value, _make_cache, _output_head, _raw_input_embeddings
 
     model, drafter = load_pair(target, draft)
     cache = _make_cache(drafter.config)
@@ -45,7 +54,11 @@ def draft_logits(target: Path, draft: Path, case: str, steps: tuple[Step, ...]) 
             use_cache=True,
         )[:, -step.k :]
         _crop_to(cache, start)
-        found.append(drafter.compute_logits(hidden, _output_head(model))[0])
+        logits = drafter.compute_logits(hidden, _output_head(model))
+        tokens = logits.argmax(dim=-1)
+        if isinstance(drafter, DFlash2DraftModel):
+            tokens, *_ = drafter.propose(hidden, block[:, 0], _output_head(model), 0.0)
+        found.append((logits[0], tokens[0].tolist()))
     return found
 
 

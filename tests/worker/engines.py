@@ -24,6 +24,7 @@ class ReferenceStepOps(DeviceStepOps):
     _prepare = staticmethod(HostStepOps._prepare)
     _argmax = staticmethod(HostStepOps._argmax)
     _sample = staticmethod(HostStepOps._sample)
+    _noisy_scores = staticmethod(HostStepOps._noisy_scores)
     _log_odds = staticmethod(HostStepOps._log_odds)
     _lowest_kept = staticmethod(HostStepOps._lowest_kept)
     _accept = staticmethod(HostStepOps._accept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,14 @@ from dflash_backend.drafters.base import (
     DraftBatch,
     Drafter,
     DrafterFactory,
+    DraftQueries,
     Drafts,
     DraftSampler,
     LoadOptions,
 )
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
-from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights, is_unused
+from dflash_backend.drafters.dflash.model import DFlashModel, is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
 
 
@@ -36,6 +38,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     hit_trim = 0
     reads_next_tokens = False
     placeholder_id: int
+    model_class: ClassVar[type[DFlashModel]] = DFlashModel
 
     def __init__(
         self, model: DFlashModel, target: TargetModel, caches: list[KVLayer], backend: AttentionBackend
@@ -53,7 +56,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     def check_weights(cls, spec: DFlashSpec) -> dict[str, TensorHeader]:
         headers = check_weights(
             spec.path,
-            lambda source: DFlashWeights.read(source, spec),
+            lambda source: cls.model_class.weights_class.read(source, spec),
             ignored=lambda name: is_unused(spec, name),
         )
         if spec.has_mask_embedding:
@@ -62,7 +65,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
 
     @classmethod
     def load(cls, spec: DFlashSpec, options: LoadOptions) -> DrafterFactory:
-        return partial(cls, DFlashModel.load(spec, **vars(options)))
+        return partial(cls, cls.model_class.load(spec, **vars(options)))
 
     def inject(self, batch: ContextBatch) -> None:
         self.model.inject(batch.features, batch.positions, batch.slots, self.caches, batch.padded)
@@ -73,18 +76,18 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         queries = batch.queries
         assert queries is not None
         embeddings = self._embed(queries.token_ids)
-        context = PagedContext.prepare(
-            queries.layout,
-            queries.positions,
-            queries.slots,
-            self.backend,
-            self.model.patterns,
-            embeddings.dtype,
-            queries.padded,
+        hidden = self.model.forward(embeddings, self._context(queries, embeddings.dtype), self.caches)
+        return self._choose(queries.of_drafts(hidden), queries, sampler)
+
+    def _context(self, queries: DraftQueries, dtype: torch.dtype) -> PagedContext:
+        """What the pass needs beside the embeddings, of this dtype."""
+        return PagedContext.prepare(
+            queries.layout, queries.positions, queries.slots, self.backend, self.model.patterns, dtype, queries.padded
         )
-        hidden = self.model.forward(embeddings, context, self.caches)
-        positions = queries.of_drafts(queries.positions)
-        return sampler.choose(self._head(queries.of_drafts(hidden)), positions, self.model.id_map)
+
+    def _choose(self, hidden: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
+        """The drafts, from their final-normed outputs `[num_drafts, hidden]`."""
+        return sampler.choose(self._head(hidden), queries.of_drafts(queries.positions), self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,

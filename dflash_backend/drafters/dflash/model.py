@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from dflash_backend.attention import KVLayer
+from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.files import MASK_EMBEDDING, read_headers
 from dflash_backend.checkpoints.spec import CheckpointError
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
@@ -65,6 +66,9 @@ class DFlashModel:
     `[draft_vocab_size]`, the target's id of each draft id; None where they are the same.
     """
 
+    weights_class: ClassVar[type[DFlashWeights]] = DFlashWeights
+    spec: DFlashSpec
+
     def __init__(
         self, spec: DFlashSpec, weights: DFlashWeights, max_positions: int, ops: LayerOps | None = None
     ) -> None:
@@ -85,10 +89,7 @@ class DFlashModel:
         self.ops = ops or select_ops(device)
         self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
         self.patterns = draft_patterns(spec)
-        self.layers = [
-            DecoderLayer(spec.decoder, layer, pattern, self.ops)
-            for layer, pattern in zip(weights.layers, self.patterns, strict=True)
-        ]
+        self.layers = [self._layer(weights, index, pattern) for index, pattern in enumerate(self.patterns)]
         # The KV rows of every layer's projection as one product: context KV of all layers.
         query = spec.decoder.query_size
         self.context_kv = Linear.stacked([layer.qkv.rows(slice(query, None)) for layer in weights.layers])
@@ -108,13 +109,17 @@ class DFlashModel:
         """Load the drafter in `spec.path`. Raises `CheckpointError`."""
         weights = load_weights(
             spec.path,
-            lambda source: DFlashWeights.read(source, spec),
+            lambda source: cls.weights_class.read(source, spec),
             dtype,
             device,
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
         )
         return cls(spec, weights, max_positions, ops)
+
+    def _layer(self, weights: DFlashWeights, index: int, pattern: AttentionPattern) -> DecoderLayer:
+        """Layer `index` of the stack."""
+        return DecoderLayer(self.spec.decoder, weights.layers[index], pattern, self.ops)
 
     def inject(
         self,
