@@ -24,8 +24,9 @@ from dflash_backend.attention.interface import (
     DeviceLengths,
     KVLayer,
 )
-from dflash_kernels.paged_attention import PagedBatch, paged_attention
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, launch_variants, plan_launches
+from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
+from dflash_kernels.paged_attention_launch import HeadShape, launch_variants, plan_launches
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,12 +44,14 @@ class TritonMetadata(AttentionMetadata):
     query_lens: np.ndarray
     seq_lens: np.ndarray
     pattern: AttentionPattern
+    block_size: int
+    max_overestimate: int
     every_variant: bool = False
-    launches: dict[HeadShape, list[tuple[Launch, torch.Tensor | None]]] = field(default_factory=dict)
+    launches: dict[HeadShape, list[PreparedLaunch]] = field(default_factory=dict)
     outputs: dict[HeadShape, torch.Tensor] = field(default_factory=dict)
 
-    def launches_for(self, shape: HeadShape) -> list[tuple[Launch, torch.Tensor | None]]:
-        """The launches for heads of this shape, with their tiles on the device.
+    def launches_for(self, shape: HeadShape) -> list[PreparedLaunch]:
+        """The launches for heads of this shape, with what they read on the device.
 
         Rows with one bound on their queries, as a captured graph has them, need no tiles, so nothing is copied."""
         if shape not in self.launches:
@@ -57,10 +60,11 @@ class TritonMetadata(AttentionMetadata):
             if self.every_variant:
                 planned = launch_variants(self.query_lens, shape)
             else:
-                planned = plan_launches(self.query_lens, self.seq_lens, shape, causal, window, num_sms(device))
-            self.launches[shape] = [
-                (launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned
-            ]
+                planned = plan_launches(
+                    self.query_lens, self.seq_lens, shape, causal, window, num_sms(device), self.max_overestimate
+                )
+            tiled = [(launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned]
+            self.launches[shape] = prepare_launches(tiled, self.rows, shape.group, self.block_size, causal, window)
         return self.launches[shape]
 
 
@@ -95,7 +99,15 @@ class TritonBackend(AttentionBackend):
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
         exact = layout.device or exact_rows(layout)
         rows = PagedBatch(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
-        return TritonMetadata(rows, layout.query_lens, layout.seq_lens, pattern, self._every_variant)
+        return TritonMetadata(
+            rows,
+            layout.query_lens,
+            layout.seq_lens,
+            pattern,
+            self.block_size,
+            layout.max_overestimate,
+            self._every_variant,
+        )
 
     def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
         """As `AttentionBackend.attend`. The output is valid until the next layer of the forward pass attends."""

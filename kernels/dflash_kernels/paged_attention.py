@@ -1,9 +1,11 @@
 """Attention of a few queries, or of a prefill chunk, over paged KV.
 
-One program attends a tile of one row's queries with all query heads of one KV head (so that KV are read once for
-the whole group) over one split of the context. With more than one split, each leaves a partial result and the log of
-its softmax's denominator, and a second kernel merges them (FlashDecoding). `paged_attention_launch.py` chooses tiles
-and splits from bounds; the real lengths are read on the device, so a captured graph serves every length.
+A tile is some of one row's queries with all query heads of one KV head, so that KV are read once for the whole group.
+Where tiles are many and alike, a program attends one. Otherwise a fixed number of programs, the workers, share all
+contexts out evenly (`attention_schedule`): what a worker has of a tile is whole, and written at once, or a piece, of
+which it leaves a partial result and the log of its softmax's denominator for a second kernel to merge (FlashDecoding).
+`paged_attention_launch.py` chooses tiles and workers from bounds; the real lengths are read on the device, so a
+captured graph serves every length.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_kernels.attention_schedule import BLOCK, PagedBatch
 from dflash_kernels.paged_attention_launch import Launch, power_of_two
 
 try:
@@ -24,25 +27,18 @@ LOG2_E = 1.4426950408889634
 
 # What changes from step to step must not have Triton compile a kernel anew: these arguments keep one type, whatever
 # their value or alignment. Layouts of rows are slices of one buffer.
-STEP_NUMBERS = ["num_tiles", "num_splits", "query_bound", "table_width", "table_stride"]
+STEP_NUMBERS = ["num_tiles", "query_bound", "table_width", "table_stride"]
 STEP_POINTERS = ["start_ptr", "query_lens_ptr", "seq_lens_ptr", "tables_ptr", "tiles_ptr"]
-# Splits that are merged at a time.
-MERGE_BLOCK = 16
 
 
 @dataclass(frozen=True)
-class PagedBatch:
-    """Rows of queries and where their KV lie.
+class PreparedLaunch:
+    """A launch with what it reads on the device: int32 `[3, num_tiles]`, its tiles where it has a table of them, and
+    its schedule (`attention_schedule`) where it has workers."""
 
-    query_start, query_lens, seq_lens: int32 `[num_rows]`: row r has the queries of tokens `[query_start[r],
-    query_start[r] + query_lens[r])`, the last of them at position `seq_lens[r] - 1`; a padding row has lengths of 0.
-    block_tables: int32 or int64 `[num_rows, width]`: positions past the table's width do not exist.
-    """
-
-    query_start: torch.Tensor
-    query_lens: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
+    launch: Launch
+    tiles: torch.Tensor | None
+    schedule: torch.Tensor | None
 
 
 def paged_attention_reference(
@@ -74,6 +70,8 @@ def paged_attention_reference(
 
 
 if triton is not None:
+    from dflash_kernels.attention_merge import merge, store_piece, store_tile
+    from dflash_kernels.attention_schedule import schedule, tile_span
 
     @triton.jit
     def _tile(tile, tiles_ptr, num_tiles, query_len, PER_TILE: tl.constexpr, MAPPED: tl.constexpr):
@@ -90,40 +88,10 @@ if triton is not None:
         return row, first, last
 
     @triton.jit
-    def _span(first, last, query_len, seq_len, table_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-        """The positions `[begin, end)` that any of the queries `[first, last)` sees; `end <= begin` for none."""
-        offset = seq_len - query_len
-        last_position = offset + tl.minimum(last, query_len) - 1
-        begin = 0
-        end = seq_len
-        if CAUSAL:
-            end = last_position + 1
-        if WINDOW > 0:
-            begin = tl.maximum(offset + first - WINDOW + 1, 0)
-            end = tl.minimum(end, last_position + WINDOW)
-        end = tl.minimum(end, table_len)
-        # A tile past the end of its row, or a padding row.
-        end = tl.where(first < query_len, end, begin)
-        return begin, end
-
-    @triton.jit
-    def _chunk(begin, end, num_splits, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr):
-        """How many positions a split has, when the real context has `[begin, end)`."""
-        share = tl.cdiv(tl.maximum(end - begin, 0), num_splits)
-        return tl.maximum(tl.cdiv(share, BLOCK_N) * BLOCK_N, SMALLEST)
-
-    @triton.jit
-    def _split_span(begin, end, split, num_splits, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr):
-        """The positions `[begin, end)` of one split."""
-        chunk = _chunk(begin, end, num_splits, BLOCK_N, SMALLEST)
-        begin = begin + split * chunk
-        return begin, tl.minimum(begin + chunk, end)
-
-    @triton.jit
     def _lines(first, kv_head, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
         """Lines of a tile, each a query and one of the heads of the group: `[BLOCK_M]` each."""
         m = tl.arange(0, BLOCK_M)
-        return m, first + m // GROUP, kv_head * GROUP + m % GROUP
+        return first + m // GROUP, kv_head * GROUP + m % GROUP
 
     @triton.jit
     def _dot(a, b, acc, WIDEN: tl.constexpr):
@@ -172,35 +140,16 @@ if triton is not None:
         return new_top, total, acc
 
     @triton.jit
-    def _store_split(acc, top, total, line, is_query, in_head, d, partial_ptr, lse_ptr, HEAD_DIM: tl.constexpr):
-        """Leave a split's result and the log of its softmax's denominator for the merge."""
-        lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-        tl.store(lse_ptr + line, lse, mask=is_query)
-        tl.store(partial_ptr + (line * HEAD_DIM)[:, None] + d[None, :], acc, mask=is_query[:, None] & in_head)
-
-    @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
-    def _attend_kernel(
-        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, partial_ptr,
-        lse_ptr, scale, num_tiles, num_splits, query_bound, table_width, table_stride, token_stride, head_stride,
-        block_stride, slot_stride, value_stride, kv_head_stride,
-        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr,
-        SPLIT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    def _attend_tile(
+        query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end, scale,
+        table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
+        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
-        """A tile of queries, the heads of one KV head, one split. `scale` includes log2(e): powers are of two."""
-        tile = tl.program_id(0) // KV_HEADS
-        kv_head = tl.program_id(0) % KV_HEADS
-        split = tl.program_id(1)
-        row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
-        query_len = tl.load(query_lens_ptr + row)
-        seq_len = tl.load(seq_lens_ptr + row)
-        begin, end = _span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
-        if SPLIT:
-            begin, end = _split_span(begin, end, split, num_splits, BLOCK_N, SMALLEST)
-            if begin >= end:
-                return  # the merge reads only the splits that have positions
-
-        m, query, head = _lines(first, kv_head, BLOCK_M, GROUP)
+        """A tile's queries over the positions `[begin, end)`: the attention, 0 where a line saw nothing or is no
+        query's, each line's maximum, its sum of weights, token and head, and whether it is a query's. `scale` includes
+        log2(e): powers are of two."""
+        query, head = _lines(first, kv_head, BLOCK_M, GROUP)
         d = tl.arange(0, BLOCK_D)
         in_head = d[None, :] < HEAD_DIM
         is_query = query < tl.minimum(last, query_len)
@@ -220,123 +169,183 @@ if triton is not None:
                 block_stride, slot_stride, value_stride, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
             )  # fmt: skip
         acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
-        if not SPLIT:
-            out_offsets = ((token * (KV_HEADS * GROUP) + head) * HEAD_DIM)[:, None] + d[None, :]
-            tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & in_head)
-        else:
-            line = ((tl.program_id(0) * BLOCK_M + m).to(tl.int64)) * num_splits + split
-            _store_split(acc, top, total, line, is_query, in_head, d, partial_ptr, lse_ptr, HEAD_DIM)
+        return acc, top, total, token, head, is_query
 
-    @triton.jit(do_not_specialize=STEP_NUMBERS[:-1], do_not_specialize_on_alignment=STEP_POINTERS)
-    def _merge_kernel(
-        start_ptr, query_lens_ptr, seq_lens_ptr, tiles_ptr, out_ptr, partial_ptr, lse_ptr, num_tiles, num_splits,
-        query_bound, table_width,
+    @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
+    def _attend_kernel(
+        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, scale, num_tiles,
+        query_bound, table_width, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
+        kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SMALLEST: tl.constexpr,
-        BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+        WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
-        """One query and head: the splits' partial results, weighted by their shares of the softmax's denominator."""
+        """One program attends one tile, for the heads of one KV head."""
         tile = tl.program_id(0) // KV_HEADS
         kv_head = tl.program_id(0) % KV_HEADS
-        m = tl.program_id(1)
         row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
-        query = first + m // GROUP
         query_len = tl.load(query_lens_ptr + row)
-        if query >= tl.minimum(last, query_len):
-            return  # what lies behind the row's own queries belongs to the next one
         seq_len = tl.load(seq_lens_ptr + row)
-        begin, end = _span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
-        used = tl.cdiv(tl.maximum(end - begin, 0), _chunk(begin, end, num_splits, BLOCK_N, SMALLEST))
+        begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
+        acc, _, _, token, head, is_query = _attend_tile(
+            query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end,
+            scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
+            GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+        )  # fmt: skip
+        store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
 
-        d = tl.arange(0, BLOCK_D)
-        s = tl.arange(0, BLOCK_S)
-        line = ((tl.program_id(0) * BLOCK_M + m).to(tl.int64)) * num_splits
-        top = float("-inf")
-        total = 0.0
-        acc = tl.zeros([BLOCK_D], tl.float32)
-        for base in range(0, used, BLOCK_S):
-            there = base + s < used
-            lse = tl.load(lse_ptr + line + base + s, mask=there, other=float("-inf"))
-            offsets = (line + base + s)[:, None] * HEAD_DIM + d[None, :]
-            partial = tl.load(partial_ptr + offsets, mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(lse - finite_top)
-            shrink = tl.exp2(top - finite_top)
-            total = total * shrink + tl.sum(weights, 0)
-            acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
-            top = new_top
-        acc = acc / tl.where(total > 0, total, 1.0)
-        token = (tl.load(start_ptr + row) + query).to(tl.int64)
-        out_offsets = (token * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP) * HEAD_DIM + d
-        tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    @triton.jit(
+        do_not_specialize=STEP_NUMBERS[:1] + STEP_NUMBERS[2:], do_not_specialize_on_alignment=STEP_POINTERS[:-1]
+    )
+    def _attend_shares_kernel(
+        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr, partial_ptr,
+        lse_ptr, scale, num_tiles, table_width, table_stride, token_stride, head_stride, block_stride, slot_stride,
+        value_stride, kv_head_stride,
+        KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+        WINDOW: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One program attends one worker's share of the schedule, for the heads of one KV head: the end of a tile,
+        whole tiles, the beginning of another, or any of these."""
+        worker = tl.program_id(0) // KV_HEADS
+        kv_head = tl.program_id(0) % KV_HEADS
+        share = tl.load(schedule_ptr)
+        at = worker * share
+        stop = tl.minimum(at + share, tl.load(schedule_ptr + num_tiles))
+        tile = 0
+        if at < stop:
+            for base in range(0, num_tiles, BLOCK):
+                number = base + tl.arange(0, BLOCK)
+                ends = tl.load(schedule_ptr + 1 + number, mask=number < num_tiles, other=stop)
+                tile += tl.sum((ends <= at).to(tl.int32), 0)
+        while at < stop:
+            tile_begin = tl.load(schedule_ptr + tile, mask=tile > 0, other=0)
+            tile_end = tl.load(schedule_ptr + 1 + tile)
+            row = tl.load(schedule_ptr + 1 + num_tiles + tile)
+            first = tl.load(schedule_ptr + 1 + 2 * num_tiles + tile)
+            last = tl.load(schedule_ptr + 1 + 3 * num_tiles + tile)
+            query_len = tl.load(query_lens_ptr + row)
+            seq_len = tl.load(seq_lens_ptr + row)
+            begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
+            piece_end = tl.minimum(tile_end, stop)
+            end = tl.minimum(end, begin + (piece_end - tile_begin) * BLOCK_N)
+            begin += (at - tile_begin) * BLOCK_N
+            acc, top, total, token, head, is_query = _attend_tile(
+                query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end,
+                scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
+                kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+            )  # fmt: skip
+            if (at == tile_begin) & (piece_end == tile_end):
+                store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+            else:
+                # A worker has two pieces at most: the last one of a tile that began before, and the first of another.
+                slot = 2 * worker + (tile_begin >= worker * share).to(tl.int32)
+                line = ((slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+                store_piece(acc, top, total, line, is_query, partial_ptr, lse_ptr, HEAD_DIM, BLOCK_D)
+            at = piece_end
+            tile += 1
 
     # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
     INTERPRETED = not isinstance(_attend_kernel, triton.JITFunction)
+
+    def prepare_launches(
+        launches: list[tuple[Launch, torch.Tensor | None]],
+        rows: PagedBatch,
+        group: int,
+        block_size: int,
+        causal: bool,
+        window: int | None,
+    ) -> list[PreparedLaunch]:
+        """The launches of `plan_launches` for these rows, each with its tiles on the device, and with its schedule: for
+        all layers of a forward pass that have the same heads and pattern."""
+        return [
+            PreparedLaunch(
+                launch,
+                tiles,
+                schedule(rows, launch, tiles, group, block_size, causal, window) if launch.num_workers else None,
+            )
+            for launch, tiles in launches
+        ]
 
     def paged_attention(
         query: torch.Tensor,
         cache: torch.Tensor,
         rows: PagedBatch,
-        launches: list[tuple[Launch, torch.Tensor | None]],
+        launches: list[PreparedLaunch],
         causal: bool,
         window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention_reference`, without a wait for the device.
 
-        `launches` are those of `plan_launches` for these rows and heads, each with its tiles on the device. Heads and
-        the elements of a head must be contiguous in `cache`, the elements of a head in `query`. out: where the output
-        is written; tokens that are no row's are left as they are there. None: a new tensor, zeros for those.
+        `launches` are those of `prepare_launches` for these rows and heads. Heads and the elements of a head must be
+        contiguous in `cache`, the elements of a head in `query`. out: where the output is written; tokens that are no
+        row's are left as they are there. None: a new tensor, zeros for those.
         """
         if out is None:
             out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
-        for launch, tiles in launches:
-            _launch(query, cache, rows, launch, tiles, causal, window, out)
+        num_heads, head_dim = query.shape[1:]
+        block_size, num_kv_heads = cache.shape[1], cache.shape[3]
+        heads = {
+            "KV_HEADS": num_kv_heads,
+            "GROUP": num_heads // num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(power_of_two(head_dim), 16),
+        }
+        for prepared in launches:
+            tiling = prepared.launch.tiling
+            options = {
+                **heads,
+                "BLOCK_SIZE": block_size,
+                "BLOCK_M": tiling.block_m,
+                "BLOCK_N": tiling.block_n,
+                "CAUSAL": causal,
+                "WINDOW": window or 0,
+                "WIDEN": INTERPRETED,
+                "num_warps": tiling.num_warps,
+                "num_stages": tiling.num_stages,
+            }
+            if prepared.schedule is not None:
+                _launch_shares(query, cache, rows, prepared.launch, prepared.schedule, out, heads, options)
+            else:
+                _launch_tiles(query, cache, rows, prepared.launch, prepared.tiles, out, options)
         return out
 
-    def _launch(
+    def _launch_tiles(
         query: torch.Tensor,
         cache: torch.Tensor,
         rows: PagedBatch,
         launch: Launch,
         tiles: torch.Tensor | None,
-        causal: bool,
-        window: int | None,
         out: torch.Tensor,
+        options: dict[str, int],
     ) -> None:
-        num_heads, head_dim = query.shape[1:]
-        block_size, num_kv_heads = cache.shape[1], cache.shape[3]
-        group = num_heads // num_kv_heads
-        tiling, splits = launch.tiling, launch.num_splits
-        programs = launch.num_tiles * num_kv_heads
-        constants = {
-            "KV_HEADS": num_kv_heads,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": max(power_of_two(head_dim), 16),
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
-            "SMALLEST": tiling.min_chunk,
-            "CAUSAL": causal,
-            "WINDOW": window or 0,
-            "MAPPED": tiles is not None,
-        }
-        # With one split nothing is partial; the pointers are not followed.
-        lines = programs * tiling.block_m * splits if splits > 1 else 0
-        partial = torch.empty(lines * head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(lines, dtype=torch.float32, device=query.device)
-        lengths = (rows.query_start, rows.query_lens, rows.seq_lens)
-        table_width = rows.block_tables.shape[1]
-        _attend_kernel[(programs, splits)](
-            query, cache, *lengths, rows.block_tables, tiles, out, partial, lse, LOG2_E * head_dim**-0.5,
-            launch.num_tiles, splits, launch.query_len, table_width, rows.block_tables.stride(0),
-            *query.stride()[:2], *cache.stride()[:4], **constants, SPLIT=splits > 1, WIDEN=INTERPRETED,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        """A program for each tile."""
+        _attend_kernel[(launch.num_tiles * cache.shape[3],)](
+            query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
+            LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len, rows.block_tables.shape[1],
+            rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
+            **options, MAPPED=tiles is not None,
         )  # fmt: skip
-        if splits > 1:
-            _merge_kernel[(programs, tiling.block_m // group * group)](
-                *lengths, tiles, out, partial, lse, launch.num_tiles, splits, launch.query_len, table_width,
-                **constants, BLOCK_S=MERGE_BLOCK, num_warps=4,
-            )  # fmt: skip
+
+    def _launch_shares(
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        rows: PagedBatch,
+        launch: Launch,
+        schedule: torch.Tensor,
+        out: torch.Tensor,
+        heads: dict[str, int],
+        options: dict[str, int],
+    ) -> None:
+        """A program for each worker, then the merge of the tiles that they share."""
+        block_m, num_kv_heads, head_dim = launch.tiling.block_m, cache.shape[3], query.shape[2]
+        num_lines = 2 * launch.num_workers * num_kv_heads * block_m
+        partial = torch.empty(num_lines, head_dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(num_lines, dtype=torch.float32, device=query.device)
+        _attend_shares_kernel[(launch.num_workers * num_kv_heads,)](
+            query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out, partial,
+            lse, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1], rows.block_tables.stride(0),
+            *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
+        )  # fmt: skip
+        merge(rows, launch, schedule, out, partial, lse, heads)

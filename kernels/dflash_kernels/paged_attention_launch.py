@@ -1,7 +1,7 @@
-"""How paged attention is split into programs: tiles of queries, splits of the context. Pure host arithmetic.
+"""How paged attention is split into programs: tiles of queries, and workers that share contexts. Host arithmetic.
 
 Called once for each forward pass and shape of heads, with the *bounds* that the host has of the rows' lengths, so that
-a captured graph stays right for every length below them: the kernel reads the real ones on the device.
+a captured graph stays right for every length below them: the kernels read the real ones on the device.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MAX_SPLITS = 128
-# What a program costs besides its share of the context, and a merge of the splits' results, in context positions.
-PROGRAM_OVERHEAD = 64
-MERGE_OVERHEAD = 64
-# Contexts are split into no more programs than fill the device this many times: their partial results stay in its
-# L2 cache.
-MAX_SPLIT_WAVES = 4
+# A program for each tile keeps a device as busy as workers do where no tile takes more than this part of what each of
+# the programs that run at a time has to do on average.
+SMALL_PART = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -39,8 +35,8 @@ class Tiling:
     """A program's share: `block_m` pairs of query and head, `block_n` context positions at a time.
 
     programs_per_sm: how many such programs the registers and shared memory of a Hopper multiprocessor hold, or fewer
-    where fewer keep its memory pipe full. min_chunk: the fewest positions of a split; below it, writing and merging
-    the partial results costs as much as the KV.
+    where fewer keep its memory pipe full. min_chunk: the fewest positions of a piece of a context; below it, writing
+    and merging the partial results costs as much as the KV.
     """
 
     block_m: int
@@ -53,16 +49,16 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch over `num_tiles` tiles of queries, for every KV head and split.
+    """One launch over `num_tiles` tiles of queries, for every KV head.
 
-    tiles: int32 `[3, num_tiles]`: row of each tile, its first query and one
-    past its last, as far as the row has them; None where every row has up to `query_len` queries and so as many tiles,
-    in the order of the rows.
+    num_workers: programs for each KV head that share all contexts of the launch; 0 for a program for each tile.
+    tiles: int32 `[3, num_tiles]`: row of each tile, its first query and one past its last, as far as the row has them;
+    None where every row has up to `query_len` queries and so as many tiles, in the order of the rows.
     """
 
     tiling: Tiling
     num_tiles: int
-    num_splits: int
+    num_workers: int
     query_len: int
     tiles: np.ndarray | None
 
@@ -95,12 +91,20 @@ def tiling_of(shape: HeadShape, num_queries: int) -> Tiling:
 
 
 def plan_launches(
-    query_lens: np.ndarray, seq_lens: np.ndarray, shape: HeadShape, causal: bool, window: int | None, num_sms: int
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    shape: HeadShape,
+    causal: bool,
+    window: int | None,
+    num_sms: int,
+    max_overestimate: int = 0,
 ) -> list[Launch]:
     """Launches that cover every query of every row. query_lens, seq_lens: upper bounds, int64 `[num_rows]`.
-    causal, window: what a query sees, as in `paged_attention_reference`.
+    causal, window: what a query sees, as in `paged_attention_reference`. max_overestimate: how far the bounds of
+    seq_lens may be too high.
 
-    Rows of one tile (decode rows) run apart from longer ones: they want many splits, and lower tiles.
+    Rows of one tile (decode rows) run apart from longer ones, with lower tiles and always with workers: how long they
+    are is known on the device alone.
     """
     tallest = max_block_m(shape) // shape.group
     short = query_lens <= tallest
@@ -113,15 +117,31 @@ def plan_launches(
         per_tile = tiling.block_m // shape.group
         is_uniform = bool((query_lens == longest).all())
         tiles = None if is_uniform else tile_table(rows, query_lens[rows], per_tile)
-        num_tiles = len(rows) * -(-longest // per_tile) if tiles is None else tiles.shape[1]
-        span = int(seq_lens[rows].max())
+        counts = -(-query_lens[rows] // per_tile)
+        spans = seq_lens[rows]
         if window is not None:
-            span = min(span, (window if causal else 2 * window - 1) + per_tile - 1)
-        num_splits = choose_splits(
-            num_tiles * shape.num_kv_heads, span, num_sms * tiling.programs_per_sm, tiling.min_chunk
-        )
-        launches.append(Launch(tiling, num_tiles, num_splits, longest, tiles))
+            spans = np.minimum(spans, (window if causal else 2 * window - 1) + per_tile - 1)
+        varies = bool(short[rows[0]]) or 2 * max_overestimate > int(spans.max())
+        num_workers = choose_workers(counts, spans, tiling, shape.num_kv_heads, num_sms, varies)
+        launches.append(Launch(tiling, int(counts.sum()), num_workers, longest, tiles))
     return launches
+
+
+def choose_workers(
+    counts: np.ndarray, spans: np.ndarray, tiling: Tiling, num_kv_heads: int, num_sms: int, varies: bool
+) -> int:
+    """The workers of a launch for each KV head, 0 where a program for each tile does as well.
+
+    counts, spans: tiles of each row, and positions that each of them sees at most: int64 `[n]`. varies: always with
+    workers, since the real spans may be much below these. There are as many workers as the device runs at a time, or
+    fewer where pieces of at least `min_chunk` positions are fewer.
+    """
+    capacity = num_sms * tiling.programs_per_sm
+    most = int((counts * -(-spans // tiling.min_chunk)).sum())
+    longest, mean = int(spans.max()), int((counts * spans).sum()) * num_kv_heads / capacity
+    if not varies and (longest <= tiling.min_chunk or longest <= SMALL_PART * mean):
+        return 0
+    return max(min(capacity // num_kv_heads, most), 1)
 
 
 def launch_variants(query_lens: np.ndarray, shape: HeadShape) -> list[Launch]:
@@ -134,10 +154,13 @@ def launch_variants(query_lens: np.ndarray, shape: HeadShape) -> list[Launch]:
     is_uniform = bool((query_lens == longest).all())
     lengths = [longest] if is_uniform else range(1, longest + 1)
     tile = np.array([[0], [0], [1]], dtype=np.int32)
+    tallest = max_block_m(shape) // shape.group
+    kinds = dict.fromkeys((tiling_of(shape, length), length <= tallest) for length in lengths)
+    # Merged as many tiles are, and as few.
+    counts = dict.fromkeys((tiling, num_workers) for tiling, _ in kinds for num_workers in (1, 2))
     return [
-        Launch(tiling, num_tiles=1, num_splits=num_splits, query_len=1, tiles=tiles)
-        for tiling in dict.fromkeys(tiling_of(shape, length) for length in lengths)
-        for num_splits in (1, 2)
+        Launch(tiling, num_tiles=1, num_workers=num_workers, query_len=1, tiles=tiles)
+        for tiling, num_workers in [*counts, *((tiling, 0) for tiling, is_short in kinds if not is_short)]
         for tiles in ([None] if is_uniform else [None, tile])
     ]
 
@@ -149,19 +172,6 @@ def tile_table(rows: np.ndarray, query_lens: np.ndarray, per_tile: int) -> np.nd
     first = index * per_tile
     last = np.minimum(first + per_tile, np.repeat(query_lens, counts))
     return np.stack([np.repeat(rows, counts), first, last]).astype(np.int32)
-
-
-def choose_splits(num_programs: int, span: int, capacity: int, min_chunk: int) -> int:
-    """Into how many pieces of at least `min_chunk` positions to split contexts of up to `span`.
-
-    There are `num_programs` programs for each piece, and `capacity` run at a time: as many waves as that takes, each
-    as long as one piece. The fewest pieces with the least time win.
-    """
-    most = max(min(span // min_chunk, MAX_SPLITS, MAX_SPLIT_WAVES * capacity // num_programs), 1)
-    splits = np.arange(1, most + 1)
-    waves = -(-num_programs * splits // capacity)
-    time = waves * (span / splits + PROGRAM_OVERHEAD) + np.where(splits > 1, MERGE_OVERHEAD, 0)
-    return int(np.argmin(time)) + 1
 
 
 def power_of_two(n: int) -> int:

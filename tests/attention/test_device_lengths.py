@@ -11,7 +11,8 @@ import torch
 from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, DeviceLengths, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.attention.triton_backend import TritonBackend
-from dflash_kernels.paged_attention import PagedBatch, paged_attention_reference
+from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.paged_attention import paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape
 from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 
@@ -135,5 +136,6 @@ def test_triton_equals_torch_on_rows_whose_lengths_the_host_knows(seed: int) -> 
 def test_metadata_of_rows_with_one_bound_copies_nothing_to_the_device() -> None:
     """So that it can be prepared while a graph is captured."""
     metadata = TritonBackend(BLOCK_SIZE).prepare(DECODE.layout(noise(0)[2]), AttentionPattern(True), torch.float32)
-    ((_, tiles),) = metadata.launches_for(HeadShape(HEADS, KV_HEADS, HEAD_DIM, 4))
-    assert tiles is None
+    (prepared,) = metadata.launches_for(HeadShape(HEADS, KV_HEADS, HEAD_DIM, 4))
+    assert prepared.tiles is None
+    assert prepared.schedule is not None, "made on the device"

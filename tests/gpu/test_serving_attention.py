@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_kernels.paged_attention import PagedBatch, paged_attention
+from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.paged_attention import paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import TOLERANCE, Case, on_device
@@ -73,12 +74,17 @@ def test_a_captured_step_follows_the_lengths_of_each_replay(heads: tuple[int, in
     batch, bound = 6, LONG
     case = Case([16] * batch, [bound] * batch, heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
     shape = HeadShape(*heads, head_dim, case.dtype.itemsize)
-    launches = plan_launches(np.array([16] * batch), np.array([bound] * batch), shape, True, None, NUM_SMS)
+    launches = plan_launches(np.array([16] * batch), np.array([bound] * batch), shape, True, None, NUM_SMS, bound)
     tiled = [(launch, on_device(launch)) for launch in launches]
     r = case.rows
     rows = PagedBatch(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
     query, cache = case.query.to(DEVICE), case.cache.to(DEVICE)
-    output, replay = replayable(lambda: paged_attention(query, cache, rows, tiled, True, None))
+
+    def attend() -> torch.Tensor:
+        prepared = prepare_launches(tiled, rows, shape.group, case.block_size, True, None)
+        return paged_attention(query, cache, rows, prepared, True, None)
+
+    output, replay = replayable(attend)
     generator = torch.Generator().manual_seed(1)
     for query_lens, seq_lens in (
         ([16] * batch, [bound] * batch),

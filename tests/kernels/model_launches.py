@@ -6,11 +6,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.context_write import context_write
 from dflash_kernels.grouped_conv import grouped_conv
 from dflash_kernels.moe import TILES, experts_mlp
 from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
-from dflash_kernels.paged_attention import PagedBatch, paged_attention
+from dflash_kernels.paged_attention import paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
@@ -40,6 +41,7 @@ def launches() -> None:
     attend([16], causal=True)
     attend([16] * 128, causal=False)
     attend([2048, 16, 0], causal=True)
+    attend([8192], causal=True)
     route_to_experts()
 
 
@@ -63,7 +65,8 @@ def attend(query_lens: list[int], causal: bool) -> None:
     numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
     rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
     query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
-    paged_attention(query, cache, rows, tiled, causal, None)
+    prepared = prepare_launches(tiled, rows, HEADS // KV_HEADS, BLOCK_SIZE, causal, None)
+    paged_attention(query, cache, rows, prepared, causal, None)
 
 
 def route_to_experts() -> None:

@@ -14,7 +14,7 @@ SHAPES = [HeadShape(32, 8, 128, 2), HeadShape(32, 4, 128, 2), HeadShape(16, 8, 2
 
 def kind(launch: Launch) -> tuple[object, ...]:
     """What Triton compiles a kernel of its own for."""
-    return launch.tiling, launch.tiles is not None, launch.num_splits > 1
+    return launch.tiling, launch.tiles is not None, min(launch.num_workers, 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -38,3 +38,29 @@ def test_draft_blocks_of_one_width_have_the_kinds_of_rows_of_one_bound(width: in
     for num_rows in (1, 4, 64):
         launches = plan_launches(np.full(num_rows, width), np.full(num_rows, 4096), shape, False, None, 132)
         assert {kind(launch) for launch in launches} <= compiled
+
+
+QWEN3_8B = SHAPES[0]
+
+
+def planned(query_lens: list[int], seq_len: int, window: int | None = None, overestimate: int = 0) -> list[Launch]:
+    bounds = np.array(query_lens), np.full(len(query_lens), seq_len)
+    return plan_launches(*bounds, QWEN3_8B, True, window, 132, overestimate)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 128])
+def test_decode_rows_of_any_number_fill_the_device_and_no_more(num_rows: int) -> None:
+    (launch,) = planned([16] * num_rows, 32768, overestimate=32768)
+    assert launch.num_workers * QWEN3_8B.num_kv_heads == 132 * launch.tiling.programs_per_sm
+
+
+def test_there_are_no_more_workers_than_pieces() -> None:
+    assert planned([16], 200)[0].num_workers == 2
+    assert planned([16] * 3, 32768, window=100)[0].num_workers == 3
+
+
+def test_tiles_that_are_many_and_alike_have_a_program_each() -> None:
+    assert planned([8192], 8192)[0].num_workers == 0
+    assert planned([100] * 4, 100)[0].num_workers == 0, "too short to be cut"
+    assert planned([100], 32768)[0].num_workers == 132 // QWEN3_8B.num_kv_heads, "four tiles would leave it idle"
+    assert planned([8192], 40960, overestimate=40960)[0].num_workers > 0, "they may be unlike"

@@ -13,6 +13,8 @@ pytest.importorskip("triton.backends.nvidia", reason="this build of Triton canno
 # The files whose kernels a module launches; the last one all the others.
 FILES = {
     "model_launches": [
+        "attention_merge",
+        "attention_schedule",
         "context_write",
         "grouped_conv",
         "moe",

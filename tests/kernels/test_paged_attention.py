@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dflash_kernels.paged_attention import PagedBatch, paged_attention, paged_attention_reference
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, choose_splits, plan_launches
+from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
+from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -50,21 +51,38 @@ class Case:
     def reference(self, causal: bool, window: int | None) -> torch.Tensor:
         return paged_attention_reference(self.query.double(), self.cache.double(), self.rows, causal, window)
 
-    def run(self, causal: bool, window: int | None, splits: int | None = None, small: bool = True) -> torch.Tensor:
-        """The kernel's output. `small`: few positions at a time, so that short contexts have many tiles and splits."""
+    def run(
+        self,
+        causal: bool,
+        window: int | None,
+        splits: int | None = None,
+        small: bool = True,
+        workers: int | None = None,
+    ) -> torch.Tensor:
+        """The kernel's output. `small`: few positions at a time, so that short contexts have many tiles and pieces.
+        `splits`: 1 for a program for each tile, else so many workers for each tile; or `workers` for all of them."""
         shape = HeadShape(*self.heads, self.head_dim, self.dtype.itemsize)
         launches = plan_launches(self.bounds, np.array(self.seq_lens), shape, causal, window, num_sms=132)
         if small:
             launches = [replace(launch, tiling=replace(launch.tiling, block_n=16, min_chunk=16)) for launch in launches]
         if splits is not None:
-            launches = [replace(launch, num_splits=splits) for launch in launches]
+            each = splits if splits > 1 else 0
+            launches = [replace(launch, num_workers=each * launch.num_tiles) for launch in launches]
+        if workers is not None:
+            launches = [replace(launch, num_workers=workers) for launch in launches]
         tiled = [(launch, on_device(launch)) for launch in launches]
         r = self.rows
         rows = PagedBatch(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
-        return paged_attention(self.query.to(DEVICE), self.cache.to(DEVICE), rows, tiled, causal, window).cpu()
+        prepared = prepare_launches(tiled, rows, shape.group, self.block_size, causal, window)
+        return paged_attention(self.query.to(DEVICE), self.cache.to(DEVICE), rows, prepared, causal, window).cpu()
 
     def check(self, causal: bool, window: int | None, splits: int | None = None, small: bool = True) -> None:
-        actual = self.run(causal, window, splits, small)
+        self.compare(self.run(causal, window, splits, small), causal, window)
+
+    def check_shares(self, workers: int, causal: bool, window: int | None) -> None:
+        self.compare(self.run(causal, window, workers=workers), causal, window)
+
+    def compare(self, actual: torch.Tensor, causal: bool, window: int | None) -> None:
         assert actual.dtype == self.dtype
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(actual.double(), self.reference(causal, window), atol=tolerance, rtol=tolerance)
@@ -219,24 +237,6 @@ def planned(
     query_lens: list[int], seq_len: int, shape: HeadShape = QWEN3_8B, window: int | None = None
 ) -> list[Launch]:
     return plan_launches(np.array(query_lens), np.full(len(query_lens), seq_len), shape, True, window, num_sms=132)
-
-
-def test_one_row_with_a_long_context_fills_the_device() -> None:
-    (launch,) = planned([16], 32768)
-    programs = launch.num_tiles * QWEN3_8B.num_kv_heads * launch.num_splits
-    assert programs == 132 * launch.tiling.programs_per_sm
-
-
-def test_splits_are_not_made_for_short_contexts_or_windows_or_full_devices() -> None:
-    assert planned([16], 200)[0].num_splits == 1
-    assert planned([16], 32768, window=128)[0].num_splits == 1
-    assert planned([16] * 128, 32768)[0].num_splits == 1
-
-
-def test_splits_even_out_a_last_wave() -> None:
-    assert choose_splits(num_programs=264, span=4096, capacity=264, min_chunk=128) == 1
-    # Rows that need 1.1 waves take two; three pieces of each take four waves of a third.
-    assert choose_splits(num_programs=290, span=32768, capacity=264, min_chunk=128) == 3
 
 
 def test_rows_of_a_captured_step_need_no_tile_table() -> None:

@@ -136,13 +136,46 @@ SPECULATION_MUTANTS = (
         ("tests/kernels/test_paged_attention.py",),
         (
             "a row writes where the next one's tokens lie",
-            "acc.to(out_ptr.dtype.element_ty), mask=is_query[:, None] & in_head)",
-            "acc.to(out_ptr.dtype.element_ty), mask=(query < last)[:, None] & in_head)",
+            "is_query = query < tl.minimum(last, query_len)",
+            "is_query = query < last",
         ),
         (
-            "a row that is split writes where the next one's tokens lie",
-            "if query >= tl.minimum(last, query_len):",
-            "if query >= last:",
+            "the end of a tile is left where the beginning of another is",
+            "slot = 2 * worker + (tile_begin >= worker * share).to(tl.int32)",
+            "slot = 2 * worker",
+        ),
+        (
+            "a tile is merged that one worker has written",
+            "if (at == tile_begin) & (piece_end == tile_end):",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/attention_merge.py",
+        ("tests/kernels/test_paged_attention.py",),
+        (
+            "a row that is cut writes where the next one's tokens lie",
+            "is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))",
+            "is_query = query < last",
+        ),
+        (
+            "a worker that has no part in a tile is merged",
+            "there = (worker <= last_worker)[:, None] & is_query[None, :]",
+            "there = is_query[None, :] & (worker >= 0)[:, None]",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/attention_schedule.py",
+        ("tests/kernels/test_attention_schedule.py",),
+        (
+            "a worker has the longest row",
+            "tl.cdiv(total, num_workers)",
+            "longest",
+        ),
+        (
+            "rows of one length are cut",
+            "share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)",
+            "",
         ),
     ),
     *mutants_of(
