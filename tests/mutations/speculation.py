@@ -133,7 +133,7 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/paged_attention.py",
-        ("tests/kernels/test_paged_attention.py",),
+        ("tests/kernels/test_attention_schedule.py::test_any_rows_and_any_number_of_workers_give_attention",),
         (
             "a row writes where the next one's tokens lie",
             "is_query = query < tl.minimum(last, query_len)",
@@ -152,7 +152,7 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/attention_merge.py",
-        ("tests/kernels/test_paged_attention.py",),
+        ("tests/kernels/test_attention_schedule.py::test_any_rows_and_any_number_of_workers_give_attention",),
         (
             "a row that is cut writes where the next one's tokens lie",
             "is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))",
