@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflash_backend.core.cache_group import CacheGroup
+from dflash_backend.core.step_costs import MeasuredStep
 
 
 def max_positions(max_model_len: int, k: int) -> int:
@@ -28,6 +29,7 @@ class SchedulerConfig:
     adaptive_speculation: whether a row drafts as many tokens as pay, k at most; else always k.
     draft_shapes: with that, the numbers of verified and of proposed drafts for each row to choose from, one for all
     rows of a step; empty: any, by row.
+    measured_steps: times that were measured at start, for the estimate that the choice begins with; empty: none.
     lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor); None: it runs none.
     hit_trim: positions at the end of a prefix hit that the drafter wants computed again.
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
@@ -50,6 +52,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     adaptive_speculation: bool = False
     draft_shapes: tuple[tuple[int, int], ...] = ()
+    measured_steps: tuple[MeasuredStep, ...] = ()
     lookahead_base: int | None = 1
     hit_trim: int = 0
     drafter_max_len: int = 0

@@ -9,7 +9,9 @@ counts with the target's.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_backend.core.linear_fit import LinearFit
@@ -76,13 +78,44 @@ class StepShape:
         return [1.0, self.num_queries, _KILO * self.num_draft_positions]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step that was measured at start, over rows without context: rows, target tokens, drafts that each row proposes,
+    seconds of the target's pass and of drafting."""
+
+    num_rows: int
+    num_tokens: int
+    draft_width: int
+    target_s: float
+    draft_s: float
+
+    def shape(self, lookahead: Callable[[int], int]) -> StepShape:
+        """As that of a step that ran. lookahead: the drafter's queries for a number of drafts."""
+        num_queries = self.num_rows * lookahead(self.draft_width) if self.draft_width else 0
+        num_drafting = self.num_rows if self.draft_width else 0
+        return StepShape(self.num_tokens, self.num_rows, self.num_tokens, num_queries, num_drafting)
+
+
 class CostTable:
     """Seconds of a target pass by its tokens, in ascending order, measured over short contexts. Between two of them the
     time is interpolated, and beyond the last it grows with the tokens. Steps that ran correct it."""
 
     def __init__(self, num_tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        """At least two entries."""
         self._num_tokens, self._seconds = list(num_tokens), list(seconds)
         self._weights = [FIRST_WEIGHT] * len(self._seconds)
+
+    @classmethod
+    def of(cls, measured: Iterable[MeasuredStep]) -> CostTable | None:
+        """That of steps that were measured; None when they are too few. More tokens never take less time."""
+        shortest: dict[int, float] = {}
+        for step in measured:
+            if step.target_s > 0:
+                shortest[step.num_tokens] = min(step.target_s, shortest.get(step.num_tokens, math.inf))
+        if len(shortest) < 2:
+            return None
+        sizes = sorted(shortest)
+        return cls(sizes, list(itertools.accumulate((shortest[size] for size in sizes), max)))
 
     def at(self, num_tokens: float) -> float:
         """Seconds of a pass over that many tokens."""

@@ -10,7 +10,7 @@ from dflash_backend.core.request import Request
 from dflash_backend.core.rows import prefills_next
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.speculation import AdaptiveSpeculation
-from dflash_backend.core.step_costs import StepShape
+from dflash_backend.core.step_costs import CostTable, StepShape
 from dflash_backend.core.step_time import StepTime
 
 # Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
@@ -27,7 +27,10 @@ class StepHistory:
         k = config.num_speculative_tokens
         self.speculation: AdaptiveSpeculation | None = None
         if config.adaptive_speculation and k > 0:
-            self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_shapes)
+            table = CostTable.of(config.measured_steps)
+            self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_shapes, table)
+            for step in config.measured_steps:
+                self.speculation.costs.observe(step.shape(config.lookahead), step.target_s, step.draft_s)
         # Prompt and decode tokens of the planned steps that have not been observed, by step.
         self._num_tokens: dict[int, tuple[int, int]] = {}
         self._num_prefill_tokens = 0  # of the last plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from dflash_backend.worker import ModelRunner
 from dflash_backend.worker.batch_parallel import num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.measured_steps import measured_steps
 from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, measure_use
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
@@ -129,8 +130,7 @@ def build_engine(
         description=_describe(models, sizes, config.kv_block_size),
     )
     trace = _trace(config)
-    draft_shapes = tuple(shape for shape in shapes if shape[0] and runner.graphs.steps(sampled=False))
-    scheduler_config = dataclasses.replace(_scheduler_config(config, models, sizes), draft_shapes=draft_shapes)
+    scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
     core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
     report("ready", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
@@ -261,6 +261,19 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         kv_write_guard=config.kv_write_guard,
         seed=config.seed,
     )
+
+
+def _with_padded_steps(
+    config: SchedulerConfig, runner: ModelRunner, shapes: Sequence[tuple[int, int]]
+) -> SchedulerConfig:
+    """The settings with the shapes of the padded steps, where there are any that the number of drafts follows, and on a
+    GPU with their times."""
+    steps = runner.graphs.steps(sampled=False)
+    draft_shapes = tuple(shape for shape in shapes if shape[0]) if steps else ()
+    if not draft_shapes or runner.device.type != "cuda":
+        return dataclasses.replace(config, draft_shapes=draft_shapes)
+    measured = tuple(measured_steps(runner.step, runner.layouts, steps))
+    return dataclasses.replace(config, draft_shapes=draft_shapes, measured_steps=measured)
 
 
 def _trace(config: EngineConfig) -> StepTrace | None:

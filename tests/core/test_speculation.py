@@ -11,8 +11,10 @@ import pytest
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
 from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.speculation import FIRST_STEPS, MAX_STEPS_BETWEEN_PROBES, AdaptiveSpeculation, SpeculatingRow
-from dflash_backend.core.step_costs import CostTable, StepCosts, StepShape
+from dflash_backend.core.step_costs import CostTable, MeasuredStep, StepCosts, StepShape
+from dflash_backend.core.step_history import StepHistory
 
 K = 7
 
@@ -112,6 +114,41 @@ def test_a_table_that_is_off_at_one_size_becomes_right_there() -> None:
         costs.observe(shape, real_s(shape.num_tokens) * rng.gauss(1, 0.03), 0.1)
     assert costs.target_s(decode_shape(32, 1, 100)) == pytest.approx(real_s(64), rel=0.04)
     assert costs.target_s(decode_shape(32, 0, 100)) == pytest.approx(real_s(32), rel=0.04)
+
+
+def test_a_table_of_measured_steps_has_the_shortest_time_of_each_size_and_never_decreases() -> None:
+    steps = [MeasuredStep(1, 1, 0, 1.0, 0.0), MeasuredStep(1, 4, 3, 0.9, 0.5), MeasuredStep(4, 8, 1, 3.0, 0.5)]
+    table = CostTable.of([*steps, MeasuredStep(2, 8, 3, 2.0, 0.5)])
+    assert table is not None
+    assert [table.at(n) for n in (1, 4, 8)] == [1.0, 1.0, 2.0]
+    assert CostTable.of(steps[:1]) is None
+    assert CostTable.of([MeasuredStep(1, n, 0, 0.0, 0.0) for n in (1, 2)]) is None
+
+
+def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
+    sizes = [(rows, rows * (1 + drafts), drafts) for rows in (1, 8, 64) for drafts in (0, 3, 7)]
+    measured = [
+        MeasuredStep(rows, tokens, drafts, 1e-3 + 1e-5 * tokens, 5e-4 + 1e-6 * rows * (drafts + 1) if drafts else 0.0)
+        for rows, tokens, drafts in sizes
+    ]
+    config = SchedulerConfig(
+        num_blocks=10,
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_queue_size=8,
+        enable_prefix_caching=True,
+        num_speculative_tokens=7,
+        adaptive_speculation=True,
+        measured_steps=tuple(measured),
+    )
+    speculation = StepHistory(config).speculation
+    assert speculation is not None
+    line = speculation.costs.line(num_rows=8, position=0.0, num_other=0)
+    assert line.seconds(0, 0, 0) == pytest.approx(1.08e-3, rel=0.03)
+    assert line.seconds(24, 8, 32) == pytest.approx(1.32e-3 + 5.32e-4, rel=0.05)
+    assert line.seconds(56, 8, 64) == pytest.approx(1.64e-3 + 5.64e-4, rel=0.05)
 
 
 # Acceptance

@@ -232,6 +232,11 @@ SPECULATION_MUTANTS = (
         f"{CORE}/step_costs.py",
         TESTS,
         (
+            "the longest time of a size counts",
+            "min(step.target_s, shortest.get(step.num_tokens, math.inf))",
+            "max(step.target_s, shortest.get(step.num_tokens, 0.0))",
+        ),
+        (
             "a table of step times is never corrected",
             "self._seconds[entry] *= factor ** (share / self._weights[entry])",
             "pass",
