@@ -105,6 +105,9 @@ def _text(prompt: str) -> str:
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    # Asking whether a value is a `SupportsIndex` takes microseconds: plain numbers are looked at all together.
+    if set(map(type, prompt)) == {int} and -(2**63) <= min(prompt) and max(prompt) < 2**63:
+        return tuple(prompt)
     for position, token_id in enumerate(prompt):
         if not isinstance(token_id, SupportsIndex) or not -(2**63) <= token_id.__index__() < 2**63:
             raise ValueError(f"the prompt has {token_id!r} at position {position}; allowed: token ids, or one text")
