@@ -106,7 +106,7 @@ def _text(prompt: str) -> str:
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     # Asking whether a value is a `SupportsIndex` takes microseconds: plain numbers are looked at all together.
-    if set(map(type, prompt)) == {int} and -(2**63) <= min(prompt) and max(prompt) < 2**63:
+    if set(map(type, prompt)) == {int} and min(prompt) >= -(2**63) and max(prompt) < 2**63:
         return tuple(prompt)
     for position, token_id in enumerate(prompt):
         if not isinstance(token_id, SupportsIndex) or not -(2**63) <= token_id.__index__() < 2**63:
