@@ -53,6 +53,7 @@ def create_app(config: FrontendConfig, pool: TritonPool | None = None) -> Starle
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/health", health),
+        Route("/health/ready", health),
         Route("/ping", health),
         Route("/version", get_version),
         Route("/metrics", get_metrics),

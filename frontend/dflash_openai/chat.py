@@ -124,7 +124,7 @@ class ChatAnswer(Answer):
             yield {"choices": [choice]}
 
     def _reader(self) -> MessageReader:
-        return MessageReader(self._asked.parser(), self._include_reasoning)
+        return MessageReader(self._asked.parser(), self._include_reasoning, self._asked.use.named)
 
     def _written(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         return None if entries is None else self._logprobs.chat(entries)

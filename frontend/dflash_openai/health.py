@@ -1,4 +1,4 @@
-"""GET /health, /ping and /version."""
+"""GET /health, /health/ready, /ping and /version."""
 
 from __future__ import annotations
 

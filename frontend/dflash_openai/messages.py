@@ -18,11 +18,13 @@ def tool_call_fields(event: ToolCallDelta) -> dict[str, Any]:
 
 
 class MessageReader:
-    """Reads one completion's text. Without `include_reasoning` what the model thinks is left out."""
+    """Reads one completion's text. Without `include_reasoning` what the model thinks is left out. `named_tool`: the
+    request names the tool that is called."""
 
-    def __init__(self, parser: OutputParser, include_reasoning: bool = True) -> None:
+    def __init__(self, parser: OutputParser, include_reasoning: bool = True, named_tool: bool = False) -> None:
         self._parser = parser
         self._include_reasoning = include_reasoning
+        self._named_tool = named_tool
         self._calls = False
 
     def events(self, text: str, finished: bool) -> list[Event]:
@@ -56,5 +58,6 @@ class MessageReader:
         }
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Why the answer ended: `tool_calls` where it ended by itself and calls tools."""
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        """Why the answer ended: `tool_calls` where it ended by itself and calls tools. A call that the request named
+        is no decision of the model, and ends with `stop` as OpenAI has it."""
+        return "tool_calls" if reason == "stop" and self._calls and not self._named_tool else reason

@@ -34,6 +34,10 @@ def sampling_parameters(request: GenerationFields) -> dict[str, Any]:
     """The model's sampling parameters, but for the number of tokens. Raises `ApiError`."""
     sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
     sampling |= _structured_outputs(request)
+    if request.stream_options is not None and not request.stream:
+        raise invalid(
+            "'stream_options' are only for streams; set 'stream' to true, or leave them out", "stream_options"
+        )
     if request.stream and request.prompt_logprobs is not None:
         raise invalid("'prompt_logprobs' cannot be streamed; leave 'stream' out", "prompt_logprobs")
     if (logprobs := _logprobs(request)) is not None:

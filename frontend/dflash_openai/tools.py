@@ -21,11 +21,13 @@ _CHOICES = (
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """`offered`: the tools that the model sees, in OpenAI's form; empty where it may call none. `forced`: whether it
-    must call one of them. `parallel`: whether it may call several at once."""
+    must call one of them. `parallel`: whether it may call several at once. `named`: whether the request names the one
+    that it must call."""
 
     offered: Sequence[Mapping[str, Any]] = ()
     forced: bool = False
     parallel: bool = True
+    named: bool = False
 
     def grammar(self, output: OutputFormat, special_token_ids: Mapping[str, int]) -> str:
         """The grammar of an answer that must call a tool. Raises `ApiError`."""
@@ -57,11 +59,12 @@ def read_tool_use(body: ChatRequest, output: OutputFormat) -> ToolUse:
             "tools",
         )
     forced, names = _read_choice(choice)
+    named = isinstance(choice, Mapping) and choice.get("type") == "function"
     offered = tools if names is None else [tool for tool in tools if tool["function"]["name"] in names]
     if names is not None and len(offered) < len(names):
         missing = next(name for name in names if name not in [tool["function"]["name"] for tool in tools])
         raise invalid(f"'tool_choice' names the function {missing!r}, which 'tools' does not have", "tool_choice")
-    return ToolUse(offered, forced, body.parallel_tool_calls is not False)
+    return ToolUse(offered, forced, body.parallel_tool_calls is not False, named)
 
 
 def _read_choice(choice: Any) -> tuple[bool, set[str] | None]:

@@ -35,7 +35,7 @@ def test_tokens_and_text(http: TestClient) -> None:
     assert http.post("/detokenize", json={"tokens": [999]}).status_code == 400
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping"])
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ping"])
 def test_health_follows_the_server(path: str, http: TestClient, pool: ScriptedPool) -> None:
     assert http.get(path).status_code == 200
     pool.unreachable = Unavailable("the engine restarts")

@@ -120,6 +120,21 @@ def forcing(pool: ScriptedPool, http: TestClient) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("forcing")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "get_weather"}}, "stop")],
+)
+def test_a_call_of_the_tool_that_the_request_names_ends_with_stop(
+    client: openai.OpenAI, pool: ScriptedPool, choice: Any, reason: str, stream: bool
+) -> None:
+    pool.script = Script((CALL,))
+    answer = ask(client, tool_choice=choice, stream=stream)
+    last = list(answer)[-1] if stream else answer
+    assert last.choices[0].finish_reason == reason
+
+
+@pytest.mark.usefixtures("forcing")
 @pytest.mark.parametrize(
     ("choice", "names"),
     [

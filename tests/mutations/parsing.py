@@ -60,6 +60,11 @@ PARSING_MUTANTS += mutants_of(
         "self._written(delta.logprobs)",
     ),
     (
+        "a call that the request named ends like one that the model chose",
+        "self._include_reasoning, self._asked.use.named)",
+        "self._include_reasoning, False)",
+    ),
+    (
         "each event of a delta ends the answer",
         "reader.finish_reason(delta.finish_reason) if is_last else None",
         "reader.finish_reason(delta.finish_reason)",
