@@ -20,7 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.counting_driver import CompiledKernel, KernelCounts, install
-from benchmarks.gpu.shapes import Shape, _decoder, _draft, _target, draft_tensors, target_tensors
+from benchmarks.gpu.shapes import (
+    Shape,
+    _decoder,
+    _draft,
+    _target,
+    block_drafter_class,
+    draft_tensors,
+    target_tensors,
+)
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.triton_backend import TritonBackend
 from dflash_backend.checkpoints.spec import MoeSpec
@@ -28,8 +36,7 @@ from dflash_backend.config import asset_path
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.drafters.base import Drafter
-from dflash_backend.drafters.dflash.drafter import DFlashDrafter
-from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights
+from dflash_backend.drafters.dflash2.config import ConvSpec, DFlash2Spec, SelectorSpec
 from dflash_backend.drafters.ngram.config import NgramSpec
 from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams, StructuredOutputs
@@ -60,6 +67,7 @@ class Case:
     k: int = 15
     moe: bool = False
     ngram: bool = False
+    dflash2: bool = False
     adaptive: bool = False
     window: int | None = None
     max_num_seqs: int = 16
@@ -74,6 +82,8 @@ CASES = (
     Case("experts, k = 15", moe=True),
     Case("experts, adaptive k", moe=True, adaptive=True),
     Case("drafter with windows", window=512),
+    Case("DFlash2, k = 7", k=7, dflash2=True),
+    Case("DFlash2, adaptive k", k=7, dflash2=True, adaptive=True),
 )
 
 
@@ -88,7 +98,10 @@ def shape_of(case: Case) -> Shape:
     decoder = _decoder(2, 64, 128, 32, kv_heads, 128)
     if case.window:
         decoder = replace(decoder, sliding_windows=(case.window, None))
-    return Shape(case.name, target, _draft(target, decoder, max(case.k, 1) + 1, 2))
+    draft = _draft(target, decoder, max(case.k, 1) + 1, 2)
+    if case.dflash2:
+        draft = DFlash2Spec(**vars(draft), conv=ConvSpec(2, 16), selector=SelectorSpec(256, 16))
+    return Shape(case.name, target, draft)
 
 
 def model_step(case: Case) -> ModelStep:
@@ -120,9 +133,10 @@ def _drafter(
     ops = select_ops(CPU, "triton")
     if case.ngram:
         return NgramDrafter(NgramSpec(num_speculative_tokens=case.k, min_ngram=2, max_ngram=5), ops)
-    weights = DFlashWeights.read(draft_tensors(shape, DTYPE, CPU), shape.draft)
-    model = DFlashModel(shape.draft, weights, max_positions(MAX_MODEL_LEN, case.k), ops)
-    return DFlashDrafter(model, target, kv.draft, backend)
+    drafter = block_drafter_class(shape.draft)
+    weights = drafter.model_class.weights_class.read(draft_tensors(shape, DTYPE, CPU), shape.draft)
+    model = drafter.model_class(shape.draft, weights, max_positions(MAX_MODEL_LEN, case.k), ops)
+    return drafter(model, target, kv.draft, backend)
 
 
 def scheduler_config(case: Case, drafter: Drafter[Any] | None, shapes: tuple[tuple[int, int], ...]) -> SchedulerConfig:

@@ -18,7 +18,8 @@ import torch
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
 from dflash_backend.drafters.dflash.config import DFlashSpec
-from dflash_backend.drafters.dflash.model import DFlashWeights
+from dflash_backend.drafters.dflash.drafter import DFlashDrafter
+from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.models.decoder import TargetWeights
 
 WEIGHT_STD = 0.02
@@ -173,7 +174,15 @@ def target_expected(shape: Shape) -> dict[str, torch.Tensor]:
 
 def draft_expected(shape: Shape) -> dict[str, torch.Tensor]:
     """The drafter's checkpoint tensors, without memory."""
-    return expected_tensors(lambda source: DFlashWeights.read(source, shape.draft))
+    weights = block_drafter_class(shape.draft).model_class.weights_class
+    return expected_tensors(lambda source: weights.read(source, shape.draft))
+
+
+def block_drafter_class(spec: DFlashSpec) -> type[DFlashDrafter]:
+    """What runs the drafter of `spec`, DFlash or DFlash2."""
+    found = drafter_class(spec)
+    assert issubclass(found, DFlashDrafter)
+    return found
 
 
 def target_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
