@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from demo.data import SPECIAL_TOKEN_IDS
-from demo.model import DraftModel, PairConfig, TargetModel
+from demo.dflash2 import TAPS, make_drafter
+from demo.model import DFLASH, DFLASH2, DraftModel, PairConfig, TargetModel
+
+ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel"}
 
 
 def qwen3_fields(config: PairConfig, layers: int) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def save_draft(model: DraftModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
     fields = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [ARCHITECTURES[config.drafter]],
         **qwen3_fields(config, config.draft_layers),
         "block_size": config.block_size,
         "num_target_layers": config.target_layers,
@@ -67,10 +70,29 @@ def save_draft(model: DraftModel, folder: Path) -> None:
             "target_layer_ids": list(config.target_layer_ids),
             "mask_token_id": SPECIAL_TOKEN_IDS["<|mask|>"],
             "causal": False,
+            **_dflash2_fields(config),
         },
     }
     _write_json(folder / "config.json", fields)
     _write_weights(model, folder)
+
+
+def is_of_kind(folder: Path, drafter: str) -> bool:
+    """Whether the drafter in a folder is of the kind `drafter`."""
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(fields["architectures"] == [ARCHITECTURES[drafter]])
+
+
+def _dflash2_fields(config: PairConfig) -> dict[str, int]:
+    """What `dflash_config` has for a DFlash2 drafter alone."""
+    if config.drafter != DFLASH2:
+        return {}
+    return {
+        "conv_kernel_size": TAPS,
+        "conv_group_size": config.conv_group_size,
+        "selector_rank": config.selector_rank,
+        "selector_top_k": config.selector_top_k,
+    }
 
 
 def load_target(folder: Path, config: PairConfig) -> TargetModel:
@@ -97,7 +119,7 @@ def load_extended_target(folder: Path, config: PairConfig, parts: dict[int, tupl
 
 def load_draft(folder: Path, config: PairConfig) -> DraftModel:
     """The saved drafter in float32, its weights rounded to bf16 as serving sees them."""
-    model = DraftModel(config)
+    model = make_drafter(config)
     model.load_state_dict(_read_weights(folder))
     return model
 

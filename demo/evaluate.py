@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from demo.checkpoint import load_draft
 from demo.data import CATEGORIES, render_chat
-from demo.model import DraftModel, PairConfig, Shape
+from demo.model import DFLASH, DFLASH2, DraftModel, PairConfig, Shape
 from demo.prose import document
 
 HERE = Path(__file__).parent
@@ -84,8 +84,8 @@ class ReferencePair:
         block = torch.tensor([[anchor] + [self.mask_token] * (self.config.block_size - 1)])
         embedding = self.target.get_input_embeddings()
         hidden = self.draft(features, embedding(block)[None], torch.tensor([[features.shape[1]]]))
-        drafts: list[int] = self.target.lm_head(hidden[0, 0, 1:]).argmax(-1).tolist()
-        return drafts
+        hidden = hidden[0, 0, 1:]
+        return self.draft.choose(self.target.lm_head(hidden), hidden, anchor)
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 200) -> tuple[list[int], Acceptance]:
@@ -122,12 +122,16 @@ def verify(drafts: Sequence[int], greedy: Sequence[int], end: int) -> tuple[int,
 def pair_config(fields: dict[str, Any]) -> PairConfig:
     """The sizes in a drafter's `config.json`."""
     names = Shape.__dataclass_fields__
+    dflash = fields["dflash_config"]
+    own = {name: dflash[name] for name in ("conv_group_size", "selector_rank", "selector_top_k") if name in dflash}
     return PairConfig(
         shape=replace(Shape(), **{name: fields[name] for name in names if name in fields}),
         target_layers=fields["num_target_layers"],
         draft_layers=fields["num_hidden_layers"],
         block_size=fields["block_size"],
-        target_layer_ids=tuple(fields["dflash_config"]["target_layer_ids"]),
+        target_layer_ids=tuple(dflash["target_layer_ids"]),
+        drafter=DFLASH2 if own else DFLASH,
+        **own,
     )
 
 

@@ -4,12 +4,15 @@
 as their checkpoints do, so that saving is a cast and a write. Neither has a KV cache.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+DFLASH, DFLASH2 = "dflash", "dflash2"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,11 @@ class PairConfig:
     block_size: int = 16
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
     """Features are the outputs of these decoder layers, counted from 0 (the z-lab convention)."""
+    drafter: str = DFLASH
+    """Its kind; the sizes below are of DFlash2 alone."""
+    conv_group_size: int = 16
+    selector_rank: int = 64
+    selector_top_k: int = 16
 
 
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
@@ -228,16 +236,26 @@ class DraftModel(nn.Module):
         hidden_context = torch.arange(length) >= anchors[..., None]
         hidden_context = hidden_context.repeat_interleave(block, dim=1)[:, None]
         x = blocks.flatten(1, 2)
-        for layer in layers_of(self.layers):
-            attention = layer.self_attn
-            normed = layer.input_layernorm(x)
-            q = attention.queries(normed, block_cos, block_sin)
-            context_k, context_v = attention.keys_values(context, cos, sin)
-            block_k, block_v = attention.keys_values(normed, block_cos, block_sin)
-            heads = _attend(q, context_k, context_v, hidden_context, block_k, block_v, num_blocks)
-            x = layer.feed_forward(x + attention.output(heads))
+        for index, layer in enumerate(layers_of(self.layers)):
+
+            def attend(normed: Tensor, attention: Attention = layer.self_attn) -> Tensor:
+                q = attention.queries(normed, block_cos, block_sin)
+                context_k, context_v = attention.keys_values(context, cos, sin)
+                block_k, block_v = attention.keys_values(normed, block_cos, block_sin)
+                return attention.output(_attend(q, context_k, context_v, hidden_context, block_k, block_v, num_blocks))
+
+            x = x + self.sublayer(index, "attention", layer.input_layernorm(x), attend, block)
+            x = x + self.sublayer(index, "mlp", layer.post_attention_layernorm(x), layer.mlp, block)
         out: Tensor = self.norm(x).view(-1, num_blocks, block, x.shape[-1])
         return out
+
+    def sublayer(self, index: int, name: str, normed: Tensor, run: Callable[[Tensor], Tensor], block: int) -> Tensor:
+        """What a sublayer of layer `index` adds to blocks of this length: [batch, blocks * block, hidden]."""
+        return run(normed)
+
+    def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
+        """The drafts behind an anchor, from their logits [k, vocab] and final hidden states [k, hidden]."""
+        return logits.argmax(-1).tolist()
 
 
 def _attend(

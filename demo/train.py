@@ -1,6 +1,6 @@
 """Train the demo pair: tokenizer, target, drafter.
 
-    python -m demo.train --out demo/pair [--target-steps 4000] [--drafter-steps 3000] [--seed 0]
+    python -m demo.train --out demo/pair [--target-steps 4000] [--drafter-steps 3000] [--drafter dflash] [--seed 0]
 
 The pair is built in a folder beside `--out`, which keeps what a stopped run has saved, and moved into place at the end,
 so that readers of `--out` always find a whole pair. The same steps, seed and number of workers give the same weights on
@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from demo.checkpoint import is_of_kind
 from demo.data import write_held_out
-from demo.model import PairConfig, Shape
+from demo.model import DFLASH, DFLASH2, PairConfig, Shape
 from demo.parallel import run_workers
 from demo.tokenizer import extend_tokenizer, train_tokenizer, write_tokenizer_config
 from demo.train_drafter import train_drafter
@@ -87,7 +88,7 @@ def _build(run: Run, built: Path) -> None:
         write_tokenizer_config(built / "target")
     if run.target_steps:
         run_workers(run.workers, train_target, run.config, built / "target", run.target_steps, run.seed, old_target)
-    if old_draft is not None and not old_draft.exists():
+    if old_draft is not None and not (old_draft.exists() and is_of_kind(old_draft, run.config.drafter)):
         old_draft = None
     if old_draft is not None and not run.drafter_steps:
         shutil.copytree(old_draft, built / "draft")
@@ -112,6 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--target-steps", type=int, default=Run.target_steps, help="%(default)s; 0 with --resume: keep it"
     )
     parser.add_argument("--drafter-steps", type=int, default=Run.drafter_steps, help="likewise (%(default)s)")
+    parser.add_argument(
+        "--drafter",
+        choices=(DFLASH, DFLASH2),
+        default=DFLASH,
+        help="its kind (%(default)s); one of another kind is not resumed",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (%(default)s)")
@@ -131,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = Run(
         options.out, options.target_steps, options.drafter_steps, options.seed, options.workers, resume=options.resume
     )
-    train_pair(replace(run, **SMOKE) if options.smoke else run)
+    run = replace(run, **SMOKE) if options.smoke else run
+    train_pair(replace(run, config=replace(run.config, drafter=options.drafter)))
 
 
 if __name__ == "__main__":

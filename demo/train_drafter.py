@@ -10,6 +10,7 @@ from torch import Tensor
 
 from demo.checkpoint import load_draft, load_target, save_draft
 from demo.data import MASK, SPECIAL_TOKEN_IDS, training_documents
+from demo.dflash2 import DFlash2DraftModel, make_drafter, selector_loss
 from demo.model import DraftModel, PairConfig, TargetModel
 from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PackedRows
@@ -85,10 +86,21 @@ def draft_loss(draft: DraftModel) -> Callable[..., Tensor]:
         blocks = F.embedding(inputs, embedding)
         hidden = torch.func.functional_call(draft, parameters, (features, blocks, anchors))
         logits = F.linear(hidden[:, :, 1:], embedding).float()
-        each = F.cross_entropy(logits.flatten(0, 2), labels[..., 1:].flatten(), reduction="none")
-        return (each * weights.flatten()).sum() / weights.sum()
+        each = F.cross_entropy(logits.flatten(0, 2), labels[..., 1:].flatten(), reduction="none").view(weights.shape)
+        if isinstance(draft, DFlash2DraftModel):
+            each = each + selector_loss(
+                edges_of(draft, parameters), logits, hidden[:, :, 1:], labels, draft.config.selector_top_k
+            )
+        return (each * weights).sum() / weights.sum()
 
     return loss
+
+
+def edges_of(draft: DFlash2DraftModel, parameters: dict[str, Tensor]) -> Callable[..., Tensor]:
+    """The drafter's candidate selector with these of its parameters."""
+    prefix = "candidate_selector."
+    own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+    return lambda *inputs: torch.func.functional_call(draft.candidate_selector, own, inputs)
 
 
 @torch.no_grad()
@@ -110,7 +122,7 @@ def train_drafter(
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed * 1000 + rank())
     tokenizer, target = load_tokenizer(target_folder), load_target(target_folder, config)
     progress = Progress(steps)
-    draft = DraftModel(config)
+    draft = make_drafter(config)
     if resume is not None:
         draft.load_state_dict(load_draft(resume, config).state_dict())
     optimizer = Optimizer(draft, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)

@@ -1,0 +1,101 @@
+"""The demo's DFlash2 drafter as a torch module: the DFlash drafter with a two-tap convolution along each block around
+every sublayer, and a selector that chooses drafts one after the other among the likeliest tokens."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from demo.model import DFLASH2, DraftModel, PairConfig, layers_of
+
+TAPS = 2
+CODEBOOK_STD = 0.02
+
+
+class BlockConv(nn.Module):
+    """The convolutions of a sublayer's input and of its output, which begin as the identity."""
+
+    def __init__(self, hidden_size: int, group_size: int) -> None:
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * TAPS * (hidden_size // group_size), bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0
+            self.kernel_projection.weight.zero_()
+
+    def forward(self, normed: Tensor, block: int, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sublayer `run` between its convolutions; normed: [batch, blocks * block, hidden]."""
+        dynamic = self.kernel_projection(normed).unflatten(-1, (2, TAPS, -1))
+        before = self._convolve(normed, self.base_kernel[0], dynamic[..., 0, :, :], block)
+        return self._convolve(run(before), self.base_kernel[1], dynamic[..., 1, :, :], block)
+
+    def _convolve(self, x: Tensor, base: Tensor, dynamic: Tensor, block: int) -> Tensor:
+        groups = dynamic.shape[-1]
+        kernel = base.unflatten(-1, (groups, -1)) + dynamic[..., None]
+        grouped = x.unflatten(-1, (groups, -1))
+        # Zeros stand for what would be before a block's anchor.
+        previous = F.pad(grouped.unflatten(1, (-1, block))[:, :, :-1], (0, 0, 0, 0, 1, 0)).flatten(1, 2)
+        return (kernel[..., 0, :, :] * grouped + kernel[..., 1, :, :] * previous).flatten(-2)
+
+
+class CandidateSelector(nn.Module):
+    """The edges between a token and the candidates that may follow it."""
+
+    def __init__(self, config: PairConfig) -> None:
+        super().__init__()
+        shape, rank = config.shape, config.selector_rank
+        self.hidden_projection = nn.Linear(shape.hidden_size, rank, bias=False)
+        self.predecessor_codebook = nn.Parameter(torch.randn(shape.vocab_size, rank) * CODEBOOK_STD)
+        self.successor_codebook = nn.Parameter(torch.randn(shape.vocab_size, rank) * CODEBOOK_STD)
+
+    def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Edges [..., candidates] of drafts with final hidden states [..., hidden], from `previous` [...]."""
+        context = self.hidden_projection(hidden) * self.predecessor_codebook[previous]
+        return (self.successor_codebook[candidates] @ context[..., None])[..., 0]
+
+
+class DFlash2DraftModel(DraftModel):
+    """A DFlash2 drafter."""
+
+    def __init__(self, config: PairConfig) -> None:
+        super().__init__(config)
+        size, group = config.shape.hidden_size, config.conv_group_size
+        for layer in layers_of(self.layers):
+            layer.attention_conv = BlockConv(size, group)
+            layer.mlp_conv = BlockConv(size, group)
+        self.candidate_selector = CandidateSelector(config)
+
+    def sublayer(self, index: int, name: str, normed: Tensor, run: Callable[[Tensor], Tensor], block: int) -> Tensor:
+        out: Tensor = getattr(self.layers[index], f"{name}_conv")(normed, block, run)
+        return out
+
+    def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
+        """A walk from the anchor: the candidate with the largest sum of its logit and its edge."""
+        tokens, previous = [], torch.tensor(anchor)
+        values, candidates = logits.topk(self.config.selector_top_k, dim=-1)
+        for i in range(len(logits)):
+            scores = values[i] + self.candidate_selector(hidden[i], previous, candidates[i])
+            previous = candidates[i, scores.argmax()]
+            tokens.append(int(previous))
+        return tokens
+
+
+def selector_loss(edges: Callable[..., Tensor], logits: Tensor, hidden: Tensor, labels: Tensor, top_k: int) -> Tensor:
+    """Cross-entropy of each draft's right token among its candidates, behind the right token before it.
+
+    edges: `CandidateSelector.forward`. logits: [..., block - 1, vocab]; hidden: [..., block - 1, hidden]; labels: int64
+    [..., block], the anchor first. Where the right token is no candidate it takes the last one's place. Returns
+    [..., block - 1].
+    """
+    right, candidates = labels[..., 1:, None], logits.detach().topk(top_k, dim=-1).indices
+    missing = (candidates != right).all(dim=-1, keepdim=True)
+    candidates = torch.cat((candidates[..., :-1], torch.where(missing, right, candidates[..., -1:])), dim=-1)
+    place = (candidates == right).int().argmax(dim=-1)
+    scores = logits.gather(-1, candidates) + edges(hidden, labels[..., :-1], candidates).float()
+    return F.cross_entropy(scores.flatten(0, -2), place.flatten(), reduction="none").view(place.shape)
+
+
+def make_drafter(config: PairConfig) -> DraftModel:
+    """A drafter of the kind that the config names, before training."""
+    return DFlash2DraftModel(config) if config.drafter == DFLASH2 else DraftModel(config)
