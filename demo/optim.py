@@ -9,17 +9,21 @@ from torch import Tensor, nn
 
 from demo.parallel import average_gradients, rank
 
+# Parts of the names of matrices with a row for each token.
+TABLES = ("embed", "codebook")
+
 
 class Optimizer:
-    """Muon for the matrices inside layers, AdamW for embeddings and norms, gradients clipped to norm 1.
+    """Muon for the matrices inside layers, AdamW for tables of tokens and norms, gradients clipped to norm 1.
 
     Muon is by Jordan et al., 2024; its learning rate is matched to AdamW's update size, so both share one number.
     """
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         self.parameters = list(model.parameters())
-        matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-        others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+        is_matrix = {n: p.dim() == 2 and not any(table in n for table in TABLES) for n, p in model.named_parameters()}
+        matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
+        others = [p for n, p in model.named_parameters() if not is_matrix[n]]
         self.learning_rate = learning_rate
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
