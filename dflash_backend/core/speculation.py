@@ -39,9 +39,10 @@ PROBE_SHARE = 8
 # Probes cost this part of the time at most, where they do not come more seldom anyway.
 PROBE_COST = 0.0125
 MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
-# A step without drafts is run when its time is less certain than this, once in this many steps at most.
+# A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
+# then after twice as many each time, since one costs about half of what a step yields.
 MAX_UNCERTAINTY = 0.15
-MIN_STEPS_BETWEEN_TRIALS = 24
+MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless rows come or go: estimates change slowly, and deciding takes time.
 STEPS_BETWEEN_DECISIONS = 4
 # No draft is worth anything that is accepted more seldom.
@@ -93,6 +94,7 @@ class AdaptiveSpeculation:
         self._since_probe = 0
         self._probe_succeeded = False
         self._since_trial = 0
+        self._trial_wait = MIN_STEPS_BETWEEN_TRIALS
         self._next_probe = 0  # turns among the rows
 
     def first_length(self, row: SpeculatingRow) -> int:
@@ -143,6 +145,7 @@ class AdaptiveSpeculation:
             self._since_probe = 0
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
                 self._since_trial = 0
+                self._trial_wait = min(2 * self._trial_wait, MAX_STEPS_BETWEEN_TRIALS)
                 lengths = [0] * len(rows)
         for row, length in zip(rows, lengths, strict=True):
             if not length:
@@ -269,7 +272,7 @@ class AdaptiveSpeculation:
 
     def _wants_trial(self, num_rows: int, position: float, num_other: int) -> bool:
         """Whether to run a step without drafts, since too little is known of its time."""
-        if self._since_trial < MIN_STEPS_BETWEEN_TRIALS:
+        if self._since_trial < self._trial_wait:
             return False
         shape = StepShape(num_rows + num_other, int(num_rows * position), int((num_rows + num_other) * position))
         return self.costs.uncertainty(shape) > MAX_UNCERTAINTY

@@ -36,9 +36,10 @@ def test_the_engine_drafts_where_drafts_are_accepted(seed: int, share: float, la
         assert stats.num_steps_without_drafts > 0.7 * stats.num_steps
     else:
         assert sum(drafts) > share * 2 * config.num_speculative_tokens * len(drafts)
-    assert sum(stats.num_draft_tokens_per_pos) == sum(
-        row.num_draft for plan in engine.worker.plans for row in plan.rows
-    )
+    planned = sum(row.num_draft for plan in engine.worker.plans for row in plan.rows)
+    # A step that is in flight when its requests end tells nothing of their drafts.
+    of_ended = 0 if lag is None else 2 * config.num_speculative_tokens
+    assert planned - of_ended <= sum(stats.num_draft_tokens_per_pos) <= planned
 
 
 def test_the_decision_knows_the_prompt_tokens_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

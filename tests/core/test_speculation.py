@@ -364,6 +364,15 @@ def test_steps_without_drafts_are_run_until_their_time_is_known() -> None:
     assert policy.stats.num_steps_without_drafts == drafts.count(0)
 
 
+def test_steps_without_drafts_are_run_more_seldom_each_time_while_drafts_pay() -> None:
+    policy = policy_with([0.95] * K, CostTable([1, 1000], [1.0, 1.0]))
+    policy.costs.uncertainty = lambda shape: 1.0  # type: ignore[method-assign]
+    lengths = [policy.choose([SpeculatingRow(K)], 100.0, 0)[0] for _ in range(700)]
+    without = [step for step, length in enumerate(lengths) if length == 0]
+    waits = [later - earlier for earlier, later in itertools.pairwise(without)]
+    assert waits == [48, 96, 192, 192]
+
+
 def test_what_is_expected_is_what_comes_of_it() -> None:
     policy, num_accepted = AdaptiveSpeculation(K), Counter[int]()
     observe = policy.observe_draft
