@@ -1,8 +1,9 @@
 """Prompt lookup (`draft_model=ngram`) against no drafter, with one stream, on prompts of your choice.
 
 `python -m benchmarks.ngram --prompts FILE` takes a line of JSON with a `prompt` for each; by default they are held-out
-questions of the demo pair. Each round runs every prompt in every way, in turn, so that other work of the machine slows
-all alike; the table has medians over rounds. The outputs must be equal, else the exit status is 1.
+texts that the demo pair copies, quotes and edits. Each round runs every prompt in every way, in turn, so that other
+work of the machine slows all alike; the table has medians over rounds. The outputs must be equal, else the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.markdown import markdown_table
 from benchmarks.progress import progress
-from benchmarks.workload import CATEGORIES, load_prompts
+from benchmarks.workload import held_out_dir, load_prompts
 from dflash_backend import LLM
 from dflash_backend.config import NGRAM
 from dflash_backend.spec_stats import SpecDecodingStats
@@ -87,8 +88,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", help="directory or hub id of the target; without it the demo target")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, a line of JSON each")
-    parser.add_argument("--category", choices=CATEGORIES, default="code", help="held-out prompts (%(default)s)")
-    parser.add_argument("--count", type=int, default=8, help="prompts at most (%(default)s)")
+    categories = sorted(path.stem for path in held_out_dir().glob("*.jsonl"))
+    parser.add_argument("--category", choices=categories, default="copy", help="held-out prompts (%(default)s)")
+    parser.add_argument("--count", type=int, default=40, help="prompts at most (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=384, help="of each answer (%(default)s)")
     parser.add_argument("--ignore-eos", action="store_true", help="let each answer have all its tokens")
     parser.add_argument("--rounds", type=int, default=5, help="%(default)s")
