@@ -1,21 +1,25 @@
 """Runs every promise at its full count, and keeps what was printed: `make nightly`, an hour or two on two cores.
 
 Each command's output goes to `benchmarks/results/nightly/NAME.txt`, and `summary.md` has a line for each: commit them.
-Exit status 1 when any command's is not 0; the others run all the same.
+With `--only` some of them run anew, and the lines of the others stay. Exit status 1 when any command's is not 0; the
+others run all the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "nightly"
+OUTCOMES = "outcomes.json"
 # The module, its arguments, and what it shows.
 COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "lossless": (("checks.lossless",), "greedy output equals that of transformers, 200 prompts, 9 ways to run"),
@@ -67,16 +71,17 @@ class Outcome:
     name: str
     status: int
     seconds: float
+    commit: str
 
     @property
     def line(self) -> str:
         """A row of the summary."""
         arguments, shows = COMMANDS[self.name]
         word = "kept" if self.status == 0 else f"MISSED (exit {self.status})"
-        return f"| {shows} | `python -m {' '.join(arguments)}` | {word} | {self.seconds:.0f} |"
+        return f"| {shows} | `python -m {' '.join(arguments)}` | {word} | {self.seconds:.0f} | {self.commit} |"
 
 
-def run(name: str, directory: Path) -> Outcome:
+def run(name: str, directory: Path, commit: str) -> Outcome:
     """Run one command and keep what it prints."""
     arguments, _ = COMMANDS[name]
     started = time.monotonic()
@@ -89,20 +94,28 @@ def run(name: str, directory: Path) -> Outcome:
         env=os.environ | ENVIRON.get(name, {}),
     )
     (directory / f"{name}.txt").write_text(done.stdout, encoding="utf-8")
-    return Outcome(name, done.returncode, time.monotonic() - started)
+    return Outcome(name, done.returncode, time.monotonic() - started, commit)
 
 
-def summary(outcomes: list[Outcome], commit: str) -> str:
+def kept_outcomes(directory: Path) -> dict[str, Outcome]:
+    """Those of runs before, by name."""
+    path = directory / OUTCOMES
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {outcome["name"]: Outcome(**outcome) for outcome in found if outcome["name"] in COMMANDS}
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
     """All outcomes as Markdown."""
     kept = sum(outcome.status == 0 for outcome in outcomes)
     lines = [
         "# The promises at their full counts",
         "",
-        f"{kept} of {len(outcomes)} kept; commit {commit}, {platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}. Written by `make nightly`; what each command printed lies beside this page.",
+        f"{kept} of {len(outcomes)} kept, of {len(COMMANDS)} that there are; {platform.machine()}, {os.cpu_count()} "
+        f"cores, Python {platform.python_version()}. Written by `make nightly`; what each command printed lies beside "
+        "this page.",
         "",
-        "| promise | command | outcome | seconds |",
-        "| --- | --- | --- | ---: |",
+        "| promise | command | outcome | seconds | commit |",
+        "| --- | --- | --- | ---: | --- |",
         *(outcome.line for outcome in outcomes),
     ]
     return "\n".join(lines) + "\n"
@@ -115,14 +128,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go (%(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    outcomes = []
+    shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    outcomes = kept_outcomes(args.out)
     for name in args.only:
         print(f"{name} ...", flush=True)
-        outcomes.append(run(name, args.out))
-        print(outcomes[-1].line, flush=True)
-    shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    (args.out / "summary.md").write_text(summary(outcomes, shown.stdout.strip() or "unknown"), encoding="utf-8")
-    return int(any(outcome.status != 0 for outcome in outcomes))
+        outcomes[name] = run(name, args.out, shown.stdout.strip() or "unknown")
+        print(outcomes[name].line, flush=True)
+        ordered = [outcomes[each] for each in COMMANDS if each in outcomes]
+        (args.out / OUTCOMES).write_text(json.dumps([asdict(each) for each in ordered], indent=1), encoding="utf-8")
+        (args.out / "summary.md").write_text(summary(ordered), encoding="utf-8")
+    return int(any(outcomes[name].status != 0 for name in args.only))
 
 
 if __name__ == "__main__":
