@@ -35,5 +35,26 @@ SECURITY_MUTANTS = (
             "        finally:\n            usage.end()",
             "        except ApiError:\n            usage.end()",
         ),
+        (
+            "all keys share one count",
+            "name = None if key is None else key.name\n        if name",
+            "name = None\n        if name",
+        ),
+        ("a key may name another's tenant", "if asked is not None and asked != key.name:", "if asked is None:"),
+    ),
+    *mutants_of(
+        f"{FOLDER}/body_limit.py",
+        (f"{TESTS}/test_body_limit.py",),
+        ("a chunked body has no limit", "if len(parts) > self._max_bytes:", "if not parts:"),
+    ),
+    *mutants_of(
+        f"{FOLDER}/access_log.py",
+        (f"{TESTS}/test_access_log.py",),
+        (
+            "a request's id may be anything",
+            "return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex",
+            "return given or uuid.uuid4().hex",
+        ),
+        ("a path may write lines of its own", "json.dumps(self._scope['path'][:256])", "self._scope['path'][:256]"),
     ),
 )
