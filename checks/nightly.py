@@ -58,10 +58,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "random traffic, distributions and damaged checkpoints at four times the counts of make test",
     ),
+    "overlap": (
+        ("pytest", "-q", "-n", "logical", "tests/worker/test_random_overlap.py"),
+        "1,000 random workloads with steps in flight yield what the engine without overlap yields",
+    ),
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
 # tests/scale.py
-ENVIRON = {"tests": {"TEST_SCALE": "4"}}
+ENVIRON = {"tests": {"TEST_SCALE": "4"}, "overlap": {"TEST_SCALE": "40"}}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ from tests.mutations.mutant import mutants_of
 CORE = "dflash_backend/core"
 TESTS = ("tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
 BUDGET_TESTS = ("tests/core/test_draft_budget.py",)
+SHARED_ATTENTION = (
+    "tests/kernels/test_paged_attention.py::test_rows_of_any_length_within_one_bound_leave_each_other_alone",
+    "tests/kernels/test_attention_schedule.py::test_any_rows_and_any_number_of_workers_give_attention",
+)
 
 SPECULATION_MUTANTS = (
     *mutants_of(
@@ -133,7 +137,7 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/paged_attention.py",
-        ("tests/kernels/test_attention_schedule.py::test_any_rows_and_any_number_of_workers_give_attention",),
+        SHARED_ATTENTION,
         (
             "a row writes where the next one's tokens lie",
             "is_query = query < tl.minimum(last, query_len)",
@@ -152,7 +156,7 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/attention_merge.py",
-        ("tests/kernels/test_attention_schedule.py::test_any_rows_and_any_number_of_workers_give_attention",),
+        SHARED_ATTENTION,
         (
             "a row that is cut writes where the next one's tokens lie",
             "is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))",
