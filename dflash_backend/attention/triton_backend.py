@@ -26,7 +26,7 @@ from dflash_backend.attention.interface import (
 )
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
-from dflash_kernels.paged_attention_launch import HeadShape, launch_variants, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER_SHARED_BYTES, HeadShape, launch_variants, plan_launches
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -58,11 +58,12 @@ class TritonMetadata(AttentionMetadata):
             device = self.rows.seq_lens.device
             causal, window = self.pattern.causal, self.pattern.sliding_window
             if self.every_variant:
-                planned = launch_variants(self.query_lens, shape)
+                planned = launch_variants(self.query_lens, shape, shared_bytes(device))
             else:
                 planned = plan_launches(
-                    self.query_lens, self.seq_lens, shape, causal, window, num_sms(device), self.max_overestimate
-                )
+                    self.query_lens, self.seq_lens, shape, causal, window,
+                    num_sms(device), self.max_overestimate, shared_bytes(device),
+                )  # fmt: skip
             tiled = [(launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned]
             self.launches[shape] = prepare_launches(tiled, self.rows, shape.group, self.block_size, causal, window)
         return self.launches[shape]
@@ -140,3 +141,12 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program on `device` may have."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    # An older torch does not say.
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)

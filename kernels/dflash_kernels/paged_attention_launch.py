@@ -13,6 +13,10 @@ import numpy as np
 # A program for each tile keeps a device as busy as workers do where no tile takes more than this part of what each of
 # the programs that run at a time has to do on average.
 SMALL_PART = 1 / 4
+# Shared memory that a program may have on Hopper; on the smallest of the other GPUs that these kernels are for, 99 KiB.
+HOPPER_SHARED_BYTES = 227 << 10
+# For each element of a head, beside queries, K and V, by what the compiler says of tiles of 8 warps.
+SCRATCH_BYTES = 17
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,13 @@ def max_block_m(shape: HeadShape) -> int:
     return max(tallest, power_of_two(shape.group))
 
 
-def tiling_of(shape: HeadShape, num_queries: int) -> Tiling:
-    """The tiling for rows of up to `num_queries` queries.
+def tiling_of(shape: HeadShape, num_queries: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> Tiling:
+    """The tiling for rows of up to `num_queries` queries. shared_bytes: shared memory that a program may have.
 
     K and V of `block_n` positions are 32 KiB for 16-bit heads of a power of two. While a program works on one such
     piece the next is on its way; Triton needs three stages for that, five for two pieces, since block numbers are
     loaded before K and V. Where the accumulator leaves a multiprocessor no registers for a second program, the first
-    has two pieces on their way instead.
+    has two pieces on their way instead, if they fit beside the queries.
     """
     lines, tallest = num_queries * shape.group, max_block_m(shape)
     # Few sizes, since Triton compiles a kernel for each.
@@ -86,7 +90,10 @@ def tiling_of(shape: HeadShape, num_queries: int) -> Tiling:
         return Tiling(block_m, 32 if shape.head_dim <= 128 else 16, num_warps=8, num_stages=2, programs_per_sm=1)
     block_n = 128 if shape.head_dim <= 64 else 64 if shape.head_dim <= 128 else 32
     if block_m > 64 or shape.head_dim > 128:
-        return Tiling(block_m, block_n, num_warps=8, num_stages=5, programs_per_sm=1)
+        # Two pieces of K and V, the queries, and what reductions pass between warps.
+        needed = (block_m + 4 * block_n) * shape.head_dim * shape.itemsize + SCRATCH_BYTES * shape.head_dim
+        num_stages = 5 if needed <= shared_bytes else 3
+        return Tiling(block_m, block_n, num_warps=8, num_stages=num_stages, programs_per_sm=1)
     return Tiling(block_m, block_n, num_warps=4, num_stages=3 if block_m == 64 else 5, programs_per_sm=2)
 
 
@@ -98,10 +105,11 @@ def plan_launches(
     window: int | None,
     num_sms: int,
     max_overestimate: int = 0,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
 ) -> list[Launch]:
     """Launches that cover every query of every row. query_lens, seq_lens: upper bounds, int64 `[num_rows]`.
     causal, window: what a query sees, as in `paged_attention_reference`. max_overestimate: how far the bounds of
-    seq_lens may be too high.
+    seq_lens may be too high. shared_bytes: as in `tiling_of`.
 
     Rows of one tile (decode rows) run apart from longer ones, with lower tiles and always with workers: how long they
     are is known on the device alone.
@@ -113,7 +121,7 @@ def plan_launches(
         if len(rows) == 0:
             continue
         longest = int(query_lens[rows].max())
-        tiling = tiling_of(shape, longest)
+        tiling = tiling_of(shape, longest, shared_bytes)
         per_tile = tiling.block_m // shape.group
         is_uniform = bool((query_lens == longest).all())
         tiles = None if is_uniform else tile_table(rows, query_lens[rows], per_tile)
@@ -144,7 +152,7 @@ def choose_workers(
     return max(min(capacity // num_kv_heads, most), 1)
 
 
-def launch_variants(query_lens: np.ndarray, shape: HeadShape) -> list[Launch]:
+def launch_variants(query_lens: np.ndarray, shape: HeadShape, shared_bytes: int = HOPPER_SHARED_BYTES) -> list[Launch]:
     """A launch of each kind that `plan_launches` can make for rows of up to these queries, int64 `[num_rows]`: one
     compiled kernel serves all launches of a kind. The launches themselves are over one tile of the first row.
 
@@ -155,7 +163,7 @@ def launch_variants(query_lens: np.ndarray, shape: HeadShape) -> list[Launch]:
     lengths = [longest] if is_uniform else range(1, longest + 1)
     tile = np.array([[0], [0], [1]], dtype=np.int32)
     tallest = max_block_m(shape) // shape.group
-    kinds = dict.fromkeys((tiling_of(shape, length), length <= tallest) for length in lengths)
+    kinds = dict.fromkeys((tiling_of(shape, length, shared_bytes), length <= tallest) for length in lengths)
     # Merged as many tiles are, and as few.
     counts = dict.fromkeys((tiling, num_workers) for tiling, _ in kinds for num_workers in (1, 2))
     return [

@@ -191,6 +191,11 @@ SPECULATION_MUTANTS = (
             "lengths = [longest]",
         ),
         (
+            "a GPU with little shared memory gets the tiles of one with much",
+            "num_stages = 5 if needed <= shared_bytes else 3",
+            "num_stages = 5",
+        ),
+        (
             "prompts of one length are compiled in service",
             "for tiles in ([None] if is_uniform else [None, tile])",
             "for tiles in ([None] if is_uniform else [tile])",
