@@ -18,13 +18,13 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.dflash.config import KNOWN as DFLASH_FIELDS
 from dflash_backend.drafters.fields import KNOWN
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
-from tests.drafters.drafts import make_speculators
+from tests.drafters.drafts import make_dflash2, make_speculators
 from tests.scale import scaled
 from tests.tiny_models import make_draft, make_target
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1024**3
-CASES = scaled(250, at_least=50)  # of each of the four kinds
+CASES = scaled(250, at_least=50)  # of each of the five kinds
 BATCHES = 5
 
 INTEGERS = [0, -1, 1, 2, 3, 7, 2**24, 2**31, 2**31 - 1, 2**63, 10**9, 10**400]
@@ -65,12 +65,13 @@ EXTRA_FIELDS = sorted(KNOWN.union(DFLASH_FIELDS, OF_TARGETS))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sound checkpoints that are damaged: two targets and a drafter of each format."""
+    """The sound checkpoints that are damaged: two targets, a drafter of each format, and a DFlash2 drafter."""
     root = tmp_path_factory.mktemp("sound")
     make_target(root / "target")
     make_target(root / "moe", architecture="Qwen3MoeForCausalLM")
     make_draft(root / "zlab")
     make_speculators(root / "speculators")
+    make_dflash2(root / "dflash2")
     return root
 
 
@@ -180,7 +181,7 @@ def run_cases(attempt: Callable[[int], Exception | None], batch: int) -> list[Ex
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-@pytest.mark.parametrize("name", ["target", "zlab", "speculators"])
+@pytest.mark.parametrize("name", ["target", "zlab", "speculators", "dflash2"])
 def test_a_mutated_config_loads_or_is_refused(models: Path, tmp_path: Path, name: str, batch: int) -> None:
     def attempt(seed: int) -> Exception | None:
         rng = random.Random(f"{name} {seed}")
@@ -219,4 +220,5 @@ def test_the_checkpoints_that_are_damaged_are_sound(models: Path) -> None:
     """Else every refusal would be for the same reason."""
     assert load(models / "target", models / "zlab") is None
     assert load(models / "target", models / "speculators") is None
+    assert load(models / "target", models / "dflash2") is None
     assert load(models / "moe", models / "zlab") is None
