@@ -1,8 +1,9 @@
 """What structured output costs: tokens/s with and without a grammar on equal texts, and the host's time for masks.
 
-`python -m benchmarks.structured` runs 16 streams of the demo pair, greedily, first without a grammar and then with one
-that allows exactly the text that came, so both write the same. Then it fills masks over a made-up vocabulary of 151,000
-tokens, as of Qwen3, for a block of drafts in each of 16 answers: no model runs, so this is the host's time alone.
+`python -m benchmarks.structured` asks the demo pair for JSON in 16 streams, greedily, without a grammar and with the
+schema that the prompt gives, on prompts whose answers are the same both ways. Then it fills masks over a made-up
+vocabulary of 151,000 tokens, as of Qwen3, for a block of drafts in each of 16 answers: no model runs, so this is the
+host's time alone.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.workload import load_prompts
+from benchmarks.workload import held_out_dir
 from dflash_backend import LLM
 from dflash_backend.messages import StructuredOutputs
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.structured_output.matcher import BitmaskFiller, MatcherRules
 
 STREAMS = 16
+# With this the schemas in the held-out prompts begin.
+SCHEMA_BEGINS = '{"type": "object"'
 VOCAB_SIZE = 151_936
 EOS = 151_643
 SCHEMA = {
@@ -48,23 +51,41 @@ ANSWER = json.dumps(
 )
 
 
-def tokens_per_second(num_rounds: int, max_tokens: int) -> tuple[list[float], list[float]]:
-    """Tokens/s of each round, without a grammar and with one, in turn."""
+def json_questions() -> list[tuple[str, Any]]:
+    """Held-out prompts of the demo pair that ask for JSON, each with the schema that it gives."""
+    rows = map(json.loads, (held_out_dir() / "tools.jsonl").read_text(encoding="utf-8").splitlines())
+    found = []
+    for row in rows:
+        _, begins, rest = row["messages"][-1]["content"].partition(SCHEMA_BEGINS)
+        if begins:
+            schema, _ = json.JSONDecoder().raw_decode(begins + rest)
+            found.append((row["prompt"], schema))
+    return found
+
+
+def tokens_per_second(num_rounds: int, max_tokens: int) -> tuple[int, list[float], list[float]]:
+    """How many prompts give the same text without a grammar and with their schema, and tokens/s of each round over
+    these, without and with, in turn."""
     llm = LLM(max_num_seqs=STREAMS, kv_cache_gb=0.5, enable_prefix_caching=False)
-    prompts = [row.prompt for row in load_prompts(STREAMS)]
+    questions = json_questions()
     free: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens}
-    texts = [output.text for output in llm.generate(prompts, [free] * STREAMS)]
-    # What the free answer is, and any other text of printable characters and new lines: as JSON allows any string.
-    bound = free | {"structured_outputs": {"regex": r"[\s\S]*"}}
-    held = llm.generate(prompts, [bound] * STREAMS)
-    assert [output.text for output in held] == texts, "the texts with and without a grammar differ"
+
+    def sampling(schema: Any) -> dict[str, Any]:
+        return free | {"structured_outputs": {"json": schema}}
+
+    texts = [output.text for output in llm.generate([prompt for prompt, _ in questions], [free] * len(questions))]
+    held = llm.generate([prompt for prompt, _ in questions], [sampling(schema) for _, schema in questions])
+    pairs = zip(questions, texts, held, strict=True)
+    equal = [question for question, text, output in pairs if output.text == text]
+    prompts = [prompt for prompt, _ in equal]
+    ways = [free] * len(equal), [sampling(schema) for _, schema in equal]
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(num_rounds):
-        for sampling, speeds in zip((free, bound), found, strict=True):
+        for way, speeds in zip(ways, found, strict=True):
             started = time.monotonic()
-            outputs = llm.generate(prompts, [sampling] * STREAMS)
+            outputs = llm.generate(prompts, way)
             speeds.append(sum(len(output.token_ids) for output in outputs) / (time.monotonic() - started))
-    return found
+    return len(equal), *found
 
 
 def made_up_tokenizer() -> str:
@@ -140,10 +161,11 @@ def main() -> None:
         f"{1e3 * compile_s:.1f} ms",
         flush=True,
     )
-    free, bound = tokens_per_second(args.rounds, args.max_tokens)
+    num_equal, free, bound = tokens_per_second(args.rounds, args.max_tokens)
     print(
-        f"{STREAMS} streams, equal texts: {median(free):.0f} tokens/s without a grammar, {median(bound):.0f} with one: "
-        f"{median(bound) / median(free):.2f} of it (medians of {args.rounds} rounds)"
+        f"{STREAMS} streams, {num_equal} prompts with equal texts: {median(free):.0f} tokens/s without a grammar, "
+        f"{median(bound):.0f} with their schema: {median(bound) / median(free):.2f} of it (medians of {args.rounds} "
+        "rounds)"
     )
 
 

@@ -29,6 +29,18 @@ class NewRequest:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step that the worker measured at start, over rows without context: rows, target tokens, drafts that each row
+    proposes, seconds of the target's pass and of drafting."""
+
+    num_rows: int
+    num_tokens: int
+    draft_width: int
+    target_s: float
+    draft_s: float
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True):
     """One request's row in a step. (A msgspec struct: a step has hundreds, and they are cheap to make.)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflash_backend.core.cache_group import CacheGroup
-from dflash_backend.core.step_costs import MeasuredStep
+from dflash_backend.core.plan import MeasuredStep
 
 
 def max_positions(max_model_len: int, k: int) -> int:

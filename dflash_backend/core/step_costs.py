@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_backend.core.linear_fit import LinearFit
-from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
 
 # Before a step has shown it: this part of a step's time does not depend on its tokens.
 FIXED_SHARE = 0.5
@@ -67,6 +67,13 @@ class StepShape:
             shape.num_tokens -= left_out
         return shape
 
+    @classmethod
+    def of_measured(cls, step: MeasuredStep, lookahead: Callable[[int], int]) -> StepShape:
+        """That of a step that was measured at start. lookahead: the drafter's queries for a number of drafts."""
+        num_queries = step.num_rows * lookahead(step.draft_width) if step.draft_width else 0
+        num_drafting = step.num_rows if step.draft_width else 0
+        return cls(step.num_tokens, step.num_rows, step.num_tokens, num_queries, num_drafting)
+
     @property
     def target(self) -> list[float]:
         """Features of the target's pass."""
@@ -76,24 +83,6 @@ class StepShape:
     def draft(self) -> list[float]:
         """Features of drafting."""
         return [1.0, self.num_queries, _KILO * self.num_draft_positions]
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """A step that was measured at start, over rows without context: rows, target tokens, drafts that each row proposes,
-    seconds of the target's pass and of drafting."""
-
-    num_rows: int
-    num_tokens: int
-    draft_width: int
-    target_s: float
-    draft_s: float
-
-    def shape(self, lookahead: Callable[[int], int]) -> StepShape:
-        """As that of a step that ran. lookahead: the drafter's queries for a number of drafts."""
-        num_queries = self.num_rows * lookahead(self.draft_width) if self.draft_width else 0
-        num_drafting = self.num_rows if self.draft_width else 0
-        return StepShape(self.num_tokens, self.num_rows, self.num_tokens, num_queries, num_drafting)
 
 
 class CostTable:

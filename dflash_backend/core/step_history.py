@@ -30,7 +30,9 @@ class StepHistory:
             table = CostTable.of(config.measured_steps)
             self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_shapes, table)
             for step in config.measured_steps:
-                self.speculation.costs.observe(step.shape(config.lookahead), step.target_s, step.draft_s)
+                self.speculation.costs.observe(
+                    StepShape.of_measured(step, config.lookahead), step.target_s, step.draft_s
+                )
         # Prompt and decode tokens of the planned steps that have not been observed, by step.
         self._num_tokens: dict[int, tuple[int, int]] = {}
         self._num_prefill_tokens = 0  # of the last plan

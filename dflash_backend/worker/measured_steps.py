@@ -1,4 +1,4 @@
-"""How long steps take on this device, measured before the first request: what `core.step_costs` begins with."""
+"""How long steps take on this device, measured before the first request: what the core's estimate begins with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash_backend.core.step_costs import MeasuredStep
+from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.worker.batch import LayoutBuffer
 from dflash_backend.worker.graphs import PaddedStep
 from dflash_backend.worker.step import ModelStep

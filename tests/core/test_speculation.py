@@ -10,10 +10,10 @@ import pytest
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
 from dflash_backend.core.linear_fit import LinearFit
-from dflash_backend.core.plan import ScheduledRequest
+from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.speculation import FIRST_STEPS, MAX_STEPS_BETWEEN_PROBES, AdaptiveSpeculation, SpeculatingRow
-from dflash_backend.core.step_costs import CostTable, MeasuredStep, StepCosts, StepShape
+from dflash_backend.core.step_costs import CostTable, StepCosts, StepShape
 from dflash_backend.core.step_history import StepHistory
 
 K = 7
