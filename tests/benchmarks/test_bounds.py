@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,20 +126,6 @@ def test_every_case_that_is_to_be_dropped_says_when() -> None:
     assert sum(case.drop_s is not None for case in cases) == 20
     assert json.dumps(cases[0].parameters)
     assert 0.0 < mixed.LEAST_DROPPED <= 1.0
-
-
-def test_nightly_keeps_what_was_printed_and_goes_on_after_a_miss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands = {"good": (("this", "--version"), "shows"), "bad": (("no_such_module_here",), "shows not")}
-    monkeypatch.setattr(nightly, "COMMANDS", commands)
-    outcomes = [nightly.run("bad", tmp_path), nightly.run("good", tmp_path)]
-    assert [outcome.status for outcome in outcomes] == [1, 0]
-    assert "No module named no_such_module_here" in (tmp_path / "bad.txt").read_text()
-    assert "Beautiful is better than ugly" in (tmp_path / "good.txt").read_text()
-    page = nightly.summary(outcomes, "abc")
-    assert "1 of 2 kept; commit abc" in page
-    assert "| shows not | `python -m no_such_module_here` | MISSED (exit 1) |" in page
 
 
 def test_nightly_runs_modules_that_exist() -> None:
