@@ -232,3 +232,11 @@ def test_a_plan_counts_the_drafts_of_its_budget() -> None:
         assert plan.budget is not None
         assert plan.num_drafts == plan.budget.num_drafts < sum(row.num_draft for row in plan.rows)
         assert plan.num_tokens == plan.num_drafts + sum(row.num_new for row in plan.rows)
+
+
+def test_usual_confidences_are_those_of_all_drafts_that_were_proposed() -> None:
+    estimator = AcceptanceEstimator(3)
+    for _ in range(8):
+        estimator.observe(RequestEffect(), 1, 1, [2.0, 1.5, -0.5])
+        estimator.end_step()
+    assert [moments.mean for moments in estimator._moments] == pytest.approx([2.0, 1.5, -0.5])

@@ -41,13 +41,15 @@ class Asked:
 class Script:
     """What the model answers: texts that come one after the other for each completion, then `error` or the end.
 
-    With `endless`, the texts come over and over until the request is cancelled.
+    With `endless`, the texts come over and over until the request is cancelled. With `ends_with_text`, the last text
+    comes together with the end.
     """
 
     texts: Sequence[str] = ("Hel", "lo", "!")
     finish_reason: str = "stop"
     error: ClientError | None = None
     endless: bool = False
+    ends_with_text: bool = False
     stats: Mapping[str, Any] = field(default_factory=lambda: STATS)
     logprobs: Sequence[Any] | None = None
     prompt_logprobs: tuple[Any, ...] | None = None
@@ -70,6 +72,8 @@ class ScriptedRequest:
                 await asyncio.sleep(0.01 if script.endless else 0)
                 if asked.cancelled:
                     raise Cancelled("the request was cancelled")
+                if script.ends_with_text and place == len(script.texts) - 1:
+                    break
                 for index in range(n):
                     yield self._delta(text, place, index)
             if not script.endless:
@@ -77,7 +81,8 @@ class ScriptedRequest:
         if script.error is not None:
             raise script.error
         for index in range(n):
-            yield Delta("", finish_reason=script.finish_reason, spec_stats=dict(script.stats), index=index)
+            text = script.texts[-1] if script.ends_with_text else ""
+            yield Delta(text, finish_reason=script.finish_reason, spec_stats=dict(script.stats), index=index)
 
     def _delta(self, text: str, place: int, index: int) -> Delta:
         ids = tuple(text.encode())

@@ -48,6 +48,13 @@ def test_a_stream_has_each_call_in_one_delta(client: openai.OpenAI, pool: Script
     assert all(chunk.finish_reason is None for chunk in chunks[:-1])
 
 
+def test_only_the_last_event_of_the_last_delta_ends_the_answer(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script(("Look. " + CALL + CALL,), ends_with_text=True)
+    reasons = [chunk.choices[0].finish_reason for chunk in ask(client, stream=True)]
+    assert len(reasons) >= 4
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+
+
 def test_an_answer_that_is_cut_short_says_so_and_its_broken_call_is_content(
     client: openai.OpenAI, pool: ScriptedPool
 ) -> None:

@@ -68,16 +68,20 @@ GRAMMAR_MUTANTS = (
     ),
     *mutants_of(
         WORKER_FILE,
+        ("tests/worker/test_grammars_in_flight.py::test_a_request_that_is_resumed_goes_on_in_its_grammar",),
+        (
+            "a resumed request begins its grammar anew",
+            "        matcher.advance(new.token_ids[new.num_prompt_tokens :])\n",
+            "",
+        ),
+    ),
+    *mutants_of(
+        WORKER_FILE,
         ENGINE,
         (
             "a matcher advances by drafts that were rejected",
             "self.matcher.advance(token_ids)",
             "self.matcher.advance(token_ids + drafts)",
-        ),
-        (
-            "a resumed request begins its grammar anew",
-            "        matcher.advance(new.token_ids[new.num_prompt_tokens :])\n",
-            "",
         ),
         (
             "masks are those of the first row's logits",

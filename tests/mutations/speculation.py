@@ -230,7 +230,7 @@ SPECULATION_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/prepare_draft.py",
-        ("tests/worker/test_verify_budget.py",),
+        ("tests/worker/test_step_ops.py::test_drafts_lie_behind_the_anchor",),
         (
             "confidences are kept one place too far",
             "confidences.numpy()[req_idx.numpy()[rows], columns] = sure",

@@ -146,6 +146,8 @@ def test_min_tokens_hides_what_ends_the_answer_until_nothing_else_is_left(compil
     letters = StructuredOutputs("regex", "[ab]{1,4}")
     matcher = matcher_of(compiler, letters, b"a", min_tokens=3, stop_token_ids=(98,))
     assert allowed_by(filler, matcher, [*b"aa"]) == [{97}, {97}, {97, 98, EOS, OTHER_EOS}]
+    reached = matcher_of(compiler, letters, b"aa", min_tokens=1)
+    assert allowed_by(filler, reached, [*b"a"]) == [{97, 98, EOS, OTHER_EOS}] * 2
     matcher = matcher_of(compiler, letters, b"aaaa", min_tokens=9)
     assert allowed_by(filler, matcher, []) == [{EOS, OTHER_EOS}]
 

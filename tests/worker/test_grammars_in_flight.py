@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from dflash_backend.core.plan import NewRequest
 from dflash_backend.engine.build import BuiltEngine
-from dflash_backend.messages import StructuredOutputs
+from dflash_backend.messages import SamplingParams, StructuredOutputs
+from dflash_backend.worker.grammars import GrammarAnswer
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.slow
@@ -82,3 +84,21 @@ def test_an_answer_that_is_aborted_and_its_id_used_again_does_not_meet_the_old_o
     outputs.finish()
     assert outputs.failed == []
     assert outputs.reasons["a"] == "stop"
+
+
+def test_a_request_that_is_resumed_goes_on_in_its_grammar() -> None:
+    states = engine(kv_cache_gb=0.2, max_num_seqs=3).runner.grammars
+    sampling = SamplingParams(structured_outputs=GRAMMARS[1])
+
+    def answer(*generated: int) -> GrammarAnswer:
+        return states._answer(NewRequest("r", [5, 6, *generated], 2, sampling, EOS, 0))
+
+    def mask(of: GrammarAnswer) -> list[int]:
+        assert of.matcher is not None
+        masks, _, _ = states.fill([(of.matcher, [])]).result()
+        return [word * 32 + bit for word, bits in enumerate(masks[0].tolist()) for bit in range(32) if bits >> bit & 1]
+
+    begun = answer()
+    first = mask(begun)
+    begun.accept([first[0]], [], False)
+    assert mask(answer(first[0])) == mask(begun) != first
