@@ -42,13 +42,17 @@ REQUESTS: list[dict[str, Any]] = [
 FILTERS = ("top_p", "top_k", "min_p")
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """Twelve prompts of many lengths, of which the last begins as the first does."""
+def prompts_of_many_lengths() -> list[list[int]]:
+    """Twelve prompts for the demo target, of which the last begins as the first does."""
     tokenizer = LLM(draft="").tokenizer
     encoded = [tokenizer.encode(row.prompt) for row in load_prompts(11)]
     mixed = [tokens[: 3 + 9 * i] if i % 3 == 2 else tokens for i, tokens in enumerate(encoded)]
     return [*mixed, encoded[0] + encoded[1]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return prompts_of_many_lengths()
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,17 @@ def expected(prompts: list[list[int]]) -> Result:
 SMALL_POOL = {"kv_cache_gb": 0.0012, "max_model_len": 208}
 
 
-@pytest.mark.parametrize(
-    ("settings", "options"),
-    [
-        ({}, {}),
-        ({}, {"overlap": False}),
-        ({}, {"padded": False}),
-        (SMALL_POOL, {}),
-        ({"max_num_batched_tokens": 56, "enable_prefix_caching": False}, {}),
-    ],
-    ids=["overlap", "no overlap", "ragged steps alone", "small pool", "small chunks"],
-)
+# Settings, and options of `on_device_runner`.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "overlap": ({}, {}),
+    "no overlap": ({}, {"overlap": False}),
+    "ragged steps alone": ({}, {"padded": False}),
+    "small pool": (SMALL_POOL, {}),
+    "small chunks": ({"max_num_batched_tokens": 56, "enable_prefix_caching": False}, {}),
+}
+
+
+@pytest.mark.parametrize(("settings", "options"), WAYS.values(), ids=WAYS)
 def test_the_steps_of_a_gpu_yield_the_tokens_of_a_cpu(
     settings: dict[str, Any],
     options: dict[str, Any],
@@ -101,20 +105,26 @@ def test_the_steps_of_a_gpu_yield_the_tokens_of_a_cpu(
         assert built.core.stats().num_preemptions > 0
 
 
-FORMS = {"on a CPU": None, "any number": {}, "shapes": {"shapes": capture_shapes(15)}}
+FORMS: dict[str, dict[str, Any] | None] = {"on a CPU": None, "any number": {}, "shapes": {"shapes": capture_shapes(15)}}
 
 
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_a_number_of_drafts_that_follows_the_load_changes_no_token(
-    options: dict[str, Any] | None, prompts: list[list[int]], expected: Result
+def check_adaptive_texts(
+    built: BuiltEngine, options: dict[str, Any] | None, prompts: list[list[int]], expected: Result
 ) -> None:
-    built = engine(**SETTINGS, adaptive_speculation=True)
+    """Run an engine that drafts as many tokens as pay; `options` of `on_device_runner`, None on a CPU."""
     if options is not None:
         built = on_device_runner(built, **options)
     found = run(built, prompts)
     assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
     stats = built.core.stats().speculation
     assert len({count for count in stats.num_draft_tokens_per_pos if count}) > 1, "blocks of several lengths"
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_a_number_of_drafts_that_follows_the_load_changes_no_token(
+    options: dict[str, Any] | None, prompts: list[list[int]], expected: Result
+) -> None:
+    check_adaptive_texts(engine(**SETTINGS, adaptive_speculation=True), options, prompts, expected)
 
 
 def test_each_filter_of_these_requests_changes_what_is_drawn(prompts: list[list[int]], expected: Result) -> None:

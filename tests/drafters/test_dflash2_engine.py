@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workload import load_prompts
-from dflash_backend import LLM
-from dflash_backend.worker.graphs import capture_shapes
 from tests.drafters.drafts import make_demo_dflash2, make_dflash2
-from tests.test_device_lossless import REQUESTS, SETTINGS, SMALL_POOL, Result, run
+from tests.test_device_lossless import (
+    FORMS,
+    REQUESTS,
+    SETTINGS,
+    WAYS,
+    Result,
+    check_adaptive_texts,
+    prompts_of_many_lengths,
+    run,
+)
 from tests.tiny_models import make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
@@ -25,11 +31,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Twelve prompts of many lengths, of which the last begins as the first does."""
-    tokenizer = LLM(draft="").tokenizer
-    encoded = [tokenizer.encode(row.prompt) for row in load_prompts(11)]
-    mixed = [tokens[: 3 + 9 * i] if i % 3 == 2 else tokens for i, tokens in enumerate(encoded)]
-    return [*mixed, encoded[0] + encoded[1]]
+    return prompts_of_many_lengths()
 
 
 @pytest.fixture(scope="module")
@@ -51,34 +53,20 @@ def test_texts_are_the_targets_own(alone: Result, drafted: Result) -> None:
     assert drafted.num_drafted > drafted.num_accepted > 100
 
 
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "overlap": ({}, {}),
-    "ragged steps alone": ({}, {"padded": False}),
-    "small pool": (SMALL_POOL, {}),
-    "small chunks": ({"max_num_batched_tokens": 56, "enable_prefix_caching": False}, {}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("settings", "options"), WAYS.values(), ids=WAYS)
 def test_the_padded_steps_of_a_gpu_have_the_same_drafts(
-    way: str, prompts: list[list[int]], draft: str, drafted: Result
+    settings: dict[str, Any], options: dict[str, Any], prompts: list[list[int]], draft: str, drafted: Result
 ) -> None:
-    settings, options = WAYS[way]
     built = on_device_runner(engine(**{**SETTINGS, **settings, "draft_model": draft}), **options)
     assert run(built, prompts) == drafted
 
 
-@pytest.mark.parametrize("options", [None, {}, {"shapes": capture_shapes(15)}], ids=["cpu", "any number", "shapes"])
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_shorter_blocks_as_the_load_asks_change_no_text(
     options: dict[str, Any] | None, prompts: list[list[int]], draft: str, alone: Result
 ) -> None:
     built = engine(**SETTINGS, draft_model=draft, adaptive_speculation=True)
-    if options is not None:
-        built = on_device_runner(built, **options)
-    found = run(built, prompts)
-    assert (found.tokens, found.reasons) == (alone.tokens, alone.reasons)
-    stats = built.core.stats().speculation
-    assert len({count for count in stats.num_draft_tokens_per_pos if count}) > 1, "blocks of several lengths"
+    check_adaptive_texts(built, options, prompts, alone)
 
 
 @pytest.mark.parametrize("padded", [False, True])

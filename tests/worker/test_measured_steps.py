@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from dflash_backend.engine.build import _with_padded_steps
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.measured_steps import measured_steps
 from tests.worker.engines import engine, on_device_runner, outputs_of
@@ -28,3 +31,18 @@ def test_every_padded_step_is_timed_and_nothing_else_changes(settings: dict[str,
     drafting, others = ([each.draft_s for each in found if bool(each.draft_width) == does] for does in (True, False))
     assert min(drafting) > max(others)
     assert outputs_of(built, prompts, asked).tokens == plain
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_scheduler_of_a_gpu_gets_the_shapes_and_their_times(settings: dict[str, Any], device: str) -> None:
+    shapes = capture_shapes(7)
+    built = on_device_runner(engine(**settings), shapes=shapes)
+    runner = built.runner
+    there: Any = SimpleNamespace(
+        step=runner.step, layouts=runner.layouts, graphs=runner.graphs, device=torch.device(device)
+    )
+    config = _with_padded_steps(built.core.config, there, shapes)
+    assert config.draft_shapes == tuple(shapes[1:])
+    assert len(config.measured_steps) == (len(runner.graphs.steps(sampled=False)) if device == "cuda" else 0)
+    fixed = _with_padded_steps(built.core.config, there, [])
+    assert (fixed.draft_shapes, fixed.measured_steps) == ((), ())
