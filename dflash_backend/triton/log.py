@@ -17,9 +17,11 @@ PREFIX = "dflash: "
 class Log:
     """Writes lines of at least `level`. Any thread may. Nothing is raised."""
 
-    def __init__(self, pb_utils: ModuleType, level: str) -> None:
-        """`level` is one of `LEVELS`, as the setting has it."""
+    def __init__(self, pb_utils: ModuleType, level: str, as_vllm: bool = False) -> None:
+        """`level` is one of `LEVELS`, as the setting has it. `as_vllm`: the model stands in for one of Triton's vLLM
+        backend."""
         self._logger = pb_utils.Logger
+        self._as_vllm = as_vllm
         self._level = LEVELS.index(level)
 
     @property
@@ -36,6 +38,11 @@ class Log:
         """Something that an operator may want to know."""
         if self._level <= LEVELS.index("info"):
             self._write(self._logger.log_info, text)
+
+    def vllm(self, text: str) -> None:
+        """A line of Triton's vLLM backend, for what looks for it in the log; only where the model stands in for one."""
+        if self._as_vllm:
+            self.info(f"[vllm] {text}")
 
     def warning(self, text: str) -> None:
         """Something that an operator should look at."""

@@ -48,6 +48,7 @@ class TritonPythonModel:
                 instance=args["model_instance_name"],
                 version=args["model_version"],
                 server_pid=os.getppid(),
+                as_vllm=model_config.get("backend") == "vllm",
             )
         except (ConfigError, CheckpointError, EngineError) as error:
             raise pb_utils.TritonModelException(str(error)) from None

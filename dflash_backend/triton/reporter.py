@@ -14,9 +14,11 @@ from dflash_backend.triton.metrics import Metrics
 # The greatest age of the metrics page, with changes and without.
 BUSY_S = 0.25
 IDLE_S = 1.0
-# The page is brought up to date before a request's last response leaves. That may take at most this share of the
-# thread's time; then the page is at most FINISHED_S old instead.
+# The page is brought up to date before a request's last response leaves. In the long run that may take at most this
+# share of the thread's time, of which FINISHED_BURST_S may be used at once; then the page is at most FINISHED_S old
+# instead.
 FINISHED_SHARE = 0.1
+FINISHED_BURST_S = 0.5
 FINISHED_S = 0.05
 
 
@@ -69,10 +71,10 @@ class Reporter:
     def report_finished(self, now: float, num_requests: int) -> None:
         """Report because requests are about to get their last response, unless that took too large a share of time."""
         self.note_finished()
-        if now >= self._next_finished_report_at:
+        if now >= self._next_finished_report_at - FINISHED_BURST_S:
             self.report(now, num_requests)
-            ended = time.monotonic()
-            self._next_finished_report_at = ended + (ended - now) / FINISHED_SHARE
+            duration = time.monotonic() - now
+            self._next_finished_report_at = max(self._next_finished_report_at, now) + duration / FINISHED_SHARE
 
     def report(self, now: float, num_requests: int) -> None:
         """Bring the metrics page up to date, and write the activity line if it is due. `num_requests` are in flight."""

@@ -173,7 +173,9 @@ class RunningRequests:
         cancelled, failed = self._cancellations.ask(now, self._requests)
         for request_id in cancelled:
             if (request := self._requests.get(request_id)) is not None:
+                self._log.vllm("Cancelling the request")
                 self._give_up(request, "CANCELLED", "the request was cancelled")
+                self._log.vllm("Successfully cancelled the request")
                 self._reporter.note_finished()
         for request_id, error in failed:
             self._log.error(f"request {request_id} failed: {error}")

@@ -69,22 +69,22 @@ class TritonService:
         version: str = "1",
         server_pid: int = 0,
         abandon: Callable[[], None] = end_process,
+        as_vllm: bool = False,
     ) -> None:
         """Load the tokenizer and start the engine process, by `command` unless it is the usual one.
 
         `instance` is Triton's name of the model instance, by default that of a model's first one. This process ends
-        with the process `server_pid`, if one is given. `abandon` is called when the output thread has died, or
-        the server has ended. Raises `ConfigError`, `CheckpointError` or `EngineError` with a sentence for the operator.
+        with the process `server_pid`, if one is given. `abandon` is called when the output thread has died, or the
+        server has ended. `as_vllm`: as in `Log`. Raises `ConfigError`, `CheckpointError` or `EngineError`.
         """
-        self._log = Log(pb_utils, config.log_level)
+        self._log = Log(pb_utils, config.log_level, as_vllm)
         self._config = config
         self._abandon = abandon
         self._responses = ResponseBuilder(pb_utils, config.report_cached_tokens)
         self._fits_shared_memory = shared_memory_check()
         self._heartbeat = Heartbeat(os.environ.get(HEARTBEAT_FILE), self._log.warning)
         self._ids = map(str, itertools.count())
-        self._closing = False
-        self._ended = False  # the output thread must end, whatever still runs; `_drained` is set when it has
+        self._closing = self._ended = False  # ended: the output thread must end, whatever runs; then `_drained` is set
         self._drained = threading.Event()
         self._load(command, server_pid)
         # Last: Triton 2.51 crashes when a model that has made metrics fails to load while it replaces one that serves.

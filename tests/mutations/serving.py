@@ -153,6 +153,20 @@ SERVING_MUTANTS = (
         "pass",
         ("tests/triton/test_isolation.py",),
     ),
+    *mutants_of(
+        f"{TRITON}/reporter.py",
+        ("tests/triton/test_reporter.py",),
+        (
+            "requests that end together are not on the metrics page",
+            "now >= self._next_finished_report_at - FINISHED_BURST_S",
+            "now >= self._next_finished_report_at",
+        ),
+        (
+            "after a quiet time the metrics page takes all the time there is",
+            "max(self._next_finished_report_at, now)",
+            "self._next_finished_report_at",
+        ),
+    ),
     Mutant(
         "request_timeout_s is not sent to the engine",
         f"{TRITON}/service.py",

@@ -23,9 +23,13 @@ def serve(model_dir: Path, triton: FakeTriton) -> Iterator[Callable[..., TritonS
     """Makes a service with some settings; it is closed after the test."""
     services: list[TritonService] = []
 
-    def serve(abandon: Callable[[], None] = end_process, server_pid: int = 0, **settings: Any) -> TritonService:
+    def serve(
+        abandon: Callable[[], None] = end_process, server_pid: int = 0, as_vllm: bool = False, **settings: Any
+    ) -> TritonService:
         config = EngineConfig(target_model=str(model_dir), **settings)
-        service = TritonService(config, "dflash", triton, COMMAND, server_pid=server_pid, abandon=abandon)
+        service = TritonService(
+            config, "dflash", triton, COMMAND, server_pid=server_pid, abandon=abandon, as_vllm=as_vllm
+        )
         services.append(service)
         return service
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -176,8 +175,6 @@ def test_the_metrics_page_has_a_request_before_its_client_has_the_end_of_the_ans
         service.submit(request)
         request.sender.all()
         assert pages == [[6.0 * number, float(number)]]
-        # At a rate that leaves the time for it.
-        time.sleep(0.2)
 
 
 def test_the_metrics_page_has_a_cancelled_request_without_waiting_for_the_next_regular_report(

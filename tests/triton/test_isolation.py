@@ -26,6 +26,15 @@ def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tok
     eventually(lambda: service._metrics._last.num_requests_running == 0)
 
 
+def test_a_cancelled_request_is_in_the_log_as_tests_of_the_vllm_backend_look_for_it(serve, triton):
+    service = serve(as_vllm=True)
+    sender = submit(service, [toy_engine.QUIET], max_tokens=10**9)
+    sender.cancelled = True
+    assert sender.all()[-1].error.code == "CANCELLED"
+    said = ["dflash: [vllm] Cancelling the request", "dflash: [vllm] Successfully cancelled the request"]
+    eventually(lambda: [line for line in triton.lines if "[vllm]" in line] == said)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"n": 3}])
 def test_a_response_that_cannot_be_sent_ends_its_request_with_an_error_and_no_other(service, triton, sampling):
     other = submit(service, "ab", max_tokens=1500, stream=True)

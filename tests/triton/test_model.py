@@ -68,3 +68,15 @@ def test_a_model_is_ready_while_its_service_is_and_hands_it_each_request(
     model.execute(["a", "b"])
     model.finalize()
     assert calls == ["a", "b", "closed"]
+
+
+@pytest.mark.parametrize(("backend", "as_vllm"), [("vllm", True), ("python", False)])
+def test_a_model_of_the_backend_vllm_stands_in_for_one(
+    triton_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, as_vllm: bool
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(triton_model, "TritonService", lambda *args, **options: made.append(options))
+    given = arguments(tmp_path)
+    given["model_config"] = json.dumps({**json.loads(given["model_config"]), "backend": backend})
+    triton_model.TritonPythonModel().initialize(given)
+    assert [options["as_vllm"] for options in made] == [as_vllm]
