@@ -24,11 +24,13 @@ ROW_MULTIPLE = 4
 class BatchTraits:
     """What the host knows of a step's rows together, by which the step runs fewer operations.
 
-    sampled: some row belongs to a request with a temperature. drafts: some row proposes drafts.
+    sampled: some row belongs to a request with a temperature. drafts: some row proposes drafts. chooses: some row
+    chooses tokens; the chunks of prompts that do not end need no logits.
     """
 
     sampled: bool
     drafts: bool
+    chooses: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ class HostBatch:
             for row in rows
         ]
         req_idx, start, unverified, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
-        traits = BatchTraits(sampled=bool(requests.temperature[req_idx].any()), drafts=bool(num_next.any()))
+        sampled = bool(requests.temperature[req_idx].any())
+        traits = BatchTraits(sampled, drafts=bool(num_next.any()), chooses=bool(sample.any()))
         return cls(
             [row.request_id for row in rows],
             req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget,

@@ -36,12 +36,12 @@ NUM_TIMESTAMPS = len(PHASES) + 1
 @dataclass(frozen=True)
 class Forwarded:
     """What the target's forward gave, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. logits:
-    `[D, vocab]`. timestamps: as of `Verified`."""
+    `[D, vocab]`, None where no row chooses tokens. timestamps: as of `Verified`."""
 
     inputs: StepInputs
     prepared: Prepared
     features: torch.Tensor | None
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     timestamps: torch.Tensor
 
 
@@ -190,19 +190,24 @@ class ModelStep:
         hidden = output.hidden
         if prompt_logprobs is not None:
             prompt_logprobs.compute(hidden, self.target, self.state.tokens)
-        if inputs.logits_token is not None:
-            hidden = hidden.index_select(0, inputs.logits_token)
-        logits = self.target.logits(hidden)
-        if processors is not None:
-            logits = processors.apply(logits)
+        logits = None
+        if inputs.traits.chooses:
+            if inputs.logits_token is not None:
+                hidden = hidden.index_select(0, inputs.logits_token)
+            logits = self.target.logits(hidden)
+            if processors is not None:
+                logits = processors.apply(logits)
         return Forwarded(inputs, prepared, output.features, logits, timestamps)
 
     def choose(self, forwarded: Forwarded, grammars: StepGrammars | None = None) -> Verified:
         """The tokens that drafts are compared with, among those that grammars allow."""
         inputs, prepared, logits = forwarded.inputs, forwarded.prepared, forwarded.logits
-        if grammars is not None and (masks := grammars.masks()) is not None:
-            self.ops.apply_token_bitmask(logits, *masks)
-        target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
+        if logits is None:
+            target_tokens = torch.zeros(len(inputs.logits_row), dtype=torch.int64, device=self.device)
+        else:
+            if grammars is not None and (masks := grammars.masks()) is not None:
+                self.ops.apply_token_bitmask(logits, *masks)
+            target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
         record(forwarded.timestamps, 1)
         return Verified(inputs, prepared, forwarded.features, target_tokens, forwarded.timestamps)
 

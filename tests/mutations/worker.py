@@ -137,6 +137,13 @@ WORKER_MUTANTS = (
         ("tests/worker/test_short_requests.py",),
     ),
     Mutant(
+        "the logits of a chunk in which no row chooses a token are computed",
+        f"{WORKER}/batch.py",
+        "chooses=bool(sample.any())",
+        "chooses=True",
+        ("tests/worker/test_runner.py",),
+    ),
+    Mutant(
         "an error of a step ends the engine",
         f"{WORKER}/runner.py",
         "    except (StepOutOfMemory, KVWriteError):",

@@ -85,6 +85,26 @@ def test_a_row_with_unverified_drafts_goes_on_where_the_step_before_it_ended(run
     assert unverified == known
 
 
+def test_logits_are_computed_where_a_row_chooses_a_token_alone(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of a large model reads a gigabyte of weights."""
+    expected = run(runner, prefill(1, "whole", [0, 1, 2, 3])).rows[0].token_ids
+    num_logits = []
+    logits = runner.step.target.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        num_logits.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(runner.step.target, "logits", counted)
+    chunk = ScheduledRequest("a", 0, 4, 0, False, 0, [4, 5, 6, 7])
+    assert run(runner, StepPlan(2, [chunk], [new("a")])).rows[0].token_ids == []
+    rest = ScheduledRequest("a", 4, 2, 0, True, 0, [])
+    assert run(runner, StepPlan(3, [rest])).rows[0].token_ids == expected
+    assert num_logits == [1]
+
+
 def test_a_third_step_must_wait_for_the_first_result(runner: ModelRunner) -> None:
     runner.submit(StepPlan(1, []))
     runner.submit(StepPlan(2, []))
