@@ -240,7 +240,7 @@ def mean_with_length(acceptance_length: float, drafting: Drafting, k: int) -> fl
 SHAPE, CONTEXT, ACCEPTANCE_LENGTH, K = "qwen3-8b", 1000, 6.5, 15
 FIXED = (0, 1, 2, 3, 4, 5, 7, 11, 15)
 STREAMS = (1, 8, 32, 64, 128, 256)
-SEEDS = range(3)
+SEEDS = range(8)
 # Drafts that are all alike but for their request; some that differ, with a drafter that says so and is often wrong.
 ALIKE = Drafting()
 DIFFERENT = Drafting(blocks=1.5, drafts=1.5, noise=1.5)

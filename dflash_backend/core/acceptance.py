@@ -12,11 +12,15 @@ A drafter may give none: 0 for each draft, which changes nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 # Before anything is known a draft is accepted with this chance; as much is known then as from this many drafts.
 PRIOR_RATE = 0.85
@@ -29,12 +33,14 @@ EFFECT_VARIANCE, EFFECT_DRIFT = 0.3, 0.005
 # Variance of the weight of a confidence, which is 0 at first, what it gains in a step, and the largest weight.
 WEIGHT_VARIANCE, WEIGHT_DRIFT = 0.5, 1e-4
 MAX_WEIGHT = 3.0
-# Of the blocks every fourth shows what confidences there are: these change slowly, and looking takes time.
+# Until this many blocks were seen, usual confidences are those of the step itself.
 MEASURED_BLOCKS = 4
 # No chance is estimated as closer to 0 or 1 than this logit says.
 MAX_LOGIT = 6.0
 # Requests are taken together whose effects differ by less than this.
 EFFECT_STEP = 0.5
+# In place of 0 as a divisor.
+TINY = 1e-12
 # Decisions take level and effects to be higher than estimated, by this many standard deviations.
 OPTIMISM = 0.2
 
@@ -61,151 +67,198 @@ class RequestEffect:
         self.variance = min(self.variance + EFFECT_DRIFT, EFFECT_VARIANCE)
 
 
+class VerifiedBlock(NamedTuple):
+    """A block of drafts that was verified: `num_draft` of them, of which `num_accepted` were accepted. confidences: of
+    all drafts that were proposed; empty: the drafter gave none."""
+
+    effect: RequestEffect
+    num_draft: int
+    num_accepted: int
+    confidences: Sequence[float] = ()
+
+
+@dataclass
+class Moments:
+    """Mean and variance of the confidences at each position, float64 `[k]`; older ones count less."""
+
+    total: Floats
+    sum: Floats
+    squares: Floats
+
+    @classmethod
+    def zeros(cls, k: int) -> Moments:
+        """Before there are any."""
+        return cls(np.zeros(k), np.zeros(k), np.zeros(k))
+
+    def add(self, weights: Floats, values: Floats) -> None:
+        """Take in values of some blocks, both `[n, k]`."""
+        weighted = weights * values
+        self.total += weights.sum(axis=0)
+        self.sum += weighted.sum(axis=0)
+        self.squares += (weighted * values).sum(axis=0)
+
+    def decay(self, keep: float) -> None:
+        """Let everything so far count for this part of what it did."""
+        self.total *= keep
+        self.sum *= keep
+        self.squares *= keep
+
+    @property
+    def mean(self) -> Floats:
+        """0 where there are no values."""
+        return np.asarray(self.sum / np.maximum(self.total, TINY))
+
+    @property
+    def variance(self) -> Floats:
+        """0 where there are no values."""
+        return np.asarray(np.maximum(self.squares / np.maximum(self.total, TINY) - self.mean**2, 0.0))
+
+
 @dataclass
 class AcceptanceEstimator:
     """The estimate, for blocks of at most `k` drafts.
 
     trials, accepted: drafts at each position that were verified behind accepted ones, and those accepted, at a usual
-    confidence; older ones count less. level, variance: the level of all. weight, weight_variance: how much a
-    confidence counts. covariance: of the two.
+    confidence, float64 `[k]`; older ones count less. level, variance: the level of all. weight, weight_variance: how
+    much a confidence counts. covariance: of the two.
     """
 
     k: int
-    trials: list[float] = field(init=False)
-    accepted: list[float] = field(init=False)
+    trials: Floats = field(init=False)
+    accepted: Floats = field(init=False)
     level: float = 0.0
     variance: float = LEVEL_VARIANCE
     weight: float = 0.0
     weight_variance: float = WEIGHT_VARIANCE
     covariance: float = 0.0
-    _num_blocks: int = 0  # of this step
+    _blocks: list[VerifiedBlock] = field(default_factory=list)  # of this step
     _num_measured: int = 0  # blocks so far that had confidences
-    _surprise: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    _information: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    _rates: list[float] = field(default_factory=list)  # of all steps before this one
-    _logits: list[float] = field(default_factory=list)
-    _means: list[float] = field(init=False)  # the usual confidences
-    _moments: list[Moments] = field(init=False)
+    _rates: Floats = field(init=False)  # of all steps before this one
+    _logits: Floats = field(init=False)
+    _means: Floats = field(init=False)  # the usual confidences
+    _moments: Moments = field(init=False)
 
     def __post_init__(self) -> None:
-        self.trials = [0.0] * self.k
-        self.accepted = [0.0] * self.k
-        self._means = [0.0] * self.k
-        self._moments = [Moments() for _ in range(self.k)]
+        self.trials, self.accepted = np.zeros(self.k), np.zeros(self.k)
+        self._position = np.arange(self.k)
+        self._moments = Moments.zeros(self.k)
         self._update_rates()
 
     def rates(self) -> list[float]:
         """For each position the share of drafts accepted behind accepted ones, at a usual confidence. What is not
         known of a position is taken from the one before it."""
         rates, before = [], PRIOR_RATE
-        for trials, accepted in zip(self.trials, self.accepted, strict=True):
+        for trials, accepted in zip(self.trials.tolist(), self.accepted.tolist(), strict=True):
             before = min(max((accepted + PRIOR_TRIALS * before) / (trials + PRIOR_TRIALS), 0.0), 1.0)
             rates.append(before)
         return rates
 
-    def chances(self, group: int) -> list[float]:
+    def chances(self, group: int) -> Floats:
         """For requests of a group: the chance of each draft to be accepted when those before it are, whatever the
-        drafter's confidence."""
+        drafter's confidence, `[k]`."""
         return self._chances(self.level + group * EFFECT_STEP)
 
-    def survival(self, group: int, hopeful: bool = False) -> list[float]:
+    def survival(self, group: int, hopeful: bool = False) -> Floats:
         """For requests of a group: the chance of each draft that it and all before it are accepted, whatever the
-        drafter's confidence. `hopeful`: with a level as high as it may well be."""
+        drafter's confidence, `[k]`. `hopeful`: with a level as high as it may well be."""
         shift = self.level + group * EFFECT_STEP
         if hopeful:
             shift += OPTIMISM * math.sqrt(self.variance)
-        return list(itertools.accumulate(self._chances(shift), operator.mul))
+        return self._chances(shift).cumprod()
 
     def block_survival(
-        self, offsets: Sequence[float], effect: RequestEffect, num_draft: int, confidences: Sequence[float]
-    ) -> list[float]:
-        """For the drafts of one block: the chance of each that it and all before it are accepted. Where a confidence is
-        not known it is a usual one. offsets: as `offsets` gives them."""
-        known = list(confidences[:num_draft])
-        known += self._means[len(known) : num_draft]
-        survival, product = [], 1.0
-        for offset, confidence in zip(offsets, known, strict=False):
-            product *= _sigmoid(offset + effect.value + self.weight * confidence)
-            survival.append(product)
+        self,
+        offsets: Floats,
+        effects: Iterable[RequestEffect],
+        num_draft: Sequence[int],
+        confidences: Iterable[Sequence[float]],
+    ) -> Floats:
+        """For the drafts of some blocks: the chance of each that it and all before it are accepted, `[n, k]`, and 0
+        behind the `num_draft` of its block. Where a confidence is not known it is a usual one. offsets: as `offsets`
+        gives them."""
+        logits = self.weight * self._padded(confidences, self._means)
+        logits += np.array([effect.value for effect in effects])[:, None]
+        logits += offsets
+        survival = _sigmoid(logits).cumprod(axis=1)
+        if min(num_draft) < self.k:
+            survival[self._position >= np.array(num_draft)[:, None]] = 0.0
         return survival
 
-    def offsets(self, hopeful: bool = False) -> list[float]:
+    def offsets(self, hopeful: bool = False) -> Floats:
         """For each position what is added to `weight` times the confidence and to the request's effect: their sum is
-        the logit of the chance."""
+        the logit of the chance, `[k]`."""
         level = self.level + (OPTIMISM * math.sqrt(self.variance) if hopeful else 0.0)
-        return [logit + level - self.weight * mean for logit, mean in zip(self._logits, self._means, strict=True)]
+        return self._logits + level - self.weight * self._means
 
     @property
     def spread(self) -> float:
         """How much the confidence tells: the standard deviation, as a logit, of what it adds to a chance (the mean over
         positions)."""
-        return self.weight * sum(math.sqrt(moments.variance) for moments in self._moments) / self.k
+        return self.weight * float(np.sqrt(self._moments.variance).sum()) / self.k
 
-    def observe(
-        self, effect: RequestEffect, num_draft: int, num_accepted: int, confidences: Sequence[float] = ()
-    ) -> list[float]:
-        """Take in a block of which `num_draft` drafts were verified. confidences: of all drafts that were proposed;
-        empty: the drafter gave none. Returns the chance of each verified draft that it and all before it are accepted,
-        as it was estimated before."""
-        if confidences:
-            self._measure(effect, confidences)
-        tried = min(num_accepted + 1, num_draft)
-        expected, product = [], 1.0
-        surprise = information = 0.0
-        for position in range(num_draft):
-            usual = self._logits[position] + effect.value
-            confidence = 0.0
-            if confidences:
-                confidence = confidences[position] - self._means[position]
-                usual += self.weight * confidence
-            chance = _sigmoid(usual + self.level)
-            product *= chance
-            expected.append(product)
-            if position >= tried:
+    def observe(self, block: VerifiedBlock) -> None:
+        """Note a block; `update` takes it in."""
+        self._blocks.append(block)
+
+    def update(self, num_steps: int = 1) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Take in the blocks of some steps together. Returns for each position, `[k]`, how many drafts were verified
+        there, and the sum of their chances that they and all before them are accepted, as it was estimated before."""
+        blocks, self._blocks = self._blocks, []
+        if not blocks:
+            self.drift(num_steps)
+            return np.zeros(self.k, dtype=np.int64), np.zeros(self.k)
+        num_draft, num_accepted = np.array([block[1:3] for block in blocks]).T[:, :, None]
+        usual = np.array([block.effect.value for block in blocks])[:, None] + self._logits
+        confidences = np.zeros(usual.shape)
+        if any(block.confidences for block in blocks):
+            confidences = self._measured([block.confidences for block in blocks], usual)
+            usual += self.weight * confidences
+        chances = _sigmoid(usual + self.level)
+        verified, accepted = self._position < num_draft, self._position < num_accepted
+        tried = (self._position <= num_accepted) & verified
+        surprise = tried * (accepted - chances)
+        spread = tried * chances * (1 - chances)
+        expected = (verified * chances.cumprod(axis=1)).sum(axis=0)
+        self._update_effects(blocks, surprise.sum(axis=1).tolist(), spread.sum(axis=1).tolist())
+        self._update_level(surprise, spread, confidences, num_steps)
+        keep = math.exp(-len(blocks) / MEMORY_BLOCKS)
+        # As a request without an effect would have fared, at a usual confidence: likelier ones are drafted more.
+        corrected = tried * (accepted + self._rates - _sigmoid(usual))
+        self.trials = keep * (self.trials + tried.sum(axis=0))
+        self.accepted = keep * (self.accepted + corrected.sum(axis=0))
+        self._moments.decay(keep)
+        self._update_rates()
+        return verified.sum(axis=0), expected
+
+    def drift(self, num_steps: int = 1) -> None:
+        """Become less certain: steps have gone by without drafts."""
+        self.variance = min(self.variance + num_steps * LEVEL_DRIFT, LEVEL_VARIANCE)
+
+    def _padded(self, confidences: Iterable[Sequence[float]], padding: Floats) -> Floats:
+        """Confidences of blocks, and for drafts without one the `padding` of their position, `[n, k]`."""
+        rows = list(confidences)
+        if all(len(row) == self.k for row in rows):
+            return np.array(rows)
+        return np.array([[*row[: self.k], *padding[len(row) :].tolist()] for row in rows])
+
+    def _update_effects(self, blocks: Sequence[VerifiedBlock], surprise: list[float], spread: list[float]) -> None:
+        for block, unexpected, information in zip(blocks, surprise, spread, strict=True):
+            if not block.num_draft:
                 continue
-            accepted = position < num_accepted
-            spread = chance * (1 - chance)
-            surprise += accepted - chance
-            information += spread
-            self._surprise[1] += (accepted - chance) * confidence
-            self._information[1] += spread * confidence
-            self._information[2] += spread * confidence * confidence
-            # As a request without an effect would have fared, at a usual confidence: likelier ones are drafted more.
-            self.trials[position] += 1
-            self.accepted[position] += accepted + self._rates[position] - _sigmoid(usual)
-        self._surprise[0] += surprise
-        self._information[0] += information
-        self._num_blocks += 1
-        if num_draft:
+            effect = block.effect
             gain = effect.variance / (1 + effect.variance * information)
-            effect.value = min(max(effect.value + gain * surprise, -MAX_LOGIT), MAX_LOGIT)
+            effect.value = min(max(effect.value + gain * unexpected, -MAX_LOGIT), MAX_LOGIT)
             effect.variance = min(gain + EFFECT_DRIFT, EFFECT_VARIANCE)
-        return expected
 
-    def drift(self) -> None:
-        """Become less certain: a step has gone by without drafts."""
-        self.variance = min(self.variance + LEVEL_DRIFT, LEVEL_VARIANCE)
-
-    def end_step(self) -> None:
-        """Take in the blocks of a step together."""
-        if not self._information[0]:
-            self.drift()
-        else:
-            self._update_level()
-        if self._num_blocks:
-            keep = math.exp(-self._num_blocks / MEMORY_BLOCKS)
-            self.trials = [keep * trials for trials in self.trials]
-            self.accepted = [keep * accepted for accepted in self.accepted]
-            for moments in self._moments:
-                moments.decay(keep)
-            self._update_rates()
-        self._num_blocks = 0
-        self._surprise, self._information = [0.0, 0.0], [0.0, 0.0, 0.0]
-
-    def _update_level(self) -> None:
+    def _update_level(self, surprises: Floats, spread: Floats, confidences: Floats, num_steps: int) -> None:
         """Bring level and weight together to where the step's drafts put them: a step of Newton's method from what was
-        known (an extended Kalman filter of two numbers)."""
-        (surprise, of_weight), (here, both, there) = self._surprise, self._information
+        known (an extended Kalman filter of two numbers). All `[n, k]`, 0 for drafts that tell nothing."""
+        weighted = spread * confidences
+        here, both, there = float(spread.sum()), float(weighted.sum()), float((weighted * confidences).sum())
+        if not here:
+            self.drift(num_steps)
+            return
+        surprise, of_weight = float(surprises.sum()), float((surprises * confidences).sum())
         determinant = self.variance * self.weight_variance - self.covariance**2
         level_precision = self.weight_variance / determinant + here
         weight_precision = self.variance / determinant + there
@@ -217,73 +270,39 @@ class AcceptanceEstimator:
         weight = self.weight + covariance * surprise + weight_variance * of_weight
         self.level = min(max(level, -MAX_LOGIT), MAX_LOGIT)
         self.weight = min(max(weight, 0.0), MAX_WEIGHT)
-        self.variance = min(variance + LEVEL_DRIFT, LEVEL_VARIANCE)
-        self.weight_variance = min(weight_variance + WEIGHT_DRIFT, WEIGHT_VARIANCE)
+        self.variance = min(variance + num_steps * LEVEL_DRIFT, LEVEL_VARIANCE)
+        self.weight_variance = min(weight_variance + num_steps * WEIGHT_DRIFT, WEIGHT_VARIANCE)
         # Within what the two variances allow.
         most = 0.9 * math.sqrt(self.variance * self.weight_variance)
         self.covariance = min(max(covariance, -most), most)
 
-    def _measure(self, effect: RequestEffect, confidences: Sequence[float]) -> None:
-        """Note the confidences of a block's drafts, each as far as those before it are likely to be accepted."""
-        self._num_measured += 1
-        if self._num_measured % MEASURED_BLOCKS and self._num_measured > MEASURED_BLOCKS:
-            return
-        weight = 1.0
-        for moments, confidence, offset in zip(self._moments, confidences, self.offsets(), strict=False):
-            moments.add(weight, confidence)
-            weight *= _sigmoid(offset + effect.value + self.weight * confidence)
-        if self._num_measured <= MEASURED_BLOCKS:
-            self._means = [moments.mean for moments in self._moments]
+    def _measured(self, rows: Sequence[Sequence[float]], usual: Floats) -> Floats:
+        """How far the confidences of blocks are from the usual ones, `[n, k]`, 0 where none is known. They are noted,
+        each as far as the drafts before it are likely to be accepted.
 
-    def _chances(self, shift: float) -> list[float]:
+        usual: the logits of the drafts' chances, but for the level, at a usual confidence, `[n, k]`."""
+        known = self._position < np.array([len(row) for row in rows])[:, None]
+        confidences = self._padded(rows, self._means)
+        logits = usual + self.level + self.weight * (confidences - self._means)
+        before = np.ones(usual.shape)
+        before[:, 1:] = _sigmoid(logits[:, :-1]).cumprod(axis=1)
+        self._moments.add(before * known, confidences)
+        if self._num_measured < MEASURED_BLOCKS:
+            self._means = self._moments.mean
+        self._num_measured += len(rows)
+        return known * (confidences - self._means)
+
+    def _chances(self, shift: float) -> Floats:
         # The mean of a sigmoid over a normal distribution, approximately (MacKay 1992).
         weight = math.pi / 8 * self.weight**2
-        return [
-            _sigmoid((logit + shift) / math.sqrt(1 + weight * moments.variance))
-            for logit, moments in zip(self._logits, self._moments, strict=True)
-        ]
+        return _sigmoid((self._logits + shift) / np.sqrt(1 + weight * self._moments.variance))
 
     def _update_rates(self) -> None:
-        self._rates = self.rates()
-        self._means = [moments.mean for moments in self._moments]
-        self._logits = [_logit(rate) for rate in self._rates]
+        self._rates = np.array(self.rates())
+        self._means = self._moments.mean
+        rates = np.minimum(np.maximum(self._rates, 1e-3), 1 - 1e-3)
+        self._logits = np.log(rates / (1 - rates))
 
 
-@dataclass(slots=True)
-class Moments:
-    """Mean and variance of the confidences at a position; older ones count less."""
-
-    total: float = 0.0
-    sum: float = 0.0
-    squares: float = 0.0
-
-    def add(self, weight: float, value: float) -> None:
-        """Take in a value."""
-        self.total += weight
-        self.sum += weight * value
-        self.squares += weight * value * value
-
-    def decay(self, keep: float) -> None:
-        """Let everything so far count for this part of what it did."""
-        self.total *= keep
-        self.sum *= keep
-        self.squares *= keep
-
-    @property
-    def mean(self) -> float:
-        """0 without values."""
-        return self.sum / self.total if self.total > 0 else 0.0
-
-    @property
-    def variance(self) -> float:
-        """0 without values."""
-        return max(self.squares / self.total - self.mean**2, 0.0) if self.total > 0 else 0.0
-
-
-def _logit(rate: float) -> float:
-    rate = min(max(rate, 1e-3), 1 - 1e-3)
-    return math.log(rate / (1 - rate))
-
-
-def _sigmoid(logit: float) -> float:
-    return 1 / (1 + math.exp(-min(max(logit, -MAX_LOGIT), MAX_LOGIT)))
+def _sigmoid(logits: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-np.minimum(np.maximum(logits, -MAX_LOGIT), MAX_LOGIT))))

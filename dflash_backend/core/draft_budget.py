@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dflash_backend.core.acceptance import Floats
+from dflash_backend.core.step_costs import Counts
 
 
 def optimal_budget(
-    num_rows: int, chances: Iterable[float], seconds: Callable[[int], float], choices: Sequence[int] | None = None
+    num_rows: int,
+    chances: Floats,
+    seconds: Callable[[Counts], Floats],
+    choices: Sequence[int] | None = None,
 ) -> tuple[int, float]:
     """The number of drafts to verify and the tokens per second that it makes, where the likeliest drafts are verified.
 
-    num_rows: tokens that come without drafts. chances: of each draft, that it and all before it in its row are
-    accepted. seconds: of a step that verifies a number of drafts. choices: those that there are beside 0; None: any.
+    num_rows: tokens that come without drafts. chances: `[n]`, of each draft that it and all before it in its row are
+    accepted. seconds: of steps that verify some number of drafts, `[m]` -> `[m]`. choices: those that there are beside
+    0, in ascending order; None: any.
     """
-    tokens = list(itertools.accumulate(sorted(chances, reverse=True), initial=float(num_rows)))
-    optimal, highest = 0, tokens[0] / seconds(0)
-    for num_drafts in range(1, len(tokens)) if choices is None else choices:
-        rate = tokens[min(num_drafts, len(tokens) - 1)] / seconds(num_drafts)
-        if rate > highest:
-            optimal, highest = num_drafts, rate
-    return optimal, highest
+    tokens = np.full(len(chances) + 1, float(num_rows))
+    tokens[1:] += np.sort(chances)[::-1].cumsum()
+    num_drafts = np.arange(len(tokens)) if choices is None else np.array([0, *choices])
+    rates = tokens[np.minimum(num_drafts, len(chances))] / seconds(num_drafts)
+    optimal = int(rates.argmax())
+    return int(num_drafts[optimal]), float(rates[optimal])

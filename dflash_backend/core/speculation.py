@@ -21,17 +21,22 @@ of the time.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import add
+from typing import TypeVar
 
-from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+import numpy as np
+
+from dflash_backend.core.acceptance import AcceptanceEstimator, Floats, RequestEffect, VerifiedBlock
 from dflash_backend.core.draft_budget import optimal_budget
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
-from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
+from dflash_backend.core.step_costs import CostTable, Counts, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
+
+Number = TypeVar("Number", int, Counts)
 
 # Drafts of a row that tries whether drafting pays again, and how many of the rows do at a time.
 PROBE_DRAFTS = 2
@@ -43,8 +48,13 @@ MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 # then after twice as many each time, since one costs about half of what a step yields.
 MAX_UNCERTAINTY = 0.15
 MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
-# A decision holds for this many steps, unless rows come or go: estimates change slowly, and deciding takes time.
+# A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
+# deciding takes time.
 STEPS_BETWEEN_DECISIONS = 4
+MAX_CHANGE = 0.125
+# What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
+# a decision is made: that costs less time.
+STEPS_TAKEN_IN_ONE_BY_ONE = 64
 # No draft is worth anything that is accepted more seldom.
 MIN_CHANCE = 1e-3
 # Shares of k that the first steps draft, so that their times tell what drafts cost.
@@ -60,12 +70,13 @@ VERIFY_SHARE = 8
 
 @dataclass(slots=True)
 class SpeculatingRow:
-    """What is known of a request that may draft: its k, how its drafts fare, and the drafter's confidences in the
-    drafts of its latest block (empty where there are none)."""
+    """What is known of a request that may draft: its k, how its drafts fare, the drafter's confidences in the drafts of
+    its latest block (empty where there are none), and how many it drafts by the last decision (None before one)."""
 
     k: int
     effect: RequestEffect = field(default_factory=RequestEffect)
     confidences: Sequence[float] = ()
+    length: int | None = None
 
 
 class AdaptiveSpeculation:
@@ -84,7 +95,8 @@ class AdaptiveSpeculation:
         self.k = k
         self.acceptance = AcceptanceEstimator(k)
         self.costs = StepCosts(table)
-        self.stats = SpeculationStats.zeros(k)
+        self._stats = SpeculationStats.zeros(k)
+        self._num_pending_steps = 0  # whose drafts were not taken in
         self._shapes = shapes
         self._queries_per_draft = 0 if lookahead_base is None else 1
         self._queries_per_row = lookahead_base or 0
@@ -96,6 +108,13 @@ class AdaptiveSpeculation:
         self._since_trial = 0
         self._trial_wait = MIN_STEPS_BETWEEN_TRIALS
         self._next_probe = 0  # turns among the rows
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """The counts, all steps so far in them."""
+        if self._num_pending_steps:
+            self._update_acceptance()
+        return self._stats
 
     def first_length(self, row: SpeculatingRow) -> int:
         """Drafts of a row by the last decision, also of one that was not there yet."""
@@ -114,15 +133,15 @@ class AdaptiveSpeculation:
         """
         if not rows:
             return []
-        self.stats.num_steps += 1
+        self._stats.num_steps += 1
         self._age += 1
-        if self.stats.num_steps <= len(FIRST_STEPS):
-            lengths = [round(row.k * FIRST_STEPS[self.stats.num_steps - 1]) for row in rows]
-        elif self._age >= STEPS_BETWEEN_DECISIONS or len(rows) != self._num_rows:
+        if self._stats.num_steps <= len(FIRST_STEPS):
+            lengths = [round(row.k * FIRST_STEPS[self._stats.num_steps - 1]) for row in rows]
+        elif self._age >= STEPS_BETWEEN_DECISIONS or abs(len(rows) - self._num_rows) > MAX_CHANGE * self._num_rows:
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
-            lengths = [self.first_length(row) for row in rows]
-        self.stats.num_steps_without_drafts += not any(lengths)
+            lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
+        self._stats.num_steps_without_drafts += not any(lengths)
         return lengths
 
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
@@ -133,12 +152,16 @@ class AdaptiveSpeculation:
         self._since_probe += self._age
         self._since_trial += self._age
         self._age = 0
-        groups = Counter(row.effect.hopeful_group for row in rows)
+        if self._num_pending_steps:
+            self._update_acceptance()
+        groups = [row.effect.hopeful_group for row in rows]
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
-            self._lengths = self._optimal_lengths(groups, line)
-        lengths = [self.first_length(row) for row in rows]
+            self._lengths = self._optimal_lengths(Counter(groups), line)
+        lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
+        for row, length in zip(rows, lengths, strict=True):
+            row.length = length
         if not any(lengths):
             self._probe(rows, lengths, line)
         else:
@@ -161,7 +184,7 @@ class AdaptiveSpeculation:
         speculating: of each row. lookahead: the drafter's queries for a number of drafts.
         """
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
-        if not drafting or self.stats.num_steps <= len(FIRST_STEPS) or not any(self._lengths.values()):
+        if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not any(self._lengths.values()):
             return None
         shape = StepShape.of(rows, lookahead)
         total = sum(row.num_draft for row, _ in drafting)
@@ -169,59 +192,73 @@ class AdaptiveSpeculation:
         if line.seconds(0, 0, 0) <= 0:
             return None
         offsets = self.acceptance.offsets(hopeful=True)
-        chances = [
-            chance
-            for row, known in drafting
-            for chance in self.acceptance.block_survival(offsets, known.effect, row.num_draft, known.confidences)
-        ]
+        known, num_draft = [known for _, known in drafting], [row.num_draft for row, _ in drafting]
+        chances = self._block_survival(offsets, known, num_draft)
         num_next = sum(row.num_next_draft > 0 for row in rows)
+        draft_s = line.seconds(0, num_next, shape.num_queries) - line.seconds(0, 0, 0)
         num_yielding = sum(row.sample for row in rows)
         choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
         num_drafts, _ = optimal_budget(
-            num_yielding, chances, lambda count: line.seconds(count, num_next, shape.num_queries), choices
+            num_yielding,
+            np.sort(chances, axis=None)[-total:],
+            lambda counts: line.each_verify_s(counts) + draft_s,
+            choices,
         )
         num_drafts = max(num_drafts, -(-len(drafting) // VERIFY_SHARE))
         if num_drafts >= total:
             return None
-        self.stats.num_budgeted_steps += 1
+        self._stats.num_budgeted_steps += 1
         effects = [known.effect.value for known in speculating]
-        return DraftBudget(num_drafts, self.acceptance.weight, offsets, effects)
+        return DraftBudget(num_drafts, self.acceptance.weight, offsets.tolist(), effects)
 
     def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int, num_proposed: int = 0) -> None:
-        """Take in a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
+        """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
         if 0 < num_draft == num_accepted and not any(self._lengths.values()):
             # A probe that was accepted to the end: look again at once.
             self._probe_succeeded = True
             self._age = STEPS_BETWEEN_DECISIONS
         num_proposed = num_proposed or num_draft
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
-        expected = self.acceptance.observe(row.effect, num_draft, num_accepted, confidences)
-        self.stats.num_proposed_tokens += num_proposed
-        for position, chance in enumerate(expected):
-            self.stats.num_draft_tokens_per_pos[position] += 1
-            self.stats.num_expected_tokens_per_pos[position] += chance
+        self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))
+        self._stats.num_proposed_tokens += num_proposed
 
     def observe_step(self, shape: StepShape, seconds: float, draft_s: float) -> None:
-        """Take in a step: what it consisted of, its time, and how much of that was drafting."""
-        self.acceptance.end_step()
-        self.stats.confidence_weight = self.acceptance.weight
+        """Take in a step: what became of its drafts, what it consisted of, its time, and how much of that was
+        drafting."""
+        self._num_pending_steps += 1
+        if self._stats.num_steps <= STEPS_TAKEN_IN_ONE_BY_ONE:
+            self._update_acceptance()
         self.costs.observe(shape, seconds - draft_s, draft_s)
+
+    def _update_acceptance(self) -> None:
+        """Take in what became of the drafts since the last time."""
+        verified, expected = self.acceptance.update(self._num_pending_steps)
+        self._num_pending_steps = 0
+        stats = self._stats
+        stats.num_draft_tokens_per_pos = list(map(add, stats.num_draft_tokens_per_pos, verified.tolist()))
+        stats.num_expected_tokens_per_pos = list(map(add, stats.num_expected_tokens_per_pos, expected.tolist()))
+        stats.confidence_weight = self.acceptance.weight
+
+    def _block_survival(self, offsets: Floats, rows: Sequence[SpeculatingRow], num_draft: Sequence[int]) -> Floats:
+        """For the first drafts of each row's latest block the chance that they are accepted, `[n, k]`."""
+        effects, confidences = (row.effect for row in rows), (row.confidences for row in rows)
+        return self.acceptance.block_survival(offsets, effects, num_draft, confidences)
 
     def _optimal_shape(self, rows: Sequence[SpeculatingRow], line: StepLine) -> int:
         """How many drafts all rows propose, of the shapes that there are: as if the next blocks were as likely to be
         accepted as the latest ones."""
         num_rows, offsets = len(rows), self.acceptance.offsets(hopeful=True)
         some = rows[:: -(-num_rows // MAX_ROWS_LOOKED_AT)]
-        blocks = [self.acceptance.block_survival(offsets, row.effect, row.k, row.confidences) for row in some]
+        chances = self._block_survival(offsets, some, [row.k for row in some])
         share = len(some) / num_rows
         optimal, highest = 0, num_rows / line.seconds(0, 0, 0)
         for verified, proposed in self._shapes:
-            chances = (chance for block in blocks for chance in block[:proposed])
             num_drafts = num_rows * verified
             seconds = line.seconds(num_drafts, num_rows, self._num_queries(num_rows * proposed, num_rows))
-            tokens = num_rows + sum(heapq.nlargest(len(some) * verified, chances)) / share
-            if tokens / seconds > highest:
-                optimal, highest = proposed, tokens / seconds
+            likeliest = np.sort(chances[:, :proposed], axis=None)[::-1][: len(some) * verified]
+            rate = (num_rows + float(likeliest.sum()) / share) / seconds
+            if rate > highest:
+                optimal, highest = proposed, rate
         return optimal
 
     def _optimal_lengths(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
@@ -229,27 +266,26 @@ class AdaptiveSpeculation:
         candidates = [
             (chance, -i, group)
             for group in groups
-            for i, chance in enumerate(self.acceptance.survival(group, hopeful=True))
+            for i, chance in enumerate(self.acceptance.survival(group, hopeful=True).tolist())
+            if chance >= MIN_CHANCE
         ]
         candidates.sort(reverse=True)
-        tokens, num_drafts, num_drafting = float(groups.total()), 0, 0
-        highest, num_taken = tokens / line.seconds(0, 0, 0), 0
-        for number, (chance, i, group) in enumerate(candidates, start=1):
-            if chance < MIN_CHANCE:
-                break
-            count = groups[group]
-            if i == 0:
-                num_drafting += count
-            num_drafts += count
-            tokens += count * chance
-            rate = tokens / line.seconds(num_drafts, num_drafting, self._num_queries(num_drafts, num_drafting))
-            if rate > highest:
-                highest, num_taken = rate, number
+        # Of a step that takes this one and all before it.
+        sizes = np.array([groups[group] for _, _, group in candidates], dtype=np.int64)
+        num_drafts = sizes.cumsum()
+        num_drafting = (sizes * np.array([i == 0 for _, i, _ in candidates], dtype=np.int64)).cumsum()
+        tokens = groups.total() + (sizes * np.array([chance for chance, _, _ in candidates])).cumsum()
+        draft_s = line.each_draft_s(num_drafting, self._num_queries(num_drafts, num_drafting))
+        rates = [
+            groups.total() / line.seconds(0, 0, 0),
+            *(tokens / (line.each_verify_s(num_drafts) + draft_s)).tolist(),
+        ]
+        num_taken = rates.index(max(rates))
         lengths = Counter(group for _, _, group in candidates[:num_taken])
         longer = 1 + min(EXTRA_PER_SPREAD * self.acceptance.spread, MAX_EXTRA)
         return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
 
-    def _num_queries(self, num_drafts: int, num_drafting: int) -> int:
+    def _num_queries(self, num_drafts: Number, num_drafting: Number) -> Number:
         return self._queries_per_draft * num_drafts + self._queries_per_row * num_drafting
 
     def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> None:

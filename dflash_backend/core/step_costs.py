@@ -14,8 +14,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
+
+Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 # Before a step has shown it: this part of a step's time does not depend on its tokens.
 FIXED_SHARE = 0.5
@@ -40,8 +46,9 @@ class StepShape:
     num_draft_positions: int = 0
 
     def is_like(self, other: StepShape) -> bool:
-        """Whether it has the same tokens and queries as another."""
-        return self.num_tokens == other.num_tokens and self.num_queries == other.num_queries
+        """Whether it has about as many tokens as another, and drafts if that one does."""
+        near = 4 * abs(self.num_tokens - other.num_tokens) <= other.num_tokens
+        return near and (self.num_queries > 0) == (other.num_queries > 0)
 
     @classmethod
     def of(
@@ -106,13 +113,14 @@ class CostTable:
         sizes = sorted(shortest)
         return cls(sizes, list(itertools.accumulate((shortest[size] for size in sizes), max)))
 
-    def at(self, num_tokens: float) -> float:
+    def at(self, num_tokens: int) -> float:
         """Seconds of a pass over that many tokens."""
-        seconds = self._seconds
-        if num_tokens >= self._num_tokens[-1]:
-            return seconds[-1] * num_tokens / self._num_tokens[-1]
-        i, part = self._between(num_tokens)
-        return seconds[i] + part * (seconds[i + 1] - seconds[i])
+        return float(self.each_at(np.array(num_tokens)))
+
+    def each_at(self, num_tokens: Counts) -> Floats:
+        """Seconds of some passes, by their tokens."""
+        beyond = np.maximum(num_tokens / self._num_tokens[-1], 1.0)
+        return np.asarray(beyond * np.interp(num_tokens, self._num_tokens, self._seconds))
 
     def correct(self, num_tokens: int, factor: float) -> None:
         """A pass over that many tokens took `factor` times what was expected: move the entries beside it, the nearer
@@ -146,13 +154,22 @@ class StepLine:
     num_tokens: int
 
     def seconds(self, num_drafts: int, num_drafting: int, num_queries: int) -> float:
-        """Of a step that verifies `num_drafts` drafts and drafts as many, in `num_drafting` rows."""
+        """Of a step that verifies `num_drafts` drafts, and drafts with `num_queries` queries in `num_drafting` rows."""
+        seconds = self.each_verify_s(np.array(num_drafts))
+        if num_drafting:
+            seconds = seconds + self.each_draft_s(np.array(num_drafting), np.array(num_queries))
+        return float(seconds)
+
+    def each_verify_s(self, num_drafts: Counts) -> Floats:
+        """Of some of the target's passes, by the drafts that they verify."""
         seconds = self.fixed + self.per_draft * num_drafts
         if self.table is not None:
-            seconds += self.table_share * self.table.at(self.num_tokens + num_drafts)
-        if num_drafting:
-            seconds += self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting
+            seconds = seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
         return seconds
+
+    def each_draft_s(self, num_drafting: Counts, num_queries: Counts) -> Floats:
+        """Of some passes of the drafter, for at least one row each."""
+        return self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting
 
 
 @dataclass

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core import speculation
-from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+from dflash_backend.core.acceptance import AcceptanceEstimator, Floats, RequestEffect, VerifiedBlock
 from dflash_backend.core.draft_budget import optimal_budget
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
@@ -49,10 +51,22 @@ def taught(least: float = 0.0, weight: float = WEIGHT, seed: int = 0, num_blocks
             effect = RequestEffect()
         confidences, accepted = block(rng, weight)
         num_verified = verified_of(confidences, least)
-        estimator.observe(effect, num_verified, min(accepted, num_verified), confidences)
+        estimator.observe(VerifiedBlock(effect, num_verified, min(accepted, num_verified), confidences))
         if number % 8 == 0:
-            estimator.end_step()
+            estimator.update()
     return estimator
+
+
+def block_survival(
+    estimator: AcceptanceEstimator,
+    offsets: Floats,
+    effect: RequestEffect,
+    num_draft: int,
+    confidences: Sequence[float],
+) -> list[float]:
+    """That of a single block."""
+    (survival,) = estimator.block_survival(offsets, [effect], [num_draft], [confidences])
+    return survival.tolist()
 
 
 # The estimate
@@ -62,10 +76,10 @@ def taught(least: float = 0.0, weight: float = WEIGHT, seed: int = 0, num_blocks
 def test_what_a_confidence_is_worth_is_learned_whichever_drafts_are_verified(least: float) -> None:
     estimator = taught(least)
     assert estimator.weight == pytest.approx(WEIGHT, abs=0.15)
-    usual = [offset - estimator.level for offset in estimator.offsets()]
+    usual = estimator.offsets() - estimator.level
     assert usual[:4] == pytest.approx(CONSTANTS[:4], abs=0.4)
     sure, unsure = (
-        estimator.block_survival(usual, RequestEffect(0.0, 0.0), 3, [confidence] * 3) for confidence in (5.0, 2.0)
+        block_survival(estimator, usual, RequestEffect(0.0, 0.0), 3, [confidence] * 3) for confidence in (5.0, 2.0)
     )
     assert sure[0] == pytest.approx(sigmoid(CONSTANTS[0] + 5 * WEIGHT), abs=0.05)
     assert unsure[0] == pytest.approx(sigmoid(CONSTANTS[0] + 2 * WEIGHT), abs=0.1)
@@ -90,19 +104,33 @@ def test_a_confidence_that_tells_nothing_counts_little() -> None:
 def test_without_confidences_the_weight_stays_zero_and_blocks_are_what_their_group_is() -> None:
     estimator, rng = AcceptanceEstimator(K), random.Random(1)
     for _ in range(500):
-        estimator.observe(RequestEffect(), K, block(rng)[1])
-        estimator.end_step()
+        estimator.observe(VerifiedBlock(RequestEffect(), K, block(rng)[1]))
+        estimator.update()
     assert estimator.weight == 0.0
-    same = estimator.block_survival(estimator.offsets(), RequestEffect(0.0, 0.0), K, ())
+    same = block_survival(estimator, estimator.offsets(), RequestEffect(0.0, 0.0), K, ())
     assert same == pytest.approx(estimator.survival(0))
 
 
 def test_what_is_not_known_of_a_draft_is_taken_as_usual() -> None:
     estimator = taught()
     offsets, effect = estimator.offsets(), RequestEffect(0.0, 0.0)
-    whole = estimator.block_survival(offsets, effect, K, [7.0, 1.0])
-    assert whole[:2] == estimator.block_survival(offsets, effect, 2, [7.0, 1.0, 9.0])
-    assert len(whole) == K
+    whole = block_survival(estimator, offsets, effect, K, [7.0, 1.0])
+    assert [*whole[:2], *[0.0] * (K - 2)] == block_survival(estimator, offsets, effect, 2, [7.0, 1.0, 9.0])
+    means = estimator._moments.mean.tolist()
+    assert whole == pytest.approx(block_survival(estimator, offsets, effect, K, [7.0, 1.0, *means[2:]]))
+
+
+def test_blocks_of_a_step_are_taken_in_together_as_well_as_one_by_one() -> None:
+    whole, steps, rng = AcceptanceEstimator(K), AcceptanceEstimator(K), random.Random(2)
+    for _ in range(300):
+        blocks = [block(rng) for _ in range(4)]
+        for confidences, accepted in blocks:
+            whole.observe(VerifiedBlock(RequestEffect(), K, accepted, confidences))
+            steps.observe(VerifiedBlock(RequestEffect(), K, accepted, confidences))
+            steps.update()
+        whole.update()
+    assert whole.weight == pytest.approx(steps.weight, abs=0.1)
+    assert whole.offsets()[:3] == pytest.approx(steps.offsets()[:3], abs=0.4)
 
 
 # The budget
@@ -113,15 +141,15 @@ def test_the_optimal_budget_makes_the_most_tokens_a_second(seed: int) -> None:
     rng = random.Random(seed)
     chances = [rng.random() for _ in range(9)]
     first, each = rng.uniform(0.5, 2.0), rng.uniform(0.01, 0.5)
-    num_drafts, rate = optimal_budget(3, chances, lambda count: first + each * count)
+    num_drafts, rate = optimal_budget(3, np.array(chances), lambda count: first + each * count)
     best = max(
         (3 + sum(some)) / (first + each * size)
         for size in range(len(chances) + 1)
         for some in itertools.combinations(chances, size)
     )
     assert rate == pytest.approx(best)
-    assert optimal_budget(3, chances, lambda count: first + each * count, [num_drafts]) == (num_drafts, rate)
-    assert optimal_budget(3, chances, lambda count: 1.0 + 100.0 * count)[0] == 0
+    assert optimal_budget(3, np.array(chances), lambda count: first + each * count, [num_drafts]) == (num_drafts, rate)
+    assert optimal_budget(3, np.array(chances), lambda count: 1.0 + 100.0 * count)[0] == 0
 
 
 def policy_with(estimator: AcceptanceEstimator, seconds_per_token: float) -> AdaptiveSpeculation:
@@ -163,7 +191,7 @@ def test_the_plan_says_what_the_estimate_is_made_of() -> None:
     assert budget is not None
     assert budget.effects == [1.5]
     chances = (sigmoid(offset + 1.5 + budget.weight * 3.0) for offset in budget.offsets)
-    survival = policy.acceptance.block_survival(budget.offsets, row.effect, K, row.confidences)
+    survival = block_survival(policy.acceptance, np.array(budget.offsets), row.effect, K, row.confidences)
     assert survival == pytest.approx(list(itertools.accumulate(chances, lambda a, b: a * b)), abs=0.01)
 
 
@@ -237,6 +265,6 @@ def test_a_plan_counts_the_drafts_of_its_budget() -> None:
 def test_usual_confidences_are_those_of_all_drafts_that_were_proposed() -> None:
     estimator = AcceptanceEstimator(3)
     for _ in range(8):
-        estimator.observe(RequestEffect(), 1, 1, [2.0, 1.5, -0.5])
-        estimator.end_step()
-    assert [moments.mean for moments in estimator._moments] == pytest.approx([2.0, 1.5, -0.5])
+        estimator.observe(VerifiedBlock(RequestEffect(), 1, 1, [2.0, 1.5, -0.5]))
+        estimator.update()
+    assert estimator._moments.mean == pytest.approx([2.0, 1.5, -0.5])

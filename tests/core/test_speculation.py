@@ -6,9 +6,10 @@ import itertools
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect
+from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
 from dflash_backend.core.scheduler_config import SchedulerConfig
@@ -164,9 +165,9 @@ def taught(rates: list[float], length: int, num_blocks: int = 3000, seed: int = 
     for number in range(num_blocks):
         if number % 20 == 0:
             effect = RequestEffect()
-        estimator.observe(effect, length, accepted_of(rng, rates[:length]))
+        estimator.observe(VerifiedBlock(effect, length, accepted_of(rng, rates[:length])))
         if number % 8 == 0:
-            estimator.end_step()
+            estimator.update()
     return estimator
 
 
@@ -180,18 +181,18 @@ def test_drafts_that_were_not_verified_say_nothing() -> None:
     # Blocks are cut to 3 drafts: those 3 are known as well as if all 7 had been verified.
     rates = [0.9] * K
     assert taught(rates, 3).chances(0)[:3] == pytest.approx(rates[:3], abs=0.05)
-    assert taught(rates, 3).trials[3:] == [0.0] * 4
+    assert taught(rates, 3).trials[3:].tolist() == [0.0] * 4
 
 
 def test_the_level_follows_a_change_of_traffic_within_a_few_steps() -> None:
     estimator = taught([0.9] * K, K)
     for _ in range(16):
-        estimator.observe(RequestEffect(), K, 0)
-        estimator.end_step()
+        estimator.observe(VerifiedBlock(RequestEffect(), K, 0))
+        estimator.update()
     assert estimator.survival(0)[0] < 0.6
     for _ in range(10):
-        estimator.observe(RequestEffect(), K, K)
-        estimator.end_step()
+        estimator.observe(VerifiedBlock(RequestEffect(), K, K))
+        estimator.update()
     assert estimator.survival(0)[0] > 0.85
 
 
@@ -199,9 +200,9 @@ def test_a_request_is_told_from_the_others() -> None:
     estimator = taught([0.7] * K, K)
     good, bad = RequestEffect(), RequestEffect()
     for _ in range(20):
-        estimator.observe(good, K, K)
-        estimator.observe(bad, K, 0)
-        estimator.end_step()
+        estimator.observe(VerifiedBlock(good, K, K))
+        estimator.observe(VerifiedBlock(bad, K, 0))
+        estimator.update()
     assert estimator.survival(good.group)[2] > 2 * estimator.survival(bad.group)[2]
     assert estimator.chances(0)[0] == pytest.approx(0.7, abs=0.15), "and the others stay where they were"
 
@@ -212,9 +213,9 @@ def test_requests_that_draft_more_do_not_stand_for_all() -> None:
     for _ in range(60):
         good, bad = RequestEffect(), RequestEffect()
         for _ in range(120):
-            estimator.observe(good, K, accepted_of(rng, [0.97] * K))
-            estimator.observe(bad, 2, accepted_of(rng, [0.5] * 2))
-            estimator.end_step()
+            estimator.observe(VerifiedBlock(good, K, accepted_of(rng, [0.97] * K)))
+            estimator.observe(VerifiedBlock(bad, 2, accepted_of(rng, [0.5] * 2)))
+            estimator.update()
     assert estimator.chances(0)[5] < 0.92
 
 
@@ -230,9 +231,10 @@ def test_little_knowledge_makes_hopeful() -> None:
 
 def policy_with(chances: list[float], table: CostTable, draft_s: float = 0.0) -> AdaptiveSpeculation:
     policy = AdaptiveSpeculation(len(chances), table=table)
-    policy.acceptance.trials = [1e6] * len(chances)
-    policy.acceptance.accepted = [1e6 * chance for chance in chances]
+    policy.acceptance.trials = np.full(len(chances), 1e6)
+    policy.acceptance.accepted = 1e6 * np.array(chances)
     policy.acceptance.variance = 0.0
+    policy.acceptance._update_rates()
     policy.stats.num_steps = len(FIRST_STEPS)
     policy.costs.observe(decode_shape(1, 1), table.at(2), draft_s or 1e-9)
     return policy
