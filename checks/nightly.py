@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "mixed": (("checks.mixed", "--requests", "500", "--dropped", "200"), "500 requests at once, 200 dropped"),
     "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
     "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),
+    "tenant_flood": (("checks.tenant_flood",), "short requests beside 500 long prompts of another tenant"),
     "cancel_cost": (("checks.cancel_cost",), "asking whether 64 clients are still there"),
     "tests": (
         (

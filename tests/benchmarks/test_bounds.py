@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import report, scheduler
 from benchmarks.measure import Measurement
-from checks import acceptance, cancel_cost, malformed, mixed, nightly
+from checks import acceptance, cancel_cost, malformed, mixed, nightly, tenant_flood
 from checks.prefix import PrefixMeasurement
 
 GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True)
@@ -81,6 +81,14 @@ def test_acceptance_has_bounds_overall_at_the_last_position_and_for_shifted_laye
 def test_asking_about_clients_has_a_bound() -> None:
     assert cancel_cost.misses([(0.01, 0.2), (0.06, 0.3)]) == []
     assert cancel_cost.misses([(0.01, 0.2), (0.31, 0.3)]) == ["63 more requests take 30.0% of a core; at most 10%"]
+
+
+def test_short_requests_beside_a_flood_have_a_bound() -> None:
+    times = [0.02, 0.03, 0.04]
+    assert tenant_flood.misses(tenant_flood.Flooded(times, [0.08, 0.09, 0.5], 500, 7)) == []
+    assert tenant_flood.misses(tenant_flood.Flooded(times, [0.08, 0.12, 0.5], 500, 7)) == [
+        "short requests take 4.00 times as long beside the flood; at most 3"
+    ]
 
 
 @pytest.fixture

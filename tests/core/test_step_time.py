@@ -81,8 +81,9 @@ def test_a_slow_device_gets_no_bound_that_leaves_nothing_for_prompts() -> None:
     engine.add(make_request("other", [3], tenant="b", max_tokens=900, seed=0))
     engine.steps(80)
     late = worker.took[40:]
-    assert max(late) < 1.3, "no seconds"
-    assert sum(late) / len(late) > 0.6, "and the prompts have about as much of a step as the rest"
+    assert max(late) < 1.0, "no seconds"
+    mean = sum(late) / len(late)
+    assert 0.5 < mean < 0.7, "the prompts have about half as much of a step as the rest"
 
 
 def test_outputs_do_not_depend_on_it() -> None:
