@@ -63,6 +63,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "-n", "logical", "tests/worker/test_random_overlap.py"),
         "1,000 random workloads with steps in flight yield what the engine without overlap yields",
     ),
+    "kernel_variants": (
+        ("benchmarks.gpu.kernel_variants",),
+        "200 mixed workloads over all kinds of engines compile no kernel in service",
+    ),
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
 # tests/scale.py

@@ -1,8 +1,8 @@
 """Paged attention in plain torch: gathers the blocks that a row's queries can see and calls
 `scaled_dot_product_attention`.
 
-Runs everywhere and is the reference for the other backends. Neighbouring rows with the same number of queries and
-similar contexts are padded to one batch, since on a CPU the number of calls costs as much as the arithmetic.
+Runs everywhere and is the reference for the other backends. Neighbouring rows with similar numbers of queries and
+contexts are padded to one batch, since on a CPU the number of calls costs as much as the arithmetic.
 
 Where only the device knows the rows' lengths (`DeviceLengths`), the host's bounds say how much is gathered, and the
 masks hide what the real lengths leave out.
@@ -30,6 +30,9 @@ from dflash_backend.attention.interface import (
 # A group may compute this many times the KV positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25
 PADDING_ALLOWANCE = 64
+# And this many times the queries, plus a few: rows that verify different numbers of drafts go together.
+MAX_QUERY_PADDING = 1.25
+QUERY_ALLOWANCE = 16
 # On a CPU the rows of a group are gathered a few at a time, so that their KV is read again from the core's own cache
 # and not from memory.
 GATHER_BYTES = 1024**2
@@ -48,21 +51,36 @@ class TokenIndex:
 
 
 @dataclass(frozen=True)
+class QueryPadding:
+    """How rows with different numbers of queries make one batch: int64.
+
+    source: `[num_rows * query_len]`, the token of each query, counted from the group's first one; where a row has less,
+    its last. real: `[num_tokens]`, which of these queries are a token's own.
+    """
+
+    source: torch.Tensor
+    real: torch.Tensor
+
+
+@dataclass(frozen=True)
 class BatchGroup:
     """Rows `[first_row, first_row + num_rows)` that run as one batch.
 
     blocks: int64 or int32 `[num_rows * num_blocks]`. mask: additive `[num_rows, 1, query_len, padded_len]`, or None
-    where the queries are the whole sequence and a triangular mask says it all. tokens: where the queries lie; None
-    where they lie behind one another from `first_token` on.
+    where the queries are the whole sequence and a triangular mask says it all. The queries lie behind one another from
+    `first_token` on, `num_tokens` of them, but where only the device knows where: `tokens`. padding: None where all
+    rows have `query_len` queries.
     """
 
     first_token: int
+    num_tokens: int
     num_rows: int
     query_len: int
     padded_len: int
     blocks: torch.Tensor
     mask: torch.Tensor | None
     tokens: TokenIndex | None = None
+    padding: QueryPadding | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,7 @@ class TorchBackend(AttentionBackend):
             group = group_of(layout, rows, first_blocks, first_token, pattern, dtype)
             groups.append(group)
             first_row += num_rows
-            first_token += num_rows * group.query_len
+            first_token += group.num_tokens
         return TorchMetadata(groups)
 
     def _group(
@@ -111,22 +129,34 @@ class TorchBackend(AttentionBackend):
         pattern: AttentionPattern,
         dtype: torch.dtype,
     ) -> BatchGroup:
-        query_len = int(layout.query_lens[rows.start])
-        seq_lens = layout.seq_lens[rows]
-        num_rows = len(seq_lens)
+        query_lens, seq_lens = layout.query_lens[rows], layout.seq_lens[rows]
+        num_rows, num_tokens, query_len = len(seq_lens), int(query_lens.sum()), int(query_lens.max())
         window = pattern.sliding_window
         blocks, starts = self._visible(layout, rows, first_blocks)
         if pattern.causal and num_rows == 1 and query_len == seq_lens[0] and (window is None or window >= query_len):
-            return BatchGroup(first_token, 1, query_len, query_len, blocks.reshape(-1), None)
+            return BatchGroup(first_token, num_tokens, 1, query_len, query_len, blocks.reshape(-1), None)
         padded_len = blocks.shape[1] * self.block_size
         # In numpy, whose calls cost less: these arrays are small.
         key = np.arange(padded_len) if starts is None else starts[:, None, None] + np.arange(padded_len)
-        # Position of each query, `[num_rows, query_len]`.
-        query = seq_lens[:, None] + np.arange(-query_len, 0)
+        # Of each query, `[num_rows, query_len]`: which of its row's tokens it is, and its position.
+        offset = np.minimum(np.arange(query_len), query_lens[:, None] - 1)
+        query = (seq_lens - query_lens)[:, None] + offset
         hidden = hidden_keys(pattern, seq_lens, query, key)
         mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0.0))[:, None])
+        padding = None
+        if num_tokens < num_rows * query_len:
+            source = ((np.cumsum(query_lens) - query_lens)[:, None] + offset).reshape(-1)
+            real = (np.arange(query_len) < query_lens[:, None]).reshape(-1).nonzero()[0]
+            padding = QueryPadding(*(torch.from_numpy(index).to(blocks.device) for index in (source, real)))
         return BatchGroup(
-            first_token, num_rows, query_len, padded_len, blocks.reshape(-1), mask.to(blocks.device, dtype)
+            first_token,
+            num_tokens,
+            num_rows,
+            query_len,
+            padded_len,
+            blocks.reshape(-1),
+            mask.to(blocks.device, dtype),
+            padding=padding,
         )
 
     def _device_group(
@@ -140,7 +170,7 @@ class TorchBackend(AttentionBackend):
     ) -> BatchGroup:
         """As `_group` from bounds: the masks and the places of the queries follow from what the device knows."""
         assert layout.device is not None
-        query_len = int(layout.query_lens[rows.start])
+        query_len = int(layout.query_lens[rows].max())
         blocks, starts = self._visible(layout, rows, first_blocks)
         padded_len = blocks.shape[1] * self.block_size
         key = torch.arange(padded_len, device=blocks.device)
@@ -154,6 +184,7 @@ class TorchBackend(AttentionBackend):
         hidden = hidden & ~hidden.all(dim=-1, keepdim=True)
         return BatchGroup(
             first_token,
+            num_tokens=int(layout.query_lens[rows].sum()),
             num_rows=len(blocks),
             query_len=query_len,
             padded_len=padded_len,
@@ -185,9 +216,10 @@ class TorchBackend(AttentionBackend):
 
     def _attend_group(self, query: torch.Tensor, data: torch.Tensor, group: BatchGroup) -> torch.Tensor:
         num_heads, head_dim = query.shape[1:]
-        num_tokens = group.num_rows * group.query_len
         if group.tokens is None:
-            rows = query[group.first_token : group.first_token + num_tokens]
+            rows = query[group.first_token : group.first_token + group.num_tokens]
+            if group.padding is not None:
+                rows = rows.index_select(0, group.padding.source)
         else:
             rows = query[group.tokens.source]
         rows = rows.view(group.num_rows, group.query_len, num_heads, head_dim).transpose(1, 2)
@@ -195,7 +227,8 @@ class TorchBackend(AttentionBackend):
         step = rows_at_once(group, data)
         parts = [self._attend_rows(rows, data, blocks, group, i, i + step) for i in range(0, group.num_rows, step)]
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return output.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
+        output = output.transpose(1, 2).reshape(-1, num_heads * head_dim)
+        return output if group.padding is None else output.index_select(0, group.padding.real)
 
     @staticmethod
     def _attend_rows(
@@ -277,21 +310,25 @@ def gather_tables(tables: torch.Tensor, first_blocks: np.ndarray, num_blocks: in
 
 
 def split_groups(query_lens: np.ndarray, seq_lens: np.ndarray) -> list[int]:
-    """How many neighbouring rows go into each group: equal query lengths, and padding within `MAX_PADDING`.
+    """How many neighbouring rows go into each group: padding within `MAX_PADDING` and `MAX_QUERY_PADDING`.
 
     query_lens, seq_lens: `[num_rows]`, the second without what a window hides. The caller orders rows so that alike
     ones are neighbours.
     """
     sizes: list[int] = []
-    total, longest = 0, 0
-    for row in range(len(query_lens)):
-        length = int(seq_lens[row])
-        if sizes and query_lens[row] == query_lens[row - 1]:
+    total = longest = num_queries = most_queries = 0
+    for length, query_len in zip(seq_lens.tolist(), query_lens.tolist(), strict=True):
+        if sizes:
             padded = max(longest, length) * (sizes[-1] + 1)
-            if padded <= MAX_PADDING * (total + length) + PADDING_ALLOWANCE:
+            padded_queries = max(most_queries, query_len) * (sizes[-1] + 1)
+            if (
+                padded <= MAX_PADDING * (total + length) + PADDING_ALLOWANCE
+                and padded_queries <= MAX_QUERY_PADDING * (num_queries + query_len) + QUERY_ALLOWANCE
+            ):
                 sizes[-1] += 1
                 total, longest = total + length, max(longest, length)
+                num_queries, most_queries = num_queries + query_len, max(most_queries, query_len)
                 continue
         sizes.append(1)
-        total, longest = length, length
+        total, longest, num_queries, most_queries = length, length, query_len, query_len
     return sizes

@@ -177,8 +177,8 @@ class AcceptanceEstimator:
         behind the `num_draft` of its block. Where a confidence is not known it is a usual one. offsets: as `offsets`
         gives them."""
         logits = self.weight * self._padded(confidences, self._means)
-        logits += np.array([effect.value for effect in effects])[:, None]
         logits += offsets
+        logits += np.array([[effect.value] for effect in effects])
         survival = _sigmoid(logits).cumprod(axis=1)
         if min(num_draft) < self.k:
             survival[self._position >= np.array(num_draft)[:, None]] = 0.0

@@ -137,12 +137,17 @@ class AdaptiveSpeculation:
         self._age += 1
         if self._stats.num_steps <= len(FIRST_STEPS):
             lengths = [round(row.k * FIRST_STEPS[self._stats.num_steps - 1]) for row in rows]
-        elif self._age >= STEPS_BETWEEN_DECISIONS or abs(len(rows) - self._num_rows) > MAX_CHANGE * self._num_rows:
+        elif self._is_outdated(len(rows)):
             lengths = self._decide(rows, mean_position, num_other_tokens)
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
         self._stats.num_steps_without_drafts += not any(lengths)
         return lengths
+
+    def _is_outdated(self, num_rows: int) -> bool:
+        """Whether the last decision was long ago, or made for another number of rows."""
+        changed = abs(num_rows - self._num_rows) > MAX_CHANGE * self._num_rows
+        return changed or self._age >= STEPS_BETWEEN_DECISIONS
 
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
@@ -195,7 +200,7 @@ class AdaptiveSpeculation:
         known, num_draft = [known for _, known in drafting], [row.num_draft for row, _ in drafting]
         chances = self._block_survival(offsets, known, num_draft)
         num_next = sum(row.num_next_draft > 0 for row in rows)
-        draft_s = line.seconds(0, num_next, shape.num_queries) - line.seconds(0, 0, 0)
+        draft_s = line.draft_s(num_next, shape.num_queries) if num_next else 0.0
         num_yielding = sum(row.sample for row in rows)
         choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
         num_drafts, _ = optimal_budget(
@@ -275,7 +280,7 @@ class AdaptiveSpeculation:
         num_drafts = sizes.cumsum()
         num_drafting = (sizes * np.array([i == 0 for _, i, _ in candidates], dtype=np.int64)).cumsum()
         tokens = groups.total() + (sizes * np.array([chance for chance, _, _ in candidates])).cumsum()
-        draft_s = line.each_draft_s(num_drafting, self._num_queries(num_drafts, num_drafting))
+        draft_s = line.draft_s(num_drafting, self._num_queries(num_drafts, num_drafting))
         rates = [
             groups.total() / line.seconds(0, 0, 0),
             *(tokens / (line.each_verify_s(num_drafts) + draft_s)).tolist(),

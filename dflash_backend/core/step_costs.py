@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -155,20 +156,24 @@ class StepLine:
 
     def seconds(self, num_drafts: int, num_drafting: int, num_queries: int) -> float:
         """Of a step that verifies `num_drafts` drafts, and drafts with `num_queries` queries in `num_drafting` rows."""
-        seconds = self.each_verify_s(np.array(num_drafts))
-        if num_drafting:
-            seconds = seconds + self.each_draft_s(np.array(num_drafting), np.array(num_queries))
-        return float(seconds)
+        return self.verify_s(num_drafts) + (self.draft_s(num_drafting, num_queries) if num_drafting else 0.0)
+
+    def verify_s(self, num_drafts: int) -> float:
+        """Of the target's pass that verifies as many drafts."""
+        seconds = self.fixed + self.per_draft * num_drafts
+        return (
+            seconds if self.table is None else seconds + self.table_share * self.table.at(self.num_tokens + num_drafts)
+        )
 
     def each_verify_s(self, num_drafts: Counts) -> Floats:
-        """Of some of the target's passes, by the drafts that they verify."""
+        """As `verify_s`, of some passes."""
         seconds = self.fixed + self.per_draft * num_drafts
         if self.table is not None:
             seconds = seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
         return seconds
 
-    def each_draft_s(self, num_drafting: Counts, num_queries: Counts) -> Floats:
-        """Of some passes of the drafter, for at least one row each."""
+    def draft_s(self, num_drafting: Any, num_queries: Any) -> Any:
+        """Of the drafter's pass for at least one row; of some passes where these are arrays."""
         return self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting
 
 

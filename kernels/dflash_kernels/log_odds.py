@@ -19,8 +19,7 @@ MAX_LOG_ODDS = 8.0
 def log_odds_reference(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """log(p / (1 - p)) for the probability p, at temperature 1, of the column `token_ids` (int64 `[n]`) in each row of
     `logits` `[n, vocab]`: float32 `[n]`, within `MAX_LOG_ODDS` of 0. Where it is not a number, `-MAX_LOG_ODDS`."""
-    values = logits.float()
-    surprisal = values.logsumexp(dim=-1) - values.gather(1, token_ids[:, None])[:, 0]
+    surprisal = -logits.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
     log_odds = -surprisal.clamp(min=0).expm1().log()
     return log_odds.nan_to_num(nan=-MAX_LOG_ODDS).clamp_(-MAX_LOG_ODDS, MAX_LOG_ODDS)
 

@@ -93,7 +93,14 @@ def test_the_first_block_seen_is_that_of_the_first_querys_window() -> None:
     assert first_blocks(None) is None
 
 
-def test_rows_are_grouped_by_query_length_and_not_padded_much() -> None:
+@pytest.mark.parametrize("pattern", [AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 6)])
+def test_rows_that_verify_different_numbers_of_drafts_are_one_batch(pattern: AttentionPattern) -> None:
+    metadata = run_and_compare([16, 13, 16, 9], [40, 33, 16, 38], pattern)
+    assert [(group.num_rows, group.query_len, group.num_tokens) for group in metadata.groups] == [(4, 16, 54)]
+
+
+def test_rows_are_grouped_as_long_as_they_are_not_padded_much() -> None:
     assert split_groups(np.array([1, 1, 1]), np.array([100, 110, 120])) == [3]
-    assert split_groups(np.array([1, 1, 4]), np.array([100, 110, 110])) == [2, 1]
+    assert split_groups(np.array([1, 1, 4]), np.array([100, 110, 110])) == [3]
+    assert split_groups(np.array([1, 1, 40]), np.array([100, 110, 110])) == [2, 1]
     assert split_groups(np.array([1, 1, 1]), np.array([100, 110, 2000])) == [2, 1]

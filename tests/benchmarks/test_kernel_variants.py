@@ -14,7 +14,7 @@ from tests.scale import scaled
 
 pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
 
-NUM_WORKLOADS = 200
+NUM_WORKLOADS = 80
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 

@@ -51,7 +51,7 @@ SAMPLING_MUTANTS = (
         DRAFTERS,
         "return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)",
         "return Drafts(chosen, confidence)",
-        STEP_OPS,
+        (f"{STEP_OPS[0]}::test_a_draft_is_chosen_with_the_noise_by_which_the_target_will_choose",),
     ),
     Mutant(
         "drafts are chosen at temperature 1",

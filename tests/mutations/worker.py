@@ -20,6 +20,13 @@ WORKER_MUTANTS = (
         ("tests/attention/test_torch_backend.py",),
     ),
     Mutant(
+        "a query that pads a batch is taken for a token's",
+        "dflash_backend/attention/torch_backend.py",
+        "(np.arange(query_len) < query_lens[:, None])",
+        "(np.arange(query_len) <= query_lens[:, None])",
+        ("tests/attention/test_torch_backend.py",),
+    ),
+    Mutant(
         "mask queries past the eighth are rotated as the eighth",
         f"{DFLASH}/drafter.py",
         "queries.layout, queries.positions, queries.slots,",

@@ -24,7 +24,7 @@ from tests.servers import answers, change_model
 from tests.waiting import eventually
 
 # Each takes some six seconds of CPU time, most of them to import torch; TEST_SCALE=2 has ten.
-RELOADS = scaled(5, at_least=3)
+RELOADS = scaled(3, at_least=3)
 BAD_LOADS = 2
 # Before the first figures are taken, allocators and caches of the server have grown to what they keep.
 WARM_UP = 2
