@@ -57,9 +57,9 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 	@exec $(BIN)/dflash-triton serve $(ARGS)
 
-# A worker for each core and two more, since server tests wait; each has servers of its own. Eight at most, since each
+# A worker for each core and one more, since server tests wait; each has servers of its own. Eight at most, since each
 # holds torch and the models it has loaded.
-PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 2) --maxprocesses 8 --strict-skips
+PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --maxprocesses 8 --strict-skips
 
 test: setup lint ## Lint, types and all tests, slow ones included
 	$(PYTEST)
