@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 from dataclasses import dataclass
 
+from checks.flooded import FloodedTimes
 from checks.front_end import RunningFrontEnd, running_front_end
 
-ALLOWED_RATIO = 3.0
 FLOOD, OTHER = "flood-key-0123456789", "other-key-0123456789"
 SETTINGS = {"max_num_seqs": "8", "max_model_len": "1024", "kv_cache_gb": "0.1"}
 LONG = "A farmer has 12 cows and buys 7 more of them at the market. " * 4
@@ -24,25 +23,16 @@ PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
-class Fairness:
-    """Times to the first token in seconds, idle and under the flood, and how many streams flooded."""
+class Fairness(FloodedTimes):
+    """Times to the first token, and how many streams flooded."""
 
-    idle_s: list[float]
-    flooded_s: list[float]
     num_streams: int
     num_refused: int
 
-    @property
-    def ratio(self) -> float:
-        """Of the medians."""
-        return statistics.median(self.flooded_s) / statistics.median(self.idle_s)
-
     def __str__(self) -> str:
-        idle, flooded = (sorted(1000 * second for second in times) for times in (self.idle_s, self.flooded_s))
         return (
-            f"time to first token, median of {len(idle)}: idle {statistics.median(idle):.0f} ms, with "
-            f"{self.num_streams} streams of another key {statistics.median(flooded):.0f} ms (longest "
-            f"{flooded[-1]:.0f} ms), {self.ratio:.2f} times; the flood was refused {self.num_refused} times"
+            f"time to first token, {super().__str__()}; {self.num_streams} streams of the other key were refused "
+            f"{self.num_refused} times"
         )
 
 
@@ -94,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         with running_front_end(SETTINGS, ["--no-access-log"], f"flood {FLOOD}{limit}\nother {OTHER}") as front_end:
             found = asyncio.run(measure(front_end, given.streams, given.questions, num_running))
         print(f"{limit.strip() or 'without limits'}: {found}", flush=True)
-        kept = kept and found.ratio <= ALLOWED_RATIO
+        kept = kept and not found.misses()
     return 0 if kept else 1
 
 

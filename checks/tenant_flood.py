@@ -1,7 +1,7 @@
 """A tenant with 500 long prompts in the queue: how long another tenant's short requests take, against alone.
 
 `python -m checks.tenant_flood`. Every prompt has words of its own, so that the prefix cache does not help. The exit
-status is 0 when the median time of a short request beside the flood is at most `ALLOWED_RATIO` times the idle one.
+status is 0 when the median time of a short request beside the flood is at most 3 times the idle one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import statistics
 import sys
 import time
 from dataclasses import dataclass
 
+from checks.flooded import FloodedTimes
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import AsyncDFlashClient, ClientError
 
-ALLOWED_RATIO = 3.0
 WORDS = (
     "Sam",
     "fills",
@@ -38,29 +37,19 @@ PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
-class Flooded:
-    """Seconds of short requests alone and beside the flood, and how many of its prompts were answered by the end."""
+class TenantFlood(FloodedTimes):
+    """Times of short requests, and how many of the flood's prompts there were and were answered by the end."""
 
-    idle_s: list[float]
-    flooded_s: list[float]
     num_prompts: int
     num_answered: int
 
-    @property
-    def ratio(self) -> float:
-        """Of the medians."""
-        return statistics.median(self.flooded_s) / statistics.median(self.idle_s)
-
     def __str__(self) -> str:
-        idle, flooded = (sorted(1000 * second for second in times) for times in (self.idle_s, self.flooded_s))
         return (
-            f"a short request, median of {len(idle)} alone {statistics.median(idle):.0f} ms, of {len(flooded)} beside "
-            f"{self.num_prompts} long prompts of another tenant {statistics.median(flooded):.0f} ms (longest "
-            f"{flooded[-1]:.0f} ms): {self.ratio:.2f} times; {self.num_answered} of the long ones were answered"
+            f"a short request, {super().__str__()}; {self.num_answered} of {self.num_prompts} long ones were answered"
         )
 
 
-async def measure(url: str, num_prompts: int, seconds: float, seed: int = 0) -> Flooded:
+async def measure(url: str, num_prompts: int, seconds: float, seed: int = 0) -> TenantFlood:
     """Ask short questions for a quarter of `seconds` alone, then for `seconds` beside `num_prompts` long prompts."""
     rng = random.Random(seed)
     async with AsyncDFlashClient(url, timeout_s=600) as client:
@@ -82,7 +71,7 @@ async def measure(url: str, num_prompts: int, seconds: float, seed: int = 0) -> 
     failed = [error for error in ended if isinstance(error, ClientError)]
     if failed:
         raise failed[0]
-    return Flooded(idle, flooded, num_prompts, len(answered))
+    return TenantFlood(idle, flooded, num_prompts, len(answered))
 
 
 async def ask(client: AsyncDFlashClient, seconds: float) -> list[float]:
@@ -97,13 +86,6 @@ async def ask(client: AsyncDFlashClient, seconds: float) -> list[float]:
     return times
 
 
-def misses(flooded: Flooded) -> list[str]:
-    """What misses its bound, in words."""
-    if flooded.ratio <= ALLOWED_RATIO:
-        return []
-    return [f"short requests take {flooded.ratio:.2f} times as long beside the flood; at most {ALLOWED_RATIO:g}"]
-
-
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -113,7 +95,7 @@ def main() -> int:
     with TritonServer(host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0) as server:
         flooded = asyncio.run(measure(server.grpc_url, args.prompts, args.seconds))
     print(flooded)
-    found = misses(flooded)
+    found = flooded.misses()
     print("\n".join(found) or "the bound holds")
     return int(bool(found))
 

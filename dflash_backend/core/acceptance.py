@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from dflash_backend.core.arrays import Counts, Floats
 
 # Before anything is known a draft is accepted with this chance; as much is known then as from this many drafts.
 PRIOR_RATE = 0.85
@@ -131,7 +130,7 @@ class AcceptanceEstimator:
     weight: float = 0.0
     weight_variance: float = WEIGHT_VARIANCE
     covariance: float = 0.0
-    _blocks: list[VerifiedBlock] = field(default_factory=list)  # of this step
+    _blocks: list[VerifiedBlock] = field(default_factory=list)  # that `update` takes in
     _num_measured: int = 0  # blocks so far that had confidences
     _rates: Floats = field(init=False)  # of all steps before this one
     _logits: Floats = field(init=False)
@@ -200,7 +199,7 @@ class AcceptanceEstimator:
         """Note a block; `update` takes it in."""
         self._blocks.append(block)
 
-    def update(self, num_steps: int = 1) -> tuple[npt.NDArray[np.int64], Floats]:
+    def update(self, num_steps: int = 1) -> tuple[Counts, Floats]:
         """Take in the blocks of some steps together. Returns for each position, `[k]`, how many drafts were verified
         there, and the sum of their chances that they and all before them are accepted, as it was estimated before."""
         blocks, self._blocks = self._blocks, []

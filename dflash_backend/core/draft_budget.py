@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dflash_backend.core.acceptance import Floats
-from dflash_backend.core.step_costs import Counts
+from dflash_backend.core.arrays import Counts, Floats
 
 
 def optimal_budget(

@@ -30,10 +30,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from dflash_backend.core.acceptance import AcceptanceEstimator, Floats, RequestEffect, VerifiedBlock
+from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
+from dflash_backend.core.arrays import Counts, Floats
 from dflash_backend.core.draft_budget import optimal_budget
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
-from dflash_backend.core.step_costs import CostTable, Counts, StepCosts, StepLine, StepShape
+from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
 
 Number = TypeVar("Number", int, Counts)
@@ -205,8 +206,8 @@ class AdaptiveSpeculation:
         choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
         num_drafts, _ = optimal_budget(
             num_yielding,
-            np.sort(chances, axis=None)[-total:],
-            lambda counts: line.each_verify_s(counts) + draft_s,
+            chances.ravel(),
+            lambda counts: line.verify_s(counts) + draft_s,
             choices,
         )
         num_drafts = max(num_drafts, -(-len(drafting) // VERIFY_SHARE))
@@ -283,7 +284,7 @@ class AdaptiveSpeculation:
         draft_s = line.draft_s(num_drafting, self._num_queries(num_drafts, num_drafting))
         rates = [
             groups.total() / line.seconds(0, 0, 0),
-            *(tokens / (line.each_verify_s(num_drafts) + draft_s)).tolist(),
+            *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist(),
         ]
         num_taken = rates.index(max(rates))
         lengths = Counter(group for _, _, group in candidates[:num_taken])

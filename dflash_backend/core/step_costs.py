@@ -16,13 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dflash_backend.core.arrays import Counts, Floats
 from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
-
-Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 # Before a step has shown it: this part of a step's time does not depend on its tokens.
 FIXED_SHARE = 0.5
@@ -116,7 +113,7 @@ class CostTable:
 
     def at(self, num_tokens: int) -> float:
         """Seconds of a pass over that many tokens."""
-        return float(self.each_at(np.array(num_tokens)))
+        return float(self.each_at(np.asarray(num_tokens)))
 
     def each_at(self, num_tokens: Counts) -> Floats:
         """Seconds of some passes, by their tokens."""
@@ -156,21 +153,15 @@ class StepLine:
 
     def seconds(self, num_drafts: int, num_drafting: int, num_queries: int) -> float:
         """Of a step that verifies `num_drafts` drafts, and drafts with `num_queries` queries in `num_drafting` rows."""
-        return self.verify_s(num_drafts) + (self.draft_s(num_drafting, num_queries) if num_drafting else 0.0)
+        seconds = self.verify_s(num_drafts) + (self.draft_s(num_drafting, num_queries) if num_drafting else 0.0)
+        return float(seconds)
 
-    def verify_s(self, num_drafts: int) -> float:
-        """Of the target's pass that verifies as many drafts."""
+    def verify_s(self, num_drafts: Any) -> Any:
+        """Of the target's pass that verifies as many drafts; of some passes where this is an array."""
         seconds = self.fixed + self.per_draft * num_drafts
-        return (
-            seconds if self.table is None else seconds + self.table_share * self.table.at(self.num_tokens + num_drafts)
-        )
-
-    def each_verify_s(self, num_drafts: Counts) -> Floats:
-        """As `verify_s`, of some passes."""
-        seconds = self.fixed + self.per_draft * num_drafts
-        if self.table is not None:
-            seconds = seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
-        return seconds
+        if self.table is None:
+            return seconds
+        return seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
 
     def draft_s(self, num_drafting: Any, num_queries: Any) -> Any:
         """Of the drafter's pass for at least one row; of some passes where these are arrays."""

@@ -15,8 +15,7 @@ from dflash_backend.triton.metrics import Metrics
 BUSY_S = 0.25
 IDLE_S = 1.0
 # The page is brought up to date before a request's last response leaves. In the long run that may take at most this
-# share of the thread's time, of which FINISHED_BURST_S may be used at once; then the page is at most FINISHED_S old
-# instead.
+# share of the thread's time, and at once that share of FINISHED_BURST_S; then the page is at most FINISHED_S old.
 FINISHED_SHARE = 0.1
 FINISHED_BURST_S = 0.5
 FINISHED_S = 0.05

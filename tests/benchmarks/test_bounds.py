@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks import report, scheduler
 from benchmarks.measure import Measurement
-from checks import acceptance, cancel_cost, malformed, mixed, nightly, tenant_flood
+from checks import acceptance, cancel_cost, malformed, mixed, nightly
+from checks.flooded import FloodedTimes
 from checks.prefix import PrefixMeasurement
 
 GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True)
@@ -83,11 +84,11 @@ def test_asking_about_clients_has_a_bound() -> None:
     assert cancel_cost.misses([(0.01, 0.2), (0.31, 0.3)]) == ["63 more requests take 30.0% of a core; at most 10%"]
 
 
-def test_short_requests_beside_a_flood_have_a_bound() -> None:
+def test_requests_beside_a_flood_have_a_bound() -> None:
     times = [0.02, 0.03, 0.04]
-    assert tenant_flood.misses(tenant_flood.Flooded(times, [0.08, 0.09, 0.5], 500, 7)) == []
-    assert tenant_flood.misses(tenant_flood.Flooded(times, [0.08, 0.12, 0.5], 500, 7)) == [
-        "short requests take 4.00 times as long beside the flood; at most 3"
+    assert FloodedTimes(times, [0.08, 0.09, 0.5]).misses() == []
+    assert FloodedTimes(times, [0.08, 0.12, 0.5]).misses() == [
+        "requests take 4.00 times as long beside the flood; at most 3"
     ]
 
 

@@ -13,7 +13,8 @@ from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core import speculation
-from dflash_backend.core.acceptance import AcceptanceEstimator, Floats, RequestEffect, VerifiedBlock
+from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
+from dflash_backend.core.arrays import Floats
 from dflash_backend.core.draft_budget import optimal_budget
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow

@@ -10,8 +10,9 @@ import pytest
 
 from checks.abusive_clients import KEYS as ABUSER_KEYS
 from checks.abusive_clients import OPTIONS, SETTINGS, half_open, leavers, slow_readers
+from checks.flooded import ALLOWED_RATIO
 from checks.front_end import RunningFrontEnd, running_front_end
-from checks.key_fairness import ALLOWED_RATIO, FLOOD, measure
+from checks.key_fairness import FLOOD, measure
 
 FLOOD_CONCURRENCY = 4
 
