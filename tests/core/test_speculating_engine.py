@@ -9,7 +9,8 @@ from toy_engine import Engine, make_config, make_request
 from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 
 from dflash_backend.core.plan import StepPlan
-from dflash_backend.core.speculation import SpeculatingRow
+from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.step_costs import StepShape
 
 
 def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:
@@ -95,3 +96,13 @@ def test_without_the_setting_k_never_changes() -> None:
     assert engine.core.stats().speculation.num_steps == 0
     assert set(drafts_of(engine.worker.plans)) == {0, 3}
     assert math.isclose(engine.core.stats().spec_decoding.draft_tokens_per_step or 0.0, 3.0)
+
+
+def test_the_counts_have_the_last_step_in_them() -> None:
+    policy, row = AdaptiveSpeculation(3), SpeculatingRow(3)
+    for num_steps in range(1, 101):
+        policy.choose([row], 100.0, 0)
+        policy.observe_draft(row, 3, 3)
+        policy.observe_step(StepShape(4, 400, 1600), 1e-3, 0.0)
+        if num_steps > 90:
+            assert sum(policy.stats.num_draft_tokens_per_pos) == 3 * num_steps

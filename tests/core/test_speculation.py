@@ -397,12 +397,3 @@ def test_all_rows_take_their_turn_to_probe() -> None:
     rows = [SpeculatingRow(K) for _ in range(16)]
     probed = {i for _ in range(2000) for i, length in enumerate(policy.choose(rows, 100.0, 0)) if length}
     assert probed == set(range(16))
-
-
-def test_the_counts_have_the_last_step_in_them() -> None:
-    policy = AdaptiveSpeculation(K)
-    simulate(policy, [True] * 100)
-    before = sum(policy.stats.num_draft_tokens_per_pos)
-    policy.observe_draft(SpeculatingRow(K), 3, 3)
-    policy.observe_step(StepShape(4, 400, 1600), 1e-3, 0.0)
-    assert sum(policy.stats.num_draft_tokens_per_pos) == before + 3
