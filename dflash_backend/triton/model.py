@@ -21,6 +21,7 @@ from dflash_backend.triton.model_config import (
     use_gpu_of_instance,
 )
 from dflash_backend.triton.service import TritonService
+from dflash_backend.without_torch import leave_torch_out
 
 
 class TritonPythonModel:
@@ -34,6 +35,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the models that config.pbtxt, a model.json as of Triton's vLLM backend and the environment name."""
+        leave_torch_out()
         model_config = json.loads(args["model_config"])
         values = {name: value["string_value"] for name, value in model_config.get("parameters", {}).items()}
         version = Path(args["model_repository"]) / args["model_version"]

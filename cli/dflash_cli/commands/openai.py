@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-import sys
 from typing import Any
 
+from dflash_backend.without_torch import leave_torch_out
 from dflash_cli.commands.arguments import add_parser_options, non_negative_float, port, positive_float
 from dflash_cli.commands.console import fail, say
 from dflash_cli.commands.security_options import add_security_options, security_config, security_warnings
@@ -84,9 +84,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
-    # transformers, for tokenizers, imports torch where it finds it: seconds and 150 MB for nothing.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    leave_torch_out()
 
     from dflash_cli.launcher.ports import is_loopback, reachable_host, settle_ports
     from dflash_cli.launcher.triton_install import LauncherError
