@@ -181,7 +181,7 @@ def allocate_kv(
     draft = _draft_decoder(pair)
     try:
         return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)
-    except RuntimeError as error:  # torch says so when an allocation fails
+    except (RuntimeError, MemoryError) as error:  # of torch, or of the system on a CPU
         size = num_blocks * _block_bytes(config, pair, dtype)
         lower = "kv_cache_gb" if device.type == "cpu" else "kv_cache_gb or gpu_memory_utilization"
         raise ConfigError(

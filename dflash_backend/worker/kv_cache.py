@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec
+
+CPU_ALIGNMENT = 64  # bytes, that of torch's own tensors
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,20 @@ class PagedKVCache:
         def layers(spec: DecoderSpec) -> list[KVLayer]:
             (token_shape,) = {cache.token_shape for cache in spec.caches}
             shape = (len(spec.caches), num_blocks, block_size, *token_shape)
-            return [KVLayer(layer) for layer in torch.zeros(shape, dtype=dtype, device=device)]
+            return [KVLayer(layer) for layer in _zeros(shape, dtype, device)]
 
         return cls(layers(target), layers(draft) if draft is not None else [], block_size)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of `shape`. On a CPU the system gives their memory page by page when it is first written, so that a large
+    pool takes no time at the start, and no memory until it is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + CPU_ALIGNMENT, np.uint8)  # torch.zeros would write them
+    start = -memory.ctypes.data % CPU_ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 def bytes_per_block(target: DecoderSpec, draft: DecoderSpec | None, block_size: int, dtype: torch.dtype) -> int:

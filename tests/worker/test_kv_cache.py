@@ -1,0 +1,28 @@
+"""The memory of the paged KV cache."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from dflash_backend.checkpoints.targets import read_target
+from dflash_backend.config import asset_path
+from dflash_backend.worker.kv_cache import CPU_ALIGNMENT, PagedKVCache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_on_a_cpu_is_zeros_that_take_no_memory_before_they_are_used(dtype: torch.dtype) -> None:
+    spec = read_target(asset_path("demo", "pair", "target")).decoder
+    per_block = spec.kv_elements_per_token * 16 * dtype.itemsize
+    num_blocks = (512 << 20) // per_block
+    before = psutil.Process().memory_info().rss
+    cache = PagedKVCache.allocate(spec, None, num_blocks, 16, dtype, torch.device("cpu"))
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert len(cache.target) == len(spec.caches)
+    assert not any(layer.data[-1].any() for layer in cache.target)
+    assert all(layer.data.data_ptr() % CPU_ALIGNMENT == 0 for layer in cache.target)
+    assert {layer.data.dtype for layer in cache.target} == {dtype}
+    cache.target[0].data[1] = 1.0
+    assert not cache.target[0].data[0].any()
+    assert not cache.target[0].data[2].any()
