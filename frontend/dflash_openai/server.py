@@ -87,12 +87,26 @@ async def _serve(app: Starlette, config: FrontendConfig, on_ready: Callable[[], 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, signalled)
     serving = asyncio.create_task(server.serve())
-    loop.call_soon(on_ready)
+    telling = asyncio.create_task(_tell_when_it_listens(config.host, config.port, on_ready))
     try:
         await serving
     finally:
+        telling.cancel()
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
+
+
+async def _tell_when_it_listens(host: str, port: int, on_ready: Callable[[], None]) -> None:
+    """granian listens a moment after it was started, and does not say when."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            await asyncio.sleep(POLL_S)
+        else:
+            writer.close()
+            on_ready()
+            return
 
 
 async def _drain(app: Starlette, stop: Callable[[], None], timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -13,11 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
+from dflash_cli.launcher.ports import settle_ports
+from dflash_openai.server import _tell_when_it_listens
 from tests.waiting import eventually
 
 SERVER = """
 import sys
 from pathlib import Path
+from dflash_backend.without_torch import leave_torch_out
+leave_torch_out()
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from dflash_cli.launcher.ports import settle_ports
@@ -128,3 +133,17 @@ def test_a_stop_lets_streams_go_on_for_a_while_and_refuses_new_requests(running:
     assert connection.recv(1000)
     assert running.process.wait(20) == 0
     connection.close()
+
+
+def test_that_it_listens_is_told_when_it_does() -> None:
+    async def run() -> None:
+        listening = asyncio.Event()
+        port = settle_ports("127.0.0.1", {"--port": 0})["--port"]
+        telling = asyncio.create_task(_tell_when_it_listens("127.0.0.1", port, listening.set))
+        await asyncio.sleep(0.2)
+        assert not listening.is_set()
+        async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port):
+            await asyncio.wait_for(listening.wait(), 10)
+        await telling
+
+    asyncio.run(run())

@@ -61,8 +61,8 @@ export class Page {
   async checkHealth() {
     try {
       await this.api.isReady();
-      this._showHealth("ready");
       await this._loadModels();
+      this._showHealth("ready");
     } catch (error) {
       this._showHealth(error.status === 0 ? "unreachable" : error.status === 401 ? "API key needed" : "not ready");
     }
@@ -91,7 +91,7 @@ export class Page {
     dot.dataset.state = state;
     dot.title = `Server: ${state}`;
     dot.setAttribute("aria-label", dot.title);
-    if (!this.cards.length) byId("model").firstElementChild.textContent = state === "ready" ? "loading …" : state;
+    if (!this.cards.length) byId("model").firstElementChild.textContent = state === "ready" ? "no model" : state;
   }
 
   _wirePrompt() {
