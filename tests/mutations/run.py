@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.mutations.forked_pytest import run_pytest
 from tests.mutations.mutant import Mutant, occurrences
 from tests.mutations.mutants import MUTANTS
 
@@ -80,22 +80,12 @@ def make_copy(folder: Path) -> None:
 def run_tests(folder: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S) -> tuple[int | None, str]:
     """pytest's exit status for `tests` in the copy, None when they took too long, and the end of what it printed. It
     stops at the first failure."""
-    path = os.pathsep.join(str(folder / part) for part in (".", "kernels", "client", "cli", "frontend"))
-    # Bytecode is matched to its source by time and size, which two mutants of one file may share.
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    # A process of its own, also when a worker of pytest-xdist starts it.
-    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    except subprocess.TimeoutExpired:
+    status, output = run_pytest(folder, ["-x", "-q", "-p", "no:cacheprovider", *tests], timeout_s)
+    if status is None:
         return None, f"not done after {timeout_s:g} s"
-    output = done.stdout.decode(errors="replace")[-3000:]
-    if done.returncode > PYTEST_FAILED:
-        raise MutantError(f"pytest {' '.join(tests)} could not run:\n{output}")
-    return done.returncode, output
+    if status > PYTEST_FAILED:
+        raise MutantError(f"pytest {' '.join(tests)} could not run:\n{output[-3000:]}")
+    return status, output[-3000:]
 
 
 def try_mutant(mutant: Mutant, folder: Path) -> Verdict:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.forked_pytest import run_pytest
 from tests.mutations.mutant import Mutant, occurrences
 from tests.mutations.mutants import MUTANTS, SMOKE
 from tests.mutations.run import ROOT, MutantError, make_copy, mutate, try_mutant
@@ -65,6 +66,23 @@ def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SMOKE)
 def test_the_tests_notice(name: str, source_copy: Path) -> None:
     assert try_mutant(BY_NAME[name], source_copy).killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "status", "printed"),
+    [
+        ("assert 1 + 1 == 2", 0, "1 passed"),
+        ("assert 1 + 1 == 3", 1, "1 failed"),
+        ("import os; os.kill(os.getpid(), 11)", -11, ""),
+        ("import time; time.sleep(60)", None, ""),
+    ],
+)
+def test_how_tests_ended_is_told(body: str, status: int | None, printed: str, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+    found, output = run_pytest(tmp_path, ["-q", "-p", "no:cacheprovider", "test_it.py"], 4)
+    assert found == status
+    assert printed in output
 
 
 @pytest.mark.slow

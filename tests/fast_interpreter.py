@@ -1,0 +1,85 @@
+"""Makes Triton's interpreter spend less on what is the same at every call; what kernels compute stays as it is.
+
+Triton 3.9's interpreter replaces the functions of `triton.language` at each launch and, again, at each call of one
+jit'd function by another, where the second finds all replaced and looks through the module for nothing. It also builds
+its table of element types at each look into it, and reckons shapes anew for each value. Together that is half of the
+time of the tests with kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def install() -> None:
+    """Speed up the interpreter in this process, once."""
+    if not hasattr(interpreter._patch_lang, "is_fast"):
+        interpreter._patch_lang = _patched_once(interpreter._patch_lang)
+        interpreter._get_np_dtype = _read_once(interpreter._get_np_dtype)
+        tl.block_type.__init__ = _checked_once(tl.block_type.__init__)
+        tl.tensor.__init__ = _init_tensor
+
+
+def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`patch`, at a function's first call only; the language stays replaced, as the interpreter itself leaves it after
+    a call within a kernel."""
+    seen: set[Any] = set()
+
+    def patch_lang(function: Any) -> Any:
+        if function not in seen:
+            seen.add(function)
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    patch_lang.is_fast = True  # type: ignore[attr-defined]
+    return patch_lang
+
+
+def _read_once(get_dtype: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:
+    """`get_dtype` with what it said of each element type."""
+    pointer = np.dtype(np.uint64)
+    known: dict[str, np.dtype[Any]] = {}
+
+    def get_np_dtype(kind: Any) -> np.dtype[Any]:
+        element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if isinstance(element, tl.pointer_type):
+            return pointer
+        found = known.get(element.name)
+        if found is None:
+            found = known[element.name] = get_dtype(element)
+        return found
+
+    return get_np_dtype
+
+
+def _checked_once(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """`init` of the type of a block, run once for each element type and shape."""
+    known: dict[tuple[str, tuple[Any, ...]], dict[str, Any]] = {}
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if type(size) is tl.constexpr else size for size in shape])
+        attributes = known.get((element_ty.name, sizes))
+        if attributes is None:
+            init(self, element_ty, shape)
+            attributes = known[element_ty.name, sizes] = dict(vars(self))
+            attributes["tensor_shape"] = tl.tuple([tl.constexpr(size) for size in sizes])
+        vars(self).update(attributes)
+        self.element_ty = element_ty
+
+    return init_block_type
+
+
+_SCALAR_SHAPE, _ONE = tl.tuple([]), tl.constexpr(1)
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    if type.is_block():
+        self.shape, self.numel = type.tensor_shape, tl.constexpr(type.numel)
+    else:
+        self.shape, self.numel = _SCALAR_SHAPE, _ONE

@@ -1,0 +1,69 @@
+"""pytest in a copy of the source, each run a process of its own, forked from one that has imported torch and pytest.
+
+Those imports take three seconds, most tests of a mutant less.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+# Nothing of the source, which a mutant changes, and nothing that needs to know where kernels run.
+PRELOADED = [
+    "torch",
+    "transformers.models.auto.tokenization_auto",
+    "pytest",
+    "_hypothesis_pytestplugin",
+    "hypothesis",
+    "xdist.plugin",
+    "xdist.looponfail",
+]
+# What the path of a copy has in front.
+PARTS = (".", "kernels", "client", "cli", "frontend")
+OWN_PACKAGES = ("tests", "dflash_", "benchmarks", "checks", "demo", "docs", "load_tests")
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+
+
+def run_pytest(folder: Path, arguments: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """pytest's exit status in `folder`, below 0 when a signal ended it, None when it took too long; and what it
+    printed."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+    with tempfile.TemporaryDirectory(prefix="dflash-pytest-") as name:
+        output = Path(name, "output")
+        process = _context.Process(target=_in_child, args=(str(folder), list(arguments), str(output)))
+        process.start()
+        process.join(timeout_s)
+        status = process.exitcode
+        if status is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        return status, output.read_text(errors="replace")
+
+
+def _in_child(folder: str, arguments: list[str], output: str) -> None:
+    os.setsid()  # so that what a test starts can be ended with it
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    parts = [str(Path(folder, part)) for part in PARTS]
+    sys.path[:0] = parts
+    for name in [name for name in sys.modules if name.startswith(OWN_PACKAGES)]:
+        del sys.modules[name]
+    # Bytecode is matched to its source by time and size, which two mutants of one file may share.
+    sys.dont_write_bytecode = True
+    # A process of its own, also when a worker of pytest-xdist starts it.
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        del os.environ[name]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(parts), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+    import pytest
+
+    sys.exit(int(pytest.main(arguments)))
