@@ -23,7 +23,7 @@ GPU_PACKAGES := .gpu-packages
 GPU_PYTHON_VERSION ?= 3.12
 GPU_RUN = PYTHONPATH=.:kernels:client:cli:frontend$(if $(wildcard $(BIN)/python),,:$(GPU_PACKAGES)) $(GPU_PYTHON)
 
-.PHONY: help setup serve test test-fast nightly lint format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
+.PHONY: help setup serve test pytest test-fast nightly lint style types format docs bench bench-gpu test-gpu gpu-packages mutants load demo-model oracle clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -57,11 +57,17 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 	@exec $(BIN)/dflash-triton serve $(ARGS)
 
+# Tests start many processes of the project, each of which would compile its source anew where no bytecode is kept.
+test test-fast nightly: export PYTHONDONTWRITEBYTECODE =
+
 # A worker for each core and one more, since server tests wait; each has servers of its own. Eight at most, since each
 # holds torch and the models it has loaded.
 PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --maxprocesses 8 --strict-skips
 
-test: setup lint ## Lint, types and all tests, slow ones included
+test: setup style ## Lint, types and all tests, slow ones included
+	@$(MAKE) --no-print-directory -j 2 types pytest
+
+pytest:
 	$(PYTEST)
 
 test-fast: setup ## The quick tests, for each change: less of what is random, and few with a server
@@ -70,9 +76,13 @@ test-fast: setup ## The quick tests, for each change: less of what is random, an
 nightly: setup lint ## Every promise at its full count, an hour or two; results go to benchmarks/results/nightly
 	$(BIN)/python -m checks.nightly
 
-lint: setup ## Lint, formatting and types
+lint: style types ## Lint, formatting and types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
 
 format: setup ## Format the code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests import fast_interpreter
+
+    fast_interpreter.install()
 
 # Files whose tests share no fixture: each test function may go to any worker. All other files stay whole.
 SPLIT = (
@@ -62,8 +66,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first, so that no worker is left with one of them at the end."""
+    """Long ones first, so that no worker is left with one of them at the end; and for several workers, files with
+    servers, which wait, spread evenly among the others, which compute."""
     items.sort(key=lambda item: (not item.get_closest_marker("slow"), not item.get_closest_marker("server")))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        kinds: dict[tuple[bool, bool], dict[Path, None]] = {}
+        for item in items:
+            kind = (item.get_closest_marker("slow") is None, item.get_closest_marker("server") is None)
+            kinds.setdefault(kind, {})[item.path] = None
+        places: dict[Path, tuple[bool, float]] = {}
+        for (is_quick, _), files in kinds.items():
+            for number, file in enumerate(files):
+                places.setdefault(file, (is_quick, (number + 0.5) / len(files)))
+        items.sort(key=lambda item: places[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -25,7 +25,7 @@ from tests.gpu.test_engine import logits_in_float32
 from tests.scale import scaled
 
 pytestmark = pytest.mark.slow
-NUM_PROMPTS = scaled(64, at_least=24)
+NUM_PROMPTS = scaled(24, at_least=24)
 MAX_TOKENS = 96
 NUM_SAMPLES = scaled(8_000, at_least=8_000)
 # However requests are run, acceptance is about that of one at a time, 12.9.

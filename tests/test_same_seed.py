@@ -13,7 +13,7 @@ from tests.scale import scaled
 from tests.worker.engines import Outputs, triton_engine
 
 pytestmark = pytest.mark.slow
-NUM_PROMPTS = scaled(32, at_least=32)
+NUM_PROMPTS = scaled(16, at_least=16)
 MAX_TOKENS = 48
 NAMES = [way.name for way in ways(Path())]
 
