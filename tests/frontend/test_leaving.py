@@ -18,6 +18,8 @@ from dflash_cli.launcher.ports import settle_ports
 from dflash_openai.server import _tell_when_it_listens
 from tests.waiting import eventually
 
+# Each test starts a front end, and with it the import of transformers.
+pytestmark = pytest.mark.slow
 SERVER = """
 import sys
 from pathlib import Path

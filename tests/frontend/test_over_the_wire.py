@@ -16,6 +16,7 @@ import pytest
 from tests.cli.test_security_options import pkcs8
 from tests.client.tls_servers import Certificates
 
+pytestmark = pytest.mark.slow
 KEY = "alice-secret-key"
 
 

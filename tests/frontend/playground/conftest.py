@@ -12,6 +12,13 @@ from tests.frontend.playground.page import Playground
 from tests.frontend.playground.standin import Control, running_standin
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A browser takes seconds: `make test-fast` does without."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 # Not of the session: while Playwright runs, its thread has a running event loop, and no other test can start one.
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
