@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -42,6 +42,9 @@ from dflash_backend.messages import (
     StepOutputs,
 )
 from dflash_backend.process_watch import WatchedProcess
+
+if TYPE_CHECKING:
+    from dflash_backend.engine.build import BuiltEngine
 
 _log = logging.getLogger(__name__)
 
@@ -280,11 +283,20 @@ def _end_with_server(server: WatchedProcess, stub: WatchedProcess, socket_dir: s
     os._exit(1)
 
 
+def build_claimed(config: EngineConfig, progress: Callable[[str, float], None]) -> BuiltEngine:
+    """`build_engine`, with all the memory of its KV cache: a server must not find too little of it while it serves."""
+    from dflash_backend.engine.build import build_engine  # loads torch
+
+    built = build_engine(config, progress)
+    built.runner.step.kv.claim()
+    return built
+
+
 def main() -> int:
     """The engine of `dflash_backend.engine.build`. Importing it loads torch, which is why that happens here."""
-    from dflash_backend.engine.build import LOAD_ERRORS, build_engine
+    from dflash_backend.engine.build import LOAD_ERRORS
 
-    return serve(build_engine, LOAD_ERRORS)
+    return serve(build_claimed, LOAD_ERRORS)
 
 
 if __name__ == "__main__":

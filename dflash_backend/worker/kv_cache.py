@@ -42,6 +42,12 @@ class PagedKVCache:
 
         return cls(layers(target), layers(draft) if draft is not None else [], block_size)
 
+    def claim(self) -> None:
+        """Have the system give all the memory now, not page by page as it is first written."""
+        for layer in self.target + self.draft:
+            if layer.data.device.type == "cpu":
+                layer.data.zero_()
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros of `shape`. On a CPU the system gives their memory page by page when it is first written, so that a large

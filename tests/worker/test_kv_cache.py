@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dflash_backend.checkpoints.targets import read_target
-from dflash_backend.config import asset_path
+from dflash_backend.config import EngineConfig, asset_path
+from dflash_backend.engine.process import build_claimed
 from dflash_backend.worker.kv_cache import CPU_ALIGNMENT, PagedKVCache
 
 
@@ -26,3 +27,11 @@ def test_a_pool_on_a_cpu_is_zeros_that_take_no_memory_before_they_are_used(dtype
     cache.target[0].data[1] = 1.0
     assert not cache.target[0].data[0].any()
     assert not cache.target[0].data[2].any()
+
+
+def test_an_engine_of_a_server_holds_all_of_its_pool_from_the_start() -> None:
+    config = EngineConfig.from_values({"kv_cache_gb": 0.25, "max_model_len": 256})
+    before = psutil.Process().memory_info().rss
+    built = build_claimed(config, lambda message, fraction: None)
+    assert psutil.Process().memory_info().rss - before > 240 << 20
+    assert built.ready.num_kv_blocks > 100
