@@ -15,10 +15,13 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+# What another version of Triton may not have; its interpreter then stays as it is.
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
+
 
 def install() -> None:
     """Speed up the interpreter in this process, once."""
-    if not hasattr(interpreter._patch_lang, "is_fast"):
+    if all(hasattr(interpreter, name) for name in NEEDED) and not hasattr(interpreter._patch_lang, "is_fast"):
         interpreter._patch_lang = _patched_once(interpreter._patch_lang)
         interpreter._get_np_dtype = _read_once(interpreter._get_np_dtype)
         tl.block_type.__init__ = _checked_once(tl.block_type.__init__)

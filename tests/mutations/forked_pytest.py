@@ -25,7 +25,8 @@ PRELOADED = [
 ]
 # What the path of a copy has in front.
 PARTS = (".", "kernels", "client", "cli", "frontend")
-OWN_PACKAGES = ("tests", "dflash_", "benchmarks", "checks", "demo", "docs", "load_tests")
+OWN_PACKAGES = {"tests", "dflash_backend", "dflash_kernels", "dflash_client", "dflash_cli", "dflash_openai"}
+OWN_PACKAGES |= {"benchmarks", "checks", "demo", "load_tests"}
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
@@ -55,7 +56,7 @@ def _in_child(folder: str, arguments: list[str], output: str) -> None:
     os.chdir(folder)
     parts = [str(Path(folder, part)) for part in PARTS]
     sys.path[:0] = parts
-    for name in [name for name in sys.modules if name.startswith(OWN_PACKAGES)]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in OWN_PACKAGES]:
         del sys.modules[name]
     # Bytecode is matched to its source by time and size, which two mutants of one file may share.
     sys.dont_write_bytecode = True

@@ -24,6 +24,27 @@ def test_a_key_that_is_missing_is_asked_for(open_page: Any, standin: Control) ->
     assert page.answers() == [ANSWER]
 
 
+def test_a_server_that_wants_a_key_is_never_called_ready(open_page: Any, standin: Control) -> None:
+    standin.set(api_key="right")
+    page = open_page()
+    page.page.evaluate(
+        """() => {
+            window.states = [];
+            const options = { attributeFilter: ["data-state"] };
+            new MutationObserver(() => states.push(document.querySelector("#health").dataset.state))
+                .observe(document.querySelector("#health"), options);
+        }"""
+    )
+    page.send("one")
+    page.page.get_by_role("button", name="Enter API key").click()
+    for key in ("wrong", "also wrong"):
+        with page.page.expect_response("**/v1/models"):
+            page.page.locator("#api-key").fill(key)
+            page.page.keyboard.press("Tab")
+    page.page.wait_for_timeout(200)
+    assert page.page.evaluate("states") == []
+
+
 def test_a_busy_server_may_be_asked_again_when_it_says(page: Playground, standin: Control) -> None:
     standin.set(num_busy=1)
     page.send("one")
