@@ -52,7 +52,7 @@ MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
 # deciding takes time.
 STEPS_BETWEEN_DECISIONS = 4
-MAX_CHANGE = 0.125
+MAX_CHANGE = 0.25
 # What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
 # a decision is made: that costs less time.
 STEPS_TAKEN_IN_ONE_BY_ONE = 64

@@ -151,11 +151,13 @@ class ModelStep:
 
     def unpacked(self, numbers: np.ndarray, num_rows: int) -> StepNumbers:
         """The parts of `StepOutput.numbers`, on the host."""
-        k = self.state.k
-        ends = np.cumsum([num_rows, num_rows, num_rows * (k + 1), num_rows * k, NUM_TIMESTAMPS])
-        accepted, verified, tokens, confidences, times, drafts = np.split(numbers, ends)
+        k, parts, first = self.state.k, [], 0
+        for size in (num_rows, num_rows, num_rows * (k + 1), num_rows * k, NUM_TIMESTAMPS):
+            parts.append(numbers[first : first + size])
+            first += size
+        accepted, verified, tokens, confidences, times = parts
         confidences = confidences.astype(np.int32).view(np.float32).reshape(num_rows, -1)
-        tokens, drafts = tokens.reshape(num_rows, -1), drafts.reshape(num_rows, -1)
+        tokens, drafts = tokens.reshape(num_rows, -1), numbers[first:].reshape(num_rows, -1)
         return StepNumbers(accepted, verified, tokens, confidences, times, drafts)
 
     def verify(self, inputs: StepInputs) -> Verified:

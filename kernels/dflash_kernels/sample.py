@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from dflash_kernels.argmax import WARPS
+from dflash_kernels.argmax import WARPS, argmax_reference
 from dflash_kernels.gumbel_noise import gumbel_reference
 
 try:
@@ -47,12 +47,12 @@ def sample_reference(
     values = logits.float()
     sampled = temperature.numpy().nonzero()[0]
     if len(sampled) == 0:
-        return values.argmax(dim=-1)
+        return argmax_reference(values)
     if len(sampled) < len(values):
         rows = torch.from_numpy(sampled)
         lowest = None if lowest_kept is None else lowest_kept[rows]
         some = sample_reference(values[rows], temperature[rows], seeds[rows], positions[rows], lowest, token_ids)
-        return values.argmax(dim=-1).index_copy_(0, rows, some)
+        return argmax_reference(values).index_copy_(0, rows, some)
     scores = values / temperature[:, None]
     if lowest_kept is not None:
         scores.masked_fill_(values < lowest_kept[:, None], float("-inf"))
@@ -60,7 +60,7 @@ def sample_reference(
     # Some rows at a time, since hashing takes several times the memory of the logits.
     count = max(1, NOISE_AT_A_TIME // len(ids))
     parts = zip(scores.split(count), seeds.split(count), positions.split(count), strict=True)
-    return torch.cat([part.add_(gumbel_reference(seed, at, ids)).argmax(dim=-1) for part, seed, at in parts])
+    return torch.cat([argmax_reference(part.add_(gumbel_reference(seed, at, ids))) for part, seed, at in parts])
 
 
 if triton is not None:

@@ -45,6 +45,7 @@ def test_argmax_is_a_token_even_of_values_that_are_not_numbers() -> None:
     values[2, [65, 66]] = float("nan")
     values[3, 69] = -1e30
     assert argmax(values.to(DEVICE), TILE).tolist() == argmax_reference(values).tolist() == [0, 0, 65, 69]
+    assert argmax_reference(values.double()).tolist() == [0, 0, 65, 69]
 
 
 def test_rows_may_be_part_of_a_wider_tensor() -> None:

@@ -33,6 +33,14 @@ def test_a_long_prompt_gets_a_part_of_its_own() -> None:
     assert [len(part) for part in parts] == [8, 1]
 
 
+def test_rows_whose_drafts_differ_by_a_few_lie_beside_those_with_contexts_like_theirs() -> None:
+    drafting = [(f"{context} after {drafts}", drafts, context) for context in (40, 900) for drafts in (15, 12, 14, 11)]
+    rows = [ScheduledRequest(name, context, 1, drafts, True, 15, []) for name, drafts, context in drafting]
+    resting = [ScheduledRequest(f"rests {n}", 500, 1, 0, True, 0, []) for n in range(2)]
+    parts = BatchThreads(1).split(rows[::2] + resting + rows[1::2])
+    assert [one.num_computed for one in parts[0]] == [500] * 2 + [40] * 4 + [900] * 4
+
+
 def test_few_tokens_stay_together_and_a_lone_row_is_one_part() -> None:
     assert len(BatchThreads(2).split([row("a", 16), row("b", 16)])) == 1
     assert len(BatchThreads(8).split([row("a", 4000)])) == 1
