@@ -40,8 +40,10 @@ class DraftQueries:
     one at the position of each of its drafts; the rows behind one another, on the device.
 
     token_ids, positions, slots: int64 `[num_queries]`. layout: the rows as attention runs them. width: queries of each
-    row where all have the same number. draft_index: int64 `[num_drafts]`, the queries at drafts; None where each row
-    has `width` queries, of which all but the first are. padded: whether queries may be padding, with slots of -1.
+    row where all have the same number. draft_index: int64 `[num_drafts]`, the queries that drafts come from; None where
+    each row has `width` queries, of which all but the first are. padded: whether queries may be padding, with slots of
+    -1. from_anchor: a row has no query at its last draft, and each draft comes from the query before it, the first from
+    the anchor's; with `draft_index` of None drafts then come from all queries.
     """
 
     token_ids: torch.Tensor
@@ -51,12 +53,24 @@ class DraftQueries:
     width: int
     draft_index: torch.Tensor | None = None
     padded: bool = False
+    from_anchor: bool = False
+
+    @property
+    def queries_beside_drafts(self) -> int:
+        """Queries of each row beside one for each draft: 0 or 1."""
+        return 0 if self.from_anchor else 1
 
     def of_drafts(self, values: torch.Tensor) -> torch.Tensor:
-        """Of `[num_queries, ...]` those of the drafts: `[num_drafts, ...]`."""
+        """Of `[num_queries, ...]` those of the queries that drafts come from: `[num_drafts, ...]`."""
+        if self.from_anchor:
+            return values
         if self.draft_index is not None:
             return values[self.draft_index]
         return values.unflatten(0, (-1, self.width))[:, 1:].flatten(0, 1)
+
+    def draft_positions(self) -> torch.Tensor:
+        """The position of each draft: int64 `[num_drafts]`."""
+        return self.positions + 1 if self.from_anchor else self.of_drafts(self.positions)
 
     def row_starts(self) -> torch.Tensor:
         """The first query of each row, its anchor's, and the number of all queries: int64 `[R + 1]`."""
@@ -203,9 +217,10 @@ class Drafter(Protocol[Spec]):
     """Proposes tokens and keeps its own context KV, if it has any, in step with the target's."""
 
     lookahead_base: int | None
-    """Positions reserved beyond k when drafting k tokens (RESERVE): 1 for a block drafter, whose queries are the anchor
-    and all drafts; 0 for an autoregressive one, which never runs the last draft. None: it runs no queries, and nothing
-    is reserved."""
+    """Positions reserved beyond k when drafting k tokens (RESERVE), which are the queries that it is given beside k: 1
+    for a block drafter, whose queries are the anchor and all drafts; 0 for one that never runs the last draft, be it
+    autoregressive or a block drafter that samples from the anchor (`DraftQueries.from_anchor`). None: it runs no
+    queries, and nothing is reserved."""
 
     hit_trim: int
     """Positions at the end of a prefix hit whose context KV depends on tokens behind the hit, and is made again: 0

@@ -37,8 +37,7 @@ class BatchTraits:
 class LengthBounds:
     """What the host knows of R rows whose exact positions only the device knows: int64 `[R]`.
 
-    query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last query of
-    the drafter. The positions are at most `max_overestimate` too high.
+    query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last draft. The positions are at most `max_overestimate` too high.
     """
 
     query_lens: np.ndarray
@@ -215,7 +214,7 @@ class HostBatch:
     def bounds(self, num_rows: int) -> LengthBounds:
         """The bounds for these rows and the padding rows behind them, `num_rows` in all."""
         ends = self.start + self.query_lens
-        # The first of the drafter's queries, the anchor, follows the last draft if all of them are accepted.
+        # The anchor of the drafts follows the last draft of now if all of these are accepted.
         drafts = np.where(self.num_next > 0, ends + 1 + self.num_next, 0)
         return LengthBounds(
             query_lens=padded(self.query_lens, num_rows),

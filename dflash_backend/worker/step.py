@@ -271,9 +271,10 @@ class ModelStep:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""
         queries = None
         if drafter.placeholder_id is not None:
-            queries = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id)
+            lookahead_base = drafter.lookahead_base or 0
+            queries = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id, lookahead_base)
             if guard is not None:
-                guard.check_draft(queries, inputs.batch.num_next, drafter.lookahead_base or 0)
+                guard.check_draft(queries, inputs.batch.num_next, lookahead_base)
         draft = DraftBatch(self.ops.history(inputs, self.state), queries)
         sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, self.wants_confidence)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)

@@ -192,17 +192,25 @@ class DeviceStepOps:
         batch = inputs.batch
         return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, _draft_width(inputs, state))
 
-    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftQueries:
-        """What the drafter's model runs, after `accept`: a row of `inputs.draft_width + 1` queries for each row of the
-        step."""
-        batch, bounds, width = inputs.batch, inputs.bounds, _draft_width(inputs, state) + 1
-        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, width - 1)
+    def prepare_draft(
+        self, inputs: StepInputs, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+    ) -> DraftQueries:
+        """What the drafter's model runs, after `accept`: a row of `inputs.draft_width + lookahead_base` queries for
+        each row of the step. lookahead_base: the drafter's, 1 or 0."""
+        batch, bounds, width = inputs.batch, inputs.bounds, _draft_width(inputs, state) + lookahead_base
+        ids, positions, slots, query_lens, seq_lens = self._prepared_draft(
+            batch, state, placeholder_id, width, lookahead_base
+        )
         num_rows = inputs.num_rows
         starts = torch.arange(0, width * num_rows, width, dtype=torch.int32, device=ids.device)
         rows = DeviceLengths(starts, query_lens, seq_lens)
         widths = np.full(num_rows, width)
-        layout = self._layout(batch, widths, bounds.draft_lens, rows, bounds.max_overestimate, state)
-        return DraftQueries(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, padded=True)
+        ends = np.maximum(bounds.draft_lens + (lookahead_base - 1), 0)
+        layout = self._layout(batch, widths, ends, rows, bounds.max_overestimate, state)
+        return DraftQueries(
+            ids.flatten(), positions.flatten(), slots.flatten(), layout, width,
+            padded=True, from_anchor=lookahead_base == 0,
+        )  # fmt: skip
 
     def draft_sampler(
         self, inputs: StepInputs, state: StateTensors, temperature_ratio: float, wants_confidence: bool = False
@@ -246,10 +254,12 @@ class DeviceStepOps:
             batch.req_idx, batch.start, batch.num_unverified, batch.query_start, batch.query_lens, batch.token_row,
         )  # fmt: skip
 
-    def _prepared_draft(self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, k: int) -> Tensors:
+    def _prepared_draft(
+        self, batch: DeviceBatch, state: StateTensors, placeholder_id: int, width: int, lookahead_base: int
+    ) -> Tensors:
         return self._prepare_draft(
             state.tokens, state.blocks, state.num_blocks, state.computed, state.block_size,
-            batch.req_idx, batch.num_next, k, placeholder_id,
+            batch.req_idx, batch.num_next, width, placeholder_id, lookahead_base,
         )  # fmt: skip
 
     @staticmethod
@@ -301,24 +311,28 @@ class HostStepOps(DeviceStepOps):
         index = torch.from_numpy(final.nonzero()[0])
         return FinalTokens(prepared.positions[index], slots[index], index)
 
-    def prepare_draft(self, inputs: StepInputs, state: StateTensors, placeholder_id: int) -> DraftQueries:
+    def prepare_draft(
+        self, inputs: StepInputs, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
+    ) -> DraftQueries:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
-        batch = inputs.batch
-        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, state.k)
+        batch, most = inputs.batch, state.k + lookahead_base
+        ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
         query_lens = lens.numpy()
         rows = query_lens.nonzero()[0]
         query_lens = query_lens[rows]
         layout = _exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
         width = int(query_lens.max())
         draft_index = None
-        if len(rows) < inputs.num_rows or width <= state.k or (query_lens < width).any():
-            flat = (np.arange(state.k + 1) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
-            draft_index = torch.from_numpy((flat % (state.k + 1)).nonzero()[0])
+        if len(rows) < inputs.num_rows or width < most or (query_lens < width).any():
+            flat = (np.arange(most) < lens.numpy()[:, None]).reshape(-1).nonzero()[0]
+            draft_index = torch.from_numpy((flat % most >= lookahead_base).nonzero()[0])
             ids, positions, slots = (
                 torch.from_numpy(each.numpy().reshape(-1)[flat]) for each in (ids, positions, slots)
             )
         padded = bool((slots.numpy() < 0).any())
-        return DraftQueries(ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded)
+        return DraftQueries(
+            ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded, lookahead_base == 0
+        )
 
     def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
         """As `DeviceStepOps.store_drafts`."""

@@ -67,7 +67,7 @@ class WriteGuard:
     def check_draft(self, draft: DraftQueries, num_next: torch.Tensor, lookahead_base: int) -> None:
         """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row, for which the drafter writes
         `num_next + lookahead_base` positions."""
-        queries = torch.where(num_next > 0, num_next + 1, 0)
+        queries = torch.where(num_next > 0, num_next + draft.queries_beside_drafts, 0)
         expected = torch.where(num_next > 0, num_next + lookahead_base, 0)
         rows = torch.arange(len(num_next), dtype=torch.int32, device=num_next.device)
         per_row = queries if draft.layout.device is None else torch.full_like(queries, draft.width)

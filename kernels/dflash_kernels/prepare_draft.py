@@ -42,20 +42,22 @@ def prepare_draft_reference(
     block_size: int,
     req_idx: torch.Tensor,
     num_next: torch.Tensor,
-    k: int,
+    width: int,
     placeholder_id: int,
+    lookahead_base: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`[anchor, placeholder x num_next]` for each row that drafts (`num_next` > 0): ids, positions, slots int64
-    `[R, 1 + k]`, query_lens (`1 + num_next`, else 0), seq_lens int32 `[R]`. State as in `prepare_reference`."""
+    """`[anchor, placeholder, placeholder, ...]` for each row that drafts (`num_next` > 0): ids, positions, slots int64
+    `[R, width]`, query_lens (`num_next + lookahead_base`, else 0), seq_lens int32 `[R]`. State as in
+    `prepare_reference`."""
     rows, lens = req_idx.numpy(), num_next.numpy()
     index = np.maximum(rows, 0)
     drafts = (rows >= 0) & (lens > 0)
-    query_lens = np.where(drafts, lens + 1, 0).astype(np.int32)
+    query_lens = np.where(drafts, lens + lookahead_base, 0).astype(np.int32)
     anchor = np.where(drafts, computed.numpy()[index], 0)
     covered = covered_lens(tokens, num_blocks, block_size, req_idx)
     seq_lens = np.minimum(anchor + query_lens, covered).astype(np.int32)
 
-    column = np.arange(k + 1)
+    column = np.arange(width)
     positions = anchor[:, None] + column
     inside = (column < query_lens[:, None]) & (positions < covered[:, None])
     ids, positions, slots = look_up_reference(tokens, blocks, block_size, index[:, None], positions, inside)
@@ -133,14 +135,15 @@ if triton is not None:
     def _prepare_draft_kernel(
         tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr, req_idx_ptr, num_next_ptr,
         ids_ptr, positions_ptr, slots_ptr, query_lens_ptr, seq_lens_ptr,
-        placeholder_id, block_size, max_len, max_blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+        placeholder_id, block_size, max_len, max_blocks,
+        WIDTH: tl.constexpr, LOOKAHEAD_BASE: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
         """One program prepares one row's WIDTH queries."""
         row = tl.program_id(0)
         req_idx = tl.load(req_idx_ptr + row)
         num_next = tl.load(num_next_ptr + row)
         drafts = (req_idx >= 0) & (num_next > 0)
-        query_len = tl.where(drafts, num_next + 1, 0)
+        query_len = tl.where(drafts, num_next + LOOKAHEAD_BASE, 0)
         anchor = tl.load(computed_ptr + req_idx, mask=drafts, other=0)
         capacity = covered_len(num_blocks_ptr, req_idx, block_size, max_len)
 
@@ -167,19 +170,20 @@ if triton is not None:
         block_size: int,
         req_idx: torch.Tensor,
         num_next: torch.Tensor,
-        k: int,
+        width: int,
         placeholder_id: int,
+        lookahead_base: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `prepare_draft_reference`, for contiguous tensors."""
         num_rows, device = len(req_idx), tokens.device
-        ids, positions, slots = (torch.empty(num_rows, k + 1, dtype=torch.int64, device=device) for _ in range(3))
+        ids, positions, slots = (torch.empty(num_rows, width, dtype=torch.int64, device=device) for _ in range(3))
         query_lens, seq_lens = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
         if num_rows > 0:
             _prepare_draft_kernel[(num_rows,)](
                 tokens, blocks, num_blocks, computed, req_idx, num_next,
                 ids, positions, slots, query_lens, seq_lens,
                 placeholder_id, block_size, tokens.shape[1], blocks.shape[1],
-                WIDTH=k + 1, COLUMNS=triton.next_power_of_2(k + 1),
+                WIDTH=width, LOOKAHEAD_BASE=lookahead_base, COLUMNS=triton.next_power_of_2(width),
             )  # fmt: skip
         return ids, positions, slots, query_lens, seq_lens
 

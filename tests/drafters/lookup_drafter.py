@@ -96,12 +96,12 @@ class LookupDrafter(Drafter[LookupSpec]):
             mine = slice(first, first + num_queries)
             first += num_queries
             token, (anchor, *_) = int(queries.token_ids[mine][0]), queries.positions[mine].tolist()
-            for index, slot in enumerate(queries.slots[mine].tolist()[:-1]):
+            for index, slot in enumerate(queries.slots[mine].tolist()):
                 if slot >= 0:
                     token = self._next(self._context(queries.layout.block_tables[row], anchor + index), token)
                     self.following[slot] = token
                 logits.append(torch.nn.functional.one_hot(torch.tensor(token), VOCAB_SIZE) * 20.0)
-        return sampler.choose(torch.stack(logits), queries.of_drafts(queries.positions))
+        return sampler.choose(torch.stack(logits), queries.draft_positions())
 
     def _next(self, context: list[int], token: int) -> int:
         assert context[-1] == token

@@ -200,7 +200,7 @@ WORKER_MUTANTS = (
     Mutant(
         "the draft phase is not guarded",
         f"{WORKER}/step.py",
-        "guard.check_draft(queries, inputs.batch.num_next, drafter.lookahead_base or 0)",
+        "guard.check_draft(queries, inputs.batch.num_next, lookahead_base)",
         "pass",
         ("tests/worker/test_write_guard.py::test_each_phase_that_writes_is_checked",),
     ),

@@ -124,16 +124,16 @@ def chosen_by_hand(
 
 
 @pytest.mark.parametrize(("seed", "k"), GRID[:-1])
-@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("ratio", "lookahead_base"), [(0.0, 1), (0.4, 1), (1.0, 1), (1.0, 0)])
 def test_a_draft_is_chosen_with_the_noise_by_which_the_target_will_choose(
-    ops: StepOps, seed: int, k: int, ratio: float
+    ops: StepOps, seed: int, k: int, ratio: float, lookahead_base: int
 ) -> None:
     """At the request's temperature times the ratio, by the target's ids, and never filtered."""
     step = random_step(seed, k, zombies=False)
     rows, state = step.rows, step.state
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:40]
-    batch = ops.prepare_draft(step.inputs, state, MASK_ID)
-    positions = batch.of_drafts(batch.positions)
+    batch = ops.prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
+    positions = batch.draft_positions()
     logits = 2 * torch.randn(len(positions), len(ids), generator=torch.Generator().manual_seed(seed))
     sampler = ops.draft_sampler(step.inputs, state, ratio)
     drafts = sampler.choose(logits.to(DEVICE), positions, ids.to(DEVICE)).token_ids.tolist()
@@ -223,28 +223,36 @@ def test_context_of_positions_that_are_final_is_injected_and_no_other(ops: StepO
 
 
 @pytest.mark.parametrize(("seed", "k"), GRID[:-1])
-def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(ops: StepOps, seed: int, k: int) -> None:
-    step = random_step(seed, k)
+@pytest.mark.parametrize("lookahead_base", [1, 0])
+def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
+    ops: StepOps, seed: int, k: int, lookahead_base: int
+) -> None:
+    """A query for each draft beside the anchor's, or one less."""
+    step, width = random_step(seed, k), k + lookahead_base
     rows, state = step.rows, step.state
-    queries = ops.prepare_draft(step.inputs, state, MASK_ID)
+    queries = ops.prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
     found = queries.layout.device
     assert found is not None
-    assert found.query_start.tolist() == [r * (k + 1) for r in range(len(rows.req_idx))]
+    assert (queries.width, queries.from_anchor) == (width, lookahead_base == 0)
+    assert found.query_start.tolist() == [r * width for r in range(len(rows.req_idx))]
+    draft_positions = queries.draft_positions().view(-1, k)
     for r, (req_idx, num_next) in enumerate(
         zip(host(rows.req_idx).tolist(), host(rows.num_next).tolist(), strict=True)
     ):
         drafts = req_idx >= 0 and num_next > 0
-        size = 1 + num_next if drafts else 0
+        size = lookahead_base + num_next if drafts else 0
         anchor = int(state.computed[req_idx])
         capacity = covered(state, req_idx)
         assert int(found.query_lens[r]) == size
         assert int(found.seq_lens[r]) == (min(anchor + size, capacity) if drafts else 0)
-        for column in range(k + 1):
+        if drafts and anchor + num_next < capacity:
+            assert draft_positions[r, :num_next].tolist() == [anchor + 1 + j for j in range(num_next)]
+        for column in range(width):
             position, expected = anchor + column, (0, 0, -1)
             if column < size and position < capacity:
                 expected = looked_up(state, req_idx, position)
                 expected = expected if column == 0 else (MASK_ID, *expected[1:])
-            place = r * (k + 1) + column
+            place = r * width + column
             got = (queries.token_ids[place], queries.positions[place], queries.slots[place])
             assert tuple(int(value) for value in got) == expected
 
@@ -320,7 +328,10 @@ def whole_step(ops: StepOps, step: RandomStep, target_tokens: torch.Tensor) -> l
 
 
 @pytest.mark.parametrize(("seed", "k"), [(31, 1), (32, 6), (33, 15), (34, 4)])
-def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(seed: int, k: int) -> None:
+@pytest.mark.parametrize("lookahead_base", [1, 0])
+def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(
+    seed: int, k: int, lookahead_base: int
+) -> None:
     """Rows that draft nothing, and the places of a row behind its last draft, are left out."""
     step = random_step(seed, k).to(torch.device("cpu"))
     rows, states = step.rows, [step.copy_of_state() for _ in range(2)]
@@ -328,19 +339,19 @@ def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(seed: in
     logits = torch.randn(len(rows.req_idx) * k, VOCAB, generator=generator)
     batches = []
     for ops, state in zip((HostStepOps(), ReferenceStepOps()), states, strict=True):
-        draft = ops.prepare_draft(step.inputs, state, MASK_ID)
+        draft = ops.prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
         sampler = ops.draft_sampler(step.inputs, state, temperature_ratio=0.5)
         own = logits
         if ops.on_host:
-            padded = ReferenceStepOps().prepare_draft(step.inputs, state, MASK_ID)
+            padded = ReferenceStepOps().prepare_draft(step.inputs, state, MASK_ID, lookahead_base)
             assert padded.layout.device is not None
             lens = padded.layout.device.query_lens[:, None]
-            used = torch.arange(k + 1) < lens
-            own = logits[used[:, 1:].flatten()]
+            used = torch.arange(k + lookahead_base) < lens
+            own = logits[used[:, lookahead_base:].flatten()]
             assert draft.token_ids.tolist() == padded.token_ids[used.flatten()].tolist()
             assert draft.slots.tolist() == padded.slots[used.flatten()].tolist()
             assert draft.layout.query_lens.tolist() == lens[lens > 0].tolist()
-        ops.store_drafts(sampler.choose(own, draft.of_drafts(draft.positions)), rows, state)
+        ops.store_drafts(sampler.choose(own, draft.draft_positions()), rows, state)
         batches.append(draft)
     assert len(batches[0].token_ids) < len(batches[1].token_ids)
     assert same_state(*states)

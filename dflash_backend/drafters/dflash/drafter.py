@@ -77,7 +77,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
         assert queries is not None
         embeddings = self._embed(queries.token_ids)
         hidden = self.model.forward(embeddings, self._context(queries, embeddings.dtype), self.caches)
-        return self._choose(queries.of_drafts(hidden), queries, sampler)
+        return self._choose(hidden, queries, sampler)
 
     def _context(self, queries: DraftQueries, dtype: torch.dtype) -> PagedContext:
         """What the pass needs beside the embeddings, of this dtype."""
@@ -85,9 +85,10 @@ class DFlashDrafter(Drafter[DFlashSpec]):
             queries.layout, queries.positions, queries.slots, self.backend, self.model.patterns, dtype, queries.padded
         )
 
-    def _choose(self, hidden: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
-        """The drafts, from their final-normed outputs `[num_drafts, hidden]`."""
-        return sampler.choose(self._head(hidden), queries.of_drafts(queries.positions), self.model.id_map)
+    def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
+        """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""
+        logits = self._head(queries.of_drafts(outputs))
+        return sampler.choose(logits, queries.draft_positions(), self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
