@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -77,6 +77,22 @@ class DraftQueries:
         if self.draft_index is None:
             return torch.arange(0, len(self.token_ids) + 1, self.width, device=self.token_ids.device)
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.layout.query_lens, dtype=np.int64)]))
+
+    def draft_steps(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+        """The drafts of all rows from place to place: with the drafts at one place (int64 `[m]`, their indices among
+        all), the rows that they are of, as indices among the rows of the place before, or None for all of these."""
+        if self.draft_index is None:
+            num_drafts = self.width - self.queries_beside_drafts
+            end = len(self.token_ids) // self.width * num_drafts
+            for place in range(num_drafts):
+                yield None, torch.arange(place, end, num_drafts, device=self.token_ids.device)
+            return
+        lens = self.layout.query_lens.astype(np.int64) - self.queries_beside_drafts
+        rows, first = np.arange(len(lens)), np.cumsum(lens) - lens
+        for place in range(int(lens.max(initial=0))):
+            left = (lens[rows] > place).nonzero()[0]
+            rows = rows[left]
+            yield torch.from_numpy(left), torch.from_numpy(first[rows] + place)
 
     def block_index(self) -> torch.Tensor:
         """The place of each query in its row, 0 for an anchor's: int64 `[num_queries]`."""
@@ -190,6 +206,16 @@ class DraftSampler:
             chosen = self.ops.sample(logits, self.temperature, self.seeds, positions, token_ids)
         confidence = self.ops.log_odds(logits, chosen) if self.wants_confidence else None
         return Drafts(chosen if token_ids is None else token_ids[chosen], confidence)
+
+    def at(self, drafts: torch.Tensor) -> DraftSampler:
+        """The sampler of these drafts alone: int64 `[m]`, their indices among all."""
+        if self.temperature is None or self.seeds is None:
+            return self
+        return replace(self, temperature=self.temperature[drafts], seeds=self.seeds[drafts])
+
+    def without_confidence(self) -> DraftSampler:
+        """The sampler for a drafter that knows by other means than its logits how sure it is."""
+        return replace(self, wants_confidence=False) if self.wants_confidence else self
 
     def top_candidates(
         self, logits: torch.Tensor, positions: torch.Tensor, count: int

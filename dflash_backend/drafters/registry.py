@@ -15,6 +15,7 @@ from dflash_backend.drafters.dflash.config import DFLASH
 from dflash_backend.drafters.dflash.speculators import read_speculators
 from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
 from dflash_backend.drafters.dflash2 import config as dflash2
+from dflash_backend.drafters.dspark import config as dspark
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.drafters.speculators import MODEL_TYPE, is_speculators
 from dflash_backend.error_text import shown
@@ -30,8 +31,8 @@ Read = Callable[[Path, JsonReader, bool | None], DraftModelSpec]
 class Formats:
     """The formats of a method's checkpoints.
 
-    architecture: names it in `architectures`, in the z-lab format. read: for that format. read_speculators: for that of
-    speculators.
+    architecture: names it in `architectures`, in its authors' format: z-lab's, or that of DeepSpec. read: for that
+    format. read_speculators: for that of speculators.
     """
 
     architecture: str
@@ -59,6 +60,12 @@ def _dflash2() -> type[Drafter]:
     return DFlash2Drafter
 
 
+def _dspark() -> type[Drafter]:
+    from dflash_backend.drafters.dspark.drafter import DSparkDrafter
+
+    return DSparkDrafter
+
+
 def _ngram() -> type[Drafter]:
     from dflash_backend.drafters.ngram.drafter import NgramDrafter
 
@@ -68,6 +75,7 @@ def _ngram() -> type[Drafter]:
 METHODS: Mapping[str, Method] = {
     DFLASH: Method(_dflash, Formats(ARCHITECTURE, read_zlab, read_speculators)),
     dflash2.DFLASH2: Method(_dflash2, Formats(dflash2.ARCHITECTURE, dflash2.read_zlab, dflash2.read_speculators)),
+    dspark.DSPARK: Method(_dspark, Formats(dspark.ARCHITECTURE, dspark.read_deepspec, dspark.read_speculators)),
     NGRAM: Method(_ngram),
 }
 """By the names that vLLM's `method` and, for those with checkpoints, `speculators_model_type` have for them."""

@@ -15,6 +15,7 @@ from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
     context_write,
     grouped_conv,
+    markov_step,
     moe,
     moe_routing,
     prompt_lookup,
@@ -50,6 +51,7 @@ class LayerOps:
     prompt_lookup = staticmethod(prompt_lookup.prompt_lookup_reference)
     grouped_conv = staticmethod(grouped_conv.grouped_conv_reference)
     selector_walk = staticmethod(selector_walk.selector_walk_reference)
+    markov_step = staticmethod(markov_step.markov_step_reference)
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -99,6 +101,7 @@ if norms.triton is not None:
         prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)
         grouped_conv = staticmethod(grouped_conv.grouped_conv)
         selector_walk = staticmethod(selector_walk.selector_walk)
+        markov_step = staticmethod(markov_step.markov_step)
 
         @staticmethod
         def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:

@@ -37,7 +37,8 @@ class BatchTraits:
 class LengthBounds:
     """What the host knows of R rows whose exact positions only the device knows: int64 `[R]`.
 
-    query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last draft. The positions are at most `max_overestimate` too high.
+    query_lens: tokens. seq_lens: the position behind the last token. draft_lens: the position behind the last draft.
+    The positions are at most `max_overestimate` too high.
     """
 
     query_lens: np.ndarray

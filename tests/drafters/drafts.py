@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_backend.config import asset_path
+from dflash_backend.text.tokenizer import Tokenizer
 from tests.speculators_checkpoint import speculators_config
 from tests.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, save_checkpoint
 
@@ -85,3 +86,103 @@ def make_demo_dflash2(directory: Path) -> Path:
     config |= {"architectures": ["DFlash2DraftModel"], "dflash_config": config["dflash_config"] | own}
     tensors = load_file(demo / "model.safetensors") | dflash2_tensors(config, seed=4, scale=0.15)
     return save_checkpoint(directory, config, tensors)
+
+
+def make_dspark(
+    directory: Path,
+    kind: str = "vanilla",
+    rank: int = 6,
+    confidence: bool = True,
+    reads_markov: bool = True,
+    draft_vocab_size: int = VOCAB_SIZE,
+    **changes: Any,
+) -> dict[str, torch.Tensor]:
+    """Save a random DSpark drafter in the format of DeepSpec for `make_target`'s model and return its tensors. Its
+    draft vocabulary has every fourth token where it is smaller."""
+    tensors = make_draft(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= config.pop("dflash_config") | {
+        "architectures": ["Qwen3DSparkModel"],
+        "num_anchors": 512,
+        "draft_vocab_size": draft_vocab_size,
+        **dspark_fields(kind, rank, confidence, reads_markov and rank > 0),
+    }
+    tensors |= dspark_tensors(config, seed=3)
+    if draft_vocab_size < VOCAB_SIZE:
+        tensors["lm_head.weight"] = torch.randn(draft_vocab_size, HIDDEN, generator=torch.Generator().manual_seed(2))
+        tensors["d2t"] = 3 * torch.arange(draft_vocab_size)
+    save_checkpoint(directory, config | changes, tensors)
+    return tensors
+
+
+def dspark_fields(kind: str, rank: int, confidence: bool = True, reads_markov: bool = True) -> dict[str, Any]:
+    """The fields of a DSpark config that its heads have."""
+    return {
+        "markov_rank": rank,
+        "markov_head_type": kind,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": reads_markov,
+    }
+
+
+def dspark_tensors(config: dict[str, Any], seed: int, scale: float = 0.5) -> dict[str, torch.Tensor]:
+    """Random heads for a drafter with this config. scale: of the Markov head's tables."""
+    rank, hidden, vocab = config["markov_rank"], config["hidden_size"], config["vocab_size"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, of: float = 0.5) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * of
+
+    found = {}
+    if rank:
+        found["markov_head.markov_w1.weight"] = random(vocab, rank, of=2 * scale)
+        found["markov_head.markov_w2.weight"] = random(config.get("draft_vocab_size", vocab), rank, of=2 * scale)
+    name, parts, inner = {"gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 3, 2)}.get(
+        config["markov_head_type"], ("", 0, 0)
+    )
+    if rank and name:
+        found[f"markov_head.{name}.weight"] = random(parts * rank, inner * rank + hidden)
+        found[f"markov_head.{name}.bias"] = random(parts * rank)
+    if config["enable_confidence_head"]:
+        width = hidden + (rank if config["confidence_head_with_markov"] else 0)
+        found["confidence_head.proj.weight"] = random(1, width)
+        found["confidence_head.proj.bias"] = random(1)
+    return found
+
+
+def make_demo_dspark(directory: Path, kind: str = "vanilla", from_anchor: bool = True) -> Path:
+    """Save the demo drafter as a DSpark drafter with small random heads beside its own weights, and return its
+    directory.
+
+    With `from_anchor` its outputs are for other positions than it was trained for. There they count little, and its
+    Markov head knows which tokens follow one another, as far as its rank goes.
+    """
+    demo = asset_path("demo", "pair", "draft")
+    config = json.loads((demo / "config.json").read_text())
+    config |= config.pop("dflash_config") | {"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": from_anchor}
+    config |= dspark_fields(kind, 64 if from_anchor else 16)
+    tensors = load_file(demo / "model.safetensors") | dspark_tensors(config, seed=4, scale=0.1)
+    if from_anchor:
+        tensors["norm.weight"] = tensors["norm.weight"] * 0.05
+        if kind == "gated":
+            tensors["markov_head.gate_proj.weight"] *= 0.02
+        left, values, right = torch.linalg.svd(8 * chances_of_next_tokens(), full_matrices=False)
+        root = values[:64].sqrt()
+        tensors["markov_head.markov_w1.weight"] = (left[:, :64] * root).contiguous()
+        tensors["markov_head.markov_w2.weight"] = (right[:64].T * root).contiguous()
+    return save_checkpoint(directory, config, tensors)
+
+
+def chances_of_next_tokens() -> torch.Tensor:
+    """How often each token of the demo target follows each other one in answers to its held-out questions: float32
+    `[vocab, vocab]`."""
+    target = asset_path("demo", "pair", "target")
+    tokenizer = Tokenizer.load(target)
+    size = json.loads((target / "config.json").read_text())["vocab_size"]
+    counts = torch.zeros(size, size)
+    for name in ("chat", "code", "math"):
+        lines = asset_path("demo", "held_out").joinpath(f"{name}.jsonl").read_text().splitlines()
+        for line in lines:
+            tokens = torch.tensor(tokenizer.encode(json.loads(line)["reference"]))
+            counts.index_put_((tokens[:-1], tokens[1:]), torch.ones(len(tokens) - 1), accumulate=True)
+    return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)

@@ -187,10 +187,10 @@ def drafts_of(pair: Pair, seed: int = 5) -> list[Draft]:
         done = done + accepted
         if done.max() > LAST_POSITION:
             return found
-        k = rng.integers(1, dense.spec.block_size, NUM_ROWS)
+        k = rng.integers(1, dense.spec.max_speculative_tokens + 1, NUM_ROWS)
         anchors = rng.integers(0, VOCAB_SIZE, NUM_ROWS)
         sampler = KeepsLogits()
-        batch = draft_batch(anchors, done, k, tables, drafter.placeholder_id)
+        batch = draft_batch(anchors, done, k, tables, drafter.placeholder_id, drafter.lookahead_base)
         tokens = drafter.propose(batch, sampler).token_ids.split(k.tolist())
         for row, logits in enumerate(sampler.logits.split(k.tolist())):
             expected = dense.drafts(features[row, : done[row]], int(anchors[row]), int(k[row]))

@@ -40,6 +40,10 @@ class DenseDrafter:
 
     def outputs(self, features: torch.Tensor, anchor: int, k: int) -> torch.Tensor:
         """Final-normed outputs of the mask queries, float64 `[k, hidden]`."""
+        return self.block_outputs(features, anchor, k)[1:]
+
+    def block_outputs(self, features: torch.Tensor, anchor: int, k: int) -> torch.Tensor:
+        """Those of the anchor and of k masks, float64 `[1 + k, hidden]`."""
         features = features.double()
         eps = self.spec.decoder.rms_norm_eps
         context = rms_norm(features @ self._weight("fc").T, self._weight("hidden_norm"), eps)
@@ -52,7 +56,7 @@ class DenseDrafter:
             )
             normed = rms_norm(x, self._weight(name + "post_attention_layernorm"), eps)
             x = x + self._sublayer(name + "mlp", normed, lambda query, layer=layer: self._mlp(layer, query))
-        return rms_norm(x[1:], self._weight("norm"), eps)
+        return rms_norm(x, self._weight("norm"), eps)
 
     def _sublayer(self, name: str, normed: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """What a sublayer adds, `[1 + k, hidden]`, from its normed input."""

@@ -17,36 +17,57 @@ class KeepsLogits(DraftSampler):
 
     def __init__(self) -> None:
         super().__init__(HostStepOps())
-        self.logits = torch.empty(0)
+        self._drafts: list[int] | None = None
+        self._kept: dict[int, torch.Tensor] = {}
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Of all drafts, in their order: `[num_drafts, vocab]`."""
+        return torch.stack([self._kept[draft] for draft in sorted(self._kept)])
+
+    def at(self, drafts: torch.Tensor) -> DraftSampler:
+        self._drafts = drafts.tolist()
+        return self
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None) -> Drafts:
-        self.logits = logits
+        self._keep(logits)
         return super().choose(logits, positions, token_ids)
+
+    def _keep(self, logits: torch.Tensor) -> None:
+        drafts = range(len(logits)) if self._drafts is None else self._drafts
+        self._kept |= dict(zip(drafts, logits, strict=True))
 
     def top_candidates(
         self, logits: torch.Tensor, positions: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.logits = logits
+        self._keep(logits)
         return super().top_candidates(logits, positions, count)
 
 
 def draft_batch(
-    anchors: np.ndarray, starts: np.ndarray, k: np.ndarray, tables: np.ndarray, placeholder: int
+    anchors: np.ndarray,
+    starts: np.ndarray,
+    k: np.ndarray,
+    tables: np.ndarray,
+    placeholder: int,
+    lookahead_base: int | None = 1,
 ) -> DraftBatch:
-    """Draft blocks of `k` placeholders behind the `anchors` at positions `starts`: `[num_rows]` each. For a drafter
-    that reads no tokens but the anchors."""
-    rows, positions = spans(starts, k + 1)
+    """Draft blocks of `k` drafts behind the `anchors` at positions `starts`: `[num_rows]` each. For a drafter that
+    reads no tokens but the anchors."""
+    base = lookahead_base or 0
+    rows, positions = spans(starts, k + base)
     is_anchor = positions == starts[rows]
     ids = np.where(is_anchor, anchors[rows], placeholder)
-    layout = AttentionBatch(k + 1, starts + k + 1, torch.from_numpy(tables))
-    masks = torch.from_numpy((~is_anchor).nonzero()[0])
+    layout = AttentionBatch(k + base, starts + k + base, torch.from_numpy(tables))
+    masks = torch.from_numpy((~is_anchor | (base == 0)).nonzero()[0])
     queries = DraftQueries(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         slots(tables, rows, positions),
         layout,
-        int(k.max()) + 1,
+        int(k.max()) + base,
         masks,
+        from_anchor=base == 0,
     )
     every = torch.arange(len(starts), dtype=torch.int32)
     num_drafts = torch.from_numpy(k.astype(np.int32))

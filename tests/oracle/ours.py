@@ -57,7 +57,7 @@ def drafts(
         drafter.inject(context)
         done, k = done + step.num_new, np.array([step.k])
         sampler = KeepsLogits()
-        batch = draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id)
+        batch = draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id, drafter.lookahead_base)
         tokens = drafter.propose(batch, sampler).token_ids.tolist()
         found.append((sampler.logits, tokens))
     return found

@@ -329,9 +329,7 @@ def whole_step(ops: StepOps, step: RandomStep, target_tokens: torch.Tensor) -> l
 
 @pytest.mark.parametrize(("seed", "k"), [(31, 1), (32, 6), (33, 15), (34, 4)])
 @pytest.mark.parametrize("lookahead_base", [1, 0])
-def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(
-    seed: int, k: int, lookahead_base: int
-) -> None:
+def test_a_cpu_runs_the_queries_that_are_no_padding_and_stores_the_same(seed: int, k: int, lookahead_base: int) -> None:
     """Rows that draft nothing, and the places of a row behind its last draft, are left out."""
     step = random_step(seed, k).to(torch.device("cpu"))
     rows, states = step.rows, [step.copy_of_state() for _ in range(2)]

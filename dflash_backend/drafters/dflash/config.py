@@ -45,6 +45,8 @@ OTHER_METHODS = {
     "conv_kernel_size": "the convolutions of DFlash2",
     "selector_rank": "the candidate selector of DFlash2",
     "dspark_target_layer_ids": "the target layers of DSpark",
+    "dspark_draft_topk": "the few candidates of vLLM's DSpark",
+    "dspark_backbone_conv_enabled": "a DSpark with convolutions",
     "shift_label": "drafts shifted by one position",
     "fc_norm": "a norm at the fc projection, as EAGLE-3 has it,",
     "norm_before_fc": "a norm before the fc projection, as EAGLE-3 has it,",

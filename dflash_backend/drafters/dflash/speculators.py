@@ -43,7 +43,7 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     layers = _layers(config)
     tensors = read_tensors(directory, layer, decoder)
     check_own_head(config, LM_HEAD in tensors)
-    k, k_notes = _speculative_tokens(config, block_size)
+    k, k_notes = speculative_tokens(config, block_size, block_size - 1)
     configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
     return DFlashSpec(
         path=directory,
@@ -83,18 +83,20 @@ def _layers(config: JsonReader) -> NamedLayers:
     return layers
 
 
-def _speculative_tokens(config: JsonReader, block_size: int) -> tuple[int, tuple[str, ...]]:
-    """k of the first proposal method, else the whole block but its anchor; and notes for the log.
+def speculative_tokens(config: JsonReader, block_size: int, possible: int) -> tuple[int, tuple[str, ...]]:
+    """k of the first proposal method, else as many as are possible, in a block of this size; and notes for the log.
 
-    Until April 2026 the library wrote the block size itself, though the anchor takes one place
+    Until April 2026 the library wrote the block size itself, though the anchor of DFlash takes one place
     (vllm-project/speculators pull request 456).
     """
-    possible = block_size - 1
     methods = config.object("speculators_config").objects("proposal_methods")
     if not methods:
         return possible, ()
     k = methods[0].integer("speculative_tokens", default=possible)
     if k <= possible:
         return k, ()
-    note = f"speculative_tokens is {k}; k is {possible}, as the anchor takes one place of a block of {block_size}"
+    why = f"a block of {block_size} has no more places"
+    if possible < block_size:
+        why = f"the anchor takes one place of a block of {block_size}"
+    note = f"speculative_tokens is {k}; k is {possible}, as {why}"
     return possible, (note,)
