@@ -15,8 +15,8 @@ from tests.paged import BLOCK_SIZE
 class KeepsLogits(DraftSampler):
     """Greedy, and remembers the logits that it chose from."""
 
-    def __init__(self) -> None:
-        super().__init__(HostStepOps())
+    def __init__(self, wants_confidence: bool = False) -> None:
+        super().__init__(HostStepOps(), wants_confidence=wants_confidence)
         self._drafts: list[int] | None = None
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -27,6 +27,9 @@ class KeepsLogits(DraftSampler):
 
     def at(self, drafts: torch.Tensor) -> DraftSampler:
         self._drafts = drafts.tolist()
+        return self
+
+    def without_confidence(self) -> DraftSampler:
         return self
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None) -> Drafts:

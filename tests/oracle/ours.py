@@ -13,7 +13,7 @@ import torch
 from dflash_backend import LLM
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import read_target
-from dflash_backend.drafters.base import ContextBatch, LoadOptions
+from dflash_backend.drafters.base import ContextBatch, Drafts, LoadOptions
 from dflash_backend.drafters.dflash.drafter import captured_layers
 from dflash_backend.drafters.pairing import check_pair
 from dflash_backend.drafters.registry import drafter_class, read_draft
@@ -38,11 +38,18 @@ def draft_logits(target: Path, draft: Path, features: torch.Tensor, steps: Seque
     return [logits for logits, _ in drafts(target, draft, features, steps)]
 
 
-@torch.inference_mode()
 def drafts(
     target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step]
 ) -> list[tuple[torch.Tensor, list[int]]]:
     """As `draft_logits`, with each step's draft tokens."""
+    return [(logits, found.token_ids.tolist()) for logits, found in confident_drafts(target, draft, features, steps)]
+
+
+@torch.inference_mode()
+def confident_drafts(
+    target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step], wants_confidence: bool = False
+) -> list[tuple[torch.Tensor, Drafts]]:
+    """As `draft_logits`, with what was drafted, and if asked for how sure the drafter is of it."""
     target_spec, spec = read_target(target), read_draft(draft)
     check_pair(target_spec, spec)
     options = LoadOptions(MAX_POSITIONS, torch.float32, CPU, lambda name, share: None, LayerOps())
@@ -56,10 +63,10 @@ def drafts(
         context = ContextBatch(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
         drafter.inject(context)
         done, k = done + step.num_new, np.array([step.k])
-        sampler = KeepsLogits()
+        sampler = KeepsLogits(wants_confidence)
         batch = draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id, drafter.lookahead_base)
-        tokens = drafter.propose(batch, sampler).token_ids.tolist()
-        found.append((sampler.logits, tokens))
+        proposed = drafter.propose(batch, sampler)
+        found.append((sampler.logits, proposed))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config
 
-from tests.oracle import cases, dflash2_cases
+from tests.oracle import cases, dflash2_cases, dspark_cases
 from tests.oracle.cases import SpeculatorsCase
 from tests.tiny_models import HIDDEN
 
@@ -44,8 +44,32 @@ def build_dflash2(case: str, target: Path) -> Any:
     return model.float().eval()
 
 
-def _config_fields(algorithm: str, target: Path, layer: dict[str, Any], block_size: int) -> dict[str, Any]:
-    """What the configs of both methods have, with these fields of the decoder's own."""
+def build_dspark(name: str, target: Path) -> Any:
+    """The library's DSpark model of a case of `dspark_cases.SPECULATORS`."""
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+    case = dspark_cases.SPECULATORS[name]
+    k, small = dspark_cases.num_drafts(case), case.get("small_vocabulary", False)
+    config = DSparkSpeculatorConfig(
+        **_config_fields("dspark", target, {}, dspark_cases.BLOCK_SIZE, k),
+        draft_vocab_size=len(cases.DRAFT_VOCAB) if small else cases.VOCAB_SIZE,
+        sample_from_anchor=case.get("from_anchor", True),
+        **dspark_cases.fields(case),
+    )
+    model = DSparkDraftModel(config=config)
+    if small:
+        maps = cases.vocabulary_maps()
+        model.load_vocab_mappings(maps["t2d"], maps["d2t"])
+    model.load_state_dict(dspark_cases.tensors(case), strict=False)
+    model.load_verifier_weights()
+    return model.float().eval()
+
+
+def _config_fields(
+    algorithm: str, target: Path, layer: dict[str, Any], block_size: int, k: int | None = None
+) -> dict[str, Any]:
+    """What the configs of all methods have, with these fields of the decoder's own. k: by default one less than the
+    block has places."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
@@ -58,7 +82,7 @@ def _config_fields(algorithm: str, target: Path, layer: dict[str, Any], block_si
         "mask_token_id": cases.MASK_TOKEN_ID,
         "speculators_config": SpeculatorsConfig(
             algorithm=algorithm,
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=block_size - 1)],
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=k or block_size - 1)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=str(target), architectures=["Qwen3ForCausalLM"]),
         ),
@@ -85,8 +109,38 @@ def dflash2_drafts(
 
 
 @torch.inference_mode()
+def dspark_drafts(
+    model: Any, name: str, anchors: tuple[int, ...], num_tokens: int
+) -> tuple[torch.Tensor, list[list[int]], torch.Tensor]:
+    """The logits that each block's greedy drafts were chosen by, `[anchors, k, draft_vocab]`, the drafts, and the
+    confidence head's log-odds `[anchors, k]`.
+
+    The library computes the biases of a whole block, of which each token before is known, as in training; here the
+    tokens before are the drafts, one more each time.
+    """
+    hidden, logits = _all_blocks(model, name, anchors, num_tokens)
+    first = 0 if model.config.sample_from_anchor else 1
+    previous = cases.token_ids(num_tokens)[list(anchors)][:, None].repeat(1, model.block_size)
+    tokens = []
+    for place in range(first, model.block_size):
+        biased = logits + model.markov_head.block_bias(prev_token_ids=previous, hidden_states=hidden)
+        chosen = biased[:, place].argmax(dim=-1)
+        tokens.append(chosen if model.d2t is None else chosen + model.d2t[chosen])
+        if place + 1 < model.block_size:
+            previous[:, place + 1] = tokens[-1]
+    features = torch.cat([hidden, model.markov_head.prev_embeddings(previous)], dim=-1)
+    return biased[:, first:], torch.stack(tokens, dim=1).tolist(), model.confidence_head(features)[:, first:]
+
+
 def _run_blocks(model: Any, name: str, anchors: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Final-normed outputs and logits of the masks of each block."""
+    hidden, logits = _all_blocks(model, name, anchors, num_tokens)
+    return hidden[:, 1:], logits[:, 1:]
+
+
+@torch.inference_mode()
+def _all_blocks(model: Any, name: str, anchors: tuple[int, ...], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Final-normed outputs and logits of the queries of each block."""
     ids = cases.token_ids(num_tokens)
     loss_mask = torch.zeros(1, num_tokens)
     loss_mask[0, list(anchors)] = 1
@@ -98,7 +152,7 @@ def _run_blocks(model: Any, name: str, anchors: tuple[int, ...], num_tokens: int
         torch.zeros(1, num_tokens, dtype=torch.long),
         max_anchors=len(anchors),
     )
-    blocks = (each.view(len(anchors), model.block_size, -1)[:, 1:].float() for each in (hidden, logits))
+    blocks = (each.view(len(anchors), model.block_size, -1).float() for each in (hidden, logits))
     return next(blocks), next(blocks)
 
 

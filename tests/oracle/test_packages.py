@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.oracle import cases, dflash2_cases, ours, speculators_library, write_golden, zlab
 from tests.oracle.write_golden import GOLDEN
 
-NOT_INSTALLED = "the oracle packages are not installed; run make oracle"
+NOT_INSTALLED = "the oracle packages are not installed; run make oracle; tests/oracle/deepspec.py is about DeepSpec"
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 Results = Callable[[Path], tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
@@ -32,6 +32,7 @@ def needs(package: str) -> pytest.MarkDecorator:
         pytest.param(write_golden.zlab_results, "zlab", marks=needs("dflash")),
         pytest.param(write_golden.speculators_results, "speculators", marks=needs("speculators")),
         pytest.param(write_golden.dflash2_results, "dflash2", marks=[needs("dflash"), needs("speculators")]),
+        pytest.param(write_golden.dspark_results, "dspark", marks=[needs("deepspec"), needs("speculators")]),
     ],
 )
 def test_a_package_computes_and_writes_what_golden_holds(results: Results, name: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Writes `golden/`: what the packages `dflash` and `speculators` compute for the cases of `cases.py`.
+"""Writes `golden/`: what the packages `dflash` and `speculators`, and DeepSpec, compute for the cases of `cases.py`.
 
-`make oracle` installs them; then `.venv/bin/python -m tests.oracle.write_golden`. The versions that ran are kept beside
-the results.
+`make oracle` installs the packages, `deepspec` says where DeepSpec comes from; then
+`.venv/bin/python -m tests.oracle.write_golden`. The versions that ran are kept beside the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.oracle import cases, dflash2_cases, ours, speculators_library, zlab
+from tests.oracle import cases, deepspec, dflash2_cases, dspark_cases, ours, speculators_library, zlab
 
 GOLDEN = Path(__file__).parent / "golden"
 FEATURE_LAYERS = [1, 2, 4]
@@ -89,6 +89,38 @@ def dflash2_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
     }
 
 
+def dspark_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and JSON data, of DeepSpec and of speculators."""
+    target = cases.write_target(scratch / "target")
+    tensors: dict[str, torch.Tensor] = {}
+    drafts: dict[str, Any] = {}
+    configs, names = {}, {}
+    for case in dspark_cases.DEEPSPEC:
+        key = f"deepspec {case}"
+        draft = deepspec.save_case(case, target, scratch / key)
+        configs[key], names[key] = saved(draft)
+        found = deepspec.drafts(draft, case, dspark_cases.STEPS)
+        for i, (logits, _, confidence) in enumerate(found):
+            if i in dspark_cases.KEPT_STEPS:
+                tensors[f"{key}/{i}"] = logits.contiguous()
+            if confidence is not None:
+                tensors[f"{key}/{i}/confidence"] = confidence.contiguous()
+        drafts[key] = [as_text(tokens) for _, tokens, _ in found]
+    for name in dspark_cases.SPECULATORS:
+        model = speculators_library.build_dspark(name, target)
+        logits, paths, sure = speculators_library.dspark_drafts(model, name, cases.ANCHORS, cases.NUM_TOKENS)
+        tensors |= {name: logits[dspark_cases.KEPT_ANCHORS].contiguous(), f"{name}/confidence": sure.contiguous()}
+        drafts[name] = [as_text(tokens) for tokens in paths]
+        model.save_pretrained(str(scratch / name))
+        configs[name], names[name] = saved(scratch / name)
+    return tensors, {
+        "versions": versions("speculators"),
+        "configs": configs,
+        "tensors": names,
+        "drafts": drafts,
+    }
+
+
 def as_text(tokens: list[int]) -> str:
     """Token ids below 256, two digits each."""
     return bytes(tokens).hex()
@@ -114,7 +146,12 @@ def golden_json(name: str) -> dict[str, Any]:
     return data
 
 
-RESULTS = {"zlab": zlab_results, "speculators": speculators_results, "dflash2": dflash2_results}
+RESULTS = {
+    "zlab": zlab_results,
+    "speculators": speculators_results,
+    "dflash2": dflash2_results,
+    "dspark": dspark_results,
+}
 
 
 def main(names: Sequence[str]) -> None:
