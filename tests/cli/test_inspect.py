@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend.config import asset_path
-from tests.drafters.drafts import make_dflash2
+from tests.drafters.drafts import make_dflash2, make_dspark
 from tests.speculators_checkpoint import rewrite
 from tests.tiny_models import make_draft, make_target
 
@@ -53,6 +53,16 @@ def test_a_dflash2_drafter_is_described_with_what_is_its_own(inspected, pair: tu
     assert facts["convolutions"] == "2 taps, groups of 8 channels"
     assert facts["candidate selector"] == "the best 5 tokens of each position, edges of rank 6"
     assert facts["block"] == "8 places: the anchor and up to 7 drafts"
+
+
+def test_a_dspark_drafter_is_described_with_what_is_its_own(inspected, pair: tuple[Path, Path]) -> None:
+    target, draft = pair
+    make_dspark(draft, kind="gated")
+    drafter = inspected(target, "--draft", draft)["drafter"]
+    assert drafter["format"] == "deepspec"
+    assert drafter["facts"]["Markov head"] == "gated, of rank 6"
+    assert drafter["facts"]["confidence head"] == "reads the output and the token before"
+    assert drafter["facts"]["block"] == "8 places, each of which gives a draft, the anchor's the first"
 
 
 def test_a_target_is_described_with_what_it_needs(inspected) -> None:

@@ -9,6 +9,7 @@ import torch
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.context_write import context_write
 from dflash_kernels.grouped_conv import grouped_conv
+from dflash_kernels.markov_step import markov_step
 from dflash_kernels.moe import TILES, experts_mlp
 from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
 from dflash_kernels.paged_attention import paged_attention, prepare_launches
@@ -38,6 +39,7 @@ def launches() -> None:
     context_write(projected, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM), 1e-6, table, table, numbers, numbers, caches)
 
     convolve_and_walk()
+    step_from_token_to_token()
     attend([16], causal=True)
     attend([16] * 128, causal=False)
     attend([2048, 16, 0], causal=True)
@@ -53,6 +55,14 @@ def convolve_and_walk(rank: int = 256, num_candidates: int = 16) -> None:
     ends, temperature = torch.tensor([0, 7]), torch.ones(7)
     for divisor in (None, temperature):
         selector_walk(scores, scores.long(), zeros(7, rank), table, table, ends[:1], ends, divisor)
+
+
+def step_from_token_to_token(num_rows: int = 8, rank: int = 256) -> None:
+    """A step of a gated head, and one of a recurrent head."""
+    previous, table = torch.zeros(num_rows, dtype=torch.int64), zeros(64, rank)
+    markov_step(previous, table, zeros(num_rows, rank), zeros(rank, rank))
+    state = torch.zeros(num_rows, rank)
+    markov_step(previous, table, zeros(num_rows, 3 * rank), zeros(3 * rank, 2 * rank), state)
 
 
 def attend(query_lens: list[int], causal: bool) -> None:

@@ -17,6 +17,7 @@ FILES = {
         "attention_schedule",
         "context_write",
         "grouped_conv",
+        "markov_step",
         "moe",
         "moe_routing",
         "paged_attention",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.core import CORE_MUTANTS
 from tests.mutations.dflash2 import DFLASH2_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
+from tests.mutations.dspark import DSPARK_MUTANTS
 from tests.mutations.front_end import FRONT_END_MUTANTS
 from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
@@ -18,7 +19,7 @@ from tests.mutations.worker import WORKER_MUTANTS
 
 MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + SAMPLING_MUTANTS
 MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS + GRAMMAR_MUTANTS
-MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS
+MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

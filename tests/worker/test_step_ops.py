@@ -246,6 +246,9 @@ def test_the_drafter_runs_anchor_and_masks_of_the_rows_that_draft(
         assert int(found.query_lens[r]) == size
         assert int(found.seq_lens[r]) == (min(anchor + size, capacity) if drafts else 0)
         if drafts and anchor + num_next < capacity:
+            # The bound is for the most that can be accepted, so it is as far behind the bound of the drafts.
+            behind_last_draft = int(step.inputs.bounds.draft_lens[r])
+            assert queries.layout.seq_lens[r] == behind_last_draft - (1 - lookahead_base) >= anchor + size
             assert draft_positions[r, :num_next].tolist() == [anchor + 1 + j for j in range(num_next)]
         for column in range(width):
             position, expected = anchor + column, (0, 0, -1)

@@ -61,7 +61,7 @@ class DSparkSpec(DFlashSpec):
 
     @property
     def max_speculative_tokens(self) -> int:
-        return self.block_size if self.from_anchor else self.block_size - 1
+        return max_drafts(self.block_size, self.from_anchor)
 
     @property
     def limit_in_words(self) -> str:
@@ -91,8 +91,7 @@ def read_deepspec(directory: Path, config: JsonReader, causal: bool | None = Non
     final norm: it was trained on outputs of the layers themselves.
     """
     spec = read_dflash_zlab(directory, _without_own_fields(config), causal)
-    anchored = config.boolean("sample_from_anchor", default=True)
-    k = spec.block_size if anchored else spec.block_size - 1
+    k = max_drafts(spec.block_size, config.boolean("sample_from_anchor", default=True))
     own = {"format": "deepspec", "normed_last_layer": False, "num_speculative_tokens": k}
     return _with_own_fields(spec, config, {"sample_from_anchor": True}, own)
 
@@ -103,9 +102,14 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     base = _without_own_fields(config).data
     base = {**base, "speculators_config": {**library, "proposal_methods": None}}
     spec = read_dflash_speculators(directory, JsonReader(base, config.where), causal)
-    anchored = config.boolean("sample_from_anchor", default=True)
-    k, notes = speculative_tokens(config, spec.block_size, spec.block_size if anchored else spec.block_size - 1)
+    most = max_drafts(spec.block_size, config.boolean("sample_from_anchor", default=True))
+    k, notes = speculative_tokens(config, spec.block_size, most)
     return _with_own_fields(spec, config, DEFAULTS, {"num_speculative_tokens": k, "notes": spec.notes + notes})
+
+
+def max_drafts(block_size: int, from_anchor: bool) -> int:
+    """The most drafts of a block: one for each place, the anchor's left out unless it drafts."""
+    return block_size if from_anchor else block_size - 1
 
 
 def _without_own_fields(config: JsonReader) -> JsonReader:
