@@ -185,7 +185,7 @@ def test_without_a_head_it_is_as_sure_as_the_logits_behind_the_token_before(tmp_
 
 
 @pytest.mark.parametrize("name", ["no Markov head", "gated", "no confidence head"])
-def test_nobody_asks_for_a_confidence(name: str, tmp_path: Path) -> None:
+def test_a_confidence_is_left_out_where_it_is_not_asked_for(name: str, tmp_path: Path) -> None:
     blocks = Blocks(make_pair(tmp_path, **VARIANTS[name]))
     assert blocks.pair.drafter.propose(blocks.batch, DraftSampler(HostStepOps())).confidence is None
 
