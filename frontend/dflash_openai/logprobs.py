@@ -21,12 +21,16 @@ class LogprobWriter:
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The form of chat completions."""
+        return {"content": self.tokens(entries), "refusal": None}
+
+    def tokens(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """The form of each token in chat completions, and in responses."""
         content = []
         for entry in entries:
-            (token_id, chosen), likeliest = _chosen(entry), self._likeliest(entry)
+            (token_id, chosen), likeliest = chosen_of(entry), self._likeliest(entry)
             top = [self._chat_token(other, logprob) for other, logprob in likeliest]
             content.append({**self._chat_token(token_id, chosen), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        return content
 
     def completion(self, entries: Sequence[TokenLogprobs | None], first: tuple[int, str] = (0, "")) -> dict[str, Any]:
         """The form of completions. Offsets are in characters, from the beginning of the text. `first` is id and text of
@@ -36,7 +40,7 @@ class LogprobWriter:
         offsets: list[int] = []
         top: list[dict[str, float] | None] = []
         for entry in entries:
-            token_id, chosen = (first[0], Logprob(0.0, None, first[1])) if entry is None else _chosen(entry)
+            token_id, chosen = (first[0], Logprob(0.0, None, first[1])) if entry is None else chosen_of(entry)
             tokens.append(self._text(token_id, chosen))
             logprobs.append(None if entry is None else chosen.logprob)
             offsets.append(self._offset)
@@ -68,6 +72,6 @@ def of_prompt(entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | 
     return [None if entry is None else {str(token): asdict(each) for token, each in entry.items()} for entry in entries]
 
 
-def _chosen(entry: TokenLogprobs) -> tuple[int, Logprob]:
+def chosen_of(entry: TokenLogprobs) -> tuple[int, Logprob]:
     """The token of the completion, which comes first; a position without log-probabilities has none."""
     return next(iter(entry.items()), (0, Logprob(0.0)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from dflash_openai.parsing import Event, ReasoningDelta, ToolCallDelta
+from dflash_openai.parsing import ContentDelta, Event, ReasoningDelta, ToolCallDelta
 
 Fields = dict[str, Any]
 
@@ -14,13 +14,16 @@ Fields = dict[str, Any]
 class ResponseItems:
     """Builds the items out of an answer's events: a run of reasoning, of content, or a call is an item each.
 
-    `output` has the finished ones. Events are the fields of OpenAI's, without a sequence number.
+    `output` has the finished ones. Events are the fields of OpenAI's, without a sequence number. `logprobs_of` gives
+    the log-probabilities of the tokens of a piece of content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs_of: Callable[[ContentDelta], list[Fields]] = lambda _: []) -> None:
         self.output: list[Fields] = []
+        self._logprobs_of = logprobs_of
         self._open: Fields | None = None
         self._texts: list[str] = []
+        self._logprobs: list[Fields] = []
 
     def add(self, events: Iterable[Event]) -> Iterator[Fields]:
         """What more of the answer changes."""
@@ -35,18 +38,20 @@ class ResponseItems:
             if self._open is None:
                 yield from self._begin(kind)
             self._texts.append(event.text)
-            yield self._text_event("delta", delta=event.text)
+            logprobs = self._logprobs_of(event) if isinstance(event, ContentDelta) else []
+            self._logprobs += logprobs
+            yield self._text_event("delta", logprobs, delta=event.text)
 
     def close(self, status: str) -> Iterator[Fields]:
         """Finish the item that is being written, if there is one. `status`: completed or incomplete."""
         if self._open is None:
             return
         text = "".join(self._texts)
-        yield self._text_event("done", text=text)
-        part = self._part(text)
+        yield self._text_event("done", self._logprobs, text=text)
+        part = self._part(text, self._logprobs)
         yield self._at_item("response.content_part.done", content_index=0, part=part)
         item = {**self._open, "status": status, "content": [part]}
-        self._open, self._texts = None, []
+        self._open, self._texts, self._logprobs = None, [], []
         yield self._finished(item)
 
     @property
@@ -61,7 +66,7 @@ class ResponseItems:
             self._open = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
         item = {**self._open, "status": "in_progress", "content": []}
         yield {"type": "response.output_item.added", "output_index": len(self.output), "item": item}
-        yield self._at_item("response.content_part.added", content_index=0, part=self._part(""))
+        yield self._at_item("response.content_part.added", content_index=0, part=self._part("", []))
 
     def _call(self, event: ToolCallDelta) -> Iterator[Fields]:
         call = {
@@ -82,19 +87,19 @@ class ResponseItems:
         self.output.append(item)
         return {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": item}
 
-    def _text_event(self, what: str, **fields: Any) -> Fields:
+    def _text_event(self, what: str, logprobs: list[Fields], **fields: Any) -> Fields:
         assert self._open is not None
         if self._open["type"] == "reasoning":
             return self._at_item(f"response.reasoning_text.{what}", content_index=0, **fields)
-        return self._at_item(f"response.output_text.{what}", content_index=0, **fields, logprobs=[])
+        return self._at_item(f"response.output_text.{what}", content_index=0, **fields, logprobs=logprobs)
 
     def _at_item(self, kind: str, **fields: Any) -> Fields:
         """An event of the item that is being written."""
         assert self._open is not None
         return {"type": kind, "item_id": self._open["id"], "output_index": len(self.output), **fields}
 
-    def _part(self, text: str) -> Fields:
+    def _part(self, text: str, logprobs: list[Fields]) -> Fields:
         assert self._open is not None
         if self._open["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -13,10 +13,13 @@ from starlette.responses import Response
 from dflash_client import GenerationResult
 from dflash_openai.answers import respond
 from dflash_openai.chat import template_messages, template_options
+from dflash_openai.content_logprobs import ContentLogprobs
 from dflash_openai.conversation import Conversation, prepare
 from dflash_openai.errors import ApiError, ClientGone
 from dflash_openai.generation import Generation, Item
+from dflash_openai.logprobs import LogprobWriter
 from dflash_openai.messages import MessageReader
+from dflash_openai.parsing import ContentDelta
 from dflash_openai.response_items import Fields, ResponseItems
 from dflash_openai.responses_schemas import ResponsesRequest, as_chat
 from dflash_openai.sampling import max_tokens, sampling_parameters
@@ -48,7 +51,9 @@ class ResponseAnswer:
 
     def __init__(self, body: ResponsesRequest, model: str, asked: Conversation) -> None:
         self._reader = MessageReader(asked.parser())
-        self._items = ResponseItems()
+        self._items = ResponseItems(self._logprobs_of)
+        self._content_logprobs = ContentLogprobs()
+        self._logprobs = LogprobWriter(body.top_logprobs or 0, as_token_ids=False)
         self._usage = UsageCounter(len(asked.prompt))
         self._asked = asked
         self._token_ids: list[int] = []
@@ -67,6 +72,7 @@ class ResponseAnswer:
         self._usage.num_output_tokens += completion.num_output_tokens
         self._usage.add_stats(completion.spec_stats)
         self._token_ids += completion.token_ids
+        self._content_logprobs.add(completion.logprobs or ())
         for _ in self._items.add(self._reader.events(completion.text, finished=True)):
             pass
         finished, _ = self._finished(completion.finish_reason)
@@ -98,8 +104,13 @@ class ResponseAnswer:
         _, delta = item
         self._usage.add(delta)
         self._token_ids += delta.token_ids
+        self._content_logprobs.add(delta.logprobs or ())
         events = self._reader.events(delta.text, delta.finish_reason is not None)
         return self._written(self._items.add(events))
+
+    def _logprobs_of(self, content: ContentDelta) -> list[Fields]:
+        """The log-probabilities of a piece of content; none where they were not asked for."""
+        return self._logprobs.tokens(self._content_logprobs.take(content.end - len(content.text), content.end))
 
     def _finished(self, reason: str | None) -> tuple[Fields, list[Fields]]:
         """The response as it ended, and the events of its last item."""
@@ -168,7 +179,7 @@ def _echoed(body: ResponsesRequest) -> Fields:
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
         "tools": body.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,

@@ -16,8 +16,10 @@ SAME_NAMES = (
     *SharedFields.__struct_fields__,
     *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
 )
+LOGPROBS = "message.output_text.logprobs"
 # What a client may ask to be included; the reasoning is always there, as text.
-INCLUDED = ("reasoning.encrypted_content",)
+INCLUDED = ("reasoning.encrypted_content", LOGPROBS)
+MAX_TOP_LOGPROBS = 20
 # Fields that need a server that keeps responses or runs tools, with why they are refused.
 STATEFUL = {
     "previous_response_id": "this server keeps no responses; send the whole conversation as 'input'",
@@ -40,15 +42,16 @@ class ResponsesRequest(SharedFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    include: list[str] | None = None
+    # Of the likeliest tokens at each position, 0 to 20, where `include` asks for log-probabilities.
+    top_logprobs: int | None = None
     # Refused unless they ask for nothing.
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     prompt: dict[str, Any] | None = None
-    include: list[str] | None = None
     truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
     # Taken, without effect.
     max_tool_calls: int | None = None
 
@@ -56,6 +59,7 @@ class ResponsesRequest(SharedFields, kw_only=True):
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The chat request that a request stands for. Raises `ApiError`."""
     _refuse_state(body)
+    _check_include(body)
     fields = {name: getattr(body, name) for name in SAME_NAMES}
     effort = (body.reasoning or {}).get("effort")
     if effort is not None:
@@ -65,6 +69,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         max_completion_tokens=body.max_output_tokens,
         tools=None if body.tools is None else [_chat_tool(index, tool) for index, tool in enumerate(body.tools)],
         response_format=_response_format(body.text or {}),
+        logprobs=LOGPROBS in (body.include or ()),
+        top_logprobs=body.top_logprobs,
         **fields,
     )
 
@@ -75,9 +81,16 @@ def _refuse_state(body: ResponsesRequest) -> None:
     for name, why in STATEFUL.items():
         if getattr(body, name):
             raise invalid(f"'{name}' is not supported: {why}", name)
+
+
+def _check_include(body: ResponsesRequest) -> None:
     for name in body.include or []:
         if name not in INCLUDED:
             raise invalid(f"'include' has {name[:64]!r}; allowed: {', '.join(INCLUDED)}", "include")
+    if not 0 <= (num_top := body.top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+        raise invalid(f"'top_logprobs' is {num_top}; allowed: an integer from 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
+    if num_top and LOGPROBS not in (body.include or ()):
+        raise invalid(f"'top_logprobs' needs '{LOGPROBS}' in 'include'", "top_logprobs")
 
 
 def _effort(given: Any) -> Any:

@@ -36,8 +36,11 @@ def parse(
     parallel: bool = True,
 ) -> list[Event]:
     parser = output.parser(prompt, tools, parallel)
-    events = [event for text in texts for event in parser.feed(text)]
-    return joined([*events, *parser.finish()])
+    events = [event for text in texts for event in parser.feed(text)] + parser.finish()
+    for event in events:
+        if isinstance(event, ContentDelta):
+            assert "".join(texts)[event.end - len(event.text) : event.end] == event.text
+    return joined(events)
 
 
 def joined(events: list[Event]) -> list[Event]:

@@ -9,10 +9,12 @@ import openai
 import pytest
 
 from dflash_client.errors import Internal
+from dflash_client.results import Logprob
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 from tests.frontend.tool_model import CALL, CITY, prompt_text, running  # noqa: F401
 
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+LOGPROBS: Any = "message.output_text.logprobs"
 ANSWER = ("<think>\nI", " see.", "</think>\n\nLook.\n", CALL)
 
 
@@ -135,6 +137,80 @@ def test_a_schema_of_the_text_and_the_effort_go_to_the_model(client: openai.Open
     assert prompt_text(pool.asked[1]).endswith("<think></think>")
 
 
+def with_logprobs(*texts: str) -> Script:
+    """An answer with a token for each text; "" is one without text of its own."""
+    entries = [[{n: Logprob(-n / 10, 1, text), 99: Logprob(-5.0, 2, "?")}] for n, text in enumerate(texts)]
+    return Script(texts, logprobs=entries)
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_a_chat(
+    client: openai.OpenAI, pool: ScriptedPool, stream: bool, num_top: int | None
+) -> None:
+    pool.script = with_logprobs("Hel", "lo", "\u00e9")
+    more: dict[str, Any] = {} if num_top is None else {"top_logprobs": num_top}
+    answer = ask(client, include=[LOGPROBS], stream=stream, **more)
+    if stream:
+        *events, last = answer
+        answer = last.response
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert [entry.token for event in deltas for entry in event.logprobs] == ["Hel", "lo", "\u00e9"]
+        assert [[entry.token for entry in event.logprobs] for event in deltas] == [["Hel"], ["lo"], ["\u00e9"]]
+        (done,) = (event for event in events if event.type == "response.output_text.done")
+        (part_done,) = (event for event in events if event.type == "response.content_part.done")
+        assert [entry.to_dict() for entry in done.logprobs] == [entry.to_dict() for entry in part_done.part.logprobs]
+        assert done.logprobs[0].to_dict()["bytes"] == list(b"Hel")
+    found = [entry.to_dict() for entry in answer.output[0].content[0].logprobs]
+    asked: Any = {"model": "dflash", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    chat = client.chat.completions.create(**asked, **more).choices[0].logprobs
+    assert found == [entry.to_dict() for entry in chat.content]
+    assert [len(entry["top_logprobs"]) for entry in found] == [num_top or 0] * 3
+    assert answer.top_logprobs == (num_top or 0)
+    assert pool.asked[0].sampling["logprobs"] == pool.asked[1].sampling["logprobs"] == (num_top or 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_the_contents_alone(client: openai.OpenAI, pool: ScriptedPool, stream: bool) -> None:
+    texts = ("<think>", "Look", "</think>", "\n\n", "Look", "", "!", "\n", *CALL, "")
+    pool.script = with_logprobs(*texts)
+    answer = ask(client, tools=[WEATHER], include=[LOGPROBS], stream=stream)
+    if stream:
+        answer = list(answer)[-1].response
+    message, call = answer.output[1:]
+    assert (message.content[0].text, call.type) == ("Look!", "function_call")
+    assert [(entry.token, entry.logprob) for entry in message.content[0].logprobs] == [
+        ("Look", -0.4),
+        ("", -0.5),
+        ("!", -0.6),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_a_stop_string_and_of_the_end_have_no_log_probabilities(
+    client: openai.OpenAI, pool: ScriptedPool, stream: bool
+) -> None:
+    entries = [[{n: Logprob(-0.5, 1, text)} for n, text in enumerate(("", "a", "b.", "\n", "\n", ""))]]
+    pool.script = Script(("ab",), logprobs=entries)
+    answer = ask(client, include=[LOGPROBS], stream=stream)
+    if stream:
+        answer = list(answer)[-1].response
+    assert [entry.token for entry in answer.output[0].content[0].logprobs] == ["", "a", "b."]
+
+
+def test_log_probabilities_wait_for_their_text(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    entries = [[{1: Logprob(-0.1, 1, "a")}, {2: Logprob(-0.2, 1, "b")}], [{3: Logprob(-0.3, 1, "c")}]]
+    pool.script = Script(("a", "bc"), logprobs=entries)
+    events = [e for e in ask(client, include=[LOGPROBS], stream=True) if e.type == "response.output_text.delta"]
+    assert [(e.delta, [entry.token for entry in e.logprobs]) for e in events] == [("a", ["a"]), ("bc", ["b", "c"])]
+
+
+def test_without_the_include_there_are_no_log_probabilities(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = with_logprobs("Hello")
+    assert ask(client, top_logprobs=0).output[0].content[0].logprobs == []
+    assert "logprobs" not in pool.asked[0].sampling
+
+
 @pytest.mark.parametrize(
     ("more", "param", "message"),
     [
@@ -143,6 +219,9 @@ def test_a_schema_of_the_text_and_the_effort_go_to_the_model(client: openai.Open
         ({"conversation": "c"}, "conversation", "keeps no conversations"),
         ({"background": True}, "background", "wait for the answer"),
         ({"include": ["file_search_call.results"]}, "include", "allowed: reasoning.encrypted_content"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs 'message.output_text.logprobs' in 'include'"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "is 21; allowed: an integer from 0 to 20"),
+        ({"top_logprobs": -1, "include": [LOGPROBS]}, "top_logprobs", "is -1; allowed"),
         ({"tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] has the type 'web_search'; allowed: function"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "f"}},

@@ -29,6 +29,34 @@ FRONT_END_MUTANTS = (
         ),
     ),
     *mutants_of(
+        f"{FRONTEND}/content_logprobs.py",
+        (f"{TESTS}/test_responses.py",),
+        (
+            "the log-probabilities of reasoning count as the text's",
+            "self._waiting[0][0] < begin and self._waiting[0][1] <= begin:",
+            "False:",
+        ),
+        (
+            "the first bytes of a character have no log-probability",
+            "self._waiting[0][0] < begin and self._waiting[0][1] <= begin:",
+            "self._waiting[0][1] <= begin:",
+        ),
+        (
+            "a stop string's tokens have log-probabilities",
+            "while self._waiting and self._waiting[0][0] < end:",
+            "while self._waiting:",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/parsing/parser.py",
+        (f"{TESTS}/test_parsing.py",),
+        (
+            "marks do not count in the places of content",
+            "num_chars = num_spaces + len(mark)",
+            "num_chars = 0",
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/responses_schemas.py",
         (f"{TESTS}/test_responses.py",),
         (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer's content."""
+    """More of the answer's content: a part of the answer's text without gaps, which ends `end` characters from the
+    text's beginning."""
 
     text: str
+    end: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

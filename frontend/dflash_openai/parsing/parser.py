@@ -25,9 +25,13 @@ _VERBATIM = {"content": "text", "content_args": {"strip": False}}
 class PlainParser:
     """All text is content."""
 
+    def __init__(self) -> None:
+        self._end = 0
+
     def feed(self, text: str) -> list[Event]:
         """The text."""
-        return [ContentDelta(text)] if text else []
+        self._end += len(text)
+        return [ContentDelta(text, self._end)] if text else []
 
     def finish(self) -> list[Event]:
         """Nothing is held back."""
@@ -48,7 +52,7 @@ class RegionParser:
     ) -> None:
         if reasoning is not None and reasoning.is_closed_after(prompt):
             reasoning = None
-        self._tools = tools
+        self._tools, self._reasoning = tools, reasoning
         self._schemas = schemas
         self._max_calls = max_calls
         in_prompt = reasoning is not None and reasoning.is_open_after(prompt)
@@ -64,22 +68,29 @@ class RegionParser:
         # Whether nothing but white space came since a region ended, or since the reasoning began.
         self._at_start = in_prompt
         self._num_calls = 0
+        # What the regions were fed and have not told of yet, and where it begins in the answer's text.
+        self._ahead, self._position = "", 0
 
     def feed(self, text: str) -> list[Event]:
         """As `OutputParser.feed`."""
         text = self._with_implied_mark(text)
-        return self._events(self._regions.feed(text), at_end=False) if text else []
+        return self._fed(text) if text else []
 
     def finish(self) -> list[Event]:
         """As `OutputParser.finish`."""
         events: list[Event] = []
         if self._implied is not None:
-            events = self._events(self._regions.feed(self._implied.open + self._beginning), at_end=False)
+            self._position = -len(self._implied.open)
+            events = self._fed(self._implied.open + self._beginning)
         _, last = self._regions.finalize()
         events += self._events(last, at_end=True)
         if self._space and not self._at_start:
-            events.append(ContentDelta(self._space))
+            events.append(ContentDelta(self._space, self._position))
         return events
+
+    def _fed(self, text: str) -> list[Event]:
+        self._ahead += text
+        return self._events(self._regions.feed(text), at_end=False)
 
     def _with_implied_mark(self, text: str) -> str:
         """What the regions are found in: the text, behind the open mark that an answer leaves out. Empty until the
@@ -91,12 +102,16 @@ class RegionParser:
         if mark.startswith(begun[: len(mark)]) and len(begun) < len(mark):
             return ""
         self._implied = None
-        return self._beginning if begun.startswith(mark) else mark + self._beginning
+        if begun.startswith(mark):
+            return self._beginning
+        self._position = -len(mark)
+        return mark + self._beginning
 
     def _events(self, regions: Sequence[Mapping[str, Any]], at_end: bool) -> list[Event]:
         events: list[Event] = []
         for region in regions:
             kind, field = region["type"], region["field"]
+            self._pass(region)
             if field == _TOOL_CALLS:
                 if kind == "region_chunk":
                     self._body.append(region["text"])
@@ -109,8 +124,24 @@ class RegionParser:
                 self._space, self._at_start = "", True
         return events
 
+    def _pass(self, region: Mapping[str, Any]) -> None:
+        """Move past the text that a region's event stands for: a chunk, or the mark that opens or closes the region."""
+        kind, marks = region["type"], self._tools if region["field"] == _TOOL_CALLS else self._reasoning
+        num_chars = 0
+        if kind == "region_chunk":
+            num_chars = len(region["text"])
+        elif region["field"] != _CONTENT and marks is not None:
+            mark = marks.open if kind == "region_open" else marks.close
+            num_spaces = len(self._ahead) - len(self._ahead.lstrip()) if kind == "region_open" else 0
+            # The answer's end closes a region without a mark.
+            if mark and self._ahead.startswith(mark, num_spaces):
+                num_chars = num_spaces + len(mark)
+        self._ahead = self._ahead[num_chars:]
+        self._position += num_chars
+
     def _add_text(self, events: list[Event], text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
-        """Add text to a region; white space at its end waits for what follows it."""
+        """Add text to a region, the last of which is where the parser is; white space at its end waits for what follows
+        it."""
         text = self._space + text
         if self._at_start:
             text = text.lstrip()
@@ -118,9 +149,16 @@ class RegionParser:
         self._space = text[len(shown) :]
         if shown:
             self._at_start = False
-            if events and type(events[-1]) is kind:
-                shown = events.pop().text + shown  # type: ignore[union-attr]
-            events.append(kind(shown))
+            last = events[-1] if events else None
+            if kind is ReasoningDelta:
+                before = events.pop().text if isinstance(last, ReasoningDelta) else ""  # type: ignore[union-attr]
+                events.append(ReasoningDelta(before + shown))
+                return
+            end = self._position - len(self._space)
+            if isinstance(last, ContentDelta) and last.end == end - len(shown):
+                events.pop()
+                shown = last.text + shown
+            events.append(ContentDelta(shown, end))
 
     def _close_calls(self, events: list[Event], at_end: bool) -> None:
         """The calls of a region that has ended; its text, if it is none."""
