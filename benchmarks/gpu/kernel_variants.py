@@ -37,6 +37,7 @@ from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.drafters.base import Drafter
 from dflash_backend.drafters.dflash2.config import ConvSpec, DFlash2Spec, SelectorSpec
+from dflash_backend.drafters.dspark.config import GATED, RNN, DSparkSpec, MarkovSpec
 from dflash_backend.drafters.ngram.config import NgramSpec
 from dflash_backend.drafters.ngram.drafter import NgramDrafter
 from dflash_backend.messages import GenerationRequest, SamplingParams, StructuredOutputs
@@ -61,13 +62,14 @@ REGEX = StructuredOutputs("regex", "[a-z]{1,9}")
 
 @dataclass(frozen=True)
 class Case:
-    """An engine: its target, and how it drafts."""
+    """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter."""
 
     name: str
     k: int = 15
     moe: bool = False
     ngram: bool = False
     dflash2: bool = False
+    markov: str | None = None
     adaptive: bool = False
     window: int | None = None
     max_num_seqs: int = 16
@@ -84,6 +86,8 @@ CASES = (
     Case("drafter with windows", window=512),
     Case("DFlash2, k = 7", k=7, dflash2=True),
     Case("DFlash2, adaptive k", k=7, dflash2=True, adaptive=True),
+    Case("DSpark, k = 7", k=7, markov=RNN),
+    Case("DSpark, adaptive k", k=7, markov=GATED, adaptive=True),
 )
 
 
@@ -101,6 +105,10 @@ def shape_of(case: Case) -> Shape:
     draft = _draft(target, decoder, max(case.k, 1) + 1, 2)
     if case.dflash2:
         draft = DFlash2Spec(**vars(draft), conv=ConvSpec(2, 16), selector=SelectorSpec(256, 16))
+    if case.markov:
+        markov = MarkovSpec(case.markov, 256)
+        own: dict[str, Any] = {"from_anchor": True, "has_confidence_head": True, "confidence_reads_markov": True}
+        draft = DSparkSpec(**vars(draft), markov=markov, **own)
     return Shape(case.name, target, draft)
 
 

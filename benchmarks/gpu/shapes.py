@@ -179,7 +179,7 @@ def draft_expected(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def block_drafter_class(spec: DFlashSpec) -> type[DFlashDrafter]:
-    """What runs the drafter of `spec`, DFlash or DFlash2."""
+    """What runs the drafter of `spec`: DFlash, or a method that is built on it."""
     found = drafter_class(spec)
     assert issubclass(found, DFlashDrafter)
     return found

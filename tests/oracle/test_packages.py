@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.oracle import cases, dflash2_cases, ours, speculators_library, write_golden, zlab
+from tests.oracle import cases, deepspec, dflash2_cases, dspark_cases, ours, speculators_library, write_golden, zlab
+from tests.oracle.cases import Step
 from tests.oracle.write_golden import GOLDEN
 
 NOT_INSTALLED = "the oracle packages are not installed; run make oracle; tests/oracle/deepspec.py is about DeepSpec"
@@ -68,6 +69,20 @@ def test_logits_at_every_context_length_are_those_of_the_authors_dflash2(saved: 
     ):
         torch.testing.assert_close(logits, their_logits, **TOLERANCE)
         assert tokens == their_tokens
+
+
+@needs("deepspec")
+@pytest.mark.parametrize("case", ["gated", "recurrent"])
+def test_drafts_at_every_context_length_are_those_of_deepspec(case: str, tmp_path: Path) -> None:
+    """One sequence that grows by a token a step, of which each block is rejected."""
+    target = cases.write_target(tmp_path / "target")
+    draft = deepspec.save_case(case, target, tmp_path / "draft")
+    steps = [Step(1, int(anchor), dspark_cases.BLOCK_SIZE) for anchor in cases.token_ids(300)]
+    found = ours.confident_drafts(target, draft, cases.features(case, len(steps)), steps, wants_confidence=True)
+    for (logits, drafts), theirs in zip(found, deepspec.drafts(draft, case, steps), strict=True):
+        torch.testing.assert_close(logits, theirs[0], **TOLERANCE)
+        assert drafts.token_ids.tolist() == theirs[1]
+        torch.testing.assert_close(drafts.confidence, theirs[2], **TOLERANCE)
 
 
 @needs("speculators")
