@@ -107,6 +107,7 @@ def test_bodies_are_bounded_in_size_and_time() -> None:
         assert b" 413 " in first_line(port, chunked)
         assert b" 408 " in first_line(port, post + b"Content-Length: 100\r\n\r\n{")
         assert b" 408 " in first_line(port, post + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+        assert b" 400 " in first_line(port, post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n")
         with httpx.Client(base_url=f"http://localhost:{port}", trust_env=False) as http:
             wait_until_ready(http)
             assert http.post("/v1/completions", json={"prompt": "x" * 20_000}).status_code == 413

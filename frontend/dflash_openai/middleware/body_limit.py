@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,7 +16,8 @@ _CLOSE = {"connection": "close"}
 
 class BodyLimitMiddleware:
     """Reads the body before anything else does, and hands it on in one piece. A body that is too large gets 413 when
-    its length or what has come of it says so, before it was read whole; one that takes too long gets 408."""
+    its length or what has come of it says so, before it was read whole; one that takes too long gets 408, one that
+    breaks off 400."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app, self._max_bytes, self._timeout_s = app, max_bytes, timeout_s
@@ -29,24 +31,26 @@ class BodyLimitMiddleware:
             self._check_length(Headers(scope=scope).get("content-length"))
             body = await self._read(receive)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            # The client may have left.
+            with contextlib.suppress(OSError):
+                await error.response()(scope, receive, send)
             return
-        if body is not None:
-            await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, _replay(body, receive), send)
 
     def _check_length(self, length: str | None) -> None:
         if length is not None and length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large(f"the body has {int(length)} bytes")
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None when the client has left. Raises `ApiError`."""
+    async def _read(self, receive: Receive) -> bytes:
+        """The body. Raises `ApiError`."""
         parts = bytearray()
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return None
+                        # The client has left, or what it sent is no chunk.
+                        raise ApiError(400, "the body broke off before its end", headers=_CLOSE)
                     parts += message.get("body", b"")
                     if len(parts) > self._max_bytes:
                         raise self._too_large("the body is longer")

@@ -47,8 +47,13 @@ def test_a_body_that_trickles_is_refused_in_time() -> None:
     assert (b"connection", b"close") in sent[0]["headers"]
 
 
-def test_a_client_that_leaves_in_its_body_gets_no_answer() -> None:
-    assert answer(part(b"0"), {"type": "http.disconnect"}) == []
+def test_a_body_that_breaks_off_is_refused_and_goes_no_further() -> None:
+    """The server says the same of a client that has left, which nothing reaches, and of one that sent a wrong chunk."""
+    sent = answer(part(b"0"), {"type": "http.disconnect"})
+    assert sent[0]["status"] == 400
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["message"] == "the body broke off before its end"
+    assert sum(message["type"] == "http.response.start" for message in sent) == 1
 
 
 def test_the_application_learns_of_a_client_that_leaves_later() -> None:
