@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -159,11 +160,10 @@ class EngineLoop:
         started = time.monotonic()
         rejected: list[RequestRejected] = []
         decoded = [ENGINE_INPUT.decode(raw) for raw in messages]
-        if num_requests := sum(isinstance(message, GenerationRequest) for message in decoded):
+        if requests := [message for message in decoded if isinstance(message, GenerationRequest)]:
             # Before anything is done with them: what dies with this process from here on was worked on.
-            self._num_received += num_requests
-            state = self._queue()
-            self._say(StepOutputs(queue=msgspec.structs.replace(state, num_waiting=state.num_waiting + num_requests)))
+            self._num_received += len(requests)
+            self._say(StepOutputs(queue=_with_more_waiting(self._queue(), requests)))
         for message in decoded:
             if isinstance(message, GenerationRequest):
                 if (refusal := self._add(message)) is not None:
@@ -196,6 +196,13 @@ class EngineLoop:
     def _queue(self) -> QueueState:
         core = self._core
         return QueueState(self._num_received, core.num_waiting, core.num_free_rows, core.crowded_tenants())
+
+
+def _with_more_waiting(state: QueueState, requests: list[GenerationRequest]) -> QueueState:
+    """The queue with requests that were received and are not in it yet. All their tenants count as crowded: none may
+    send more than its share in the meantime."""
+    crowded = Counter(state.crowded) + Counter(request.sampling.tenant for request in requests)
+    return msgspec.structs.replace(state, num_waiting=state.num_waiting + len(requests), crowded=dict(crowded))
 
 
 class _FailureReport:

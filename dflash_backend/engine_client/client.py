@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -66,6 +67,16 @@ class EngineError(Exception):
     def __init__(self, message: str, setup_error: bool = False) -> None:
         super().__init__(message)
         self.setup_error = setup_error
+
+
+class QueueLoad(NamedTuple):
+    """How full an engine's queue is: the requests that wait there, or that it has not confirmed, of all tenants and of
+    one, and how many the engine may run beside those that run, by its last message. Of a tenant, those at the engine
+    count when they are half of a queue or more."""
+
+    all_tenants: int
+    of_tenant: int
+    num_free_rows: int
 
 
 def engine_command(module: str = ENGINE_MODULE) -> list[str]:
@@ -169,25 +180,18 @@ class EngineClient:
                 on_progress(message.message, message.fraction)
         return None
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait at the engine, by its last message, and those that it has not confirmed.
+    def queue_load(self, tenant: str | None = None) -> QueueLoad:
+        """How full the engine's queue is, for all tenants and for `tenant`. Any thread may ask; it does not wait.
 
-        Between two steps the engine compares this number with `max_queue_size`; here it is known without waiting for
-        the step. A request that was aborted before the engine confirmed it does not count.
+        Between two steps the engine compares these numbers with `max_queue_size`; here they are known without waiting
+        for the step. A request that was aborted before the engine confirmed it does not count.
         """
-        return self._queue.num_waiting + len(self._unconfirmed)
-
-    def num_waiting_of(self, tenant: str) -> int:
-        """`num_waiting` of one tenant. Those at the engine count when they are half of a queue or more."""
         with self._unconfirmed_lock:
+            queue = self._queue
+            num_waiting = queue.num_waiting + len(self._unconfirmed)
             unconfirmed = sum(one == tenant for _, one in self._unconfirmed.values())
-            return self._queue.crowded.get(tenant, 0) + unconfirmed
-
-    @property
-    def num_free_rows(self) -> int:
-        """Requests that the engine may run beside those that run, by its last message."""
-        return self._queue.num_free_rows
+            of_tenant = num_waiting if tenant is None else queue.crowded.get(tenant, 0) + unconfirmed
+            return QueueLoad(num_waiting, of_tenant, queue.num_free_rows)
 
     def is_unconfirmed(self, request_id: str) -> bool:
         """Whether this request was sent and the engine has not confirmed that it received it."""

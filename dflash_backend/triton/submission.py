@@ -69,9 +69,9 @@ class RequestReader:
 
         The engine would refuse it too, but a step later, and each completion by itself.
         """
-        all_waiting, limit = engine.num_waiting, self._max_queue_size
-        num_more = num_completions - engine.num_free_rows
-        waiting = all_waiting if tenant is None else engine.num_waiting_of(tenant)
+        limit = self._max_queue_size
+        all_waiting, waiting, num_free_rows = engine.queue_load(tenant)
+        num_more = num_completions - num_free_rows
         is_full = all_waiting + num_more > TENANTS_IN_QUEUE * limit
         if tenant is not None and all_waiting + num_more > 0:
             is_full = is_full or waiting + num_more > limit

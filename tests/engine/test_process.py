@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dflash_backend.config import EngineConfig
-from dflash_backend.engine_client.client import EngineClient, EngineError, engine_command
+from dflash_backend.engine_client.client import EngineClient, EngineError, QueueLoad, engine_command
 from dflash_backend.messages import (
     AbortRequests,
     EngineFailed,
@@ -240,19 +240,21 @@ def test_requests_are_confirmed_before_they_are_worked_on(engine):
     assert engine.is_unconfirmed("a")
     receive_until(engine, lambda part: isinstance(part, EngineFailed))
     assert not engine.is_unconfirmed("a")
-    assert engine.num_waiting <= 1
+    # Whoever sends more now, finds it among those that wait.
+    assert engine.queue_load() == engine.queue_load("") == QueueLoad(1, 1, toy_engine.NUM_ROWS)
+    assert engine.queue_load("other") == QueueLoad(1, 0, toy_engine.NUM_ROWS)
 
 
 def test_requests_that_were_aborted_before_a_stopped_engine_received_them_do_not_wait(engine):
     os.kill(engine.pid, signal.SIGSTOP)
     for name in "abc":
         engine.send(request(name, [1]))
-    assert engine.num_waiting == 3
+    assert engine.queue_load("").of_tenant == 3
     engine.send(AbortRequests(["a", "c"]))
-    assert engine.num_waiting == 1
+    assert engine.queue_load("").of_tenant == 1
     os.kill(engine.pid, signal.SIGCONT)
     receive_until(engine, finished("b"))
-    assert engine.num_waiting == 0
+    assert engine.queue_load("").of_tenant == 0
 
 
 def test_an_engine_that_hangs_is_ended_all_the_same(engine):

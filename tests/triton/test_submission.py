@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dflash_backend.engine_client.client import QueueLoad
 from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.request import RequestRules
@@ -33,7 +34,7 @@ READY = EngineReady(
 def test_the_timeout_of_tritons_protocol_holds_where_the_sampling_parameters_have_none(
     tokenizer: Any, timeout_us: int, sampling: dict[str, int], expected: int
 ) -> None:
-    engine: Any = SimpleNamespace(num_waiting=0, num_free_rows=4, num_waiting_of=lambda tenant: 0)
+    engine: Any = SimpleNamespace(queue_load=lambda tenant: QueueLoad(0, 0, 4))
     request = Request(json.dumps(sampling), text_input="a")
     request.timeout_us = timeout_us
     parsed = RequestReader(tokenizer, RequestRules(4), 8, SimpleNamespace()).read(request, engine, READY)
