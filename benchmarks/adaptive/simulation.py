@@ -174,7 +174,7 @@ class Simulation:
             ScheduledRequest("", self.context, 1, num_draft, True, num_next, [])
             for num_draft, num_next in zip(pending, lengths, strict=True)
         ]
-        budget = policy.choose_budget(plan, rows, lambda k: k + 1)
+        budget = policy.choose_budget(plan, rows)
         if budget is None:
             return list(pending)
         confidence = np.zeros((self.streams, self.k), dtype=np.float32)
@@ -194,6 +194,7 @@ class Simulation:
             num_tokens * self.context,
             sum(lengths) + num_drafting,
             num_drafting * self.context,
+            1 if num_drafting else 0,
         )
 
     def _new_request(self) -> SimulatedRequest:

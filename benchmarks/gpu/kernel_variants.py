@@ -161,7 +161,6 @@ def scheduler_config(case: Case, drafter: Drafter[Any] | None, shapes: tuple[tup
         adaptive_speculation=case.adaptive,
         draft_shapes=tuple(shape for shape in shapes if shape[0]),
         lookahead_base=drafter.lookahead_base if drafter else 0,
-        hit_trim=0,
         drafter_max_len=max_positions(MAX_MODEL_LEN, case.k) if drafter else 0,
         min_prefill_tokens_per_step=256,
     )

@@ -34,17 +34,17 @@ class KVManager:
         self._block_size = config.block_size
         self.blocks_for = config.cache_group.blocks_for
         self._caching = config.enable_prefix_caching
-        self._num_trimmed = self.blocks_for(config.hit_trim)
+        self._num_behind = int(config.reads_next_tokens)
         self.pool = BlockPool(config.num_blocks)
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing
         while the cache stays as it is.
 
-        A cached block has the drafter's context KV too (PUBLISH, TOGETHER), so from the end of the hit only the blocks
-        are dropped whose context KV the drafter wants made again (`hit_trim`). At least one position is left to
-        compute: a fresh prompt needs the logits of its last token, and a resumed request a row after which the drafter
-        runs. A request that wants log-probabilities of its prompt computes all of it.
+        A cached block has the drafter's context KV too (PUBLISH, TOGETHER), so no block of the hit is dropped. At least
+        one position is left to compute: a fresh prompt needs the logits of its last token, and a resumed request a row
+        after which the drafter runs. So there is a token behind the last block, as the hashes need with a drafter that
+        reads it. A request that wants log-probabilities of its prompt computes all of it.
         """
         if not self._caching or request.wants_prompt_logprobs:
             return []
@@ -52,8 +52,7 @@ class KVManager:
         if request.hit is None or request.hit[0] != version:
             num_blocks = (request.prefill_end - 1) // self._block_size
             hashes = request.block_hashes.first(num_blocks, request.token_ids)
-            hit = self.pool.find_chain(hashes, num_blocks)
-            request.hit = version, hit[: max(0, len(hit) - self._num_trimmed)]
+            request.hit = version, self.pool.find_chain(hashes, num_blocks)
         return request.hit[1]
 
     def fits(self, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:
@@ -87,11 +86,12 @@ class KVManager:
     def publish(self, request: Request) -> None:
         """Put the request's blocks that are full and final into the prefix cache (invariant PUBLISH).
 
-        Final are positions below `num_computed` whose token was kept: a stop may have dropped accepted ones.
+        Final are positions below `num_computed` whose token was kept: a stop may have dropped accepted ones. With a
+        drafter that reads the token behind a position, that one must have been kept too.
         """
         if not self._caching:
             return
-        num_full = min(request.num_computed, request.num_tokens) // self._block_size
+        num_full = min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size
         if num_full > request.num_published_blocks:
             hashes = request.block_hashes.first(num_full, request.token_ids)
             for index in range(request.num_published_blocks, num_full):

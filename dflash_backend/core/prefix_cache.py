@@ -1,8 +1,10 @@
 """Hashes of KV blocks' contents, by which a prompt finds the blocks of an earlier one with the same beginning.
 
 A block's hash covers every token from the start of the sequence to the block's end: SHA-256 over the hash of the block
-before it and the block's token ids. The first hash also covers the request's `cache_salt`, so requests with different
-salts never share a block (ISOLATE). SHA-256, because a collision would hand one client another client's context. Only
+before it and the block's token ids. With a drafter whose context KV at a position depends on the token behind it
+(EAGLE), it covers the token behind the block as well: else the KV of the block's last position could be that of another
+text. The first hash also covers the request's `cache_salt`, so requests with different salts never share a block
+(ISOLATE). SHA-256, because a collision would hand one client another client's context. Only
 full blocks have hashes.
 """
 
@@ -34,23 +36,27 @@ def hash_block(parent: bytes, packed: bytes) -> bytes:
 class BlockHashes:
     """The hashes of one request's full blocks, computed once each as its tokens become known."""
 
-    __slots__ = ("_block_size", "_hashes", "_last")
+    __slots__ = ("_block_size", "_hashes", "_last", "_num_behind")
 
-    def __init__(self, cache_salt: str, block_size: int) -> None:
+    def __init__(self, cache_salt: str, block_size: int, covers_next_token: bool = False) -> None:
+        """covers_next_token: whether a block's hash covers the token behind it."""
         self._last = root_hash(cache_salt)
         self._block_size = block_size
+        self._num_behind = int(covers_next_token)
         self._hashes: list[bytes] = []
 
     def first(self, num_blocks: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The hashes of at least the first `num_blocks` blocks of `token_ids`, which are full.
+        """The hashes of at least the first `num_blocks` blocks of `token_ids`, which are full, with a token behind the
+        last of them where hashes cover it.
 
         `token_ids` only ever grows between calls, so computed hashes stay right.
         """
         known = len(self._hashes)
         if known < num_blocks:
-            packed = pack_tokens(token_ids[known * self._block_size : num_blocks * self._block_size])
-            size = self._block_size * _TOKEN_BYTES
-            for start in range(0, len(packed), size):
-                self._last = hash_block(self._last, packed[start : start + size])
+            end = num_blocks * self._block_size + self._num_behind
+            packed = pack_tokens(token_ids[known * self._block_size : end])
+            size, behind = self._block_size * _TOKEN_BYTES, self._num_behind * _TOKEN_BYTES
+            for start in range(0, len(packed) - behind, size):
+                self._last = hash_block(self._last, packed[start : start + size + behind])
                 self._hashes.append(self._last)
         return self._hashes

@@ -116,7 +116,7 @@ class Request:
             num_speculative_tokens=k,
             disables_overlap=sampling.disables_overlap,
             stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
-            block_hashes=BlockHashes(sampling.cache_salt, config.block_size),
+            block_hashes=BlockHashes(sampling.cache_salt, config.block_size, config.reads_next_tokens),
             arrival=arrival,
             arrival_s=now,
             deadline_s=now + min(limits_s) if limits_s else None,

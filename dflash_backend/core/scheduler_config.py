@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflash_backend.core.cache_group import CacheGroup
+from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.plan import MeasuredStep
 
 
@@ -31,7 +32,8 @@ class SchedulerConfig:
     rows of a step; empty: any, by row.
     measured_steps: times that were measured at start, for the estimate that the choice begins with; empty: none.
     lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor); None: it runs none.
-    hit_trim: positions at the end of a prefix hit that the drafter wants computed again.
+    autoregressive: whether the drafter runs a pass for each draft, and not one for all of them.
+    reads_next_tokens: whether the drafter's context KV at a position depends on the token behind it (PUBLISH).
     drafter_max_len: positions that the drafter can address. With `max_model_len` it bounds drafting (WINDOW).
     max_prefill_tokens_per_step: prompt tokens of a step that also decodes. None: half as many as it decodes or, if
     more, what it decodes times (requests without a first token / requests that decode).
@@ -54,7 +56,8 @@ class SchedulerConfig:
     draft_shapes: tuple[tuple[int, int], ...] = ()
     measured_steps: tuple[MeasuredStep, ...] = ()
     lookahead_base: int | None = 1
-    hit_trim: int = 0
+    autoregressive: bool = False
+    reads_next_tokens: bool = False
     drafter_max_len: int = 0
     max_prefill_tokens_per_step: int | None = None
     min_prefill_tokens_per_step: int = 64
@@ -72,6 +75,11 @@ class SchedulerConfig:
     def cache_group(self) -> CacheGroup:
         """The layers of both models, under one block table."""
         return CacheGroup(self.block_size)
+
+    @property
+    def drafter_work(self) -> DrafterWork:
+        """What the drafter runs for a number of drafts."""
+        return DrafterWork(self.lookahead_base, self.autoregressive)
 
     def lookahead(self, k: int) -> int:
         """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""

@@ -23,21 +23,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import TypeVar
 
 import numpy as np
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
-from dflash_backend.core.arrays import Counts, Floats
+from dflash_backend.core.arrays import Floats
 from dflash_backend.core.draft_budget import optimal_budget
+from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
 
-Number = TypeVar("Number", int, Counts)
+Candidate = tuple[float, int, int]
+"""A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
 # Drafts of a row that tries whether drafting pays again, and how many of the rows do at a time.
 PROBE_DRAFTS = 2
@@ -86,21 +87,20 @@ class AdaptiveSpeculation:
     def __init__(
         self,
         k: int,
-        lookahead_base: int | None = 1,
+        work: DrafterWork = ONE_PASS,
         shapes: Sequence[tuple[int, int]] = (),
         table: CostTable | None = None,
     ) -> None:
-        """k: the most drafts of a row. lookahead_base: queries of the drafter beside one for each draft; None: it has
-        none. shapes: the numbers of verified and of proposed drafts for each row that there are beside none, the same
-        for all rows of a step; by default every row proposes a number of its own, and any number is verified."""
+        """k: the most drafts of a row. work: what the drafter runs for a number of drafts. shapes: the numbers of
+        verified and of proposed drafts for each row that there are beside none, the same for all rows of a step; by
+        default every row proposes a number of its own, and any number is verified."""
         self.k = k
         self.acceptance = AcceptanceEstimator(k)
         self.costs = StepCosts(table)
         self._stats = SpeculationStats.zeros(k)
         self._num_pending_steps = 0  # whose drafts were not taken in
         self._shapes = shapes
-        self._queries_per_draft = 0 if lookahead_base is None else 1
-        self._queries_per_row = lookahead_base or 0
+        self._work = work
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
         self._num_rows = 0  # at the last decision
         self._age = 0  # steps since then
@@ -182,17 +182,17 @@ class AdaptiveSpeculation:
         return lengths
 
     def choose_budget(
-        self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow], lookahead: Callable[[int], int]
+        self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow]
     ) -> DraftBudget | None:
         """Which of the drafts of a step's rows are verified; None: all of them, as in the first steps and in those
         that try whether drafting pays again.
 
-        speculating: of each row. lookahead: the drafter's queries for a number of drafts.
+        speculating: of each row.
         """
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
         if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not any(self._lengths.values()):
             return None
-        shape = StepShape.of(rows, lookahead)
+        shape = StepShape.of(rows, self._work)
         total = sum(row.num_draft for row, _ in drafting)
         line = self.costs.line(len(rows), shape.num_positions / len(rows), shape.num_tokens - len(rows) - total)
         if line.seconds(0, 0, 0) <= 0:
@@ -200,8 +200,8 @@ class AdaptiveSpeculation:
         offsets = self.acceptance.offsets(hopeful=True)
         known, num_draft = [known for _, known in drafting], [row.num_draft for row, _ in drafting]
         chances = self._block_survival(offsets, known, num_draft)
-        num_next = sum(row.num_next_draft > 0 for row in rows)
-        draft_s = line.draft_s(num_next, shape.num_queries) if num_next else 0.0
+        next_drafts = [row.num_next_draft for row in rows if row.num_next_draft]
+        draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts, default=0))
         num_yielding = sum(row.sample for row in rows)
         choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
         num_drafts, _ = optimal_budget(
@@ -260,7 +260,7 @@ class AdaptiveSpeculation:
         optimal, highest = 0, num_rows / line.seconds(0, 0, 0)
         for verified, proposed in self._shapes:
             num_drafts = num_rows * verified
-            seconds = line.seconds(num_drafts, num_rows, self._num_queries(num_rows * proposed, num_rows))
+            seconds = line.verify_s(num_drafts) + self._draft_s(line, num_rows * proposed, num_rows, proposed)
             likeliest = np.sort(chances[:, :proposed], axis=None)[::-1][: len(some) * verified]
             rate = (num_rows + float(likeliest.sum()) / share) / seconds
             if rate > highest:
@@ -276,23 +276,48 @@ class AdaptiveSpeculation:
             if chance >= MIN_CHANCE
         ]
         candidates.sort(reverse=True)
+        if not self._work.autoregressive:
+            taken, _ = self._likeliest(candidates, groups, line, self.k)
+            longer = 1 + min(EXTRA_PER_SPREAD * self.acceptance.spread, MAX_EXTRA)
+        else:
+            # A pass costs the same for one row as for many, nearly, so no row's drafts are looked at by themselves. And
+            # what a budget would leave out had better not be drafted.
+            of_passes = [
+                self._likeliest([each for each in candidates if each[1] > -most], groups, line, most)
+                for most in range(1, self.k + 1)
+            ]
+            taken, longer = max(of_passes, key=lambda found: found[1])[0], 1.0
+        lengths = Counter(group for _, _, group in taken)
+        return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
+
+    def _likeliest(
+        self, candidates: list[Candidate], groups: Counter[int], line: StepLine, longest: int
+    ) -> tuple[list[Candidate], float]:
+        """As many of the candidates, the first ones, as make the most tokens a second, and how many these are. They are
+        in descending order of their chances; no row drafts more than `longest`."""
         # Of a step that takes this one and all before it.
         sizes = np.array([groups[group] for _, _, group in candidates], dtype=np.int64)
         num_drafts = sizes.cumsum()
         num_drafting = (sizes * np.array([i == 0 for _, i, _ in candidates], dtype=np.int64)).cumsum()
         tokens = groups.total() + (sizes * np.array([chance for chance, _, _ in candidates])).cumsum()
-        draft_s = line.draft_s(num_drafting, self._num_queries(num_drafts, num_drafting))
+        work = self._work
+        row_passes = work.num_row_passes(num_drafts, num_drafting)
+        draft_s = line.draft_s(row_passes, work.num_queries(num_drafts, num_drafting), work.num_passes(longest))
         rates = [
             groups.total() / line.seconds(0, 0, 0),
             *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist(),
         ]
         num_taken = rates.index(max(rates))
-        lengths = Counter(group for _, _, group in candidates[:num_taken])
-        longer = 1 + min(EXTRA_PER_SPREAD * self.acceptance.spread, MAX_EXTRA)
-        return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
+        return candidates[:num_taken], rates[num_taken]
 
-    def _num_queries(self, num_drafts: Number, num_drafting: Number) -> Number:
-        return self._queries_per_draft * num_drafts + self._queries_per_row * num_drafting
+    def _draft_s(self, line: StepLine, num_drafts: int, num_drafting: int, longest: int) -> float:
+        """Seconds of drafting that many tokens in as many rows, of which none drafts more than `longest`."""
+        if not num_drafting:
+            return 0.0
+        work = self._work
+        num_queries = work.num_queries(num_drafts, num_drafting)
+        row_passes = work.num_row_passes(num_drafts, num_drafting)
+        return float(line.draft_s(row_passes, num_queries, work.num_passes(longest)))
 
     def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> None:
         """Let some rows draft a little when it is time for it."""
@@ -300,7 +325,7 @@ class AdaptiveSpeculation:
         num_probing = -(-num_rows // PROBE_SHARE)
         num_drafts = num_probing * PROBE_DRAFTS
         without = line.seconds(0, 0, 0)
-        extra = line.seconds(num_drafts, num_probing, self._num_queries(num_drafts, num_probing)) - without
+        extra = line.verify_s(num_drafts) + self._draft_s(line, num_drafts, num_probing, PROBE_DRAFTS) - without
         wait = extra / (PROBE_COST * without)
         wait = min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES)
         if self._since_probe < wait and not self._probe_succeeded:

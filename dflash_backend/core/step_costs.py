@@ -2,8 +2,8 @@
 
 The target's pass is linear in its tokens, in the positions that its rows attend to, and in their product; where a
 device was measured at start, in the time that was measured for that number of tokens instead, which is corrected by
-steps that run. Drafting is linear in the drafter's queries and in the positions of the rows that draft. The host's time
-counts with the target's.
+steps that run. Drafting is linear in the drafter's passes, in its queries and in the positions that the passes read
+(`core.drafter_work`). The host's time counts with the target's.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dflash_backend.core.arrays import Counts, Floats
+from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep, ScheduledRequest
 
@@ -34,14 +35,15 @@ _KILO = 1e-3
 
 @dataclass(slots=True)
 class StepShape:
-    """What a step's time depends on: target tokens, rows and the positions that they attend to; queries of the drafter,
-    and positions of the rows that draft."""
+    """What a step's time depends on: target tokens, rows and the positions that they attend to; queries and passes of
+    the drafter, and the positions that its passes read."""
 
     num_tokens: int = 0
     num_positions: int = 0
     num_token_positions: int = 0
     num_queries: int = 0
     num_draft_positions: int = 0
+    num_passes: int = 0
 
     def is_like(self, other: StepShape) -> bool:
         """Whether it has about as many tokens as another, and drafts if that one does."""
@@ -49,12 +51,10 @@ class StepShape:
         return near and (self.num_queries > 0) == (other.num_queries > 0)
 
     @classmethod
-    def of(
-        cls, rows: Sequence[ScheduledRequest], lookahead: Callable[[int], int], num_drafts: int | None = None
-    ) -> StepShape:
-        """That of a step with these rows. lookahead: the drafter's queries for a number of drafts. num_drafts: drafts
-        that are verified; None: all. Which ones is not known here, so those left out count as usual ones."""
-        shape, num_there = cls(), 0
+    def of(cls, rows: Sequence[ScheduledRequest], work: DrafterWork, num_drafts: int | None = None) -> StepShape:
+        """That of a step with these rows. work: what the drafter runs. num_drafts: drafts that are verified; None: all.
+        Which ones is not known here, so those left out count as usual ones."""
+        shape, num_there, longest = cls(), 0, 0
         for row in rows:
             num_there += row.num_draft
             num_tokens = row.num_new + row.num_draft
@@ -63,8 +63,10 @@ class StepShape:
             shape.num_positions += end
             shape.num_token_positions += num_tokens * end
             if row.num_next_draft:
-                shape.num_queries += lookahead(row.num_next_draft)
-                shape.num_draft_positions += end
+                longest = max(longest, row.num_next_draft)
+                shape.num_queries += work.num_queries(row.num_next_draft, 1)
+                shape.num_draft_positions += work.num_row_passes(row.num_next_draft, 1) * end
+        shape.num_passes = work.num_passes(longest) if longest else 0
         if num_drafts is not None and num_drafts < num_there:
             left_out = num_there - num_drafts
             shape.num_token_positions -= left_out * shape.num_positions // len(rows)
@@ -73,11 +75,14 @@ class StepShape:
         return shape
 
     @classmethod
-    def of_measured(cls, step: MeasuredStep, lookahead: Callable[[int], int]) -> StepShape:
-        """That of a step that was measured at start. lookahead: the drafter's queries for a number of drafts."""
-        num_queries = step.num_rows * lookahead(step.draft_width) if step.draft_width else 0
-        num_drafting = step.num_rows if step.draft_width else 0
-        return cls(step.num_tokens, step.num_rows, step.num_tokens, num_queries, num_drafting)
+    def of_measured(cls, step: MeasuredStep, work: DrafterWork) -> StepShape:
+        """That of a step that was measured at start. work: what the drafter runs."""
+        shape, rows, width = cls(step.num_tokens, step.num_rows, step.num_tokens), step.num_rows, step.draft_width
+        if width:
+            shape.num_queries = work.num_queries(rows * width, rows)
+            shape.num_draft_positions = work.num_row_passes(rows * width, rows)
+            shape.num_passes = work.num_passes(width)
+        return shape
 
     @property
     def target(self) -> list[float]:
@@ -87,7 +92,7 @@ class StepShape:
     @property
     def draft(self) -> list[float]:
         """Features of drafting."""
-        return [1.0, self.num_queries, _KILO * self.num_draft_positions]
+        return [self.num_passes, self.num_queries, _KILO * self.num_draft_positions]
 
 
 class CostTable:
@@ -139,22 +144,23 @@ class CostTable:
 @dataclass(frozen=True, slots=True)
 class StepLine:
     """The time of steps that differ in their drafts alone. The target's pass takes `table_share` of the table's time
-    for its tokens, `fixed` and `per_draft` seconds; drafting takes `draft_fixed`, `per_query` and, for each row that
-    drafts, `per_drafting_row` seconds. num_tokens: without drafts."""
+    for its tokens, `fixed` and `per_draft` seconds; drafting takes `per_pass`, `per_query` and, for each row of a pass,
+    `per_drafting_row` seconds. num_tokens: without drafts."""
 
     table: CostTable | None
     table_share: float
     fixed: float
     per_draft: float
-    draft_fixed: float
+    per_pass: float
     per_query: float
     per_drafting_row: float
     num_tokens: int
 
-    def seconds(self, num_drafts: int, num_drafting: int, num_queries: int) -> float:
-        """Of a step that verifies `num_drafts` drafts, and drafts with `num_queries` queries in `num_drafting` rows."""
-        seconds = self.verify_s(num_drafts) + (self.draft_s(num_drafting, num_queries) if num_drafting else 0.0)
-        return float(seconds)
+    def seconds(self, num_drafts: int, num_drafting: int, num_queries: int, num_passes: int = 1) -> float:
+        """Of a step that verifies `num_drafts` drafts, and drafts as in `draft_s`, or where `num_drafting` is 0 does
+        not."""
+        draft_s = self.draft_s(num_drafting, num_queries, num_passes) if num_drafting else 0.0
+        return float(self.verify_s(num_drafts) + draft_s)
 
     def verify_s(self, num_drafts: Any) -> Any:
         """Of the target's pass that verifies as many drafts; of some passes where this is an array."""
@@ -163,9 +169,10 @@ class StepLine:
             return seconds
         return seconds + self.table_share * self.table.each_at(self.num_tokens + num_drafts)
 
-    def draft_s(self, num_drafting: Any, num_queries: Any) -> Any:
-        """Of the drafter's pass for at least one row; of some passes where these are arrays."""
-        return self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting
+    def draft_s(self, num_drafting: Any, num_queries: Any, num_passes: Any = 1) -> Any:
+        """Of the drafter's passes for at least one row, with as many queries, and rows of all passes; of several steps
+        where these are arrays."""
+        return self.per_pass * num_passes + self.per_query * num_queries + self.per_drafting_row * num_drafting
 
 
 @dataclass
@@ -221,7 +228,8 @@ class StepCosts:
             return
         if self._draft is None:
             each = (1 - FIXED_SHARE) * draft_s / max(shape.num_queries, 1)
-            self._draft = LinearFit([FIXED_SHARE * draft_s, each, 0.0], [draft_s, each, draft_s])
+            first = FIXED_SHARE * draft_s / max(shape.num_passes, 1)
+            self._draft = LinearFit([first, each, 0.0], [first / FIXED_SHARE, each, draft_s])
         self._draft.observe(shape.draft, draft_s)
 
     def _target_features(self, shape: StepShape) -> list[float]:

@@ -28,10 +28,10 @@ class StepHistory:
         self.speculation: AdaptiveSpeculation | None = None
         if config.adaptive_speculation and k > 0:
             table = CostTable.of(config.measured_steps)
-            self.speculation = AdaptiveSpeculation(k, config.lookahead_base, config.draft_shapes, table)
+            self.speculation = AdaptiveSpeculation(k, config.drafter_work, config.draft_shapes, table)
             for step in config.measured_steps:
                 self.speculation.costs.observe(
-                    StepShape.of_measured(step, config.lookahead), step.target_s, step.draft_s
+                    StepShape.of_measured(step, config.drafter_work), step.target_s, step.draft_s
                 )
         # Prompt and decode tokens of the planned steps that have not been observed, by step.
         self._num_tokens: dict[int, tuple[int, int]] = {}
@@ -71,7 +71,7 @@ class StepHistory:
         if self.speculation is None:
             return None
         speculating = [running[row.request_id].speculation for row in rows]
-        return self.speculation.choose_budget(rows, speculating, self._config.lookahead)
+        return self.speculation.choose_budget(rows, speculating)
 
     def planned(self, plan: StepPlan, num_prefill_tokens: int) -> None:
         """Take in a step that was planned."""
@@ -91,7 +91,7 @@ class StepHistory:
         """Take in how long a step has run, and how much of that was drafting."""
         self._step_time.observe(*self._num_tokens.pop(plan.step_id), seconds)
         if self.speculation is not None:
-            shape = StepShape.of(plan.rows, self._config.lookahead, sum(row.num_verified for row in result.rows))
+            shape = StepShape.of(plan.rows, self._config.drafter_work, sum(row.num_verified for row in result.rows))
             self.speculation.observe_step(shape, seconds, draft_s)
 
     def discard(self, step_id: int) -> None:

@@ -248,12 +248,13 @@ class Drafter(Protocol[Spec]):
     autoregressive or a block drafter that samples from the anchor (`DraftQueries.from_anchor`). None: it runs no
     queries, and nothing is reserved."""
 
-    hit_trim: int
-    """Positions at the end of a prefix hit whose context KV depends on tokens behind the hit, and is made again: 0
-    where it depends on nothing but the position's own features."""
+    autoregressive: bool
+    """How the cost of drafting follows the number of drafts: a pass for each draft, of the rows that still draft; else
+    one pass over all queries, so that k drafts cost little more than one."""
 
     reads_next_tokens: bool
-    """Whether `inject` wants the token that follows each position."""
+    """Whether `inject` wants the token that follows each position, and `propose` the features before each anchor. A
+    cached block is then found only by a text with the same token behind the block (PUBLISH)."""
 
     capture: tuple[int, ...]
     """Layers of the target whose outputs `inject` wants, as `TargetModel.forward` counts them. Empty: it has no context

@@ -130,6 +130,7 @@ class CheckedEngine(Engine):
         drafter, the final KV of exactly its tokens: no query, no rejected draft, no other prefix, no other salt."""
         worker, pool = self.worker, self.pool
         block_size = self.core.config.block_size
+        shift = int(self.core.config.reads_next_tokens)  # the drafter's KV is that of the token behind
         for request in self._seen.values():
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
@@ -137,10 +138,11 @@ class CheckedEngine(Engine):
                 block_id = lookup(pool, block_hash)
                 if block_id is None:
                     continue
-                expected = states[index * block_size + 1 : (index + 1) * block_size + 1]
-                start = block_id * block_size
+                first, start = index * block_size + 1, block_id * block_size
+                expected = states[first : first + block_size]
+                of_next = states[first + shift : first + shift + block_size]
                 assert worker.target_kv[start : start + block_size] == expected, f"PUBLISH: target, block {block_id}"
-                assert worker.drafter_kv[start : start + block_size] == expected, f"PUBLISH: drafter, block {block_id}"
+                assert worker.drafter_kv[start : start + block_size] == of_next, f"PUBLISH: drafter, block {block_id}"
 
     def _check_oldest(self) -> None:
         """The oldest request comes nearer to its end, whatever the others do: in every step, and with a step in flight

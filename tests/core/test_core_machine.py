@@ -27,6 +27,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "block_size": st.sampled_from([1, 2, 4]),
                 "num_speculative_tokens": st.sampled_from([0, 1, 3]),
                 "adaptive_speculation": st.booleans(),
+                "reads_next_tokens": st.booleans(),
                 "max_prefill_tokens_per_step": st.sampled_from([None, 1, 5]),
                 "drafter_max_len": st.sampled_from([MAX_MODEL_LEN, 20, 500]),
                 "enable_prefix_caching": st.sampled_from([True, True, False]),

@@ -37,6 +37,8 @@ def _random_config(rng: random.Random) -> SchedulerConfig:
         num_speculative_tokens=k,
         adaptive_speculation=rng.random() < 0.5,
         lookahead_base=rng.choice([1, 1, 0, None]),
+        autoregressive=rng.random() < 0.3,
+        reads_next_tokens=rng.random() < 0.3,
         drafter_max_len=rng.choice([max_model_len, rng.randint(k + 3, max_model_len), 500]),
         max_num_batched_tokens=rng.choice([1 + k, rng.randint(1 + k, 30), 200]),
         max_prefill_tokens_per_step=rng.choice([None, 1, rng.randint(1, 20)]),

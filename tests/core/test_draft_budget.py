@@ -169,7 +169,7 @@ def decode_rows(num_draft: int, num_rows: int, num_next: int = 0) -> list[Schedu
 
 def budget_of(policy: AdaptiveSpeculation, blocks: list[list[float]], num_draft: int = K) -> DraftBudget | None:
     rows = [SpeculatingRow(K, RequestEffect(0.0, 0.0), confidences) for confidences in blocks]
-    return policy.choose_budget(decode_rows(num_draft, len(rows)), rows, lambda k: k + 1)
+    return policy.choose_budget(decode_rows(num_draft, len(rows)), rows)
 
 
 def test_sure_drafts_are_verified_and_others_not() -> None:
@@ -188,7 +188,7 @@ def test_sure_drafts_are_verified_and_others_not() -> None:
 def test_the_plan_says_what_the_estimate_is_made_of() -> None:
     policy = policy_with(taught(), 0.2)
     row = SpeculatingRow(K, RequestEffect(1.5, 0.0), [3.0] * K)
-    budget = policy.choose_budget(decode_rows(K, 1), [row], lambda k: k + 1)
+    budget = policy.choose_budget(decode_rows(K, 1), [row])
     assert budget is not None
     assert budget.effects == [1.5]
     chances = (sigmoid(offset + 1.5 + budget.weight * 3.0) for offset in budget.offsets)
@@ -209,7 +209,7 @@ def test_the_first_steps_and_probes_verify_all() -> None:
     policy._lengths = {0: K}
     policy.stats.num_steps = len(FIRST_STEPS)
     assert budget_of(policy, [[0.0] * K]) is None
-    assert policy_with(taught(), 1000.0).choose_budget(decode_rows(0, 2), [SpeculatingRow(K)] * 2, int) is None
+    assert policy_with(taught(), 1000.0).choose_budget(decode_rows(0, 2), [SpeculatingRow(K)] * 2) is None
 
 
 def test_blocks_are_longer_where_the_confidence_tells_drafts_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ class ToyWorker:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        # A drafter that reads the token behind a position keeps its state there.
+        self._shift = int(config.reads_next_tokens)
         self._held: dict[str, _Held] = {}
         self._results: deque[StepResult] = deque()
         num_slots = config.num_blocks * config.block_size
@@ -173,7 +175,7 @@ class ToyWorker:
             held.drafts, held.confidences = [], []
             held.num_computed = final
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
-            self._write(held, self.drafter_kv, start, held.states[start:final])
+            self._write(held, self.drafter_kv, start, held.states[start + self._shift : final + self._shift])
         for row, held, _ in work:
             if row.num_next_draft:
                 self._propose(row, held)
@@ -288,7 +290,7 @@ class ToyWorker:
         self._write(held, self.drafter_kv, anchor, queries)
         # Stricter than a device: the target must not need anything there either, for it has yet to run the anchor.
         self._write(held, self.target_kv, anchor, queries)
-        self._read(held, self.drafter_kv, held.states[:anchor])
+        self._read(held, self.drafter_kv, held.states[self._shift : anchor + self._shift])
         held.drafts = propose(held.new.seed, held.new.sampling.greedy, anchor, held.plain, row.num_next_draft)
         own = verify(held.new.seed, held.new.sampling.greedy, anchor + 1, held.plain, held.drafts)
         # Surer of the drafts that will be accepted, but not always.

@@ -1,5 +1,5 @@
 """A second drafter, as unlike DFlash as the interface allows: k passes, no lookahead beyond k, and a context KV that
-depends on the token behind each position, so that a prefix hit loses its last block.
+depends on the token behind each position, so that a prefix hit has the same token behind each block.
 
 It proposes what followed the last token when it was seen before (prompt lookup). Its context KV holds, for each
 position, the token that follows it.
@@ -65,7 +65,7 @@ def read(directory: Path, config: JsonReader, causal: bool | None) -> LookupSpec
 
 class LookupDrafter(Drafter[LookupSpec]):
     lookahead_base = 0
-    hit_trim = 1
+    autoregressive = True
     reads_next_tokens = True
     placeholder_id = 0
     capture = (TARGET_LAYERS - 1,)

@@ -88,16 +88,23 @@ def test_another_drafter_is_lossless_through_the_same_engine(models: Path, padde
     assert stats.prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize("hit_trim", [1, 0])
-def test_a_hit_is_trimmed_as_far_as_its_context_depends_on_tokens_behind_it(
-    models: Path, monkeypatch: pytest.MonkeyPatch, hit_trim: int
+def test_a_hit_ends_where_its_context_would_be_that_of_another_text(
+    models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LookupDrafter, "hit_trim", hit_trim)
+    """The last block that the prompts share has another token behind it in each. The third finds the second's blocks,
+    and among them that one, as the second made it and not the first; the second finds one block less."""
     contexts: list[list[int]] = []
     monkeypatch.setattr(LookupDrafter, "contexts", contexts)
-    answers(models, str(models / "d"), [PROMPTS[:1], PROMPTS[1:2]])
-    own = all(context[: len(PROMPTS[0]) - 1] in [prompt[1:] for prompt in PROMPTS] for context in contexts)
-    assert own == (hit_trim == 1)
+    _, stats = answers(models, str(models / "d"), [PROMPTS[:1], PROMPTS[1:2], PROMPTS[1:2]])
+    assert all(context[: len(PROMPTS[0]) - 1] in [prompt[1:] for prompt in PROMPTS] for context in contexts)
+    assert stats.prefix_cache_hits == (48 - 8) + (len(PROMPTS[1]) - 1)
+
+
+def test_a_drafter_that_reads_features_alone_shares_the_last_block_too(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stats = answers(models, "", [PROMPTS[:1], PROMPTS[1:2]])
+    assert stats.prefix_cache_hits == 48
 
 
 def test_the_engine_asks_the_drafter_for_its_lookahead(models: Path) -> None:

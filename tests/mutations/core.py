@@ -13,7 +13,8 @@ PREFIX = ("tests/core/test_prefix_cache.py",)
 RANDOM = ("tests/core/test_core_random.py",)
 SCHEDULING = ("tests/core/test_scheduling.py",)
 SPEC_COUNTS = ("tests/core/test_spec_stats.py",)
-NUM_FULL = "min(request.num_computed, request.num_tokens) // self._block_size"  # of the blocks to publish
+# Of the blocks to publish.
+NUM_FULL = "min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size"
 
 CORE_MUTANTS = (
     *mutants_of(
@@ -68,7 +69,7 @@ CORE_MUTANTS = (
         "a block that is not full is published",
         f"{CORE}/kv_manager.py",
         NUM_FULL,
-        "-(-min(request.num_computed, request.num_tokens) // self._block_size)",
+        "-(-min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size)",
         RANDOM,
     ),
     *mutants_of(
@@ -77,7 +78,7 @@ CORE_MUTANTS = (
         (
             "the last full block is not published",
             NUM_FULL,
-            "(min(request.num_computed, request.num_tokens) - 1) // self._block_size",
+            "(min(request.num_computed, request.num_tokens - self._num_behind) - 1) // self._block_size",
         ),
         ("accepted tokens past a stop are published", NUM_FULL, "request.num_computed // self._block_size"),
         (
@@ -92,6 +93,18 @@ CORE_MUTANTS = (
         RANDOM,
         ("the salt is not hashed", '_ROOT_TAG + cache_salt.encode("utf-8", "surrogatepass")', "_ROOT_TAG"),
         ("a block hash is not chained to its parent", "hashlib.sha256(parent + packed)", "hashlib.sha256(packed)"),
+        (
+            "a block's hash leaves out the token behind it that the drafter's KV depends on",
+            "packed[start : start + size + behind]",
+            "packed[start : start + size]",
+        ),
+    ),
+    Mutant(
+        "a block is published whose last position has no token behind it",
+        f"{CORE}/kv_manager.py",
+        NUM_FULL,
+        "min(request.num_computed, request.num_tokens) // self._block_size",
+        RANDOM,
     ),
     *mutants_of(
         f"{CORE}/prefix_cache.py",

@@ -93,11 +93,12 @@ DRAFTERS_MUTANTS = (
         (READ + "test_what_would_be_misread_is_refused_by_field",),
     ),
     Mutant(
-        "a hit keeps the blocks that the drafter wants made again",
-        "dflash_backend/core/kv_manager.py",
-        "hit[: max(0, len(hit) - self._num_trimmed)]",
-        "hit",
-        (SEAM + "test_a_hit_is_trimmed_as_far_as_its_context_depends_on_tokens_behind_it",),
+        "a hit ends with drafter KV of another text",
+        "dflash_backend/core/request.py",
+        "config.block_size, config.reads_next_tokens)",
+        "config.block_size)",
+        (SEAM + "test_a_hit_ends_where_its_context_would_be_that_of_another_text",),
+        (("dflash_backend/core/kv_manager.py", "int(config.reads_next_tokens)", "0"),),
     ),
     Mutant(
         "the drafter is given each position's own token for the next one",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import mutants_of
 
 CORE = "dflash_backend/core"
-TESTS = ("tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
+TESTS = ("tests/core/test_speculation.py", "tests/core/test_step_costs.py", "tests/core/test_speculating_engine.py")
 BUDGET_TESTS = ("tests/core/test_draft_budget.py",)
 SHARED_ATTENTION = (
     "tests/kernels/test_paged_attention.py::test_rows_of_any_length_within_one_bound_leave_each_other_alone",
@@ -34,6 +34,11 @@ SPECULATION_MUTANTS = (
             "(len(rows), mean_position, 0)\n        if line",
         ),
         ("the same row probes each time", "self._next_probe = (self._next_probe + num_probing) % num_rows", "pass"),
+        (
+            "the first pass that does not pay ends the search for their number",
+            "for most in range(1, self.k + 1)",
+            "for most in range(1, 2)",
+        ),
         ("a request drafts more than its own k", "min(row.k, self._lengths[group])", "self._lengths[group]"),
     ),
     *mutants_of(
@@ -252,8 +257,13 @@ SPECULATION_MUTANTS = (
         ),
         (
             "drafting is free",
-            "self.draft_fixed + self.per_query * num_queries + self.per_drafting_row * num_drafting",
+            "self.per_pass * num_passes + self.per_query * num_queries + self.per_drafting_row * num_drafting",
             "0.0",
+        ),
+        (
+            "the passes of an autoregressive drafter count as one",
+            "shape.num_passes = work.num_passes(longest) if longest else 0",
+            "shape.num_passes = 1 if longest else 0",
         ),
         (
             "the time of drafting counts twice",

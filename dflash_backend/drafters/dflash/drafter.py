@@ -35,7 +35,7 @@ class DFlashDrafter(Drafter[DFlashSpec]):
     """
 
     lookahead_base = 1
-    hit_trim = 0
+    autoregressive = False
     reads_next_tokens = False
     placeholder_id: int
     model_class: ClassVar[type[DFlashModel]] = DFlashModel

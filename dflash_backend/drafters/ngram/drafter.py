@@ -21,7 +21,7 @@ class NgramDrafter(Drafter[NgramSpec]):
     their number before the tokens are known. The target rejects those that are wrong."""
 
     lookahead_base = None
-    hit_trim = 0
+    autoregressive = False
     reads_next_tokens = False
     capture = ()
     placeholder_id = None

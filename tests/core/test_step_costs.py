@@ -1,0 +1,158 @@
+"""What steps cost: the linear model, the table of measured steps, and the time of drafting."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from step_shapes import BLOCKS, PASSES, decode_shape, row_of
+
+from dflash_backend.core.drafter_work import DrafterWork
+from dflash_backend.core.linear_fit import LinearFit
+from dflash_backend.core.plan import MeasuredStep
+from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.step_costs import CostTable, StepCosts, StepShape
+from dflash_backend.core.step_history import StepHistory
+
+# The linear model
+
+
+def test_a_fit_finds_the_coefficients_behind_noisy_times() -> None:
+    rng, fit = random.Random(1), LinearFit([5.0, 5.0, 0.0], [5.0, 5.0, 5.0])
+    for _ in range(200):
+        features = [1.0, rng.uniform(1, 200), rng.uniform(0, 50)]
+        fit.observe(features, (3.0 + 0.2 * features[1] + 0.1 * features[2]) * rng.gauss(1, 0.05))
+    for features in ([1.0, 1.0, 0.0], [1.0, 200.0, 0.0], [1.0, 10.0, 50.0]):
+        true = 3.0 + 0.2 * features[1] + 0.1 * features[2]
+        assert fit.at(features) == pytest.approx(true, rel=0.1)
+        assert fit.uncertainty(features) < 0.2
+
+
+def test_no_coefficient_falls_below_zero_and_a_spike_moves_little() -> None:
+    fit = LinearFit([1.0, 1.0], [1.0, 1.0])
+    for x in (1, 50, 1, 50, 25, 10) * 10:
+        fit.observe([1.0, x], 10.0 - 0.1 * x)
+    assert min(fit.coefficients) >= 0.0
+    before = fit.at([1.0, 25.0])
+    fit.observe([1.0, 25.0], 100 * before)
+    assert fit.at([1.0, 25.0]) < 1.1 * before
+
+
+def test_what_was_never_seen_stays_uncertain() -> None:
+    fit = LinearFit([8.0, 0.5], [8.0, 0.5])
+    for _ in range(100):
+        fit.observe([1.0, 16.0], 16.0)
+    assert fit.at([1.0, 16.0]) == pytest.approx(16.0, rel=0.01)
+    assert fit.uncertainty([1.0, 16.0]) < 0.05 < 0.15 < fit.uncertainty([1.0, 1.0])
+
+
+# Times of steps
+
+
+def test_a_steps_shape_counts_tokens_positions_and_queries_of_its_rows() -> None:
+    rows = [row_of(7, 3), row_of(0, 0, num_new=50, num_computed=0), row_of(2, 0)]
+    of_target = 8 + 50 + 3, 108 + 50 + 103, 8 * 108 + 50 * 50 + 3 * 103
+    assert StepShape.of(rows, BLOCKS) == StepShape(*of_target, 4, 108, 1)
+    assert StepShape.of(rows, PASSES) == StepShape(*of_target, 3, 3 * 108, 3)
+    assert StepShape.of(rows, DrafterWork(None)) == StepShape(*of_target, 0, 108, 1)
+
+
+@pytest.mark.parametrize("table", [None, CostTable([1, 8, 64, 512], [1.0, 1.0, 1.2, 6.0])])
+def test_the_line_of_a_decision_is_the_estimate_itself(table: CostTable | None) -> None:
+    costs, rng = StepCosts(table), random.Random(2)
+    for _ in range(60):
+        shape = decode_shape(rng.choice([1, 8, 64]), rng.randrange(8), rng.randrange(50, 1000))
+        costs.observe(shape, 1 + 0.1 * shape.num_tokens, 0.2 + 0.01 * shape.num_queries if shape.num_queries else 0.0)
+    line = costs.line(num_rows=8, position=100.0, num_other=20)
+    for num_drafts in (0, 3, 7):
+        total = 8 * num_drafts
+        shape = StepShape(
+            28 + total, 800, (28 + total) * 100, 8 * (num_drafts + 1) if num_drafts else 0, 800 if num_drafts else 0,
+            1 if num_drafts else 0,
+        )  # fmt: skip
+        seconds = line.seconds(total, 8 if num_drafts else 0, shape.num_queries)
+        draft = costs._draft
+        assert draft is not None
+        drafting_s = draft.at(shape.draft) if num_drafts else 0.0
+        assert seconds == pytest.approx(costs.target_s(shape) + drafting_s)
+
+
+def test_the_time_of_drafting_pass_by_pass_follows_the_longest_row() -> None:
+    costs, rng = StepCosts(), random.Random(4)
+
+    def real_s(shape: StepShape) -> float:
+        return 0.1 * shape.num_passes + 0.002 * shape.num_queries + 1e-6 * shape.num_draft_positions
+
+    for _ in range(300):
+        num_rows = rng.choice([1, 4, 16])
+        rows = [row_of(2, rng.randrange(6), num_computed=rng.randrange(50, 2000)) for _ in range(num_rows)]
+        shape = StepShape.of(rows, PASSES)
+        costs.observe(shape, 1.0, real_s(shape) * rng.gauss(1, 0.03) if shape.num_passes else 0.0)
+    line = costs.line(num_rows=8, position=500.0, num_other=0)
+    for lengths in ([5] * 8, [1] * 8, [5] + [1] * 7, [3]):
+        rows = [row_of(0, length, num_computed=499) for length in lengths]
+        drafts = sum(lengths)
+        found = line.draft_s(drafts, drafts, max(lengths))
+        assert found == pytest.approx(real_s(StepShape.of(rows, PASSES)), rel=0.08)
+
+
+def test_a_table_is_read_between_its_points_and_beyond_them() -> None:
+    table = CostTable([2, 4, 8], [1.0, 1.0, 3.0])
+    assert [table.at(n) for n in (1, 2, 3, 6, 8, 16)] == [1.0, 1.0, 1.0, 2.0, 3.0, 6.0]
+
+
+def test_steps_that_run_correct_the_entries_beside_their_size_and_no_others() -> None:
+    table = CostTable([1, 10, 20, 100], [1.0, 1.0, 2.0, 10.0])
+    for _ in range(400):
+        table.correct(18, 1.5 * 1.8 / table.at(18))
+    assert table.at(18) == pytest.approx(1.5 * 1.8, rel=0.01)
+    assert (table.at(1), table.at(100)) == (1.0, 10.0)
+    assert table.at(20) / 2.0 > table.at(10) / 1.0 > 1.0, "the nearer entry moves more"
+
+
+def test_a_table_that_is_off_at_one_size_becomes_right_there() -> None:
+    def real_s(num_tokens: int) -> float:
+        return 1.0 + 0.01 * num_tokens
+
+    sizes = [1, 32, 64, 128, 256]
+    costs, rng = StepCosts(CostTable(sizes, [real_s(n) * (1.3 if n == 64 else 1.0) for n in sizes])), random.Random(3)
+    for _ in range(1500):
+        shape = decode_shape(rng.choice([8, 16, 32]), rng.randrange(8), 100)
+        costs.observe(shape, real_s(shape.num_tokens) * rng.gauss(1, 0.03), 0.1)
+    assert costs.target_s(decode_shape(32, 1, 100)) == pytest.approx(real_s(64), rel=0.04)
+    assert costs.target_s(decode_shape(32, 0, 100)) == pytest.approx(real_s(32), rel=0.04)
+
+
+def test_a_table_of_measured_steps_has_the_shortest_time_of_each_size_and_never_decreases() -> None:
+    steps = [MeasuredStep(1, 1, 0, 1.0, 0.0), MeasuredStep(1, 4, 3, 0.9, 0.5), MeasuredStep(4, 8, 1, 3.0, 0.5)]
+    table = CostTable.of([*steps, MeasuredStep(2, 8, 3, 2.0, 0.5)])
+    assert table is not None
+    assert [table.at(n) for n in (1, 4, 8)] == [1.0, 1.0, 2.0]
+    assert CostTable.of(steps[:1]) is None
+    assert CostTable.of([MeasuredStep(1, n, 0, 0.0, 0.0) for n in (1, 2)]) is None
+
+
+def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
+    sizes = [(rows, rows * (1 + drafts), drafts) for rows in (1, 8, 64) for drafts in (0, 3, 7)]
+    measured = [
+        MeasuredStep(rows, tokens, drafts, 1e-3 + 1e-5 * tokens, 5e-4 + 1e-6 * rows * (drafts + 1) if drafts else 0.0)
+        for rows, tokens, drafts in sizes
+    ]
+    config = SchedulerConfig(
+        num_blocks=10,
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_queue_size=8,
+        enable_prefix_caching=True,
+        num_speculative_tokens=7,
+        adaptive_speculation=True,
+        measured_steps=tuple(measured),
+    )
+    speculation = StepHistory(config).speculation
+    assert speculation is not None
+    line = speculation.costs.line(num_rows=8, position=0.0, num_other=0)
+    assert line.seconds(0, 0, 0) == pytest.approx(1.08e-3, rel=0.03)
+    assert line.seconds(24, 8, 32) == pytest.approx(1.32e-3 + 5.32e-4, rel=0.05)
+    assert line.seconds(56, 8, 64) == pytest.approx(1.64e-3 + 5.64e-4, rel=0.05)
