@@ -8,16 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.cpu_product import CpuWeight
 
 
 class Linear:
     """`x @ weight.T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`, or None."""
 
-    __slots__ = ("bias", "weight")
+    __slots__ = ("_cpu", "bias", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self._cpu = CpuWeight(weight) if CpuWeight.fits(weight) else None
 
     @classmethod
     def read(
@@ -41,6 +43,8 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` -> `[..., out_features]`."""
+        if self._cpu is not None and self._cpu.pays(x.numel() // x.shape[-1]):
+            return self._cpu.product(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
