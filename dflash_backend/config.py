@@ -87,6 +87,11 @@ class EngineConfig:
     attention_backend: str | None = setting(
         None, "auto: the first one that can run both models", choices=("torch", "triton", "flash_attn")
     )
+    batch_invariant: bool = setting(
+        False,
+        "a request's logits are the same to the bit alone and in any batch, with any number of drafts, chunks and "
+        "prefix hits; slower (docs/batch-invariance.md)",
+    )
     kv_block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     gpu_memory_utilization: float = setting(
         0.9,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
@@ -26,6 +27,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "adaptive_speculation": (False, lambda built: built.core.config.adaptive_speculation, False),
     "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
+    "batch_invariant": (True, lambda built: built.runner.step.target.ops.linear is not F.linear, True),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),
     "kv_block_size": (8, lambda built: built.core.config.block_size, 8),
     "kv_cache_gb": (0.001, lambda built: built.core.config.num_blocks, 37),
@@ -97,6 +99,7 @@ def test_a_setting_changes_what_it_says(
     # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one; n-grams
     # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
+    company |= {"batch_invariant": {"attention_backend": "torch"}}
     company |= {lookup: {"draft_model": "ngram"} for lookup in ("prompt_lookup_max", "prompt_lookup_min")}
     with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)
     assert observe(with_it) == expected

@@ -33,7 +33,8 @@ class Capabilities:
 
     head_dims: None means any. emulated: those of `devices` on which it runs for tests only, so that `auto` takes any
     other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` may
-    run inside a CUDA graph, since the host waits for nothing in it.
+    run inside a CUDA graph, since the host waits for nothing in it. batch_invariant: those of `devices` on which it has
+    a form whose queries do not depend on one another (`AttentionBackend.batch_invariant`).
     """
 
     causal: bool
@@ -45,16 +46,18 @@ class Capabilities:
     emulated: frozenset[str] = frozenset()
     block_multiple: int = 1
     capturable: bool = False
+    batch_invariant: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the models of a server need of the backend."""
+    """What the models of a server need of the backend. batch_invariant: with the setting of that name."""
 
     patterns: frozenset[AttentionPattern]
     head_dims: frozenset[int]
     dtype: torch.dtype
     device: str
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ class AttentionBackend(Protocol):
 
         Returns `[num_tokens, num_heads * head_dim]`."""
         ...
+
+    def batch_invariant(self) -> AttentionBackend:
+        """The form of this backend that gives a query the same bits alone, in a chunk, among drafts and beside any
+        other rows. Raises `ValueError` where it has none, which its capabilities say."""
+        raise ValueError(f"the attention backend '{self.name}' has no batch-invariant form")
 
     def every_variant(self) -> AbstractContextManager[None]:
         """In this block `attend` runs every kernel that rows up to as long as those prepared in it can need, so that

@@ -56,6 +56,8 @@ def lacking(capabilities: Capabilities, needs: Requirements, block_size: int) ->
         missing.append(f"device {needs.device}")
     if block_size % capabilities.block_multiple:
         missing.append(f"kv_block_size {block_size} (it takes multiples of {capabilities.block_multiple})")
+    if needs.batch_invariant and needs.device not in capabilities.batch_invariant:
+        missing.append(f"batch_invariant on {needs.device} (how it splits its work follows the batch)")
     return missing
 
 

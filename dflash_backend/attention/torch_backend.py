@@ -101,10 +101,17 @@ class TorchBackend(AttentionBackend):
         head_dims=None,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         devices=frozenset({"cpu", "cuda"}),
+        batch_invariant=frozenset({"cpu"}),
     )
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+
+    def batch_invariant(self) -> AttentionBackend:
+        """As `AttentionBackend.batch_invariant`, on a CPU."""
+        from dflash_backend.attention.invariant_torch import InvariantTorchBackend
+
+        return InvariantTorchBackend(self.block_size, self.capabilities)
 
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TorchMetadata:
         first_blocks = first_visible_blocks(layout, pattern, self.block_size)

@@ -75,12 +75,14 @@ class BuiltEngine:
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """The models on their device, and what runs their attention."""
+    """The models on their device, and what runs their attention: `backend` the target's, `draft_backend` the
+    drafter's."""
 
     pair: ModelPair
     target: TargetModel
     make_drafter: DrafterFactory | None
     backend: AttentionBackend
+    draft_backend: AttentionBackend
     device: torch.device
     dtype: torch.dtype
 
@@ -145,12 +147,20 @@ def _load_models(
     report: Progress,
 ) -> LoadedModels:
     pair = at_length(pair, max_model_len)
-    needs = _requirements(pair.target, pair.draft_model, dtype, device)
+    needs = dataclasses.replace(
+        _requirements(pair.target, pair.draft_model, dtype, device), batch_invariant=config.batch_invariant
+    )
     backend = select_backend(config.attention_backend, needs, config.kv_block_size)
     num_positions = max_positions(max_model_len, pair.num_speculative_tokens)
     ops = select_ops(device, _wanted_ops(backend))
+    target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant)
     target = load_target(
-        pair.target, num_positions, dtype, device, lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done), ops
+        pair.target,
+        num_positions,
+        dtype,
+        device,
+        lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done),
+        target_ops,
     )
     make_drafter = None
     if pair.draft is not None:
@@ -158,7 +168,9 @@ def _load_models(
             num_positions, dtype, device, lambda file, done: report(f"drafter: {file}", 0.7 + 0.2 * done), ops
         )
         make_drafter = drafter_class(pair.draft).load(pair.draft, options)
-    return LoadedModels(pair, target, make_drafter, backend, device, dtype)
+    # What the drafter proposes changes no text, so its attention stays the fast one.
+    target_backend = backend.batch_invariant() if config.batch_invariant else backend
+    return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype)
 
 
 def _measured_sizes(
@@ -202,7 +214,7 @@ def _runner(
     pair, target, device = models.pair, models.target, models.device
     drafter = None
     if models.make_drafter is not None:
-        drafter = models.make_drafter(target, kv.draft, models.backend)
+        drafter = models.make_drafter(target, kv.draft, models.draft_backend)
     step = ModelStep(
         target,
         drafter,
@@ -217,7 +229,7 @@ def _runner(
         wants_confidence=config.adaptive_speculation,
     )
     workers = num_batch_threads(sum(weight_bytes(directory) for directory in pair.checkpoints))
-    return ModelRunner(step, config.max_num_batched_tokens, workers, grammars)
+    return ModelRunner(step, config.max_num_batched_tokens, workers, grammars, config.batch_invariant)
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:

@@ -52,14 +52,16 @@ class DecoderTarget(TargetModel):
         self.spec = spec
         self.eps = spec.decoder.rms_norm_eps
         self.embedding = weights.embedding
-        self.lm_head = weights.lm_head
         self.final_norm = weights.final_norm
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.ops = ops or select_ops(device)
+        # Drafters multiply by the head as well, in their own way.
+        self.lm_head = weights.lm_head
+        self._head = weights.lm_head.with_product(self.ops.linear)
         self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
         self.patterns = target_patterns(spec)
         self.layers = [
-            DecoderLayer(spec.decoder, layer, pattern, self.ops)
+            DecoderLayer(spec.decoder, layer.with_product(self.ops.linear), pattern, self.ops)
             for layer, pattern in zip(weights.layers, self.patterns, strict=True)
         ]
 
@@ -88,7 +90,7 @@ class DecoderTarget(TargetModel):
         return TargetOutput(hidden, features)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+        return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
 
 
 def load_target(

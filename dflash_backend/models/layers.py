@@ -6,7 +6,7 @@ and attention is an operation of `ops.py`: few calls, since at small batches a c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.linear import Linear
+from dflash_backend.models.linear import Linear, Product
 from dflash_backend.models.mlp import DenseMlp, SparseMlp
 from dflash_backend.models.ops import LayerOps, Rotation
 
@@ -50,6 +50,15 @@ class LayerWeights:
             mlp=DenseMlp.read(source, mlp, hidden, spec.intermediate_size, config.mlp_bias)
             if config.moe is None
             else SparseMlp.read(source, mlp, hidden, config.moe),
+        )
+
+    def with_product(self, product: Product) -> LayerWeights:
+        """The same weights, multiplied by `product`."""
+        return replace(
+            self,
+            qkv=self.qkv.with_product(product),
+            output=self.output.with_product(product),
+            mlp=self.mlp.with_product(product),
         )
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +10,21 @@ import torch.nn.functional as F
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.cpu_product import CpuWeight
 
+Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+"""`x @ weight.T + bias` of x `[..., in_features]`, as `torch.nn.functional.linear`."""
+
 
 class Linear:
-    """`x @ weight.T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`, or None."""
+    """`x @ weight.T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`, or None. product: what
+    multiplies; in float32 on a CPU `F.linear` gives way to oneDNN where that is faster."""
 
-    __slots__ = ("_cpu", "bias", "weight")
+    __slots__ = ("_cpu", "bias", "product", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, product: Product = F.linear) -> None:
         self.weight = weight
         self.bias = bias
-        self._cpu = CpuWeight(weight) if CpuWeight.fits(weight) else None
+        self.product = product
+        self._cpu = CpuWeight(weight) if product is F.linear and CpuWeight.fits(weight) else None
 
     @classmethod
     def read(
@@ -45,11 +50,15 @@ class Linear:
         """`[..., in_features]` -> `[..., out_features]`."""
         if self._cpu is not None and self._cpu.pays(x.numel() // x.shape[-1]):
             return self._cpu.product(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
+
+    def with_product(self, product: Product) -> Linear:
+        """The same weights, multiplied by `product`."""
+        return self if product is self.product else Linear(self.weight, self.bias, product)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """The product that gives the outputs `index` alone: a view for a slice, a copy for int64 indices."""
-        return Linear(self.weight[index], None if self.bias is None else self.bias[index])
+        return Linear(self.weight[index], None if self.bias is None else self.bias[index], self.product)
 
     @property
     def in_features(self) -> int:

@@ -3,13 +3,13 @@ it (arXiv 2505.09388)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
-from dflash_backend.models.linear import Linear
+from dflash_backend.models.linear import Linear, Product
 from dflash_backend.models.ops import LayerOps
 
 
@@ -27,6 +27,10 @@ class DenseMlp:
             gate_up=Linear.read(source, prefix, {"gate_proj": inner, "up_proj": inner}, hidden, bias),
             down=Linear.read(source, prefix, {"down_proj": hidden}, inner, bias),
         )
+
+    def with_product(self, product: Product) -> DenseMlp:
+        """The same weights, multiplied by `product`."""
+        return DenseMlp(self.gate_up.with_product(product), self.down.with_product(product))
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
@@ -58,6 +62,10 @@ class SparseMlp:
             for name, out in zip(("gate", "up", "down"), (*gate_up[expert].split(inner), down[expert]), strict=True):
                 source.read(f"{prefix}experts.{expert}.{name}_proj.weight", out)
         return cls(moe, router, gate_up, down)
+
+    def with_product(self, product: Product) -> SparseMlp:
+        """The same weights, the router's multiplied by `product`; the experts are multiplied by the operations."""
+        return replace(self, router=self.router.with_product(product))
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,

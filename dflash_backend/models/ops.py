@@ -9,12 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from dflash_backend.attention import KVLayer
+from dflash_backend.models.linear import Product
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
     context_write,
     grouped_conv,
+    invariant_linear,
+    invariant_moe,
     markov_step,
     moe,
     moe_routing,
@@ -43,6 +47,7 @@ class Rotation:
 class LayerOps:
     """The operations as a few torch calls each; `TritonLayerOps` replaces all of them."""
 
+    linear: Product = staticmethod(F.linear)
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
     silu_mul = staticmethod(silu_mul.silu_mul_reference)
@@ -86,6 +91,15 @@ class LayerOps:
         """The drafter's context KV to `slots` of every layer's cache. With `padded` slots may be below 0."""
         layers = [cache.slots for cache in caches]
         context_write.context_write_reference(projected, k_norm, eps, rotation.cos, rotation.sin, slots, layers, padded)
+
+
+class InvariantLayerOps(LayerOps):
+    """The torch operations of a target with `batch_invariant`, on a CPU: a token's results have the same bits whatever
+    other tokens are there. What is not replaced computes each row, or each number, by itself."""
+
+    linear = staticmethod(invariant_linear.invariant_linear_reference)
+    silu_mul = staticmethod(silu_mul.invariant_silu_mul_reference)
+    experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
 
 
 if norms.triton is not None:
@@ -141,9 +155,11 @@ if norms.triton is not None:
             )
 
 
-def select_ops(device: torch.device, wanted: str | None = None) -> LayerOps:
+def select_ops(device: torch.device, wanted: str | None = None, batch_invariant: bool = False) -> LayerOps:
     """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there."""
-    return TritonLayerOps() if use_triton(device, wanted) else LayerOps()
+    if use_triton(device, wanted):
+        return TritonLayerOps()
+    return InvariantLayerOps() if batch_invariant else LayerOps()
 
 
 def stacked(caches: list[KVLayer]) -> torch.Tensor:

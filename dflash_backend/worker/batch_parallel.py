@@ -42,8 +42,10 @@ def num_batch_threads(weight_bytes: int) -> int:
 class BatchThreads:
     """The calling thread and others, each running one part of a step with torch's own threading switched off."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, batch_invariant: bool = False) -> None:
+        """batch_invariant: no operation has more threads in one step than in another."""
         self.num_workers = num_workers
+        self._batch_invariant = batch_invariant
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1:
             self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _keep_to_one_thread)
@@ -72,7 +74,8 @@ class BatchThreads:
         """`work` for each part, at the same time; the results in order. An error of any part is raised, after all have
         ended."""
         num_tokens = sum(row.num_new + row.num_draft for row in parts[0])
-        if self._pool is None or (len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS):
+        is_long = len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS
+        if self._pool is None or (is_long and not self._batch_invariant):
             return [work(part) for part in parts]
         futures = [self._pool.submit(work, part) for part in parts[1:]]
         try:

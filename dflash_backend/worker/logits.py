@@ -221,11 +221,13 @@ def ranked_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, num_top: int
 ) -> tuple[list[float], list[int], list[list[float]], list[list[int]]]:
     """For `logits` `[n, vocab]` and chosen tokens int64 `[n, 1]`: each chosen one's log-probability and rank, and the
-    log-probabilities and ids of the `num_top` most likely tokens, the best first."""
+    log-probabilities and ids of the `num_top` most likely tokens, the best first, the lowest id among equals: which
+    ones a request gets does not depend on how many its neighbours ask for."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, chosen)
     rank = (logprobs >= own).sum(dim=1, keepdim=True)
-    top, top_ids = logprobs.topk(min(num_top, logits.shape[1]), dim=1)
+    top_ids = most_likely(logprobs, min(num_top, logits.shape[1]))
+    top = logprobs.gather(1, top_ids)
     # Side by side, for one copy to the host; float64 holds ids and float32 values exactly.
     packed = torch.cat([part.double() for part in (own, rank, top, top_ids)], dim=1).cpu().numpy()
     own_host, rank_host, top_host, ids_host = np.split(packed, [1, 2, 2 + top.shape[1]], axis=1)
@@ -235,6 +237,16 @@ def ranked_logprobs(
         top_host.tolist(),
         ids_host.astype(np.int64).tolist(),
     )
+
+
+def most_likely(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns of the largest `scores` (float32 `[n, vocab]`) of each row, the first among equals: int64
+    `[n, count]`. `topk` gives equals in an order that depends on `count`."""
+    bits = scores.view(torch.int32).long()
+    # As integers in the order of the numbers; below each, the column, the lowest of which is the largest key.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    return (ordered * 2**32 - columns).topk(count, dim=1).indices
 
 
 def logprobs_entry(

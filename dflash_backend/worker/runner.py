@@ -73,17 +73,22 @@ class ModelRunner:
     """Runs the steps of plans, on the device that the models, the KV and the requests' state of `step` are on."""
 
     def __init__(
-        self, step: ModelStep, max_tokens: int, num_batch_threads: int = 1, grammars: GrammarCompiler | None = None
+        self,
+        step: ModelStep,
+        max_tokens: int,
+        num_batch_threads: int = 1,
+        grammars: GrammarCompiler | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """max_tokens: the most tokens of one step. num_batch_threads: threads that share the rows of a step, with
-        `HostStepOps`. grammars: where requests with structured output find theirs."""
+        `HostStepOps`. grammars: where requests with structured output find theirs. batch_invariant: as the setting."""
         self.step = step
         self.device = step.device
         self.overlaps = not step.ops.on_host
         self.requests = RequestStates(step.state, step.target.spec.vocab_size)
         beside = num_batch_threads == 1
         self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device, beside)
-        self.threads = BatchThreads(num_batch_threads)
+        self.threads = BatchThreads(num_batch_threads, batch_invariant)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device)
         self.graphs = GraphRunner(step, self.layouts)

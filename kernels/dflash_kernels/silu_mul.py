@@ -19,6 +19,14 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def invariant_silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `silu_mul_reference`, the same bits for a number wherever it lies. torch's SiLU computes the numbers at the
+    end of a thread's share, which are fewer than a vector, in another way than the others."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float()
+    return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
+
+
 if triton is not None:
 
     @triton.jit

@@ -32,6 +32,7 @@ OF_THE_SOURCE = (
     "contributing.md",
     "scheduling.md",
     "gpu.md",
+    "batch-invariance.md",
     "checkpoints.md",
 )
 REFERENCE = re.compile(r"`([\w/]+\.py)(?::(\w+))?`")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import ScheduledRequest
-from dflash_backend.worker.batch_parallel import MAX_WEIGHT_BYTES, BatchThreads, num_batch_threads
+from dflash_backend.worker.batch_parallel import INTRA_OP_TOKENS, MAX_WEIGHT_BYTES, BatchThreads, num_batch_threads
 
 
 def row(name: str, num_tokens: int, num_computed: int = 0) -> ScheduledRequest:
@@ -59,6 +59,17 @@ def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
     before = torch.get_num_threads()
     assert pool.run(work, parts) == [("a", 1), ("b", 1)]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("batch_invariant", "threads"), [(False, 2), (True, 1)])
+def test_a_long_prompt_has_threads_within_operations_unless_its_bits_must_be_those_of_a_short_one(
+    batch_invariant: bool, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    ran = BatchThreads(2, batch_invariant).run(lambda part: torch.get_num_threads(), [[row("a", INTRA_OP_TOKENS)]])
+    torch.set_num_threads(before)
+    assert ran == [threads]
 
 
 @pytest.mark.parametrize("failing", ["a", "b"])

@@ -10,7 +10,13 @@ import torch
 
 from dflash_backend.core.plan import NewRequest
 from dflash_backend.messages import SamplingParams
-from dflash_backend.worker.logits import PENALISED_AT_A_TIME, SamplingMetadata, apply_processors, token_logprobs
+from dflash_backend.worker.logits import (
+    PENALISED_AT_A_TIME,
+    SamplingMetadata,
+    apply_processors,
+    most_likely,
+    token_logprobs,
+)
 from dflash_backend.worker.state import RequestStates, StateTensors
 
 VOCAB = 11
@@ -147,6 +153,13 @@ def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_lik
     (entries,) = token_logprobs(logits, rows, requests, [[3]])
     assert entries is not None
     assert (entries[0].token_ids[0], entries[0].ranks) == (3, [1, 2])
+
+
+def test_equally_likely_tokens_come_in_the_order_of_their_ids_however_many_are_asked_for() -> None:
+    scores = torch.randint(-3, 2, (5, 400), generator=torch.Generator().manual_seed(0)).float() - 0.5
+    expected = scores.sort(dim=1, descending=True, stable=True).indices
+    for count in (1, 4, 17, 400):
+        assert torch.equal(most_likely(scores, count), expected[:, :count])
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:

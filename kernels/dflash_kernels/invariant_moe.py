@@ -1,0 +1,29 @@
+"""Experts with products whose rows do not depend on one another (`invariant_linear`)."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_kernels.invariant_linear import invariant_linear_reference
+from dflash_kernels.silu_mul import invariant_silu_mul_reference
+
+
+def invariant_experts_mlp_reference(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """As `moe.experts_mlp_reference`, the same bits for a token whatever other tokens go to its experts. A token's
+    results are added up in float32, one expert after the other, and rounded once."""
+    num_tokens, per_token = experts.shape
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
+    outputs = x.new_empty(num_tokens * per_token, x.shape[-1])
+    for expert, entries in enumerate(order.split(counts)):
+        if len(entries):
+            inner = invariant_silu_mul_reference(invariant_linear_reference(x[entries // per_token], gate_up[expert]))
+            outputs[entries] = invariant_linear_reference(inner, down[expert])
+    weighted = (outputs.view(num_tokens, per_token, -1) * weights[:, :, None]).float()
+    total = weighted[:, 0].clone()
+    for rank in range(1, per_token):
+        total += weighted[:, rank]
+    return total.to(x.dtype)
