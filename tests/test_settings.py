@@ -99,7 +99,6 @@ def test_a_setting_changes_what_it_says(
     # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one; n-grams
     # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
-    company |= {"batch_invariant": {"attention_backend": "torch"}}
     company |= {lookup: {"draft_model": "ngram"} for lookup in ("prompt_lookup_max", "prompt_lookup_min")}
     with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)
     assert observe(with_it) == expected

@@ -73,6 +73,7 @@ class Case:
     adaptive: bool = False
     window: int | None = None
     max_num_seqs: int = 16
+    batch_invariant: bool = False
 
 
 CASES = (
@@ -88,6 +89,8 @@ CASES = (
     Case("DFlash2, adaptive k", k=7, dflash2=True, adaptive=True),
     Case("DSpark, k = 7", k=7, markov=RNN),
     Case("DSpark, adaptive k", k=7, markov=GATED, adaptive=True),
+    Case("dense, batch-invariant", adaptive=True, batch_invariant=True),
+    Case("experts, batch-invariant", moe=True, batch_invariant=True),
 )
 
 
@@ -116,13 +119,14 @@ def model_step(case: Case) -> ModelStep:
     """The models with kernels in place of references, on the CPU."""
     shape = shape_of(case)
     positions = max_positions(MAX_MODEL_LEN, case.k)
-    ops, backend = select_ops(CPU, "triton"), TritonBackend(BLOCK_SIZE)
+    ops, plain = select_ops(CPU, "triton", case.batch_invariant), TritonBackend(BLOCK_SIZE)
+    backend = plain.batch_invariant() if case.batch_invariant else plain
     weights = TargetWeights.read(target_tensors(shape, DTYPE, CPU), shape.target)
     target = DecoderTarget(shape.target, weights, positions, ops)
     kv = PagedKVCache.allocate(shape.target.decoder, shape.draft.decoder, NUM_BLOCKS, BLOCK_SIZE, DTYPE, CPU)
     return ModelStep(
         target,
-        _drafter(case, shape, target, kv, backend),
+        _drafter(case, shape, target, kv, plain),
         kv,
         backend,
         select_step_ops(CPU, "triton"),
@@ -130,6 +134,7 @@ def model_step(case: Case) -> ModelStep:
         draft_temperature_ratio=1.0,
         dtype=DTYPE,
         wants_confidence=case.adaptive,
+        draft_backend=plain,
     )
 
 

@@ -82,11 +82,18 @@ class TritonBackend(AttentionBackend):
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
         emulated=frozenset({"cpu"}),
         capturable=True,
+        batch_invariant=frozenset({"cuda", "cpu"}),
     )
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._every_variant = False
+
+    def batch_invariant(self) -> AttentionBackend:
+        """As `AttentionBackend.batch_invariant`."""
+        from dflash_backend.attention.invariant_triton import InvariantTritonBackend
+
+        return InvariantTritonBackend(self.block_size)
 
     @contextmanager
     def every_variant(self) -> Iterator[None]:

@@ -227,6 +227,7 @@ def _runner(
         draft_temperature_ratio=config.draft_temperature_ratio,
         dtype=models.dtype,
         wants_confidence=config.adaptive_speculation,
+        draft_backend=models.draft_backend,
     )
     workers = num_batch_threads(sum(weight_bytes(directory) for directory in pair.checkpoints))
     return ModelRunner(step, config.max_num_batched_tokens, workers, grammars, config.batch_invariant)

@@ -154,11 +154,17 @@ if norms.triton is not None:
                 projected, k_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, stacked(caches)
             )
 
+    class InvariantTritonLayerOps(TritonLayerOps):
+        """As `InvariantLayerOps`, as kernels."""
+
+        linear = staticmethod(invariant_linear.invariant_linear)
+        experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
+
 
 def select_ops(device: torch.device, wanted: str | None = None, batch_invariant: bool = False) -> LayerOps:
     """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there."""
     if use_triton(device, wanted):
-        return TritonLayerOps()
+        return InvariantTritonLayerOps() if batch_invariant else TritonLayerOps()
     return InvariantLayerOps() if batch_invariant else LayerOps()
 
 

@@ -86,7 +86,8 @@ class ModelStep:
     """The models, the KV, the requests' state and the operations that steps are made of.
 
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
-    wants_confidence: whether the drafter says how sure it is of its drafts.
+    wants_confidence: whether the drafter says how sure it is of its drafts. draft_backend: what runs the drafter's
+    attention, None where `backend` does.
     """
 
     target: TargetModel
@@ -98,6 +99,7 @@ class ModelStep:
     draft_temperature_ratio: float
     dtype: torch.dtype
     wants_confidence: bool = False
+    draft_backend: AttentionBackend | None = None
     pending: PendingContext | None = field(init=False, default=None)
     """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
 

@@ -9,6 +9,7 @@ driver of `benchmarks.gpu.kernel_variants` shows that no workload adds a kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -29,17 +30,24 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
     """Compile the kernels of steps of at most `max_tokens` tokens. draft_widths: the drafts that steps propose for each
     row where that is not always k."""
     longest = min(CHUNK, max_tokens)
-    with step.backend.every_variant():
+    with _every_variant(step):
         step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
     for num_tokens in _token_counts(step, max_tokens):
         step.run(_padding_under_bounds(step, layouts, num_tokens, sampled=False))
     for width in {step.state.k, *draft_widths}:
         for sampled in (False, True):
-            with step.backend.every_variant():
+            with _every_variant(step):
                 step.run(_padding_under_bounds(step, layouts, 1, sampled, width))
     for num_rows in _powers_of_two(layouts.max_rows):
         step.ops.lay_out(_padding_under_bounds(step, layouts, 1, num_rows=num_rows), step.state)
     _choose_tokens(step, layouts)
+
+
+@contextmanager
+def _every_variant(step: ModelStep) -> Iterator[None]:
+    """In this block the attention of both models runs every kernel that it has."""
+    with step.backend.every_variant(), (step.draft_backend or step.backend).every_variant():
+        yield
 
 
 def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:

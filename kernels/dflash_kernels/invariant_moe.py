@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels import moe
 from dflash_kernels.invariant_linear import invariant_linear_reference
 from dflash_kernels.silu_mul import invariant_silu_mul_reference
 
@@ -27,3 +28,19 @@ def invariant_experts_mlp_reference(
     for rank in range(1, per_token):
         total += weighted[:, rank]
     return total.to(x.dtype)
+
+
+if moe.triton is not None:
+    # One tile for every number of tokens: between those for decode rows and those for long prompts.
+    TILE = moe.TILES[2]
+
+    def invariant_experts_mlp(
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        tile: moe.Tile | None = None,
+    ) -> torch.Tensor:
+        """As `moe.experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `TILE`."""
+        return moe.experts_mlp(x, gate_up, down, weights, experts, tile or TILE)

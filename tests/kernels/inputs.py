@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
+from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,6 +21,18 @@ A_ROUNDING_APART = {"atol": 0.1, "rtol": 0.02}
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     """Standard normal float32 of `shape`, where kernels run."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def multiply_as_tensor_cores_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make products of Triton's interpreter give a row the same bits in every place of a tile, as those of a GPU do.
+    numpy multiplies a few rows at a time, by code that differs for the last ones; in float64, rounded to float32, that
+    does not show."""
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, *precision: object) -> interpreter.TensorHandle:
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def rotary_tables(max_positions: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,8 @@ import torch
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.context_write import context_write
 from dflash_kernels.grouped_conv import grouped_conv
+from dflash_kernels.invariant_attention import invariant_attention, plan_pieces, with_tiles
+from dflash_kernels.invariant_linear import invariant_linear
 from dflash_kernels.markov_step import markov_step
 from dflash_kernels.moe import TILES, experts_mlp
 from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
@@ -20,7 +22,7 @@ from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.silu_mul import silu_mul
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
-NUM_SLOTS, BLOCK_SIZE = 64, 16
+NUM_SLOTS, BLOCK_SIZE, VOCAB = 64, 16, 151936
 MOE_HIDDEN, MOE_INNER, NUM_EXPERTS, PER_TOKEN = 2048, 768, 128, 8
 
 
@@ -45,6 +47,23 @@ def launches() -> None:
     attend([2048, 16, 0], causal=True)
     attend([8192], causal=True)
     route_to_experts()
+    in_any_batch([16], 32768)
+    in_any_batch([300, 16, 0], 2000)
+
+
+def in_any_batch(query_lens: list[int], context: int) -> None:
+    """A product and one layer's attention with `batch_invariant`."""
+    for outputs, bias in ((HIDDEN, None), (VOCAB, zeros(VOCAB))):
+        invariant_linear(zeros(sum(query_lens), HIDDEN), zeros(outputs, HIDDEN), bias)
+    num_rows = len(query_lens)
+    launches, table = plan_pieces(
+        np.array(query_lens), np.full(num_rows, context), HeadShape(HEADS, KV_HEADS, HEAD_DIM, 2)
+    )
+    numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
+    rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
+    query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
+    tiled = with_tiles(launches, None if table is None else torch.from_numpy(table))
+    invariant_attention(query, cache, rows, tiled, causal=True, window=None)
 
 
 def convolve_and_walk(rank: int = 256, num_candidates: int = 16) -> None:

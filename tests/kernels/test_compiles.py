@@ -17,6 +17,8 @@ FILES = {
         "attention_schedule",
         "context_write",
         "grouped_conv",
+        "invariant_attention",
+        "invariant_linear",
         "markov_step",
         "moe",
         "moe_routing",

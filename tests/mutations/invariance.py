@@ -7,6 +7,8 @@ from tests.mutations.mutant import Mutant, mutants_of
 PRODUCTS = "kernels/dflash_kernels/invariant_linear.py"
 ATTENTION = "dflash_backend/attention/invariant_torch.py"
 OF_PRODUCTS = ("tests/kernels/test_invariant_linear.py",)
+OF_KERNELS = ("tests/kernels/test_invariant_kernels.py",)
+PIECES = "kernels/dflash_kernels/invariant_attention.py"
 OF_ATTENTION = ("tests/attention/test_invariant_torch.py",)
 
 INVARIANCE_MUTANTS = (
@@ -39,6 +41,31 @@ INVARIANCE_MUTANTS = (
         "min(max(1, TILE_LINES // group), int(metadata.layout.query_lens.max())))",
         OF_ATTENTION,
         more=((ATTENTION, "(0, 0, 0, -num_lines % TILE_LINES)", "(0, 0, 0, 0)"),),
+    ),
+    Mutant(
+        "the order of a product's sums follows the number of rows",
+        PRODUCTS,
+        "BLOCK_K=tile.k_bytes // x.itemsize,",
+        "BLOCK_K=tile.k_bytes // x.itemsize // (1 if len(rows) > 16 else 2),",
+        OF_KERNELS,
+    ),
+    *mutants_of(
+        PIECES,
+        OF_KERNELS,
+        ("contexts are split by load", '"PIECE": PIECE,', '"PIECE": PIECE * launch.num_tiles,'),
+        ("blocks of keys begin where a window does", "        begin = begin // BLOCK_N * BLOCK_N\n", ""),
+        (
+            "the tiling of a launch follows its rows",
+            "tiling, longest = pieces_tiling(shape, shared_bytes), int(query_lens.max(initial=0))",
+            "longest = int(query_lens.max(initial=0))\n    tiling = tiling_of(shape, longest, shared_bytes)",
+        ),
+    ),
+    Mutant(
+        "the tile of experts follows the number of tokens",
+        "kernels/dflash_kernels/invariant_moe.py",
+        "tile or TILE",
+        "tile",
+        OF_KERNELS,
     ),
     Mutant(
         "SiLU computes the end of a thread's share in another way",

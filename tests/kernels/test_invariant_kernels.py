@@ -1,0 +1,157 @@
+"""The kernels for `batch_invariant`: right, and with the same bits for a row or a query in any batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dflash_kernels import invariant_attention as pieces
+from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.invariant_attention import PIECE, invariant_attention, pieces_variants, plan_pieces, with_tiles
+from dflash_kernels.invariant_linear import invariant_linear, product_tile
+from dflash_kernels.invariant_moe import invariant_experts_mlp
+from dflash_kernels.moe import experts_mlp_reference
+from dflash_kernels.paged_attention import paged_attention_reference
+from dflash_kernels.paged_attention_launch import HeadShape
+from tests.kernels.inputs import DEVICE, HALF_DTYPES, multiply_as_tensor_cores_do, random
+
+DTYPES = [torch.float32, *HALF_DTYPES]
+COUNTS = [1, 3, 17, 64, 100]
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# Longer than two pieces.
+LONGEST = 2 * PIECE + 300
+WINDOWS = [None, 1, 70, PIECE + 30]
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_as_tensor_cores_do(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 97), (160, 130), (33, 7)])
+def test_a_row_of_a_product_has_the_same_bits_among_any_rows(
+    dtype: torch.dtype, bias: bool, inputs: int, outputs: int
+) -> None:
+    weight, offset = random(outputs, inputs).to(dtype), random(outputs, seed=1).to(dtype) if bias else None
+    x = random(150, inputs, seed=2).to(dtype)
+    whole = invariant_linear(x, weight, offset)
+    torch.testing.assert_close(whole, F.linear(x, weight, offset), atol=10 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for count in COUNTS:
+        for first in (0, 13, 50):
+            some = invariant_linear(x[first : first + count].clone(), weight, offset)
+            assert torch.equal(some, whole[first : first + count]), (count, first)
+
+
+def test_the_tile_of_a_product_follows_its_weight_alone() -> None:
+    assert {product_tile(4096, 2).columns, product_tile(150_000, 2).columns} == {64, 128}
+    assert invariant_linear(random(2, 3, 8), random(5, 8)).shape == (2, 3, 5)
+    assert invariant_linear(random(0, 8), random(5, 8)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_whatever_other_tokens_go_to_its_experts(dtype: torch.dtype) -> None:
+    x, gate_up, down = random(90, 136).to(dtype), random(6, 2 * 70, 136, seed=1) / 12, random(6, 136, 70, seed=2) / 9
+    gate_up, down = gate_up.to(dtype), down.to(dtype)
+    experts = random(90, 6, seed=3).topk(3).indices
+    weights = random(90, 3, seed=4).abs().to(dtype)
+    whole = invariant_experts_mlp(x, gate_up, down, weights, experts.int())
+    expected = experts_mlp_reference(x, gate_up, down, weights, experts)
+    torch.testing.assert_close(whole, expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for count in COUNTS[:-1]:
+        some = slice(9, 9 + count)
+        own = invariant_experts_mlp(x[some], gate_up, down, weights[some], experts[some].int())
+        assert torch.equal(own, whole[some]), count
+
+
+class Memory:
+    """Rows over scattered blocks that they share with nobody; `width` blocks hold a row."""
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, longest: int = LONGEST, block_size: int = 16) -> None:
+        self.block_size = block_size
+        width = -(-longest // block_size)
+        order = np.random.default_rng(3).permutation(num_rows * width)
+        self.tables = torch.from_numpy(order.reshape(num_rows, width).astype(np.int32)).to(DEVICE)
+        self.cache = random(num_rows * width, block_size, 2, 1, 16).to(dtype)
+        self.query = random(num_rows, longest, 2, 16, seed=1).to(dtype)
+
+    def batch(self, rows: list[int], lens: list[int], ends: list[int]) -> tuple[torch.Tensor, PagedBatch]:
+        """The last `lens` queries of the first `ends` positions of `rows`."""
+        query = torch.cat([self.query[r, end - count : end] for r, count, end in zip(rows, lens, ends, strict=True)])
+        starts = np.cumsum(lens) - lens
+        columns = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in (starts.tolist(), lens, ends))
+        return query, PagedBatch(*columns, self.tables[rows])
+
+    def attend(
+        self,
+        rows: list[int],
+        lens: list[int],
+        ends: list[int],
+        causal: bool = True,
+        window: int | None = None,
+        bounds: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Their output, as the host knows their ends, or with these bounds of them."""
+        query, batch = self.batch(rows, lens, ends)
+        shape = HeadShape(2, 1, 16, query.itemsize)
+        launches, table = plan_pieces(np.array(lens), np.array(bounds or ends), shape)
+        tiles = None if table is None else torch.from_numpy(table).to(DEVICE)
+        return invariant_attention(query, self.cache, batch, with_tiles(launches, tiles), causal, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_pieces_are_attention(dtype: torch.dtype, window: int | None, causal: bool) -> None:
+    memory, rows = Memory(4, dtype), ([0, 1, 2, 3], [1, 40, 16, 5], [1, PIECE + 20, LONGEST, PIECE])
+    query, batch = memory.batch(*rows)
+    expected = paged_attention_reference(query.double(), memory.cache.double(), batch, causal, window)
+    tolerance = TOLERANCE[dtype]
+    actual = memory.attend(*rows, causal=causal, window=window)
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_query_has_the_same_bits_alone_in_any_chunk_and_beside_any_rows(
+    dtype: torch.dtype, window: int | None
+) -> None:
+    memory = Memory(3, dtype)
+    # Where a piece ends, a block of keys, and nothing.
+    for first, end in ((PIECE - 20, PIECE + 30), (0, 40), (LONGEST - 40, LONGEST)):
+        whole = memory.attend([1], [end - first], [end], window=window)
+        for at in (first, first + 19, first + 20, end - 1):
+            alone = memory.attend([1], [1], [at + 1], window=window)
+            assert torch.equal(alone[0], whole[at - first]), at
+        chunk = memory.attend([1], [16], [first + 23], window=window)
+        assert torch.equal(chunk, whole[7:23])
+        among = memory.attend([0, 1, 2], [5, 16, 1], [5, first + 23, LONGEST], window=window)
+        assert torch.equal(among[5:21], whole[7:23])
+        bounded = memory.attend([1], [16], [first + 23], window=window, bounds=[LONGEST])
+        assert torch.equal(bounded, whole[7:23])
+
+
+def test_partial_results_that_take_too_much_memory_come_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, rows = Memory(3, torch.float32), ([0, 1, 2], [20, 3, 16], [PIECE + 5, 9, LONGEST])
+    together = memory.attend(*rows)
+    monkeypatch.setattr(pieces, "MAX_PARTIAL_LINES", 1)
+    launches, table = plan_pieces(np.array(rows[1]), np.array(rows[2]), HeadShape(2, 1, 16, 4))
+    assert table is not None
+    assert len(launches) == table.shape[1] == 6
+    assert torch.equal(memory.attend(*rows), together)
+    assert torch.equal(memory.attend([0, 1, 2], [16] * 3, [LONGEST] * 3)[32:], together[23:])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+def test_every_launch_is_of_a_kind_that_is_compiled_at_the_start(head_dim: int, itemsize: int, group: int) -> None:
+    shape = HeadShape(8 * group, 8, head_dim, itemsize)
+    ((mapped, _), (plain, _)) = pieces_variants(shape)
+    for lens in ([1], [16] * 5, [300, 1, 0, 7], [8192]):
+        launches, _ = plan_pieces(np.array(lens), np.full(len(lens), 40_000), shape)
+        assert {launch.tiling for launch in launches} == {mapped.tiling} == {plain.tiling}
+        assert sum(launch.num_tiles for launch in launches) >= len(lens) - 1

@@ -1,0 +1,74 @@
+"""`batch_invariant` with our own kernels throughout: on a GPU where there is one, else under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batch_invariance import differing, random_prompts, run
+from tests.kernels.inputs import multiply_as_tensor_cores_do
+from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.worker.engines import triton_engine
+
+MAX_TOKENS = 3
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3ForCausalLM", {}),
+    ("MistralForCausalLM", {"sliding_window": 9}),
+    ("Qwen3MoeForCausalLM", {}),
+]
+
+
+@pytest.fixture(autouse=True)
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_as_tensor_cores_do(monkeypatch)
+
+
+def settings(folder: Path, rows: int, k: int, tokens: int) -> dict[str, Any]:
+    """An engine with `batch_invariant` for that many rows at a time, and steps of at most so many tokens."""
+    return {
+        "target_model": str(folder / "target"),
+        "draft_model": str(folder / "draft") if k else "",
+        "num_speculative_tokens": k,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": rows,
+        "max_model_len": 128,
+        "kv_block_size": 16,
+        "kv_write_guard": False,
+        "batch_invariant": True,
+    }
+
+
+def make_models(folder: Path, architecture: str = "Qwen3ForCausalLM", **changes: Any) -> None:
+    """A target of two layers and a drafter for it, with blocks of 16."""
+    make_target(folder / "target", architecture=architecture, num_hidden_layers=2, **changes)
+    dflash = {"target_layer_ids": [0, 1], "mask_token_id": VOCAB_SIZE - 1}
+    make_draft(folder / "draft", block_size=16, num_target_layers=2, dflash_config=dflash)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), FAMILIES)
+def test_logits_are_the_same_to_the_bit_chunked_or_whole_with_any_k(
+    tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    make_models(tmp_path, architecture, **changes)
+    prompts = random_prompts(3, VOCAB_SIZE, longest=40)
+    alone = run(triton_engine(**settings(tmp_path, 1, 0, 256)), prompts[:1], max_tokens=MAX_TOKENS)
+    for rows, k, tokens in ((1, 15, 256), (3, 0, 30), (3, 15, 60)):
+        built = triton_engine(**settings(tmp_path, rows, k, tokens))
+        together = run(built, prompts[:rows], max_tokens=MAX_TOKENS)
+        assert differing(alone[1], together[1]) == 0, (rows, k, tokens)
+        assert together[0]["0"] == alone[0]["0"]
+    hits = built.core.stats().prefix_cache_hits
+    again = run(built, prompts[:1], prefix="again ", max_tokens=MAX_TOKENS)
+    assert built.core.stats().prefix_cache_hits > hits
+    assert differing(alone[1], again[1]) == 0
+
+
+@pytest.mark.parametrize(("rows", "k"), [(17, 0), (17, 15), (64, 0), pytest.param(64, 15, marks=pytest.mark.slow)])
+def test_logits_are_the_same_to_the_bit_among_many_rows(tmp_path: Path, rows: int, k: int) -> None:
+    make_models(tmp_path)
+    prompts = [prompt[:20] for prompt in random_prompts(rows, VOCAB_SIZE, longest=20)]
+    alone = run(triton_engine(**settings(tmp_path, 1, 0, 2048)), prompts[:1], max_tokens=MAX_TOKENS)
+    together = run(triton_engine(**settings(tmp_path, rows, k, 2048)), prompts, max_tokens=MAX_TOKENS)
+    assert differing(alone[1], together[1]) == 0
