@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,33 @@ def drafter_shapes(num_features: int, intermediate: int) -> dict[str, tuple[int,
     """The tensors of a two-layer drafter, under z-lab's names, that takes the features of `num_features` layers."""
     shapes = {"fc.weight": (HIDDEN, num_features * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     return shapes | layer_shapes("layers.0.", intermediate) | layer_shapes("layers.1.", intermediate)
+
+
+def eagle3_shapes(
+    layer: str,
+    intermediate: int,
+    num_features: int = 3,
+    target_hidden: int = HIDDEN,
+    qwen3: bool = True,
+    norms: Sequence[str] = (),
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of an EAGLE-3 drafter, the names of whose layer's begin with `layer`. norms: of its features, as its
+    config calls them."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, num_features * target_hidden),
+        "norm.weight": (HIDDEN,),
+        f"{layer}hidden_norm.weight": (HIDDEN,),
+    }
+    for name, shape in layer_shapes(layer, intermediate).items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            shapes[name] = (shape[0], 2 * HIDDEN)
+        elif qwen3 or not name.endswith(("q_norm.weight", "k_norm.weight")):
+            shapes[name] = shape
+    if "norm_before_fc" in norms:
+        shapes["input_norm.weight"] = (num_features * target_hidden,)
+    if "fc_norm" in norms:
+        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(num_features)}
+    return shapes
 
 
 def save_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

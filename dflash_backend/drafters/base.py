@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, KVLayer
+from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionPattern, DeviceLengths, KVLayer
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
@@ -32,6 +32,22 @@ class TokenHistory:
     req_idx: torch.Tensor
     num_drafts: torch.Tensor
     k: int
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """One pass of an autoregressive drafter: for each of n rows a query, whose output gives the row's next draft.
+
+    rows: int64 `[n]`, the rows as indices among those of the pass before, None for all of them. drafts: int64 `[n]`,
+    the indices of their drafts among all. positions, slots: int64 `[n]`; -1 for a slot where nothing is written.
+    layout: the rows as attention runs them.
+    """
+
+    rows: torch.Tensor | None
+    drafts: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    layout: AttentionBatch
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,31 @@ class DraftQueries:
             rows = rows[left]
             yield torch.from_numpy(left), torch.from_numpy(first[rows] + place)
 
+    def passes(self) -> Iterator[DraftPass]:
+        """The passes in which an autoregressive drafter (`from_anchor`) drafts, one for each place of the longest row.
+
+        The first runs at the position before the anchor, whose KV `inject` has written; each other one at the position
+        of the anchor and then of the drafts, whose KV it writes.
+        """
+        anchors, tables = self.positions[self.row_starts()[:-1]], self.layout.block_tables
+        for place, (rows, drafts) in enumerate(self.draft_steps()):
+            if rows is not None:
+                anchors, tables = anchors[rows], tables[rows]
+            slots = self.slots[drafts - 1] if place else torch.full_like(anchors, -1)
+            positions = (anchors + (place - 1)).clamp(min=0)
+            yield DraftPass(rows, drafts, positions, slots, self._pass_layout(anchors, tables, place))
+
+    def _pass_layout(self, anchors: torch.Tensor, tables: torch.Tensor, place: int) -> AttentionBatch:
+        """A query for each row, `place` positions behind the one before its anchor (int64 `[n]`)."""
+        ones, device = np.ones(len(anchors), dtype=np.int64), self.layout.device
+        if device is None:
+            return AttentionBatch(ones, anchors.numpy() + place, tables)
+        ends = (anchors + place) * (device.query_lens > place)
+        index = torch.arange(len(anchors), dtype=torch.int32, device=anchors.device)
+        lengths = DeviceLengths(index, (ends > 0).int(), ends.int())
+        # The bounds are those of the row's last query.
+        return AttentionBatch(ones, self.layout.seq_lens, tables, lengths, self.layout.max_overestimate + self.width)
+
     def block_index(self) -> torch.Tensor:
         """The place of each query in its row, 0 for an anchor's: int64 `[num_queries]`."""
         every = torch.arange(len(self.token_ids), device=self.token_ids.device)
@@ -104,10 +145,13 @@ class DraftQueries:
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """What a step's rows draft from. queries: None for a drafter without a model (`Drafter.placeholder_id`)."""
+    """What a step's rows draft from. queries: None for a drafter without a model (`Drafter.placeholder_id`). features:
+    `[R, L * target_hidden]`, of the position before each row's anchor, of the rows of `queries`; None unless
+    `Drafter.reads_next_tokens`."""
 
     history: TokenHistory
     queries: DraftQueries | None
+    features: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def _made_for(spec: DraftModelSpec) -> str:
 
 
 def _features(spec: DraftModelSpec) -> str:
+    if not spec.target_layer_ids:
+        return "of the target's layers that the method takes by default, as the checkpoint names none"
     boundaries = list(to_boundary_ids(spec.target_layer_ids))
     last = "; the last layer's after the final norm" if spec.normed_last_layer else ""
     return f"layer ids {list(spec.target_layer_ids)} of the target, which are boundary ids {boundaries}{last}"

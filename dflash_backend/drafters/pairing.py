@@ -18,7 +18,7 @@ def _depth_mismatch(target: TargetSpec, draft: DraftModelSpec) -> str | None:
     num_layers = target.decoder.num_layers
     if draft.num_target_layers not in (None, num_layers):
         return f"it was made for {draft.num_target_layers} target layers, the target has {num_layers}"
-    if max(draft.target_layer_ids) < num_layers:
+    if max(draft.target_layer_ids, default=0) < num_layers:
         return None
     if draft.format == "speculators":
         boundaries = list(to_boundary_ids(draft.target_layer_ids))

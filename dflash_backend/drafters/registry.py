@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from dflash_backend.drafters.dflash.speculators import read_speculators
 from dflash_backend.drafters.dflash.zlab import ARCHITECTURE, read_zlab
 from dflash_backend.drafters.dflash2 import config as dflash2
 from dflash_backend.drafters.dspark import config as dspark
+from dflash_backend.drafters.eagle3 import config as eagle3
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.drafters.speculators import MODEL_TYPE, is_speculators
 from dflash_backend.error_text import shown
@@ -31,11 +32,11 @@ Read = Callable[[Path, JsonReader, bool | None], DraftModelSpec]
 class Formats:
     """The formats of a method's checkpoints.
 
-    architecture: names it in `architectures`, in its authors' format: z-lab's, or that of DeepSpec. read: for that
-    format. read_speculators: for that of speculators.
+    architectures: any of these names it in `architectures`, in its authors' format: z-lab's, that of DeepSpec or of
+    EAGLE. read: for that format. read_speculators: for that of speculators.
     """
 
-    architecture: str
+    architectures: tuple[str, ...]
     read: Read
     read_speculators: Read
 
@@ -66,6 +67,12 @@ def _dspark() -> type[Drafter]:
     return DSparkDrafter
 
 
+def _eagle3() -> type[Drafter]:
+    from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter
+
+    return Eagle3Drafter
+
+
 def _ngram() -> type[Drafter]:
     from dflash_backend.drafters.ngram.drafter import NgramDrafter
 
@@ -73,9 +80,10 @@ def _ngram() -> type[Drafter]:
 
 
 METHODS: Mapping[str, Method] = {
-    DFLASH: Method(_dflash, Formats(ARCHITECTURE, read_zlab, read_speculators)),
-    dflash2.DFLASH2: Method(_dflash2, Formats(dflash2.ARCHITECTURE, dflash2.read_zlab, dflash2.read_speculators)),
-    dspark.DSPARK: Method(_dspark, Formats(dspark.ARCHITECTURE, dspark.read_deepspec, dspark.read_speculators)),
+    DFLASH: Method(_dflash, Formats((ARCHITECTURE,), read_zlab, read_speculators)),
+    dflash2.DFLASH2: Method(_dflash2, Formats((dflash2.ARCHITECTURE,), dflash2.read_zlab, dflash2.read_speculators)),
+    dspark.DSPARK: Method(_dspark, Formats((dspark.ARCHITECTURE,), dspark.read_deepspec, dspark.read_speculators)),
+    eagle3.EAGLE3: Method(_eagle3, Formats(eagle3.ARCHITECTURES, eagle3.read_eagle3, eagle3.read_speculators)),
     NGRAM: Method(_ngram),
 }
 """By the names that vLLM's `method` and, for those with checkpoints, `speculators_model_type` have for them."""
@@ -86,11 +94,16 @@ def _formats() -> dict[str, Formats]:
     return {name: method.formats for name, method in METHODS.items() if method.formats is not None}
 
 
+def _names(formats: Formats, architectures: Sequence[str]) -> bool:
+    """Whether a config's `architectures` names a method, in its authors' format."""
+    return not set(formats.architectures).isdisjoint(architectures)
+
+
 def is_drafter(directory: Path) -> bool:
     """Whether a directory holds a drafter of a known format or a model of the speculators library."""
     config = JsonReader.load(directory / "config.json")
     architectures = config.strings("architectures")
-    return is_speculators(config) or any(each.architecture in architectures for each in _formats().values())
+    return is_speculators(config) or any(_names(each, architectures) for each in _formats().values())
 
 
 def read_draft(directory: Path, causal: bool | None = None) -> DraftModelSpec:
@@ -107,12 +120,12 @@ def read_draft(directory: Path, causal: bool | None = None) -> DraftModelSpec:
         return formats.read_speculators(directory, config, causal)
     architectures = config.strings("architectures")
     for formats in by_method.values():
-        if formats.architecture in architectures:
+        if _names(formats, architectures):
             return formats.read(directory, config, causal)
-    known = ", ".join(f"'{formats.architecture}'" for formats in by_method.values())
+    known = ", ".join(f"'{formats.architectures[0]}'" for formats in by_method.values())
     code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(
-        f"{config.where}: architectures is {shown(list(architectures))}; a drafter in the z-lab format has "
+        f"{config.where}: architectures is {shown(list(architectures))}; a drafter in its authors' format has "
         f"{known}, one of speculators has {MODEL_TYPE} {names}{code}"
     )
 

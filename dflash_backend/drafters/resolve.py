@@ -72,7 +72,7 @@ def resolve_pair(config: EngineConfig) -> ModelPair:
                 f"num_speculative_tokens is {config.num_speculative_tokens} but there is no drafter; set draft_model"
             )
         return ModelPair(target, None, 0, dirs.warning)
-    draft = read_draft(dirs.draft, config.causal)
+    draft = read_draft(dirs.draft, config.causal).for_target(target)
     check_pair(target, draft)
     k = _speculative_tokens(config, draft)
     return ModelPair(target, draft if k else None, k, dirs.warning)

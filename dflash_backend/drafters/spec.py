@@ -36,7 +36,8 @@ class DraftModelSpec(DraftSpec):
     """A drafter that is a model, with a checkpoint, weights and KV of its own.
 
     format: of its files. num_speculative_tokens: k that the checkpoint asks for.
-    target_layer_ids: in the layer-id convention: i is the output of target decoder layer i, 0-based.
+    target_layer_ids: in the layer-id convention: i is the output of target decoder layer i, 0-based. Empty where the
+    checkpoint leaves it to the target (`for_target`).
     causal: per drafter layer, whether a query sees only positions up to its own.
     vocab_size: the target's, as the drafter's config has it. draft_vocab_size: tokens that the drafter can propose;
     fewer than vocab_size are mapped to the target's ids by the checkpoint's `d2t`.
@@ -83,6 +84,10 @@ class DraftModelSpec(DraftSpec):
     def maps_vocabulary(self) -> bool:
         """Whether draft token ids differ from the target's."""
         return self.draft_vocab_size < self.vocab_size
+
+    def for_target(self, target: TargetSpec) -> DraftModelSpec:
+        """The drafter beside a target, with what its own checkpoint leaves open as far as the target decides it."""
+        return self
 
     def mismatch(self, target: TargetSpec) -> str | None:
         """What of the method does not fit the target; None where all does."""

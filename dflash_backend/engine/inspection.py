@@ -125,7 +125,7 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
         ngram = read_ngram(EngineConfig())
         report = MethodReport(ngram.method, tuple(draft_facts(ngram)))
         return Inspection((inspect_target(target),), PairReport(True, ngram.num_speculative_tokens), report)
-    draft = read_draft(find_model(draft_name, "--draft"))
+    draft = read_draft(find_model(draft_name, "--draft")).for_target(target)
     return Inspection((inspect_target(target), inspect_draft(draft)), inspect_pair(target, draft))
 
 

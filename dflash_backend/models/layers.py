@@ -36,15 +36,24 @@ class LayerWeights:
     mlp: DenseMlp | SparseMlp
 
     @classmethod
-    def read(cls, source: WeightSource, prefix: str, spec: DecoderSpec, index: int) -> LayerWeights:
-        """Layer `index` of a decoder, whose tensors' names begin with `prefix`."""
+    def read(
+        cls, source: WeightSource, prefix: str, spec: DecoderSpec, index: int, input_size: int | None = None
+    ) -> LayerWeights:
+        """Layer `index` of a decoder, whose tensors' names begin with `prefix`. input_size: of what attention reads,
+        where that is not the normed hidden state."""
         config = spec.layer(index)
         hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return cls(
             input_norm=source.tensor(f"{prefix}input_layernorm.weight", hidden),
             post_norm=source.tensor(f"{prefix}post_attention_layernorm.weight", hidden),
-            qkv=Linear.read(source, attention, {"q_proj": query, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias),
+            qkv=Linear.read(
+                source,
+                attention,
+                {"q_proj": query, "k_proj": kv, "v_proj": kv},
+                input_size or hidden,
+                config.qkv_bias,
+            ),
             qk_norm=cls._read_qk_norm(source, attention, spec) if config.qk_norm else None,
             output=Linear.read(source, attention, {"o_proj": hidden}, query, config.output_bias),
             mlp=DenseMlp.read(source, mlp, hidden, spec.intermediate_size, config.mlp_bias)

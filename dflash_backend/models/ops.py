@@ -81,7 +81,7 @@ class LayerOps:
     @staticmethod
     def context_write(
         projected: torch.Tensor,
-        k_norm: torch.Tensor,
+        k_norm: torch.Tensor | None,
         eps: float,
         rotation: Rotation,
         slots: torch.Tensor,
@@ -141,7 +141,7 @@ if norms.triton is not None:
         @staticmethod
         def context_write(
             projected: torch.Tensor,
-            k_norm: torch.Tensor,
+            k_norm: torch.Tensor | None,
             eps: float,
             rotation: Rotation,
             slots: torch.Tensor,

@@ -231,7 +231,7 @@ class ModelStep:
             self._inject(self.drafter, inputs.batch, prepared, verified.features, guard)
         record(timestamps, 3)
         if self.drafter is not None and inputs.traits.drafts:
-            self._draft(self.drafter, inputs, guard)
+            self._draft(self.drafter, inputs, verified.features, accepted.count, guard)
         record(timestamps, 4)
         confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
         counts = [accepted.count, inputs.batch.num_draft]
@@ -269,15 +269,24 @@ class ModelStep:
             next_tokens = self.state.tokens[req_idx, final.positions + 1]
         drafter.inject(ContextBatch(context.features, final.positions, final.slots, final.padded, next_tokens))
 
-    def _draft(self, drafter: Drafter, inputs: StepInputs, guard: WriteGuard | None) -> None:
+    def _draft(
+        self,
+        drafter: Drafter,
+        inputs: StepInputs,
+        features: torch.Tensor | None,
+        num_accepted: torch.Tensor,
+        guard: WriteGuard | None,
+    ) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""
-        queries = None
+        queries, before = None, None
         if drafter.placeholder_id is not None:
             lookahead_base = drafter.lookahead_base or 0
             queries = self.ops.prepare_draft(inputs, self.state, drafter.placeholder_id, lookahead_base)
             if guard is not None:
                 guard.check_draft(queries, inputs.batch.num_next, lookahead_base)
-        draft = DraftBatch(self.ops.history(inputs, self.state), queries)
+        if drafter.reads_next_tokens and features is not None:
+            before = self.ops.features_before_anchors(features, inputs.batch, num_accepted)
+        draft = DraftBatch(self.ops.history(inputs, self.state), queries, before)
         sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, self.wants_confidence)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
 

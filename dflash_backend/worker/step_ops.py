@@ -192,6 +192,14 @@ class DeviceStepOps:
         batch = inputs.batch
         return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, _draft_width(inputs, state))
 
+    def features_before_anchors(
+        self, features: torch.Tensor, batch: DeviceBatch, num_accepted: torch.Tensor
+    ) -> torch.Tensor:
+        """Of a step's `features` `[T, width]` those of the last final token of each row, the one before its anchor:
+        `[R, width]`, in the order of `prepare_draft`. num_accepted: int32 `[R]`. What padding gets has no meaning."""
+        last = batch.query_start + batch.num_new + num_accepted - 1
+        return features.index_select(0, last.clamp(0, len(features) - 1))
+
     def prepare_draft(
         self, inputs: StepInputs, state: StateTensors, placeholder_id: int, lookahead_base: int = 1
     ) -> DraftQueries:
@@ -310,6 +318,13 @@ class HostStepOps(DeviceStepOps):
             return FinalTokens(prepared.positions, prepared.slots)
         index = torch.from_numpy(final.nonzero()[0])
         return FinalTokens(prepared.positions[index], slots[index], index)
+
+    def features_before_anchors(
+        self, features: torch.Tensor, batch: DeviceBatch, num_accepted: torch.Tensor
+    ) -> torch.Tensor:
+        """As `DeviceStepOps.features_before_anchors`, of the rows that draft."""
+        last = batch.query_start + batch.num_new + num_accepted - 1
+        return features[last[torch.from_numpy(batch.num_next.numpy().nonzero()[0])]]
 
     def prepare_draft(
         self, inputs: StepInputs, state: StateTensors, placeholder_id: int, lookahead_base: int = 1

@@ -21,7 +21,7 @@ except ImportError:  # a machine without a GPU needs the reference only
 
 def context_write_reference(
     projected: torch.Tensor,
-    k_norm: torch.Tensor,
+    k_norm: torch.Tensor | None,
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -32,12 +32,13 @@ def context_write_reference(
     """Write the context KV of n tokens to every layer.
 
     projected: `[n, num_layers * 2 * num_kv_heads * head_dim]`, each layer's keys before its values. k_norm:
-    `[num_layers, num_kv_heads, head_dim]`. cos, sin: `[n, 1, head_dim]`, each token's own row of the tables. slots:
-    int64 `[n]`, distinct where not negative; with `padded` there may be negative ones, which are skipped. caches: for
-    each layer `[num_slots, 2, num_kv_heads, head_dim]`, changed in place.
+    `[num_layers, num_kv_heads, head_dim]`, or None for no norm. cos, sin: `[n, 1, head_dim]`, each token's own row of
+    the tables. slots: int64 `[n]`, distinct where not negative; with `padded` there may be negative ones, which are
+    skipped. caches: for each layer `[num_slots, 2, num_kv_heads, head_dim]`, changed in place.
     """
     kv = projected.view(len(projected), len(caches), *caches[0].shape[1:]).transpose(0, 1).contiguous()
-    kv[:, :, 0] = rotate_reference(head_norm_reference(kv[:, :, 0], k_norm[:, None], eps), cos, sin)
+    keys = kv[:, :, 0] if k_norm is None else head_norm_reference(kv[:, :, 0], k_norm[:, None], eps)
+    kv[:, :, 0] = rotate_reference(keys, cos, sin)
     for layer_kv, cache in zip(kv, caches, strict=True):
         kv_write_reference(layer_kv, slots, cache, padded)
 
@@ -49,7 +50,7 @@ if triton is not None:
     def _context_write_kernel(
         projected_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, caches_ptr,
         projected_stride, table_stride, layer_stride, slot_stride, eps,
-        NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+        NUM_LAYERS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
         HEADS: tl.constexpr, HALF: tl.constexpr,
     ):  # fmt: skip
         """One program does HEADS of the `num_layers * 2 * num_kv_heads` heads of one token."""
@@ -67,15 +68,17 @@ if triton is not None:
             source = projected_ptr + token * projected_stride + head[:, None] * HEAD_DIM + pair[None, :]
             low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
             high = tl.load(source + half_dim, mask=inside, other=0.0).to(tl.float32)
-            norm = norm_ptr + (layer * NUM_KV_HEADS + in_layer)[:, None] * HEAD_DIM + pair[None, :]
-            weight_low = tl.load(norm, mask=is_key, other=0.0).to(tl.float32)
-            weight_high = tl.load(norm + half_dim, mask=is_key, other=0.0).to(tl.float32)
+            weight_low, weight_high = low, high
+            if NORM:
+                norm = norm_ptr + (layer * NUM_KV_HEADS + in_layer)[:, None] * HEAD_DIM + pair[None, :]
+                weight_low = tl.load(norm, mask=is_key, other=0.0).to(tl.float32)
+                weight_high = tl.load(norm + half_dim, mask=is_key, other=0.0).to(tl.float32)
             table = tl.load(positions_ptr + token) * table_stride + half_dim + pair[None, :]
             cos = tl.load(cos_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + table, mask=(pair < half_dim)[None, :], other=0.0).to(tl.float32)
             dtype: tl.constexpr = caches_ptr.dtype.element_ty
             turned_low, turned_high = norm_and_rotate(
-                low, high, weight_low, weight_high, cos, sin, eps, HEAD_DIM, True, dtype
+                low, high, weight_low, weight_high, cos, sin, eps, HEAD_DIM, NORM, dtype
             )
 
             written = caches_ptr + layer.to(tl.int64)[:, None] * layer_stride + slot * slot_stride
@@ -85,7 +88,7 @@ if triton is not None:
 
     def context_write(
         projected: torch.Tensor,
-        k_norm: torch.Tensor,
+        k_norm: torch.Tensor | None,
         eps: float,
         cos: torch.Tensor,
         sin: torch.Tensor,
@@ -105,8 +108,8 @@ if triton is not None:
         total = num_layers * 2 * num_kv_heads
         heads, half = head_blocks(total, head_dim)
         _context_write_kernel[(len(projected), triton.cdiv(total, heads))](
-            projected, k_norm, cos, sin, positions, slots, caches,
+            projected, projected if k_norm is None else k_norm, cos, sin, positions, slots, caches,
             projected.stride(0), cos.stride(0), caches.stride(0), caches.stride(1), eps,
-            NUM_LAYERS=num_layers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            NUM_LAYERS=num_layers, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=k_norm is not None,
             HEADS=heads, HALF=half, num_warps=4,
         )  # fmt: skip

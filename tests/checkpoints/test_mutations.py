@@ -18,7 +18,7 @@ from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.dflash.config import KNOWN as DFLASH_FIELDS
 from dflash_backend.drafters.fields import KNOWN
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
-from tests.drafters.drafts import make_dflash2, make_dspark, make_speculators
+from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
 from tests.scale import scaled
 from tests.tiny_models import make_draft, make_target
 
@@ -65,7 +65,7 @@ EXTRA_FIELDS = sorted(KNOWN.union(DFLASH_FIELDS, OF_TARGETS))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sound checkpoints that are damaged: two targets, a drafter of each format, a DFlash2 and a DSpark drafter."""
+    """The sound checkpoints that are damaged: two targets, a drafter of each format and of each method."""
     root = tmp_path_factory.mktemp("sound")
     make_target(root / "target")
     make_target(root / "moe", architecture="Qwen3MoeForCausalLM")
@@ -73,6 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_speculators(root / "speculators")
     make_dflash2(root / "dflash2")
     make_dspark(root / "dspark", kind="rnn")
+    make_eagle3(root / "eagle3", fc_norm=True, eagle_config={"use_aux_hidden_state": True})
     return root
 
 
@@ -182,7 +183,7 @@ def run_cases(attempt: Callable[[int], Exception | None], batch: int) -> list[Ex
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-@pytest.mark.parametrize("name", ["target", "zlab", "speculators", "dflash2", "dspark"])
+@pytest.mark.parametrize("name", ["target", "zlab", "speculators", "dflash2", "dspark", "eagle3"])
 def test_a_mutated_config_loads_or_is_refused(models: Path, tmp_path: Path, name: str, batch: int) -> None:
     def attempt(seed: int) -> Exception | None:
         rng = random.Random(f"{name} {seed}")
@@ -223,4 +224,5 @@ def test_the_checkpoints_that_are_damaged_are_sound(models: Path) -> None:
     assert load(models / "target", models / "speculators") is None
     assert load(models / "target", models / "dflash2") is None
     assert load(models / "target", models / "dspark") is None
+    assert load(models / "target", models / "eagle3") is None
     assert load(models / "moe", models / "zlab") is None

@@ -88,7 +88,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         field("d", "eagle_aux_hidden_state_layer_ids", [2, 6]),
         "'eagle_aux_hidden_state_layer_ids' is .*boundary ids up to num_target_layers",
     ),
-    "no drafter": (field("d", "architectures", ["Qwen3ForCausalLM"]), "z-lab format has 'DFlashDraftModel'"),
+    "no drafter": (field("d", "architectures", ["Qwen3ForCausalLM"]), "its authors' format has 'DFlashDraftModel'"),
     "a window of no size": (field("d", "layer_types", ["sliding_attention"] * 2), "'sliding_window' is missing"),
     "truncated weights": (truncate, r"model\.safetensors cannot be read as safetensors"),
     "garbage weights": (garbage, r"model\.safetensors cannot be read as safetensors"),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend.config import asset_path
-from tests.drafters.drafts import make_dflash2, make_dspark
+from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3
 from tests.speculators_checkpoint import rewrite
 from tests.tiny_models import make_draft, make_target
 
@@ -53,6 +53,17 @@ def test_a_dflash2_drafter_is_described_with_what_is_its_own(inspected, pair: tu
     assert facts["convolutions"] == "2 taps, groups of 8 channels"
     assert facts["candidate selector"] == "the best 5 tokens of each position, edges of rank 6"
     assert facts["block"] == "8 places: the anchor and up to 7 drafts"
+
+
+def test_an_eagle3_drafter_is_described_with_the_layers_that_it_reads_of_the_target(inspected, tmp_path: Path) -> None:
+    make_target(tmp_path / "t", num_hidden_layers=8)
+    make_eagle3(tmp_path / "d", eagle_aux_hidden_state_layer_ids=None)
+    found = inspected(tmp_path / "t", "--draft", tmp_path / "d")
+    facts = found["drafter"]["facts"]
+    assert facts["features"] == "layer ids [1, 3, 4] of the target, which are boundary ids [2, 4, 5]"
+    assert facts["drafting"] == "a token in each pass, from the output of the pass before"
+    assert facts["speculative tokens"].startswith("3")
+    assert "by default" in inspected(tmp_path / "d")["drafter"]["facts"]["features"]
 
 
 def test_a_dspark_drafter_is_described_with_what_is_its_own(inspected, pair: tuple[Path, Path]) -> None:

@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 from dflash_backend.config import asset_path
 from dflash_backend.text.tokenizer import Tokenizer
 from tests.speculators_checkpoint import speculators_config
-from tests.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, save_checkpoint
+from tests.tiny_models import (
+    DRAFT_INTERMEDIATE,
+    HIDDEN,
+    VOCAB_SIZE,
+    decoder_config,
+    eagle3_shapes,
+    make_draft,
+    save_checkpoint,
+)
 
 DRAFT_VOCAB_SIZE = 24
 
@@ -186,3 +194,110 @@ def chances_of_next_tokens() -> torch.Tensor:
             tokens = torch.tensor(tokenizer.encode(json.loads(line)["reference"]))
             counts.index_put_((tokens[:-1], tokens[1:]), torch.ones(len(tokens) - 1), accumulate=True)
     return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def make_eagle3(
+    directory: Path,
+    seed: int = 5,
+    layer: str = "midlayer.",
+    qwen3: bool = False,
+    draft_vocab_size: int = DRAFT_VOCAB_SIZE,
+    embedding: bool = False,
+    head: bool = True,
+    target_hidden: int = HIDDEN,
+    num_features: int = 3,
+    **changes: Any,
+) -> dict[str, torch.Tensor]:
+    """Save a random EAGLE-3 drafter in its authors' format for `make_target`'s model and return its tensors. Its draft
+    vocabulary has every fourth token where it is smaller. layer: what the names of its layer's tensors begin with."""
+    config = decoder_config(1, DRAFT_INTERMEDIATE, VOCAB_SIZE) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if qwen3 else "llama",
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": target_hidden,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4][:num_features],
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    config = {name: value for name, value in (config | changes).items() if value is not None}
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator) * 0.25
+        return values.abs() + 0.6 if "norm" in name else values
+
+    norms = [name for name in ("norm_before_fc", "fc_norm") if config.get(name)]
+    shapes = eagle3_shapes(layer, DRAFT_INTERMEDIATE, num_features, target_hidden, qwen3, norms)
+    if config.get("attention_bias"):
+        rows = {name: shape[0] for name, shape in shapes.items() if name.endswith("_proj.weight") and "attn" in name}
+        shapes |= {name.replace(".weight", ".bias"): (size,) for name, size in rows.items()}
+    if embedding:
+        shapes["embed_tokens.weight"] = (VOCAB_SIZE, HIDDEN)
+    if head:
+        shapes["lm_head.weight"] = (draft_vocab_size, HIDDEN)
+    tensors = {name: random(name, shape) for name, shape in shapes.items()}
+    if draft_vocab_size < VOCAB_SIZE:
+        tensors["d2t"] = 3 * torch.arange(draft_vocab_size)
+        tensors["t2d"] = torch.arange(VOCAB_SIZE) % 4 == 0
+    save_checkpoint(directory, config, tensors)
+    return tensors
+
+
+def make_demo_eagle3(directory: Path, **changes: Any) -> Path:
+    """Save an EAGLE-3 drafter for the demo target and return its directory. As far as its rank goes it knows which
+    tokens follow one another.
+
+    Attention looks at little but the newest token, whose embedding it passes on to the LM head. What it reads of the
+    features and of the tokens before is small and random, so that drafts differ where that is wrong.
+    """
+    config = json.loads((asset_path("demo", "pair", "target") / "config.json").read_text())
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "layer_types": None,
+        "num_attention_heads": hidden // head_dim,
+        "num_key_value_heads": hidden // head_dim,
+        "attention_bias": True,
+        "rope_theta": 100.0,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 7],
+        "tie_word_embeddings": False,
+    }
+    tensors = bigram_eagle3_tensors(hidden, head_dim, config["intermediate_size"])
+    return save_checkpoint(directory, config | changes, {name: each.contiguous() for name, each in tensors.items()})
+
+
+def bigram_eagle3_tensors(hidden: int, head_dim: int, intermediate: int) -> dict[str, torch.Tensor]:
+    """The tensors of `make_demo_eagle3`."""
+    generator = torch.Generator().manual_seed(6)
+
+    def random(*shape: int, scale: float = 0.02) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    # One vector for all queries and keys, in whose fastest pairs positions differ.
+    newest = torch.zeros(hidden // head_dim, head_dim)
+    newest[:, :4] = newest[:, head_dim // 2 : head_dim // 2 + 4] = (8.0 / head_dim**0.5) ** 0.5 * 1.7
+    left, values, right = torch.linalg.svd(8 * chances_of_next_tokens(), full_matrices=False)
+    root = values[:hidden].sqrt()
+    tensors = {
+        "embed_tokens.weight": left[:, :hidden] * root,
+        "lm_head.weight": right[:hidden].T * root,
+        "fc.weight": random(hidden, 3 * hidden),
+        "norm.weight": torch.ones(hidden),
+        "midlayer.input_layernorm.weight": torch.ones(hidden),
+        "midlayer.hidden_norm.weight": torch.full((hidden,), 0.1),
+        "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
+        "midlayer.self_attn.v_proj.weight": torch.cat([torch.eye(hidden), random(hidden, hidden)], dim=1),
+        "midlayer.self_attn.v_proj.bias": torch.zeros(hidden),
+        "midlayer.self_attn.o_proj.weight": torch.eye(hidden),
+        "midlayer.self_attn.o_proj.bias": torch.zeros(hidden),
+        "midlayer.mlp.gate_proj.weight": random(intermediate, hidden),
+        "midlayer.mlp.up_proj.weight": random(intermediate, hidden),
+        "midlayer.mlp.down_proj.weight": random(hidden, intermediate),
+    }
+    for name in ("q_proj", "k_proj"):
+        tensors[f"midlayer.self_attn.{name}.weight"] = random(hidden, 2 * hidden, scale=0.05)
+        tensors[f"midlayer.self_attn.{name}.bias"] = newest.flatten().clone()
+    return tensors

@@ -116,4 +116,4 @@ class LookupDrafter(Drafter[LookupSpec]):
         return self.following[blocks * self.block_size + positions % self.block_size].long().tolist()
 
 
-METHOD = Method(lambda: LookupDrafter, Formats("LookupDraftModel", read, read))
+METHOD = Method(lambda: LookupDrafter, Formats(("LookupDraftModel",), read, read))

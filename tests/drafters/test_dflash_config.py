@@ -243,7 +243,7 @@ REFUSALS: list[tuple[tuple[str, ...], Fields, str]] = [
     (SPECULATORS, {"sample_from_anchor": True}, "'sample_from_anchor' is True; expected false"),
     (SPECULATORS, {"projector_type": "domino"}, "'projector_type' is 'domino'; expected 'dflash'"),
     (SPECULATORS, {"shift_label": True}, "shifted by one position"),
-    (SPECULATORS, {"speculators_model_type": "eagle3"}, "'speculators_model_type' is 'eagle3'; expected 'dflash'"),
+    (SPECULATORS, {"speculators_model_type": "peagle"}, "'speculators_model_type' is 'peagle'; expected 'dflash'"),
     (SPECULATORS, {"speculators_model_type": "mtp"}, "'speculators_model_type' is 'mtp'"),
     (SPECULATORS, {"transformer_layer_config": None}, "'transformer_layer_config' is missing"),
     (SPECULATORS, {"block_size": 1}, "'block_size' is 1; expected an integer from 2"),
@@ -256,7 +256,7 @@ REFUSALS: list[tuple[tuple[str, ...], Fields, str]] = [
     (BOTH, {"layer.num_hidden_layers": 1000}, "'num_hidden_layers' is 1000; the weights beside it hold 2 layers"),
     *(
         (ZLAB, {"architectures": [name], "auto_map": {"AutoModel": "x.Y"}}, f"{name}.*'DFlashDraftModel'.* is not run")
-        for name in ("Gemma4DSparkModel", "LlamaForCausalLMEagle3")
+        for name in ("Gemma4DSparkModel", "EagleLlamaForCausalLM")
     ),
     *(
         (BOTH, {f"dflash.{field}": value}, f"'{field}' is .*; expected a number above 0")

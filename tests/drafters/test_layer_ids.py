@@ -57,7 +57,7 @@ def test_no_other_file_of_the_package_converts_layer_ids() -> None:
         for path in package.rglob("*.py")
         if "boundary_id" in path.read_text() or "aux_hidden_state_layer_ids" in path.read_text()
     }
-    readers = {"layer_ids.py", "pairing.py", "describe.py", "dflash/config.py"}
+    readers = {"layer_ids.py", "pairing.py", "describe.py", "dflash/config.py", "eagle3/config.py"}
     assert users == {f"drafters/{name}" for name in readers}
 
 

@@ -38,7 +38,8 @@ def launches() -> None:
     for norm in (None, zeros(HEADS + KV_HEADS, HEAD_DIM)):
         qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, cache)
     projected, caches = zeros(16, DRAFT_LAYERS * 2 * KV_HEADS * HEAD_DIM), torch.stack([cache] * DRAFT_LAYERS)
-    context_write(projected, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM), 1e-6, table, table, numbers, numbers, caches)
+    for norm in (None, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM)):
+        context_write(projected, norm, 1e-6, table, table, numbers, numbers, caches)
 
     convolve_and_walk()
     step_from_token_to_token()

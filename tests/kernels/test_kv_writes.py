@@ -99,14 +99,15 @@ def layer(num_tokens: int, head_dim: int, heads: tuple[int, int] = (4, 2), norm:
     return LayerCase.make(projected, weights, random(1 + NUM_SLOTS, 2, num_kv_heads, head_dim, seed=2))
 
 
-def context(num_tokens: int, head_dim: int, num_layers: int = 3, num_kv_heads: int = 2) -> Case:
+def context(num_tokens: int, head_dim: int, num_layers: int = 3, num_kv_heads: int = 2, norm: bool = True) -> Case:
     projected = random(num_tokens, num_layers * 2 * num_kv_heads * head_dim)
     memory = random(1 + num_layers, NUM_SLOTS, 2, num_kv_heads, head_dim, seed=2)
-    return ContextCase.make(projected, random(num_layers, num_kv_heads, head_dim, seed=1), memory)
+    weights = random(num_layers, num_kv_heads, head_dim, seed=1) if norm else None
+    return ContextCase.make(projected, weights, memory)
 
 
 Make = Callable[[int, int], Case]
-FORMS: list[Make] = [layer, partial(layer, norm=False), context]
+FORMS: list[Make] = [layer, partial(layer, norm=False), context, partial(context, norm=False)]
 SIZES: list[Make] = [
     # Heads that are alike, grouped, one for all, and numbers that no tile is a multiple of.
     *(partial(layer, heads=heads) for heads in [(1, 1), (4, 4), (8, 2), (16, 1), (7, 3)]),
@@ -117,7 +118,7 @@ SIZES: list[Make] = [
 ]
 
 
-@pytest.mark.parametrize("make", FORMS, ids=["layer", "layer without norm", "context"])
+@pytest.mark.parametrize("make", FORMS, ids=["layer", "layer without norm", "context", "context without norm"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_size_equals_float64(head_dim: int, make: Make) -> None:
     make(5, head_dim).assert_equal_to_float64()
@@ -129,7 +130,7 @@ def test_any_number_of_layers_heads_and_tokens_equals_float64(make: Make, num_to
     make(num_tokens, 80).assert_equal_to_float64()
 
 
-@pytest.mark.parametrize("make", FORMS, ids=["layer", "layer without norm", "context"])
+@pytest.mark.parametrize("make", FORMS, ids=["layer", "layer without norm", "context", "context without norm"])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_half_precision_is_rounded_where_the_reference_rounds(dtype: torch.dtype, make: Make) -> None:
     case = make(7, 128).to(dtype)

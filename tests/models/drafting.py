@@ -54,9 +54,10 @@ def draft_batch(
     tables: np.ndarray,
     placeholder: int,
     lookahead_base: int | None = 1,
+    features: torch.Tensor | None = None,
 ) -> DraftBatch:
     """Draft blocks of `k` drafts behind the `anchors` at positions `starts`: `[num_rows]` each. For a drafter that
-    reads no tokens but the anchors."""
+    reads no tokens but the anchors. features: of the positions before the anchors, where it reads those."""
     base = lookahead_base or 0
     rows, positions = spans(starts, k + base)
     is_anchor = positions == starts[rows]
@@ -75,7 +76,7 @@ def draft_batch(
     every = torch.arange(len(starts), dtype=torch.int32)
     num_drafts = torch.from_numpy(k.astype(np.int32))
     nothing = TokenHistory(torch.zeros(len(starts), 1, dtype=torch.int64), every * 0, every, num_drafts, int(k.max()))
-    return DraftBatch(nothing, queries)
+    return DraftBatch(nothing, queries, features)
 
 
 def slots(tables: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:

@@ -49,7 +49,8 @@ def drafts(
 def confident_drafts(
     target: Path, draft: Path, features: torch.Tensor, steps: Sequence[Step], wants_confidence: bool = False
 ) -> list[tuple[torch.Tensor, Drafts]]:
-    """As `draft_logits`, with what was drafted, and if asked for how sure the drafter is of it."""
+    """As `draft_logits`, with what was drafted, and if asked how sure the drafter is of it. A drafter that reads the
+    token behind a position is given those of `cases.token_ids`, the anchors among them."""
     target_spec, spec = read_target(target), read_draft(draft)
     check_pair(target_spec, spec)
     options = LoadOptions(MAX_POSITIONS, torch.float32, CPU, lambda name, share: None, LayerOps())
@@ -60,11 +61,21 @@ def confident_drafts(
     tables, done, found = block_tables(1), np.zeros(1, dtype=np.int64), []
     for step in steps:
         rows, positions = spans(done, np.array([step.num_new]))
-        context = ContextBatch(features[positions], torch.from_numpy(positions), slots(tables, rows, positions))
+        behind = cases.token_ids(int(positions[-1]) + 2)[positions + 1] if drafter.reads_next_tokens else None
+        assert behind is None or int(behind[-1]) == step.anchor
+        context = ContextBatch(
+            features[positions],
+            torch.from_numpy(positions),
+            slots(tables, rows, positions),
+            next_token_ids=behind,
+        )
         drafter.inject(context)
         done, k = done + step.num_new, np.array([step.k])
         sampler = KeepsLogits(wants_confidence)
-        batch = draft_batch(np.array([step.anchor]), done, k, tables, drafter.placeholder_id, drafter.lookahead_base)
+        batch = draft_batch(
+            np.array([step.anchor]), done, k, tables, drafter.placeholder_id, drafter.lookahead_base,
+            features[done - 1],
+        )  # fmt: skip
         proposed = drafter.propose(batch, sampler)
         found.append((sampler.logits, proposed))
     return found

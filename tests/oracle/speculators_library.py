@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
-from tests.oracle import cases, dflash2_cases, dspark_cases
+from tests.oracle import cases, dflash2_cases, dspark_cases, eagle3_cases
 from tests.oracle.cases import SpeculatorsCase
 from tests.tiny_models import HIDDEN
 
@@ -63,6 +64,67 @@ def build_dspark(name: str, target: Path) -> Any:
     model.load_state_dict(dspark_cases.tensors(case), strict=False)
     model.load_verifier_weights()
     return model.float().eval()
+
+
+def build_eagle3(name: str, target: Path) -> Any:
+    """The library's EAGLE-3 model of a case of `eagle3_cases.SPECULATORS`."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[eagle3_cases.SPECULATORS[name]["kind"]]
+    shape = cases.drafter_config() | {"num_hidden_layers": 1}
+    decoder = kind(**{field: value for field, value in shape.items() if field != "model_type"})
+    decoder._attn_implementation = "sdpa"
+    small = eagle3_cases.is_small(name)
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=decoder,
+        draft_vocab_size=len(cases.DRAFT_VOCAB) if small else cases.VOCAB_SIZE,
+        eagle_aux_hidden_state_layer_ids=eagle3_cases.BOUNDARY_IDS,
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=eagle3_cases.K)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=str(target), architectures=["Qwen3ForCausalLM"]),
+        ),
+        **eagle3_cases.fields(name),
+    )
+    model = Eagle3DraftModel(config=config)
+    if small:
+        maps = cases.vocabulary_maps()
+        model.load_vocab_mappings(maps["t2d"], maps["d2t"])
+    missing = model.load_state_dict(eagle3_cases.tensors(name), strict=False)
+    assert not missing.unexpected_keys
+    model.load_verifier_weights()
+    return model.float().eval()
+
+
+@torch.inference_mode()
+def eagle3_drafts(model: Any, name: str, lengths: Sequence[int]) -> list[tuple[torch.Tensor, list[int]]]:
+    """At each context length of one sequence the logits of k drafts, float32 `[k, draft_vocab]`, and the drafts.
+
+    The library runs all passes over a whole sequence, as in training: pass s takes for each position the token s places
+    behind its own, which must be known. Here those behind the last context position are the drafts, one more each time.
+    """
+    k, found = eagle3_cases.K, []
+    captured: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: captured.append(output))
+    for n in lengths:
+        features = torch.zeros(n + k - 1, len(cases.TARGET_LAYER_IDS) * HIDDEN)
+        features[:n] = cases.features(name, n)
+        tokens = torch.zeros(n + k - 1, dtype=torch.int64)
+        tokens[:n] = cases.token_ids(n + 1)[1:]
+        drafts: list[int] = []
+        for number in range(k):
+            captured.clear()
+            model(features[None], tokens[None], torch.zeros(1, n + k - 1, dtype=torch.int64), ttt_steps=number + 1)
+            chosen = int(captured[-1][0, n - 1].argmax())
+            drafts.append(chosen if model.d2t is None else chosen + int(model.d2t[chosen]))
+            if number + 1 < k:
+                tokens[n + number] = drafts[-1]
+        found.append((torch.stack([logits[0, n - 1] for logits in captured]).clone(), drafts))
+    hook.remove()
+    return found
 
 
 def _config_fields(

@@ -13,7 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.oracle import cases, deepspec, dflash2_cases, dspark_cases, ours, speculators_library, write_golden, zlab
+from tests.oracle import (
+    cases,
+    deepspec,
+    dflash2_cases,
+    dspark_cases,
+    eagle3_cases,
+    ours,
+    speculators_library,
+    write_golden,
+    zlab,
+)
 from tests.oracle.cases import Step
 from tests.oracle.write_golden import GOLDEN
 
@@ -34,6 +44,7 @@ def needs(package: str) -> pytest.MarkDecorator:
         pytest.param(write_golden.speculators_results, "speculators", marks=needs("speculators")),
         pytest.param(write_golden.dflash2_results, "dflash2", marks=[needs("dflash"), needs("speculators")]),
         pytest.param(write_golden.dspark_results, "dspark", marks=[needs("deepspec"), needs("speculators")]),
+        pytest.param(write_golden.eagle3_results, "eagle3", marks=needs("speculators")),
     ],
 )
 def test_a_package_computes_and_writes_what_golden_holds(results: Results, name: str, tmp_path: Path) -> None:
@@ -83,6 +94,21 @@ def test_drafts_at_every_context_length_are_those_of_deepspec(case: str, tmp_pat
         torch.testing.assert_close(logits, theirs[0], **TOLERANCE)
         assert drafts.token_ids.tolist() == theirs[1]
         torch.testing.assert_close(drafts.confidence, theirs[2], **TOLERANCE)
+
+
+@needs("speculators")
+@pytest.mark.parametrize("case", ["llama, normed before fc", "qwen3, each feature normed"])
+def test_logits_at_every_context_length_are_those_of_speculators_eagle3(case: str, tmp_path: Path) -> None:
+    """One sequence that grows by a token a step, of which all drafts are rejected; of the checkpoint that it saves."""
+    target, lengths = cases.write_target(tmp_path / "target"), tuple(range(1, 301))
+    model = speculators_library.build_eagle3(case, target)
+    model.save_pretrained(str(tmp_path / "draft"))
+    found = ours.drafts(target, tmp_path / "draft", cases.features(case, 300), eagle3_cases.steps(lengths))
+    for (logits, tokens), (their_logits, their_tokens) in zip(
+        found, speculators_library.eagle3_drafts(model, case, lengths), strict=True
+    ):
+        torch.testing.assert_close(logits, their_logits, **TOLERANCE)
+        assert tokens == their_tokens
 
 
 @needs("speculators")

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.oracle import cases, deepspec, dflash2_cases, dspark_cases, ours, speculators_library, zlab
+from tests.oracle import cases, deepspec, dflash2_cases, dspark_cases, eagle3_cases, ours, speculators_library, zlab
 
 GOLDEN = Path(__file__).parent / "golden"
 FEATURE_LAYERS = [1, 2, 4]
@@ -121,6 +121,26 @@ def dspark_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
     }
 
 
+def eagle3_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and JSON data, of speculators."""
+    target = cases.write_target(scratch / "target")
+    tensors: dict[str, torch.Tensor] = {}
+    drafts: dict[str, Any] = {}
+    configs, names = {}, {}
+    for name in eagle3_cases.SPECULATORS:
+        model = speculators_library.build_eagle3(name, target)
+        found = speculators_library.eagle3_drafts(model, name, eagle3_cases.LENGTHS)
+        tensors[name] = torch.stack([logits for logits, _ in found])
+        drafts[name] = [as_text(tokens) for _, tokens in found]
+        if name == eagle3_cases.GROWING:
+            grown = speculators_library.eagle3_drafts(model, name, range(1, eagle3_cases.NUM_LENGTHS + 1))
+            tensors |= {f"growing/{n}": grown[n - 1][0] for n in eagle3_cases.KEPT}
+            drafts["growing"] = [as_text(tokens) for _, tokens in grown]
+        model.save_pretrained(str(scratch / name))
+        configs[name], names[name] = saved(scratch / name)
+    return tensors, {"versions": versions("speculators"), "configs": configs, "tensors": names, "drafts": drafts}
+
+
 def as_text(tokens: list[int]) -> str:
     """Token ids below 256, two digits each."""
     return bytes(tokens).hex()
@@ -151,6 +171,7 @@ RESULTS = {
     "speculators": speculators_results,
     "dflash2": dflash2_results,
     "dspark": dspark_results,
+    "eagle3": eagle3_results,
 }
 
 

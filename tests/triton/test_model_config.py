@@ -165,8 +165,8 @@ def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_bot
         ('{"tensor_parallel_size": 2}', "'tensor_parallel_size' is 2; allowed: 1"),
         ('{"enable_lora": "true"}', "'enable_lora' is \"true\"; allowed: false"),
         (
-            '{"speculative_config": {"method": "eagle3"}}',
-            "has the method 'eagle3'; allowed: 'dflash', 'dflash2', 'dspark', 'ngram'",
+            '{"speculative_config": {"method": "medusa"}}',
+            "has the method 'medusa'; allowed: 'dflash', 'dflash2', 'dspark', 'eagle3', 'ngram'",
         ),
         ('{"speculative_config": {"method": "ngram", "model": "x/y"}}', "the method 'ngram' and the model 'x/y'"),
         ('{"speculative_config": {"draft_tensor_parallel_size": 2}}', "'draft_tensor_parallel_size', which has no"),

@@ -23,7 +23,8 @@ from dflash_backend.drafters.base import (
 )
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
-from dflash_backend.drafters.dflash.model import DFlashModel, is_unused
+from dflash_backend.drafters.dflash.model import DFlashModel
+from dflash_backend.drafters.vocabulary import is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
 
 

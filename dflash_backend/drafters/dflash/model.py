@@ -8,18 +8,17 @@ run by `drafters.dflash.drafter`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.files import MASK_EMBEDDING, read_headers
-from dflash_backend.checkpoints.spec import CheckpointError
+from dflash_backend.checkpoints.files import MASK_EMBEDDING
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
 from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
+from dflash_backend.drafters.vocabulary import is_unused, vocabulary_map
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
@@ -153,40 +152,3 @@ class DFlashModel:
             added, hidden = layer.forward(normed, hidden, context, cache, rotation)
             normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
         return normed
-
-
-def is_unused(spec: DFlashSpec, name: str) -> bool:
-    """Whether a tensor of the checkpoint has no part in serving: what only training needs, and maps from a vocabulary
-    to itself."""
-    return name == "t2d" or name.startswith("verifier_") or (name == "d2t" and not spec.maps_vocabulary)
-
-
-def vocabulary_map(spec: DFlashSpec, offsets: torch.Tensor) -> torch.Tensor:
-    """The target's id of each draft id, from `d2t` (int64 `[draft_vocab_size]`, what to add to a draft id).
-
-    Raises `CheckpointError` when an id is outside the target's vocabulary or two draft ids share one: then
-    the map is damaged.
-    """
-    draft_ids = torch.arange(len(offsets), device=offsets.device)
-    # Compared before the sum, which could overflow.
-    outside = ((offsets < -draft_ids) | (offsets >= spec.vocab_size - draft_ids)).nonzero().flatten()
-    if len(outside):
-        draft_id = int(outside[0])
-        raise CheckpointError(
-            f"{_file_of_map(spec)}: tensor 'd2t' is {int(offsets[draft_id])} at draft id {draft_id}; expected a target "
-            f"id (draft id + d2t) from 0 to {spec.vocab_size - 1}"
-        )
-    ids = draft_ids + offsets
-    ordered, order = ids.sort(stable=True)
-    repeats = (ordered[1:] == ordered[:-1]).nonzero().flatten()
-    if len(repeats):
-        first, second = order[repeats[0] : repeats[0] + 2].tolist()
-        raise CheckpointError(
-            f"{_file_of_map(spec)}: tensor 'd2t' maps the draft ids {first} (d2t {int(offsets[first])}) and {second} "
-            f"(d2t {int(offsets[second])}) both to the target id {int(ids[first])}; expected one draft id for each"
-        )
-    return ids
-
-
-def _file_of_map(spec: DFlashSpec) -> Path:
-    return read_headers(spec.path)["d2t"].file

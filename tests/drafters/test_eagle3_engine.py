@@ -1,0 +1,115 @@
+"""LOSSLESS with an EAGLE-3 drafter of made-up weights: every way to run gives the texts of the target alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.worker.graphs import capture_shapes
+from tests.drafters.drafts import make_demo_eagle3, make_eagle3
+from tests.test_device_lossless import (
+    REQUESTS,
+    SMALL_POOL,
+    WAYS,
+    Result,
+    check_adaptive_texts,
+    prompts_of_many_lengths,
+    run,
+)
+from tests.test_device_lossless import SETTINGS as COMMON
+from tests.tiny_models import make_target
+from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+K = 5
+SETTINGS = {**COMMON, "num_speculative_tokens": K}
+FORMS: dict[str, dict[str, Any] | None] = {"on a CPU": None, "any number": {}, "shapes": {"shapes": capture_shapes(K)}}
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_demo_eagle3(tmp_path_factory.mktemp("draft")))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return prompts_of_many_lengths()
+
+
+@pytest.fixture(scope="module")
+def alone(prompts: list[list[int]]) -> Result:
+    """What the target gives without a drafter."""
+    requests = [{name: value for name, value in asked.items() if name != "k"} for asked in REQUESTS]
+    return run(engine(**COMMON, draft_model=""), prompts, requests)
+
+
+@pytest.fixture(scope="module")
+def drafted(prompts: list[list[int]], draft: str) -> Result:
+    """What a CPU's steps give with the drafter."""
+    return run(engine(**SETTINGS, draft_model=draft), prompts)
+
+
+def test_texts_are_the_targets_own(alone: Result, drafted: Result) -> None:
+    """Greedy and sampled ones, with every drafting length, some drafts accepted and some not."""
+    assert (drafted.tokens, drafted.reasons) == (alone.tokens, alone.reasons)
+    assert drafted.num_drafted > drafted.num_accepted > 50
+
+
+@pytest.mark.parametrize(("settings", "options"), WAYS.values(), ids=WAYS)
+def test_the_padded_steps_of_a_gpu_have_the_same_drafts(
+    settings: dict[str, Any], options: dict[str, Any], prompts: list[list[int]], draft: str, drafted: Result
+) -> None:
+    built = on_device_runner(engine(**{**SETTINGS, **settings, "draft_model": draft}), **options)
+    assert run(built, prompts) == drafted
+    if settings is SMALL_POOL:
+        assert built.core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_fewer_passes_as_the_load_asks_change_no_text(
+    options: dict[str, Any] | None, prompts: list[list[int]], draft: str, alone: Result
+) -> None:
+    built = engine(**SETTINGS, draft_model=draft, adaptive_speculation=True)
+    check_adaptive_texts(built, options, prompts, alone)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_drafts_with_the_requests_noise_change_no_text(
+    padded: bool, prompts: list[list[int]], draft: str, alone: Result, drafted: Result
+) -> None:
+    built = engine(**SETTINGS, draft_model=draft, draft_temperature_ratio=1.0)
+    found = run(on_device_runner(built) if padded else built, prompts)
+    assert (found.tokens, found.reasons) == (alone.tokens, alone.reasons)
+    assert found.num_accepted != drafted.num_accepted
+
+
+def test_drafts_behind_a_prefix_hit_are_those_behind_a_miss(prompts: list[list[int]], draft: str) -> None:
+    built = on_device_runner(engine(**SETTINGS, draft_model=draft))
+    outputs, accepted = Outputs(built), []
+    for name in ("miss", "hit"):
+        before = built.core.stats().spec_decoding.num_accepted_tokens
+        outputs.add(name, prompts[0], temperature=0.0, max_tokens=28, ignore_eos=True)
+        outputs.finish()
+        accepted.append(built.core.stats().spec_decoding.num_accepted_tokens - before)
+    assert outputs.tokens["hit"] == outputs.tokens["miss"]
+    assert built.core.stats().prefix_cache_hits > 0
+    assert accepted[0] == accepted[1]
+
+
+@pytest.mark.parametrize("qwen3", [False, True])
+def test_kernels_throughout_have_the_same_drafts(qwen3: bool, tmp_path: Path) -> None:
+    """Two requests on models of one and two layers, greedy and with noise: a prefill step and a few padded decode
+    steps."""
+    make_target(tmp_path / "t", num_hidden_layers=2)
+    make_eagle3(tmp_path / "d", qwen3=qwen3, num_features=2, eagle_aux_hidden_state_layer_ids=[1, 2])
+    models = {"target_model": str(tmp_path / "t"), "draft_model": str(tmp_path / "d"), "draft_temperature_ratio": 0.5}
+    settings = {**models, "kv_block_size": 4, "max_model_len": 24, "max_num_seqs": 2}
+    sampling = [{"temperature": 0.0, "max_tokens": 4}, {"temperature": 0.8, "seed": 3, "max_tokens": 4}]
+    expected, found = (
+        run(built, [[1, 2, 3, 4], [9, 8]], sampling)
+        for built in (engine(**settings), triton_engine(**settings, kv_write_guard=False))
+    )
+    assert found == expected

@@ -1,0 +1,30 @@
+"""The first pass of an autoregressive drafter reads the target's features of the last final token of each row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_backend.worker.step_ops import HostStepOps, StepOps
+from tests.worker.engines import ReferenceStepOps
+from tests.worker.random_steps import random_step, random_target
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("ops", [ReferenceStepOps(), HostStepOps()], ids=["device", "host"])
+@pytest.mark.parametrize(("seed", "k", "graph"), [(0, 1, False), (1, 3, False), (2, 7, False), (3, 3, True)])
+def test_each_row_that_drafts_gets_those_of_the_position_before_its_anchor(
+    ops: StepOps, seed: int, k: int, graph: bool
+) -> None:
+    """After any acceptance, whatever lies between the rows. Features here are the tokens' positions."""
+    step = random_step(seed, k, zombies=False, graph=graph).to(CPU)
+    rows, state = step.rows, step.state
+    prepared = ReferenceStepOps().prepare(step.inputs, state)
+    accepted = ReferenceStepOps().accept(random_target(step, seed), rows, prepared, state)
+    found = ops.features_before_anchors(prepared.positions[:, None].float(), rows, accepted.count)
+    drafting = [r for r in range(len(rows.req_idx)) if int(rows.num_next[r])]
+    assert len(found) == (len(drafting) if ops.on_host else len(rows.req_idx))
+    expected = [int(state.computed[int(rows.req_idx[r])]) - 1 for r in drafting]
+    assert (found if ops.on_host else found[drafting])[:, 0].tolist() == expected
+    assert len(set(expected)) > 1
