@@ -19,6 +19,7 @@ from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.drafters.dflash.model import DFlashModel, DFlashWeights
 from dflash_backend.models import target_patterns
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
+from dflash_backend.models.ops import select_ops
 from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.runner import ModelRunner
@@ -56,6 +57,7 @@ class RandomEngine:
         target = TargetWeights.read(target_tensors(shape, dtype, device), shape.target)
         draft = DFlashWeights.read(draft_tensors(shape, dtype, device), shape.draft)
         self.target = DecoderTarget(shape.target, target, positions)
+        self.invariant_target = DecoderTarget(shape.target, target, positions, select_ops(device, batch_invariant=True))
         self.draft = DFlashModel(shape.draft, draft, positions)
         self.kv = PagedKVCache.allocate(
             shape.target.decoder, shape.draft.decoder, sizes.num_blocks, BLOCK_SIZE, dtype, device
@@ -64,9 +66,12 @@ class RandomEngine:
             layer.data.normal_()
         self.backend = attention_backend(shape, device, dtype)
 
-    def core(self, k: int, acceptance: SyntheticAcceptance | None) -> EngineCore:
-        """An engine core on a device runner of its own, its graphs captured. `acceptance` is needed with k > 0."""
+    def core(self, k: int, acceptance: SyntheticAcceptance | None, batch_invariant: bool = False) -> EngineCore:
+        """An engine core on a device runner of its own, its graphs captured. `acceptance` is needed with k > 0.
+        batch_invariant: as the setting. Raises `ValueError` where the attention backend does not have it."""
         sizes = self.sizes
+        target = self.invariant_target if batch_invariant else self.target
+        backend = self.backend.batch_invariant() if batch_invariant else self.backend
         drafter = None
         if k:
             drafter = DFlashDrafter(self.draft, self.target, self.kv.draft, self.backend)
@@ -74,9 +79,7 @@ class RandomEngine:
         if acceptance is not None and k:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
         state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, self.device)
-        step = ModelStep(
-            self.target, drafter, self.kv, self.backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype
-        )
+        step = ModelStep(target, drafter, self.kv, backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype)
         runner = ModelRunner(step, max_tokens=sizes.num_rows * (k + 1))
         runner.prepare(
             use_graphs=True,
@@ -98,6 +101,7 @@ class RandomEngine:
             lookahead_base=1 if k else 0,
             drafter_max_len=max_positions(sizes.max_model_len, k) if k else 0,
             max_prefill_tokens_per_step=unbounded,
+            max_step_s=float(unbounded),
         )
         return EngineCore(config, SkippedPrefill(runner), overlap=True)
 

@@ -97,11 +97,19 @@ def decoding(core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int
 
 
 def run_cell(
-    core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int, dtype: torch.dtype, ceilings: Ceilings
+    core: EngineCore,
+    shape: Shape,
+    cell: Cell,
+    k: int,
+    num_cycles: int,
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    system: str | None = None,
 ) -> Cycle:
     """Bring `cell.batch` requests to decode and time `num_cycles` steps of them by the wall clock, fewer if slow.
 
-    `core` runs on a `SkippedPrefill`. The phases are what the worker says of each step. Raises `NotSteady` when the
+    `core` runs on a `SkippedPrefill`; `system` is what it is called, by default with and without drafts. The phases are
+    what the worker says of each step. Raises `NotSteady` when the
     requests do not all decode in every step that is timed.
     """
     phases = dict.fromkeys(PHASES, 0.0)
@@ -122,7 +130,7 @@ def run_cell(
     size = CycleSize(cell.batch, context, k, dtype.itemsize)
     return Cycle(
         shape=shape.name,
-        system=DFLASH if k else NO_DRAFT,
+        system=system or (DFLASH if k else NO_DRAFT),
         batch=cell.batch,
         context=context,
         nominal_context=cell.context,

@@ -19,7 +19,7 @@ from benchmarks.gpu.build import BLOCK_SIZE, EngineSizes, RandomEngine, attentio
 from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
 from benchmarks.gpu.profile import profile_cell
-from benchmarks.gpu.results import Recorder, Results, Skipped
+from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, Recorder, Results, Skipped
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 from benchmarks.gpu.timing import measure_ceilings
@@ -36,6 +36,8 @@ GRID = [
 REFERENCE_GRID = [Cell(1, 1024), Cell(8, 1024), Cell(32, 1024), Cell(1, 8192)]
 # The same on a CPU, where nothing is measured.
 CPU_GRID, CPU_REFERENCE_GRID = [Cell(1, 24), Cell(2, 40), Cell(3, 4096)], [Cell(2, 24)]
+# Of these, the first ones also with `batch_invariant`.
+INVARIANT_CELLS = 3
 NUM_CYCLES = {"cuda": 48, "cpu": 3}
 PROFILED_CYCLES = 8
 REFERENCE_CYCLES = {"cuda": 16, "cpu": 2}
@@ -88,14 +90,18 @@ def run_engine_part(context: Context) -> None:
     grid, sizes = _fitting(context, GRID if device.type == "cuda" else CPU_GRID, cycles)
     engine = RandomEngine(shape, sizes, device, context.dtype)
     drafting = engine.core(k, context.acceptance)
-    for drafts, core in ((k, drafting), (0, engine.core(0, None))):
-        for cell in grid:
-            what = f"k = {drafts}, batch {cell.batch}, context {cell.context}"
+    for system, drafts, core, cells in (
+        (DFLASH, k, drafting, grid),
+        (NO_DRAFT, 0, engine.core(0, None), grid),
+        (INVARIANT, k, engine.core(k, context.acceptance, batch_invariant=True), grid[:INVARIANT_CELLS]),
+    ):
+        for cell in cells:
+            what = f"{system}, k = {drafts}, batch {cell.batch}, context {cell.context}"
             if context.out_of_time():
                 context.skip(what, "no time was left")
                 continue
             try:
-                cycle = run_cell(core, shape, cell, drafts, cycles, context.dtype, ceilings)
+                cycle = run_cell(core, shape, cell, drafts, cycles, context.dtype, ceilings, system)
             except (NotSteady, RequestError, torch.OutOfMemoryError) as error:
                 context.skip(what, f"{type(error).__name__}: {error}")
                 continue

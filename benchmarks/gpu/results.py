@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu.floor import Ceilings
 
 DFLASH = "DFlash"
+INVARIANT = "DFlash, batch_invariant"
 NO_DRAFT = "k = 0"
 PLAIN_DFLASH = "plain torch, DFlash"
 PLAIN = "plain torch, k = 0"

@@ -20,10 +20,8 @@ except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
 # Rows of a product by a CPU's library, and the height that the others are compared with.
-HEIGHTS = (4, 8, 16, 32, 64, 128, 256)
+HEIGHTS = (4, 8, 16, 32, 64)
 BASE_HEIGHT = 64
-# Weights of more elements are read from memory for each product: comparing tall ones takes seconds and gains little.
-LARGE_WEIGHT = 1 << 22
 # Empty rows that one more product is better than, for each row.
 MAX_PADDING = 0.25
 # Bytes that rows must begin at a multiple of, since libraries sum up narrow products by where their rows lie.
@@ -81,12 +79,10 @@ def equal_heights(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int,
     """
     key = (weight.shape, weight.stride(), weight.dtype, bias is not None, torch.get_num_threads())
     if key not in _heights:
-        tallest = BASE_HEIGHT if weight.numel() > LARGE_WEIGHT else HEIGHTS[-1]
-        heights = [height for height in HEIGHTS if height <= tallest]
         row = probe_row(weight.shape[1]).to(weight.dtype)
-        products = {height: F.linear(row.repeat(height, 1), weight, bias) for height in heights}
+        products = {height: F.linear(row.repeat(height, 1), weight, bias) for height in HEIGHTS}
         base = products[BASE_HEIGHT][0]
-        equal = [height for height in heights if bool((products[height] == base).all())]
+        equal = [height for height in HEIGHTS if bool((products[height] == base).all())]
         _heights[key] = tuple(equal) if BASE_HEIGHT in equal else (1,)
     return _heights[key]
 

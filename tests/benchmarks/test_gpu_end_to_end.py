@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import part, report, run
 from benchmarks.gpu.plain import PlainPair
 from benchmarks.gpu.reference import load_transformers
-from benchmarks.gpu.results import DFLASH, NO_DRAFT, PLAIN, PLAIN_DFLASH, TRANSFORMERS, Recorder, Results
+from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, PLAIN, PLAIN_DFLASH, TRANSFORMERS, Recorder, Results
 from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
 from dflash_backend.worker.batch_parallel import one_thread
@@ -37,7 +37,14 @@ def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_p
     results = run_parts(tmp_path, "tiny", "ceilings", "engine", "references")
     assert results.ceilings is not None
     assert results.ceilings.copy_bandwidth > 0
-    assert {cycle.system for cycle in results.cycles} == {DFLASH, NO_DRAFT, TRANSFORMERS, PLAIN, PLAIN_DFLASH}
+    assert {cycle.system for cycle in results.cycles} == {
+        DFLASH,
+        INVARIANT,
+        NO_DRAFT,
+        TRANSFORMERS,
+        PLAIN,
+        PLAIN_DFLASH,
+    }
     drafting = [cycle for cycle in results.cycles if cycle.system == DFLASH]
     assert [(cycle.batch, cycle.nominal_context) for cycle in drafting] == [(1, 24), (2, 40)]
     for cycle in drafting:
@@ -60,7 +67,7 @@ def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_p
 
 def test_experts_run_as_well(tmp_path: Path) -> None:
     results = run_parts(tmp_path, "tiny-moe", "ceilings", "engine", "references")
-    assert {cycle.system for cycle in results.cycles} == {DFLASH, NO_DRAFT}
+    assert {cycle.system for cycle in results.cycles} == {DFLASH, INVARIANT, NO_DRAFT}
     assert any(entry.reason == "the comparison is written for dense models" for entry in results.skipped)
 
 

@@ -109,6 +109,15 @@ def test_bf16_with_drafts_parts_from_k_0_only_at_ties(prompts: list[str], capsys
     assert len(partings) <= len(prompts) // 2
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_with_batch_invariant_a_text_in_bf16_is_the_same_alone_and_in_a_batch(
+    sampled: bool, prompts: list[str]
+) -> None:
+    settings: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True}
+    _, together = generate(prompts, sampled, **settings)
+    assert together == generate(prompts, sampled, max_num_seqs=1, draft="", **settings)[1]
+
+
 def logits_in_float32(path: object) -> ties.Logits:
     """The demo target of `transformers`, its weights rounded to bf16, computed in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float().eval()
