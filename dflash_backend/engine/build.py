@@ -43,7 +43,7 @@ from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
-from dflash_backend.worker.batch_parallel import num_batch_threads
+from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.measured_steps import measured_steps
@@ -229,8 +229,9 @@ def _runner(
         wants_confidence=config.adaptive_speculation,
         draft_backend=models.draft_backend,
     )
-    workers = num_batch_threads(sum(weight_bytes(directory) for directory in pair.checkpoints))
-    return ModelRunner(step, config.max_num_batched_tokens, workers, grammars, config.batch_invariant)
+    size = sum(weight_bytes(directory) for directory in pair.checkpoints)
+    threads = BatchThreads(num_batch_threads(size), config.batch_invariant, size)
+    return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:

@@ -23,8 +23,15 @@ Result = TypeVar("Result")
 
 # Weights up to this size are taken to stay in the caches of a server's cores.
 MAX_WEIGHT_BYTES = 64 * 1024**2
-# Smaller parts are not worth a thread each.
-MIN_PART_TOKENS = 32
+# Smaller parts are not worth a thread each: what threads do in Python, they do one after the other. As tokens, with
+# weights of `FEW_WEIGHT_BYTES` or less; with larger ones a token takes longer, and fewer will do.
+MIN_PART_WORK = 80
+MIN_WORK_OF_LARGE = 16
+FEW_WEIGHT_BYTES = 6 * 1024**2
+# So much context of a row takes as long as another token of it, where it has few tokens; with this many it takes twice
+# as long.
+CONTEXT_OF_A_TOKEN = 128
+TOKENS_TWICE = 16
 # A single row with this many tokens, a long prompt, is better served by threads within its operations.
 INTRA_OP_TOKENS = 256
 # Rows whose numbers of drafts differ by less go by their contexts.
@@ -42,27 +49,29 @@ def num_batch_threads(weight_bytes: int) -> int:
 class BatchThreads:
     """The calling thread and others, each running one part of a step with torch's own threading switched off."""
 
-    def __init__(self, num_workers: int, batch_invariant: bool = False) -> None:
-        """batch_invariant: no operation has more threads in one step than in another."""
+    def __init__(self, num_workers: int, batch_invariant: bool = False, weight_bytes: int = 0) -> None:
+        """batch_invariant: no operation has more threads in one step than in another. weight_bytes: of the models."""
         self.num_workers = num_workers
+        few = MIN_PART_WORK * FEW_WEIGHT_BYTES // max(weight_bytes, FEW_WEIGHT_BYTES)
+        self._min_part_work = max(MIN_WORK_OF_LARGE, few)
         self._batch_invariant = batch_invariant
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1:
             self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _keep_to_one_thread)
 
     def split(self, rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
-        """Cut rows into parts of about equal numbers of tokens; alike rows stay together.
+        """Cut rows into parts that take about equally long; alike rows stay together.
 
         Rows are ordered first, by their tokens, roughly, and contexts, so that attention can pad neighbours to one
         batch.
         """
         ordered = sorted(rows, key=_likeness)
-        total = sum(row.num_new + row.num_draft for row in ordered)
-        num_parts = max(1, min(self.num_workers, len(ordered), total // MIN_PART_TOKENS))
+        work = [_work(row) for row in ordered]
+        total = sum(work)
+        num_parts = max(1, min(self.num_workers, len(ordered), total // self._min_part_work))
         parts: list[list[ScheduledRequest]] = [[] for _ in range(num_parts)]
         before = 0
-        for row in ordered:
-            size = row.num_new + row.num_draft
+        for row, size in zip(ordered, work, strict=True):
             # The part that the middle of the row lies in.
             parts[min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))].append(row)
             before += size
@@ -90,6 +99,12 @@ def _likeness(row: ScheduledRequest) -> tuple[int, int, int]:
     """What rows are ordered by. Adaptive rows differ in their drafts by a few, which is padded at less cost than what
     their contexts differ by."""
     return row.num_new, -(-row.num_draft // DRAFTS_ALIKE), row.num_computed
+
+
+def _work(row: ScheduledRequest) -> int:
+    """How long a row takes, roughly, in the time of a token with little context."""
+    num_tokens = row.num_new + row.num_draft
+    return num_tokens + row.num_computed * (TOKENS_TWICE + num_tokens) // (TOKENS_TWICE * CONTEXT_OF_A_TOKEN)
 
 
 def _keep_to_one_thread() -> None:

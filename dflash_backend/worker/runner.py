@@ -76,19 +76,18 @@ class ModelRunner:
         self,
         step: ModelStep,
         max_tokens: int,
-        num_batch_threads: int = 1,
+        threads: BatchThreads | None = None,
         grammars: GrammarCompiler | None = None,
-        batch_invariant: bool = False,
     ) -> None:
-        """max_tokens: the most tokens of one step. num_batch_threads: threads that share the rows of a step, with
-        `HostStepOps`. grammars: where requests with structured output find theirs. batch_invariant: as the setting."""
+        """max_tokens: the most tokens of one step. threads: those that share the rows of a step, with `HostStepOps`; by
+        default the caller's alone. grammars: where requests with structured output find theirs."""
         self.step = step
         self.device = step.device
         self.overlaps = not step.ops.on_host
         self.requests = RequestStates(step.state, step.target.spec.vocab_size)
-        beside = num_batch_threads == 1
+        self.threads = threads or BatchThreads(1)
+        beside = self.threads.num_workers == 1
         self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device, beside)
-        self.threads = BatchThreads(num_batch_threads, batch_invariant)
         num_rows = len(step.state.tokens)
         self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device)
         self.graphs = GraphRunner(step, self.layouts)

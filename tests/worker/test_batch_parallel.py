@@ -41,9 +41,25 @@ def test_rows_whose_drafts_differ_by_a_few_lie_beside_those_with_contexts_like_t
     assert [one.num_computed for one in parts[0]] == [500] * 2 + [40] * 4 + [900] * 4
 
 
-def test_few_tokens_stay_together_and_a_lone_row_is_one_part() -> None:
-    assert len(BatchThreads(2).split([row("a", 16), row("b", 16)])) == 1
+def test_little_work_stays_together_and_a_lone_row_is_one_part() -> None:
+    assert len(BatchThreads(2).split([row("a", 79), row("b", 80)])) == 1
+    assert len(BatchThreads(2).split([row("a", 80), row("b", 80)])) == 2
     assert len(BatchThreads(8).split([row("a", 4000)])) == 1
+
+
+def test_context_is_work_too_the_more_so_the_more_tokens_look_at_it() -> None:
+    assert len(BatchThreads(2).split([row(str(i), 1, 500) for i in range(16)])) == 1
+    assert len(BatchThreads(2).split([row(str(i), 1, 1500) for i in range(16)])) == 2
+    assert len(BatchThreads(2).split([row(str(i), 16, 500) for i in range(5)])) == 1
+    assert len(BatchThreads(2).split([row(str(i), 16, 1500) for i in range(5)])) == 2
+    lengths = [len(part) for part in BatchThreads(2).split([row(str(i), 1, 8000 * (i < 4)) for i in range(64)])]
+    assert lengths == [62, 2]
+
+
+def test_with_larger_weights_fewer_tokens_are_worth_a_thread() -> None:
+    rows = [row("a", 16), row("b", 16)]
+    assert len(BatchThreads(2, weight_bytes=10 * 1024**2).split(rows)) == 1
+    assert len(BatchThreads(2, weight_bytes=60 * 1024**2).split(rows)) == 2
 
 
 def test_parts_run_at_the_same_time_without_threads_inside_operations() -> None:
