@@ -178,8 +178,9 @@ class InvariantTorchBackend(AttentionBackend):
 
 
 def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of each pair of matrices, which are broadcast to one another: `[..., m, k]` by `[..., k, n]`."""
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    """The product of each pair of matrices, `[..., m, k]` by `[..., k, n]`, of as many dimensions; one of size 1 is
+    repeated."""
+    batch = [max(sizes) for sizes in zip(left.shape[:-2], right.shape[:-2], strict=True)]
     flat = (each.expand(*batch, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (left, right))
     return torch.bmm(*flat).view(*batch, left.shape[-2], right.shape[-1])
 
