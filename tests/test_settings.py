@@ -27,7 +27,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "adaptive_speculation": (False, lambda built: built.core.config.adaptive_speculation, False),
     "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
-    "batch_invariant": (True, lambda built: built.runner.step.target.ops.linear is not F.linear, True),
+    "batch_invariant": (True, lambda built: built.runner.step.target._head.product is not F.linear, True),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),
     "kv_block_size": (8, lambda built: built.core.config.block_size, 8),
     "kv_cache_gb": (0.001, lambda built: built.core.config.num_blocks, 37),

@@ -59,3 +59,7 @@ class CpuWeight:
             x, self._packed, bias, "none", _NO_SCALARS, ""
         )
         return result
+
+    def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `product`, for what asks with the weight, which is this one."""
+        return self.product(x, bias)

@@ -57,11 +57,11 @@ class DecoderTarget(TargetModel):
         self.ops = ops or select_ops(device)
         # Drafters multiply by the head as well, in their own way.
         self.lm_head = weights.lm_head
-        self._head = weights.lm_head.with_product(self.ops.linear)
+        self._head = weights.lm_head.with_product(self.ops.product_of)
         self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
         self.patterns = target_patterns(spec)
         self.layers = [
-            DecoderLayer(spec.decoder, layer.with_product(self.ops.linear), pattern, self.ops)
+            DecoderLayer(spec.decoder, layer.with_product(self.ops.product_of), pattern, self.ops)
             for layer, pattern in zip(weights.layers, self.patterns, strict=True)
         ]
 

@@ -14,7 +14,7 @@ from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.linear import Linear, Product
+from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import DenseMlp, SparseMlp
 from dflash_backend.models.ops import LayerOps, Rotation
 
@@ -61,13 +61,13 @@ class LayerWeights:
             else SparseMlp.read(source, mlp, hidden, config.moe),
         )
 
-    def with_product(self, product: Product) -> LayerWeights:
-        """The same weights, multiplied by `product`."""
+    def with_product(self, product_of: ProductOf) -> LayerWeights:
+        """The same weights, multiplied by what `product_of` chooses for each."""
         return replace(
             self,
-            qkv=self.qkv.with_product(product),
-            output=self.output.with_product(product),
-            mlp=self.mlp.with_product(product),
+            qkv=self.qkv.with_product(product_of),
+            output=self.output.with_product(product_of),
+            mlp=self.mlp.with_product(product_of),
         )
 
     @staticmethod

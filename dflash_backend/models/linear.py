@@ -12,6 +12,8 @@ from dflash_backend.models.cpu_product import CpuWeight
 
 Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """`x @ weight.T + bias` of x `[..., in_features]`, as `torch.nn.functional.linear`."""
+ProductOf = Callable[[torch.Tensor], Product]
+"""The product for a weight."""
 
 
 class Linear:
@@ -52,8 +54,9 @@ class Linear:
             return self._cpu.product(x, self.bias)
         return self.product(x, self.weight, self.bias)
 
-    def with_product(self, product: Product) -> Linear:
-        """The same weights, multiplied by `product`."""
+    def with_product(self, product_of: ProductOf) -> Linear:
+        """The same weights, multiplied by what `product_of` chooses for them."""
+        product = product_of(self.weight)
         return self if product is self.product else Linear(self.weight, self.bias, product)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:

@@ -9,7 +9,7 @@ import torch
 
 from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
-from dflash_backend.models.linear import Linear, Product
+from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.ops import LayerOps
 
 
@@ -28,9 +28,9 @@ class DenseMlp:
             down=Linear.read(source, prefix, {"down_proj": hidden}, inner, bias),
         )
 
-    def with_product(self, product: Product) -> DenseMlp:
-        """The same weights, multiplied by `product`."""
-        return DenseMlp(self.gate_up.with_product(product), self.down.with_product(product))
+    def with_product(self, product_of: ProductOf) -> DenseMlp:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        return DenseMlp(self.gate_up.with_product(product_of), self.down.with_product(product_of))
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
@@ -63,9 +63,9 @@ class SparseMlp:
                 source.read(f"{prefix}experts.{expert}.{name}_proj.weight", out)
         return cls(moe, router, gate_up, down)
 
-    def with_product(self, product: Product) -> SparseMlp:
-        """The same weights, the router's multiplied by `product`; the experts are multiplied by the operations."""
-        return replace(self, router=self.router.with_product(product))
+    def with_product(self, product_of: ProductOf) -> SparseMlp:
+        """The same weights, the router's multiplied by what `product_of` chooses; experts are an operation."""
+        return replace(self, router=self.router.with_product(product_of))
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,

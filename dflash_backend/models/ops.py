@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import KVLayer
+from dflash_backend.models.cpu_product import CpuWeight
 from dflash_backend.models.linear import Product
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
@@ -47,7 +48,6 @@ class Rotation:
 class LayerOps:
     """The operations as a few torch calls each; `TritonLayerOps` replaces all of them."""
 
-    linear: Product = staticmethod(F.linear)
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
     silu_mul = staticmethod(silu_mul.silu_mul_reference)
@@ -57,6 +57,11 @@ class LayerOps:
     grouped_conv = staticmethod(grouped_conv.grouped_conv_reference)
     selector_walk = staticmethod(selector_walk.selector_walk_reference)
     markov_step = staticmethod(markov_step.markov_step_reference)
+
+    @staticmethod
+    def product_of(weight: torch.Tensor) -> Product:
+        """What a target multiplies by `weight` with."""
+        return F.linear
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -97,9 +102,20 @@ class InvariantLayerOps(LayerOps):
     """The torch operations of a target with `batch_invariant`, on a CPU: a token's results have the same bits whatever
     other tokens are there. What is not replaced computes each row, or each number, by itself."""
 
-    linear = staticmethod(invariant_linear.invariant_linear_reference)
     silu_mul = staticmethod(silu_mul.invariant_silu_mul_reference)
     experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
+
+    @staticmethod
+    def product_of(weight: torch.Tensor) -> Product:
+        """As `LayerOps.product_of`: by oneDNN in float32, for any number of rows, so that one library does all."""
+        if not CpuWeight.fits(weight):
+            return invariant_linear.invariant_linear_reference
+        packed = CpuWeight(weight)
+
+        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return invariant_linear.invariant_linear_reference(x, weight, bias, packed.multiply)
+
+        return product
 
 
 if norms.triton is not None:
@@ -157,8 +173,12 @@ if norms.triton is not None:
     class InvariantTritonLayerOps(TritonLayerOps):
         """As `InvariantLayerOps`, as kernels."""
 
-        linear = staticmethod(invariant_linear.invariant_linear)
         experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
+
+        @staticmethod
+        def product_of(weight: torch.Tensor) -> Product:
+            """As `LayerOps.product_of`."""
+            return invariant_linear.invariant_linear
 
 
 def select_ops(device: torch.device, wanted: str | None = None, batch_invariant: bool = False) -> LayerOps:

@@ -8,6 +8,7 @@ the last; on a CPU by products of the library in heights that were seen to be al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,34 +21,44 @@ except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
 # Rows of a product by a CPU's library, and the height that the others are compared with.
-HEIGHTS = (4, 8, 16, 32, 64)
+HEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 BASE_HEIGHT = 64
-# Empty rows that one more product is better than, for each row.
-MAX_PADDING = 0.25
+# Empty rows that cost less than one more product: for each row, and in any case.
+MAX_PADDING, FREE_PADDING = 0.25, 4
 # Bytes that rows must begin at a multiple of, since libraries sum up narrow products by where their rows lie.
 ALIGNMENT = 64
 
 _heights: dict[tuple[object, ...], tuple[int, ...]] = {}
 
+Multiply = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+"""A library's `x @ weight.T + bias`, for x `[n, in]`."""
 
-def invariant_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+
+def invariant_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    multiply: Multiply | None = None,
+) -> torch.Tensor:
     """`x @ weight.T + bias`, `[..., in]` -> `[..., out]`, in products of a few heights for which the library of this
     machine gives every row the same bits (`equal_heights`); what is missing to a height are rows of zeros.
 
-    weight: `[out, in]`. bias: `[out]`, or None.
+    weight: `[out, in]`. bias: `[out]`, or None. multiply: another library than torch's own choice, the same one for
+    all weights.
     """
+    library = multiply or F.linear
     rows = x.reshape(-1, weight.shape[1])
     if not len(rows):
         return x.new_empty(*x.shape[:-1], len(weight))
     parts, first = [], 0
-    for height in split_rows(len(rows), equal_heights(weight, bias)):
+    for height in split_rows(len(rows), equal_heights(weight, bias, multiply)):
         part = rows[first : first + height]
         missing = height - len(part)
         if missing:
             part = torch.cat([part, part.new_zeros(missing, part.shape[1])])
         elif part.data_ptr() % ALIGNMENT:
             part = part.clone()
-        product = F.linear(part, weight, bias)
+        product = library(part, weight, bias)
         parts.append(product[: height - missing])
         first += height
     output = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -61,7 +72,7 @@ def split_rows(count: int, heights: tuple[int, ...]) -> list[int]:
     while count > 0:
         above = next((height for height in heights if height >= count), None)
         below = next((height for height in reversed(heights) if height <= count), None)
-        if above is not None and (below is None or above - count <= MAX_PADDING * count):
+        if above is not None and (below is None or above - count <= max(MAX_PADDING * count, FREE_PADDING)):
             below = above
         assert below is not None
         split.append(below)
@@ -69,18 +80,19 @@ def split_rows(count: int, heights: tuple[int, ...]) -> list[int]:
     return split
 
 
-def equal_heights(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
-    """The numbers of rows, ascending, for which `F.linear` gives a row of this weight the same bits in every place.
+def equal_heights(weight: torch.Tensor, bias: torch.Tensor | None, multiply: Multiply | None = None) -> tuple[int, ...]:
+    """The numbers of rows, ascending, for which the library gives a row of this weight the same bits in every place.
 
     A library chooses its kernel and the split of its sums by shapes and threads, never by values, so one product of
     each height shows it: its rows are alike, and each must have the bits of a row of `BASE_HEIGHT` rows. They are
     compared once for each shape and number of threads. Where even the rows of `BASE_HEIGHT` rows differ, every row is a
     product of its own.
     """
-    key = (weight.shape, weight.stride(), weight.dtype, bias is not None, torch.get_num_threads())
+    key = (weight.shape, weight.stride(), weight.dtype, bias is not None, multiply is None, torch.get_num_threads())
     if key not in _heights:
+        library = multiply or F.linear
         row = probe_row(weight.shape[1]).to(weight.dtype)
-        products = {height: F.linear(row.repeat(height, 1), weight, bias) for height in HEIGHTS}
+        products = {height: library(row.repeat(height, 1), weight, bias) for height in HEIGHTS}
         base = products[BASE_HEIGHT][0]
         equal = [height for height in HEIGHTS if bool((products[height] == base).all())]
         _heights[key] = tuple(equal) if BASE_HEIGHT in equal else (1,)

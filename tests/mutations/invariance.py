@@ -17,7 +17,7 @@ INVARIANCE_MUTANTS = (
         OF_PRODUCTS,
         (
             "the height of a product follows the number of rows",
-            "split_rows(len(rows), equal_heights(weight, bias))",
+            "split_rows(len(rows), equal_heights(weight, bias, multiply))",
             "[len(rows)]",
         ),
         (
@@ -98,7 +98,7 @@ INVARIANCE_MUTANTS = (
     Mutant(
         "the head multiplies by the number of rows",
         "dflash_backend/models/decoder.py",
-        "self._head = weights.lm_head.with_product(self.ops.linear)",
+        "self._head = weights.lm_head.with_product(self.ops.product_of)",
         "self._head = weights.lm_head",
         ("tests/test_batch_invariance.py",),
     ),
