@@ -30,7 +30,7 @@ from dflash_backend.attention.torch_backend import hidden_keys
 TILE_KEYS = 128
 TILE_LINES = 16  # a multiple of 16, so that each tile begins at a multiple of 64 bytes
 # Pairs of a tile of queries and one of keys that run at a time, so that their scores stay in a core's cache.
-PAIRS_AT_A_TIME = 64
+PAIRS_AT_A_TIME = 16
 
 
 @dataclass(frozen=True)
