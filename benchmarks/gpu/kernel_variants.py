@@ -14,13 +14,14 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.counting_driver import CompiledKernel, KernelCounts, install
 from benchmarks.gpu.shapes import (
+    RandomTensors,
     Shape,
     _decoder,
     _draft,
@@ -32,14 +33,19 @@ from benchmarks.gpu.shapes import (
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.triton_backend import TritonBackend
 from dflash_backend.checkpoints.spec import MoeSpec
+from dflash_backend.checkpoints.weights import expected_tensors
 from dflash_backend.config import asset_path
 from dflash_backend.core.engine import EngineCore
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.drafters.base import Drafter
 from dflash_backend.drafters.dflash2.config import ConvSpec, DFlash2Spec, SelectorSpec
 from dflash_backend.drafters.dspark.config import GATED, RNN, DSparkSpec, MarkovSpec
+from dflash_backend.drafters.eagle3.config import Eagle3Spec
+from dflash_backend.drafters.eagle3.drafter import Eagle3Drafter
+from dflash_backend.drafters.eagle3.model import Eagle3Model, Eagle3Weights
 from dflash_backend.drafters.ngram.config import NgramSpec
 from dflash_backend.drafters.ngram.drafter import NgramDrafter
+from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.messages import GenerationRequest, SamplingParams, StructuredOutputs
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
 from dflash_backend.models.ops import select_ops
@@ -70,6 +76,7 @@ class Case:
     ngram: bool = False
     dflash2: bool = False
     markov: str | None = None
+    eagle3: bool = False
     adaptive: bool = False
     window: int | None = None
     max_num_seqs: int = 16
@@ -89,6 +96,8 @@ CASES = (
     Case("DFlash2, adaptive k", k=7, dflash2=True, adaptive=True),
     Case("DSpark, k = 7", k=7, markov=RNN),
     Case("DSpark, adaptive k", k=7, markov=GATED, adaptive=True),
+    Case("EAGLE-3, k = 4", k=4, eagle3=True),
+    Case("EAGLE-3, adaptive k", k=4, eagle3=True, adaptive=True),
     Case("dense, batch-invariant", adaptive=True, batch_invariant=True),
     Case("experts, batch-invariant", moe=True, batch_invariant=True),
 )
@@ -102,7 +111,7 @@ def shape_of(case: Case) -> Shape:
     kv_heads = 4 if case.moe else 8
     architecture = "Qwen3MoeForCausalLM" if case.moe else "Qwen3ForCausalLM"
     target = _target(architecture, _decoder(2, 64, 128, 32, kv_heads, 128, **rest), VOCAB_SIZE)
-    decoder = _decoder(2, 64, 128, 32, kv_heads, 128)
+    decoder = _decoder(1 if case.eagle3 else 2, 64, 128, 32, kv_heads, 128)
     if case.window:
         decoder = replace(decoder, sliding_windows=(case.window, None))
     draft = _draft(target, decoder, max(case.k, 1) + 1, 2)
@@ -146,10 +155,27 @@ def _drafter(
     ops = select_ops(CPU, "triton")
     if case.ngram:
         return NgramDrafter(NgramSpec(num_speculative_tokens=case.k, min_ngram=2, max_ngram=5), ops)
+    if case.eagle3:
+        return _eagle3(case, shape, target, kv, backend)
     drafter = block_drafter_class(shape.draft)
     weights = drafter.model_class.weights_class.read(draft_tensors(shape, DTYPE, CPU), shape.draft)
     model = drafter.model_class(shape.draft, weights, max_positions(MAX_MODEL_LEN, case.k), ops)
     return drafter(model, target, kv.draft, backend)
+
+
+def _eagle3(
+    case: Case, shape: Shape, target: DecoderTarget, kv: PagedKVCache, backend: AttentionBackend
+) -> Eagle3Drafter:
+    """An EAGLE-3 drafter with the sizes of the shape's, whose layer has Llama's form."""
+    names = {each.name for each in fields(DraftModelSpec)}
+    common = {name: value for name, value in vars(shape.draft).items() if name in names}
+    decoder = replace(shape.draft.decoder, qk_norm=False)
+    spec = Eagle3Spec(**{**common, "decoder": decoder, "causal": (True,)}, layer_prefix="midlayer.")
+    tensors = RandomTensors(expected_tensors(lambda source: Eagle3Weights.read(source, spec)), DTYPE, CPU, seed=1)
+    model = Eagle3Model(
+        spec, Eagle3Weights.read(tensors, spec), max_positions(MAX_MODEL_LEN, case.k), select_ops(CPU, "triton")
+    )
+    return Eagle3Drafter(model, target, kv.draft, backend)
 
 
 def scheduler_config(case: Case, drafter: Drafter[Any] | None, shapes: tuple[tuple[int, int], ...]) -> SchedulerConfig:
@@ -166,6 +192,8 @@ def scheduler_config(case: Case, drafter: Drafter[Any] | None, shapes: tuple[tup
         adaptive_speculation=case.adaptive,
         draft_shapes=tuple(shape for shape in shapes if shape[0]),
         lookahead_base=drafter.lookahead_base if drafter else 0,
+        autoregressive=drafter is not None and drafter.autoregressive,
+        reads_next_tokens=drafter is not None and drafter.reads_next_tokens,
         drafter_max_len=max_positions(MAX_MODEL_LEN, case.k) if drafter else 0,
         min_prefill_tokens_per_step=256,
     )
