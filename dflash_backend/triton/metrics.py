@@ -3,8 +3,9 @@
 Each value costs a round trip to Triton's process, so values are gathered here and handed over now and then. A new
 metric is one entry in `METRICS` and a call that feeds it.
 
-A histogram is made of counters: `_sum`, `_count` and, by the label `le`, `_bucket`, as Prometheus stores one. Triton's
-own histograms take one observation a call, so a call for each token, and an old Triton has none.
+Triton's own histograms take one observation a call. They serve where a request has one observation, since a histogram
+of few observations costs fewer calls that way. Any other histogram, and on an old Triton each, is made of counters:
+`_sum`, `_count` and, by the label `le`, `_bucket`, as Prometheus stores one. On the page they look the same.
 
 A model with several instances has several stub processes, and Triton gives those that declare the same name and labels
 one value between them. Counters and histograms are added to, so they are the model's sums. A gauge is set, so each
@@ -17,184 +18,23 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, zip_longest
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from dflash_backend.messages import EngineStats
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_STEP_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
-_COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-INFINITY = "+Inf"
-# What the hash table of Triton's metrics library holds before it grows; larger families come in any order.
-SMALL_FAMILY = 13
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSpec:
-    """One metric: `label` names its label besides `model` and `version`; `buckets` are a histogram's upper bounds, in
-    the unit that its name ends with."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    label: str = ""
-    buckets: tuple[float, ...] = ()
-
-
-METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("dflash:spec_decode_num_drafts_total", "counter", "Draft blocks that were verified"),
-    MetricSpec("dflash:spec_decode_num_draft_tokens_total", "counter", "Draft tokens that were verified"),
-    MetricSpec("dflash:spec_decode_num_accepted_tokens_total", "counter", "Draft tokens that were accepted"),
-    MetricSpec(
-        "dflash:spec_decode_num_accepted_tokens_per_pos_total",
-        "counter",
-        "Draft blocks whose token at this position (0-based) was accepted",
-        label="position",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_num_draft_tokens_per_pos_total",
-        "counter",
-        "Draft tokens at this position (0-based) that were verified, with adaptive_speculation",
-        label="position",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_num_expected_tokens_per_pos_total",
-        "counter",
-        "Draft tokens at this position (0-based) that were expected to be accepted, with adaptive_speculation",
-        label="position",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_num_steps_total",
-        "counter",
-        "Steps in which requests decoded that may draft, with adaptive_speculation",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_num_steps_without_drafts_total",
-        "counter",
-        "Those of them in which nothing was drafted, since it would not pay",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_num_proposed_tokens_total",
-        "counter",
-        "Draft tokens that were proposed, verified or not, with adaptive_speculation",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_num_budgeted_steps_total",
-        "counter",
-        "Steps that verified only the likeliest of their drafts, with adaptive_speculation",
-    ),
-    MetricSpec(
-        "dflash:spec_decode_confidence_weight",
-        "gauge",
-        "How much the drafter's confidence in a draft counts, 0 for nothing, with adaptive_speculation",
-        label="engine",
-    ),
-    MetricSpec("dflash:prompt_tokens_total", "counter", "Tokens of prompts whose answers have begun"),
-    MetricSpec("dflash:generation_tokens_total", "counter", "Tokens that were sent to clients"),
-    MetricSpec("dflash:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
-    MetricSpec("dflash:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
-    MetricSpec("dflash:num_preemptions_total", "counter", "Requests that gave up their blocks for others"),
-    MetricSpec("dflash:grammar_requests_total", "counter", "Requests with structured output"),
-    MetricSpec("dflash:grammars_compiled_total", "counter", "Grammars that were compiled"),
-    MetricSpec("dflash:grammar_compile_seconds_total", "counter", "Time of compiling grammars, beside the steps"),
-    MetricSpec("dflash:grammar_steps_total", "counter", "Steps in which a grammar hid tokens"),
-    MetricSpec("dflash:grammar_mask_seconds_total", "counter", "The host's time of filling masks for these steps"),
-    MetricSpec(
-        "dflash:request_success_total", "counter", "Finished requests by finish reason", label="finished_reason"
-    ),
-    MetricSpec("dflash:request_errors_total", "counter", "Requests that ended in an error by status", label="status"),
-    MetricSpec("dflash:engine_restarts_total", "counter", "Engine processes that were started after one had died"),
-    MetricSpec("dflash:engine_ready", "gauge", "1 while the engine takes requests, else 0", label="engine"),
-    MetricSpec("dflash:num_requests_running", "gauge", "Requests that run", label="engine"),
-    MetricSpec("dflash:num_requests_waiting", "gauge", "Requests that wait", label="engine"),
-    MetricSpec(
-        "dflash:num_requests_in_flight",
-        "gauge",
-        "Requests that were taken and not answered to the end, whatever the engine says of them",
-        label="engine",
-    ),
-    MetricSpec("dflash:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1", label="engine"),
-    MetricSpec(
-        "dflash:engine_silence_seconds",
-        "gauge",
-        "Time since the engine last spoke, which it does after each step and once a second without one",
-        label="engine",
-    ),
-    MetricSpec(
-        "dflash:stub_heartbeat_timestamp_seconds",
-        "gauge",
-        "When the thread that answers requests last brought these metrics up to date, in seconds since 1970",
-        label="engine",
-    ),
-    MetricSpec(
-        "dflash:time_to_first_token_seconds", "histogram", "From a request's arrival to its first token", "", _SECONDS
-    ),
-    MetricSpec(
-        "dflash:inter_token_latency_seconds",
-        "histogram",
-        "Time between a token and the one before it, observed for each token but the first; those that one step yields "
-        "share its time",
-        "",
-        _TOKEN_SECONDS,
-    ),
-    MetricSpec(
-        "dflash:request_time_per_output_token_seconds",
-        "histogram",
-        "Mean time between the tokens of a request, observed once a request",
-        "",
-        _TOKEN_SECONDS,
-    ),
-    MetricSpec(
-        "dflash:e2e_request_latency_seconds", "histogram", "From a request's arrival to its last token", "", _SECONDS
-    ),
-    MetricSpec(
-        "dflash:request_queue_time_seconds", "histogram", "From a request's arrival to its first step", "", _SECONDS
-    ),
-    MetricSpec("dflash:request_prompt_tokens", "histogram", "Prompt tokens of a finished request", "", _TOKENS),
-    MetricSpec("dflash:request_generation_tokens", "histogram", "Tokens of a finished completion", "", _TOKENS),
-    MetricSpec("dflash:request_params_n", "histogram", "Completions of a finished request", "", _COMPLETIONS),
-    MetricSpec(
-        "dflash:step_seconds", "histogram", "Time of an engine step's phases", label="phase", buckets=_STEP_SECONDS
-    ),
+from dflash_backend.triton.metric_specs import (
+    CONFIDENCE_WEIGHT,
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    GRAMMAR_COUNTERS,
+    INFINITY,
+    METRICS,
+    SMALL_FAMILY,
+    VLLM_NAMES,
+    MetricSpec,
 )
-
-# Counters of the engine, by the field of `EngineStats` that they follow. Tokens of prompts and answers are counted on
-# this side: a prompt once for all its completions, and an answer without the tokens past a stop string.
-_ENGINE_COUNTERS = {
-    "prefix_cache_queries": "dflash:prefix_cache_queries_total",
-    "prefix_cache_hits": "dflash:prefix_cache_hits_total",
-    "num_preemptions": "dflash:num_preemptions_total",
-}
-# What Triton's vLLM backend publishes, by the metric here that counts the same: for dashboards and tests made for it.
-VLLM_NAMES = {
-    "dflash:prompt_tokens_total": "vllm:prompt_tokens_total",
-    "dflash:generation_tokens_total": "vllm:generation_tokens_total",
-    "dflash:time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "dflash:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
-    "dflash:e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "dflash:request_prompt_tokens": "vllm:request_prompt_tokens",
-    "dflash:request_generation_tokens": "vllm:request_generation_tokens",
-    "dflash:request_params_n": "vllm:request_params_n",
-}
-# The same, by the field of `GrammarStats`.
-_GRAMMAR_COUNTERS = {
-    "num_requests": "dflash:grammar_requests_total",
-    "num_compiled": "dflash:grammars_compiled_total",
-    "compile_seconds": "dflash:grammar_compile_seconds_total",
-    "num_mask_steps": "dflash:grammar_steps_total",
-    "mask_seconds": "dflash:grammar_mask_seconds_total",
-}
-_ENGINE_GAUGES = {
-    "num_requests_running": "dflash:num_requests_running",
-    "num_requests_waiting": "dflash:num_requests_waiting",
-    "kv_cache_usage": "dflash:kv_cache_usage_perc",
-}
-_CONFIDENCE_WEIGHT = "dflash:spec_decode_confidence_weight"
 
 
 class _Histogram:
@@ -243,7 +83,11 @@ class Metrics:
         self._counts_lock = threading.Lock()
         self._counts: defaultdict[tuple[str, str, str], float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
+        self._told_gauges: dict[str, float] = {}
         self._histograms: dict[tuple[str, str], _Histogram] = {}
+        # The observations of Triton's own histograms.
+        self._observations: defaultdict[str, list[float]] = defaultdict(list)
+        self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")
         self._last = EngineStats()
         if enabled:
             for spec in METRICS:
@@ -264,6 +108,10 @@ class Metrics:
 
     def observe(self, name: str, value: float, label: str = "", times: int = 1) -> None:
         """Add an observation to a histogram, or several alike."""
+        if self._is_native(self._specs[name]):
+            for each in filter(None, (name, self._aliases.get(name))):
+                self._observations[each] += [value] * times
+            return
         histogram = self._histograms.get((name, label))
         if histogram is None:
             histogram = self._histograms[name, label] = _Histogram(self._specs[name].buckets)
@@ -277,10 +125,10 @@ class Metrics:
     def follow(self, stats: EngineStats) -> None:
         """Bring counters and gauges up to the engine's."""
         last, self._last = self._last, stats
-        for field, name in _ENGINE_COUNTERS.items():
+        for field, name in ENGINE_COUNTERS.items():
             if increase := getattr(stats, field) - getattr(last, field):
                 self.count(name, increase)
-        for field, name in _GRAMMAR_COUNTERS.items():
+        for field, name in GRAMMAR_COUNTERS.items():
             if increase := getattr(stats.grammars, field) - getattr(last.grammars, field):
                 self.count(name, increase)
         drafted = stats.spec_decoding - last.spec_decoding
@@ -298,9 +146,9 @@ class Metrics:
             for position, (now, before) in enumerate(pairs):
                 if now != before:
                     self.count(f"dflash:spec_decode_{field}_total", now - before, str(position))
-        for field, name in _ENGINE_GAUGES.items():
+        for field, name in ENGINE_GAUGES.items():
             self._gauges[name] = getattr(stats, field)
-        self._gauges[_CONFIDENCE_WEIGHT] = stats.speculation.confidence_weight
+        self._gauges[CONFIDENCE_WEIGHT] = stats.speculation.confidence_weight
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge of this engine."""
@@ -309,29 +157,57 @@ class Metrics:
     def reset_engine(self) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
         self._last = EngineStats()
-        others = (_CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
-        for name in (*_ENGINE_GAUGES.values(), *others):
+        others = (CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
+        for name in (*ENGINE_GAUGES.values(), *others):
             self._gauges[name] = 0.0
 
     def flush(self) -> None:
         """Hand over what has changed since the last time. What Triton does not take waits for the next time; the log
         says so once."""
-        self._count_histograms()
-        with self._counts_lock:
-            counts, self._counts = self._counts, defaultdict(float)
+        self._flush(of_steps=True)
+        # Also those that have not changed: while a model is replaced, two instances of the same name set one gauge.
+        self._tell_gauges(self._gauges)
+
+    def flush_requests(self) -> None:
+        """Hand over what has changed, but for the metrics of steps, which wait for `flush`."""
+        self._flush(of_steps=False)
+        self._tell_gauges({name: value for name, value in self._gauges.items() if self._told_gauges.get(name) != value})
+
+    def _flush(self, of_steps: bool) -> None:
+        """Hand over counters and histograms."""
         if not self._enabled:
+            self._drop()
             return
+        self._count_histograms(of_steps)
+        with self._counts_lock:
+            due = [key for key in self._counts if of_steps or not self._specs[key[0]].of_steps]
+            counts = {key: self._counts.pop(key) for key in due}
+        observations, self._observations = self._observations, defaultdict(list)
         for key, amount in counts.items():
             if not self._tell(key, "increment", amount):
                 with self._counts_lock:
                     self._counts[key] += amount
-        # Also those that have not changed: while a model is replaced, two instances of the same name set one gauge.
-        for name, value in self._gauges.items():
-            self._tell((name, self._engine, ""), "set", value)
+        for name, values in observations.items():
+            refused = [value for value in values if not self._tell((name, "", ""), "observe", value)]
+            if refused:
+                self._observations[name] += refused
 
-    def _count_histograms(self) -> None:
+    def _drop(self) -> None:
+        with self._counts_lock:
+            self._counts.clear()
+        self._histograms.clear()
+        self._observations.clear()
+
+    def _tell_gauges(self, gauges: Mapping[str, float]) -> None:
+        if self._enabled:
+            for name, value in gauges.items():
+                if self._tell((name, self._engine, ""), "set", value):
+                    self._told_gauges[name] = value
+
+    def _count_histograms(self, of_steps: bool) -> None:
         """Turn the observations into counts."""
-        histograms, self._histograms = self._histograms, {}
+        due = [key for key in self._histograms if of_steps or not self._specs[key[0]].of_steps]
+        histograms = {key: self._histograms.pop(key) for key in due}
         with self._counts_lock:
             for (name, label), histogram in histograms.items():
                 buckets = histogram.cumulative()
@@ -353,17 +229,29 @@ class Metrics:
             return False
         return True
 
+    def _is_native(self, spec: MetricSpec) -> bool:
+        """Whether one of Triton's own histograms serves."""
+        return spec.per_request and self._has_histograms
+
     def _declare(self, spec: MetricSpec) -> None:
         """Make the metric's families; metrics without a further label are on the page from the start."""
         self._specs[spec.name] = spec
-        if spec.kind == "histogram":
-            for part, words in (("sum", "sum"), ("count", "number"), ("bucket", "number up to le")):
-                name, text = f"{spec.name}_{part}", f"{spec.help}: {words} of the observations"
-                self._declare(MetricSpec(name, "counter", text, spec.label, spec.buckets if part == "bucket" else ()))
-            return
         kinds = self._pb.MetricFamily
-        kind = kinds.COUNTER if spec.kind == "counter" else kinds.GAUGE
-        self._families[spec.name] = kinds(name=spec.name, description=spec.help, kind=kind)
+        if self._is_native(spec):
+            self._families[spec.name] = kinds(name=spec.name, description=spec.help, kind=kinds.HISTOGRAM)
+            self._metric(spec.name, "")
+        elif spec.kind == "histogram":
+            for part, words in (("sum", "sum"), ("count", "number"), ("bucket", "number up to le")):
+                buckets = spec.buckets if part == "bucket" else ()
+                text = f"{spec.help}: {words} of the observations"
+                self._declare(MetricSpec(f"{spec.name}_{part}", "counter", text, spec.label, buckets, spec.of_steps))
+        else:
+            kind = kinds.COUNTER if spec.kind == "counter" else kinds.GAUGE
+            self._families[spec.name] = kinds(name=spec.name, description=spec.help, kind=kind)
+            self._show(spec)
+
+    def _show(self, spec: MetricSpec) -> None:
+        """Make the metrics of a counter or gauge, unless their label has values that come later."""
         bounds = [*map(_number, spec.buckets), INFINITY] if spec.buckets else [""]
         if spec.kind == "gauge":
             self._metric(spec.name, self._engine)
@@ -388,7 +276,8 @@ class Metrics:
                 labels[spec.label] = label
             if bound:
                 labels["le"] = bound
-            metric = self._metrics[name, label, bound] = self._families[name].Metric(labels=labels)
+            buckets = {"buckets": list(spec.buckets)} if spec.kind == "histogram" else {}
+            metric = self._metrics[name, label, bound] = self._families[name].Metric(labels=labels, **buckets)
         return metric
 
 

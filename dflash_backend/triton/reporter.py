@@ -14,8 +14,9 @@ from dflash_backend.triton.metrics import Metrics
 # The greatest age of the metrics page, with changes and without.
 BUSY_S = 0.25
 IDLE_S = 1.0
-# The page is brought up to date before a request's last response leaves. In the long run that may take at most this
-# share of the thread's time, and at once that share of FINISHED_BURST_S; then the page is at most FINISHED_S old.
+# What the page says of requests is brought up to date before a request's last response leaves; the metrics of steps,
+# which are most of the page, follow. In the long run that may take at most this share of the thread's time, and at once
+# that share of FINISHED_BURST_S; then it is at most FINISHED_S old.
 FINISHED_SHARE = 0.1
 FINISHED_BURST_S = 0.5
 FINISHED_S = 0.05
@@ -30,16 +31,16 @@ class Reporter:
         self._engine = engine
         self._is_ready = is_ready
         self._activity = ActivityLog()
-        self._reported_at = self._next_finished_report_at = 0.0
+        self._reported_at = self._requests_reported_at = self._next_finished_report_at = 0.0
         self._has_changed = False
-        # A request has finished since the last report.
+        # A request has finished since the page last said so.
         self.has_finished = False
         self._num_restarts = 0
 
     @property
-    def due_s(self) -> float:
-        """The greatest age of the page for now, in seconds."""
-        return FINISHED_S if self.has_finished else BUSY_S if self._has_changed else IDLE_S
+    def _due_s(self) -> float:
+        """The greatest age of the whole page for now, in seconds."""
+        return BUSY_S if self._has_changed else IDLE_S
 
     def note_change(self) -> None:
         """Something was counted: the page is due sooner."""
@@ -64,29 +65,41 @@ class Reporter:
 
     def report_if_due(self, now: float, num_requests: int) -> None:
         """Report when the page is too old at `now`, in seconds of `time.monotonic`."""
-        if now - self._reported_at >= self.due_s:
+        if now - self._reported_at >= self._due_s:
             self.report(now, num_requests)
+        elif self.has_finished and now - self._requests_reported_at >= FINISHED_S:
+            self._report_requests(now, num_requests)
 
     def report_finished(self, now: float, num_requests: int) -> None:
-        """Report because requests are about to get their last response, unless that took too large a share of time."""
+        """Report what concerns requests, because some are about to get their last response, unless that took too large
+        a share of time."""
         self.note_finished()
         if now >= self._next_finished_report_at - FINISHED_BURST_S:
-            self.report(now, num_requests)
+            self._report_requests(now, num_requests)
             duration = time.monotonic() - now
             self._next_finished_report_at = max(self._next_finished_report_at, now) + duration / FINISHED_SHARE
 
     def report(self, now: float, num_requests: int) -> None:
-        """Bring the metrics page up to date, and write the activity line if it is due. `num_requests` are in flight."""
+        """Bring the whole metrics page up to date, and write the activity line if it is due. `num_requests` are in
+        flight."""
         restarts = self._engine.num_restarts
         if restarts != self._num_restarts:
             self._metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
             self._num_restarts = restarts
         self._metrics.set("dflash:engine_ready", float(self._is_ready()))
-        self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
         self._metrics.set("dflash:engine_silence_seconds", self._engine.silence_s)
         self._metrics.set("dflash:stub_heartbeat_timestamp_seconds", time.time())
+        self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
         self._metrics.flush()
-        self._reported_at = now
+        self._reported_at = self._requests_reported_at = now
         self._has_changed = self.has_finished = False
         if (line := self._activity.line(now)) is not None:
             self._log.info(line)
+
+    def _report_requests(self, now: float, num_requests: int) -> None:
+        """Bring the page up to date but for the metrics of steps."""
+        self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
+        self._metrics.flush_requests()
+        self._requests_reported_at = now
+        self._has_changed = True
+        self.has_finished = False

@@ -172,4 +172,5 @@ def test_random_traffic_keeps_every_invariant_and_every_output(part: int) -> Non
     if NUM_STEPS >= 12_000:  # steps that do not fit the memory are rare
         assert min(num_refused, num_failed) > NUM_STEPS // 4000
     assert num_preemptions > NUM_STEPS // 133
-    assert min(num_hits, num_accepted, num_evicted) > NUM_STEPS // 8
+    # Few steps are few configurations, half of which draft little.
+    assert min(num_hits, num_accepted, num_evicted) > NUM_STEPS // (8 if NUM_STEPS >= 12_000 else 16)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dflash_backend.config import ENV_PREFIX, EngineConfig, environment_settings
-from dflash_backend.triton.metrics import METRICS
+from dflash_backend.triton.metric_specs import METRICS
 from dflash_cli.commands.serve import SAFE_TRITON
 from dflash_cli.commands.serve_options import HOST_ENV
 from dflash_cli.launcher.server import EXIT_MARGIN_S

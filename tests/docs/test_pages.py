@@ -19,7 +19,7 @@ from dflash_backend.evaluation.hub_sets import HUB_SETS
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.text.chat import OPTION_NAMES
 from dflash_backend.text.sampling_params import FORMATS, PARAMETERS
-from dflash_backend.triton.metrics import METRICS
+from dflash_backend.triton.metric_specs import METRICS
 from dflash_cli.main import main, parser
 from dflash_client.sampling import Sampling
 from tests.docs.conftest import DOCS, ROOT, first_column, page

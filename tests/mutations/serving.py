@@ -106,13 +106,13 @@ SERVING_MUTANTS = (
     ),
     Mutant(
         "queries and hits of the prefix cache change places",
-        f"{TRITON}/metrics.py",
+        f"{TRITON}/metric_specs.py",
         '"prefix_cache_queries": "dflash:prefix_cache_queries_total",',
         '"prefix_cache_queries": "dflash:prefix_cache_hits_total",',
         METRICS,
         (
             (
-                f"{TRITON}/metrics.py",
+                f"{TRITON}/metric_specs.py",
                 '"prefix_cache_hits": "dflash:prefix_cache_hits_total",',
                 '"prefix_cache_hits": "dflash:prefix_cache_queries_total",',
             ),
@@ -165,6 +165,25 @@ SERVING_MUTANTS = (
             "after a quiet time the metrics page takes all the time there is",
             "max(self._next_finished_report_at, now)",
             "self._next_finished_report_at",
+        ),
+        (
+            "while requests end, the metrics of steps never reach the page",
+            "self._requests_reported_at = now\n        self._has_changed = True",
+            "self._requests_reported_at = self._reported_at = now\n        self._has_changed = True",
+        ),
+    ),
+    *mutants_of(
+        f"{TRITON}/metrics.py",
+        METRICS,
+        (
+            "an observation that Triton did not take is lost",
+            "if refused:\n                self._observations[name] += refused",
+            "if False:\n                pass",
+        ),
+        (
+            "a response waits for the metrics of steps",
+            "if of_steps or not self._specs[key[0]].of_steps]\n        histograms",
+            "]\n        histograms",
         ),
     ),
     Mutant(

@@ -145,10 +145,12 @@ def as_input(value: Any) -> Any:
 
 class FakeTriton:
     """The module. `values` are those of the metrics by name and labels, without model and version; `lines` is the
-    log."""
+    log. An old Triton has no histograms of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, native_histograms: bool = True) -> None:
         self.lines: list[str] = []
+        # The histograms of Triton's own that were given an observation.
+        self.observations: list[str] = []
         self.labels: list[dict[str, str]] = []
         self.values: dict[tuple[str, ...], float] = defaultdict(float)
         self.Tensor, self.InferenceResponse, self.TritonError = Tensor, InferenceResponse, TritonError
@@ -163,12 +165,15 @@ class FakeTriton:
             COUNTER, GAUGE = "counter", "gauge"
 
             def __init__(self, name: str, description: str, kind: str) -> None:
-                self.name = name
+                self.name, self.kind = name, kind
 
-            def Metric(self, labels: dict[str, str]) -> Any:
+            def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Any:
+                assert (buckets is not None) == (self.kind == "histogram")
                 fake.labels.append(labels)
                 others = [labels[name] for name in labels if name not in ("model", "version")]
                 key = (self.name, *others)
+                if buckets is not None:
+                    return fake.histogram(key, buckets)
                 fake.values[key] += 0
 
                 def change(new: float) -> None:
@@ -178,7 +183,28 @@ class FakeTriton:
 
                 return SimpleNamespace(increment=lambda v: change(fake.values[key] + v), set=change)
 
+        if native_histograms:
+            MetricFamily.HISTOGRAM = "histogram"  # type: ignore[attr-defined]
         self.MetricFamily = MetricFamily
+
+    def histogram(self, key: tuple[str, ...], buckets: list[float]) -> Any:
+        """Triton's own histogram, which the page shows under these names."""
+        name, *labels = key
+        bounds = [*(f"{bound:.15g}" for bound in buckets), "+Inf"]
+        counts = [(f"{name}_bucket", *labels, bound) for bound in bounds]
+        for each in (*counts, (f"{name}_sum", *labels), (f"{name}_count", *labels)):
+            self.values[each] += 0
+
+        def observe(value: float) -> None:
+            if self.metrics_fail:
+                raise TritonModelException("no shared memory is left for a metric")
+            self.observations.append(name)
+            for each in counts:
+                self.values[each] += value <= float(each[-1])
+            self.values[f"{name}_sum", *labels] += value
+            self.values[f"{name}_count", *labels] += 1
+
+        return SimpleNamespace(observe=observe)
 
     def observed(self, name: str, *labels: str) -> tuple[float, float]:
         """How many observations a histogram has, and their sum."""

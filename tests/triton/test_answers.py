@@ -68,12 +68,15 @@ def test_completions_of_one_request_come_together(service):
     assert [json.loads(stats)["num_drafts"] for stats in whole.outputs["spec_stats"]] == [4, 4, 4]
 
 
-def test_streamed_completions_have_one_response_a_step_and_one_end(service):
+def test_streamed_completions_have_one_response_a_step_and_one_end(service, monkeypatch):
+    steps, process = [], service._requests.process
+    monkeypatch.setattr(service._requests, "process", lambda outputs: (steps.extend(outputs), process(outputs)))
     responses = submit(service, "abc", 30, stream=True, sampling={"n": 2}, return_finish_reason=True).all()
     texts = ["".join(response.outputs["text_output"][index] for response in responses) for index in range(2)]
     assert texts == ["abc" * 10] * 2
     assert responses[-1].outputs["finish_reason"] == ["length"] * 2
-    assert len(responses) <= 10
+    # The second completion may reach the engine some steps after the first.
+    assert len(responses) <= sum(bool(step.deltas) for step in steps)
 
 
 @pytest.mark.parametrize(("prompt", "n"), [(toy_engine.REFUSE, 1), (toy_engine.REFUSE_SECOND, 3)])

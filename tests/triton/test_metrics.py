@@ -6,7 +6,14 @@ import pytest
 
 from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.triton.metrics import METRICS, Metrics
+from dflash_backend.triton.metric_specs import METRICS
+from dflash_backend.triton.metrics import Metrics
+from tests.triton.fake_triton import FakeTriton
+
+
+@pytest.fixture(params=["Triton's own histograms", "an old Triton"])
+def triton(request):
+    return FakeTriton(native_histograms=request.param != "an old Triton")
 
 
 @pytest.fixture
@@ -50,6 +57,43 @@ def test_every_bucket_of_a_histogram_by_label_is_there_with_its_first_observatio
     }
     assert (buckets["0.025"], buckets["0.05"], buckets["+Inf"]) == (0, 1, 1)
     assert len(buckets) == 14
+
+
+def test_what_concerns_requests_is_handed_over_without_the_metrics_of_steps(triton, metrics):
+    metrics.observe_step({"verify": 0.03})
+    metrics.observe("dflash:request_params_n", 2)
+    metrics.observe("dflash:inter_token_latency_seconds", 0.02)
+    metrics.set("dflash:num_requests_in_flight", 3.0)
+    metrics.follow(EngineStats(spec_decoding=SpecDecodingStats(3, 0, 0, [3, 1])))
+    metrics.flush_requests()
+    of_steps = ("dflash:step_seconds_count", "verify"), ("dflash:spec_decode_num_accepted_tokens_per_pos_total", "0")
+    assert [key in triton.values for key in of_steps] == [False, False]
+    assert triton.observed("dflash:request_params_n") == (1, 2)
+    assert triton.observed("dflash:inter_token_latency_seconds") == (1, 0.02)
+    assert triton.values["dflash:num_requests_in_flight", "m_0_0"] == 3
+    assert triton.values["dflash:spec_decode_num_drafts_total",] == 3
+    metrics.flush()
+    assert [triton.values[key] for key in of_steps] == [1, 3]
+
+
+def test_one_request_costs_one_observation_a_histogram_where_triton_has_histograms(triton, metrics):
+    native = hasattr(triton.MetricFamily, "HISTOGRAM")
+    for spec in METRICS:
+        if spec.per_request:
+            metrics.observe(spec.name, 0.02)
+    metrics.flush_requests()
+    assert triton.observations == [spec.name for spec in METRICS if spec.per_request] * native
+    assert all(triton.observed(spec.name) == (1, 0.02) for spec in METRICS if spec.per_request)
+
+
+def test_observations_that_triton_does_not_take_wait_for_the_next_time(triton, metrics):
+    metrics.observe("dflash:request_params_n", 2)
+    triton.metrics_fail = True
+    metrics.flush_requests()
+    assert triton.observed("dflash:request_params_n") == (0, 0)
+    triton.metrics_fail = False
+    metrics.flush_requests()
+    assert triton.observed("dflash:request_params_n") == (1, 2)
 
 
 def test_every_metric_has_the_models_name_and_version(triton):

@@ -14,15 +14,19 @@ FLUSH_S = 0.004
 
 
 class Page:
-    """Metrics whose flush takes `FLUSH_S`."""
+    """Metrics whose flush takes `FLUSH_S`. `num_flushes` are of what concerns requests, `num_whole` of all."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.num_flushes = 0
+        self.num_flushes = self.num_whole = 0
+
+    def flush_requests(self) -> None:
+        self.now += FLUSH_S
+        self.num_flushes += 1
 
     def flush(self) -> None:
         self.now += FLUSH_S
-        self.num_flushes += 1
+        self.num_whole += 1
 
     def set(self, name: str, value: float) -> None:
         pass
@@ -36,10 +40,13 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 
 @pytest.fixture
-def finish(page: Page):
+def reports(page: Page) -> Reporter:
+    return Reporter(page, MagicMock(), SimpleNamespace(num_restarts=0, silence_s=0.0), lambda: True)
+
+
+@pytest.fixture
+def finish(page: Page, reports: Reporter):
     """A request ends `after_s` seconds after the one before; whether it is on the page."""
-    engine = SimpleNamespace(num_restarts=0, silence_s=0.0)
-    reports = Reporter(page, MagicMock(), engine, lambda: True)
 
     def finish(after_s: float) -> bool:
         page.now += after_s
@@ -61,3 +68,23 @@ def test_the_page_takes_a_share_of_the_threads_time_however_many_requests_end(pa
         finish(0.001)
     most = reporter.FINISHED_SHARE * (20.0 + reporter.FINISHED_BURST_S)
     assert most - 0.1 < page.num_flushes * FLUSH_S < most + 0.1
+
+
+def test_no_response_waits_for_the_metrics_of_steps_which_follow_within_the_age_of_a_busy_page(page, reports, finish):
+    reports.report(page.now, 0)
+    for _ in range(100):
+        finish(0.01)
+        assert page.num_whole <= 1 + (page.now - 100.0) / reporter.BUSY_S
+        reports.report_if_due(page.now, 0)
+    assert page.num_whole > (page.now - 100.0) / (reporter.BUSY_S + 2 * (0.01 + FLUSH_S))
+
+
+def test_a_request_that_did_not_reach_the_page_at_once_does_so_soon(page, reports, finish):
+    reports.report(page.now, 0)
+    while finish(0.001):
+        pass
+    reports.report_if_due(page.now, 0)
+    assert reports.has_finished
+    page.now += reporter.FINISHED_S
+    reports.report_if_due(page.now, 0)
+    assert not reports.has_finished
