@@ -9,15 +9,21 @@ import pytest
 
 from tests.batch_invariance import differing, random_prompts, run
 from tests.kernels.inputs import multiply_as_tensor_cores_do
+from tests.scale import SCALE
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import triton_engine
 
-MAX_TOKENS = 3
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Qwen3ForCausalLM", {}),
-    ("MistralForCausalLM", {"sliding_window": 9}),
-    ("Qwen3MoeForCausalLM", {}),
+MAX_TOKENS = 2
+# Rows that run together, k, and the most tokens of a step.
+SHAPES = [(1, 15, 256), (3, 0, 30), (3, 15, 60)]
+# The last only where there is time, as in `make nightly`.
+WIDE = [(17, 15), (64, 0), (64, 15)] if SCALE >= 4 else [(17, 15), (64, 0)]
+FAMILIES = [
+    ("Qwen3ForCausalLM", {}, SHAPES),
+    pytest.param("MistralForCausalLM", {"sliding_window": 9}, SHAPES[-1:], marks=pytest.mark.slow),
+    pytest.param("Qwen3MoeForCausalLM", {}, SHAPES[-1:], marks=pytest.mark.slow),
 ]
+MANY_ROWS = [(17, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +53,14 @@ def make_models(folder: Path, architecture: str = "Qwen3ForCausalLM", **changes:
     make_draft(folder / "draft", block_size=16, num_target_layers=2, dflash_config=dflash)
 
 
-@pytest.mark.parametrize(("architecture", "changes"), FAMILIES)
+@pytest.mark.parametrize(("architecture", "changes", "shapes"), FAMILIES)
 def test_logits_are_the_same_to_the_bit_chunked_or_whole_with_any_k(
-    tmp_path: Path, architecture: str, changes: dict[str, Any]
+    tmp_path: Path, architecture: str, changes: dict[str, Any], shapes: list[tuple[int, int, int]]
 ) -> None:
     make_models(tmp_path, architecture, **changes)
-    prompts = random_prompts(3, VOCAB_SIZE, longest=40)
+    prompts = random_prompts(3, VOCAB_SIZE, longest=32)
     alone = run(triton_engine(**settings(tmp_path, 1, 0, 256)), prompts[:1], max_tokens=MAX_TOKENS)
-    for rows, k, tokens in ((1, 15, 256), (3, 0, 30), (3, 15, 60)):
+    for rows, k, tokens in shapes:
         built = triton_engine(**settings(tmp_path, rows, k, tokens))
         together = run(built, prompts[:rows], max_tokens=MAX_TOKENS)
         assert differing(alone[1], together[1]) == 0, (rows, k, tokens)
@@ -65,7 +71,7 @@ def test_logits_are_the_same_to_the_bit_chunked_or_whole_with_any_k(
     assert differing(alone[1], again[1]) == 0
 
 
-@pytest.mark.parametrize(("rows", "k"), [(17, 0), (17, 15), (64, 0), pytest.param(64, 15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rows", "k"), MANY_ROWS)
 def test_logits_are_the_same_to_the_bit_among_many_rows(tmp_path: Path, rows: int, k: int) -> None:
     make_models(tmp_path)
     prompts = [prompt[:20] for prompt in random_prompts(rows, VOCAB_SIZE, longest=20)]
