@@ -27,3 +27,15 @@ def optimal_budget(
     rates = tokens[np.minimum(num_drafts, len(chances))] / seconds(num_drafts)
     optimal = int(rates.argmax())
     return int(num_drafts[optimal]), float(rates[optimal])
+
+
+def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable[[int], float]) -> int:
+    """The number of drafts of `optimal_budget` without arrays, which for a handful of drafts take longer."""
+    optimal, tokens = 0, float(num_rows)
+    highest = tokens / seconds(0)
+    for count, chance in enumerate(sorted(chances, reverse=True), 1):
+        tokens += chance
+        rate = tokens / seconds(count)
+        if rate > highest:
+            optimal, highest = count, rate
+    return optimal

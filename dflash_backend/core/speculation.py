@@ -31,7 +31,7 @@ import numpy as np
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.arrays import Floats
-from dflash_backend.core.draft_budget import optimal_budget
+from dflash_backend.core.draft_budget import optimal_budget, optimal_budget_of_few
 from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
@@ -51,8 +51,9 @@ MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 MAX_UNCERTAINTY = 0.15
 MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time.
+# deciding takes time. With few rows, where a step is short, drafts that go on hold for twice as many.
 STEPS_BETWEEN_DECISIONS = 4
+FEW_ROWS = 2
 MAX_CHANGE = 0.25
 # What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
 # a decision is made: that costs less time.
@@ -66,6 +67,8 @@ FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
 EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
 # Rows that a decision looks at, since it takes time: beyond that every second or third of them.
 MAX_ROWS_LOOKED_AT = 64
+# Up to this number of drafts in a step, its budget is chosen without arrays.
+FEW_DRAFTS = 32
 # One row in this many verifies a draft whatever the budget would be, so that estimates stay fresh.
 VERIFY_SHARE = 8
 
@@ -104,6 +107,7 @@ class AdaptiveSpeculation:
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
         self._num_rows = 0  # at the last decision
         self._age = 0  # steps since then
+        self._interval = STEPS_BETWEEN_DECISIONS
         self._since_probe = 0
         self._probe_succeeded = False
         self._since_trial = 0
@@ -148,7 +152,7 @@ class AdaptiveSpeculation:
     def _is_outdated(self, num_rows: int) -> bool:
         """Whether the last decision was long ago, or made for another number of rows."""
         changed = abs(num_rows - self._num_rows) > MAX_CHANGE * self._num_rows
-        return changed or self._age >= STEPS_BETWEEN_DECISIONS
+        return changed or self._age >= self._interval
 
     def _decide(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         line = self.costs.line(len(rows), mean_position, num_other_tokens)
@@ -161,6 +165,7 @@ class AdaptiveSpeculation:
         if self._num_pending_steps:
             self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
+        drafted = any(self._lengths.values())
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
@@ -168,6 +173,8 @@ class AdaptiveSpeculation:
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
+        goes_on = drafted and any(lengths) and len(rows) <= FEW_ROWS
+        self._interval = STEPS_BETWEEN_DECISIONS * (2 if goes_on else 1)
         if not any(lengths):
             self._probe(rows, lengths, line)
         else:
@@ -197,19 +204,20 @@ class AdaptiveSpeculation:
         line = self.costs.line(len(rows), shape.num_positions / len(rows), shape.num_tokens - len(rows) - total)
         if line.seconds(0, 0, 0) <= 0:
             return None
-        offsets = self.acceptance.offsets(hopeful=True)
-        known, num_draft = [known for _, known in drafting], [row.num_draft for row, _ in drafting]
-        chances = self._block_survival(offsets, known, num_draft)
         next_drafts = [row.num_next_draft for row in rows if row.num_next_draft]
         draft_s = self._draft_s(line, sum(next_drafts), len(next_drafts), max(next_drafts, default=0))
         num_yielding = sum(row.sample for row in rows)
-        choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
-        num_drafts, _ = optimal_budget(
-            num_yielding,
-            chances.ravel(),
-            lambda counts: line.verify_s(counts) + draft_s,
-            choices,
-        )
+        offsets = self.acceptance.offsets(hopeful=True)
+        if total <= FEW_DRAFTS and line.table is None and not self._shapes:
+            num_drafts = self._budget_of_few(drafting, offsets.tolist(), num_yielding, line, draft_s)
+        else:
+            chances = self._block_survival(
+                offsets, [known for _, known in drafting], [r.num_draft for r, _ in drafting]
+            )
+            choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
+            num_drafts, _ = optimal_budget(
+                num_yielding, chances.ravel(), lambda counts: line.verify_s(counts) + draft_s, choices
+            )
         num_drafts = max(num_drafts, -(-len(drafting) // VERIFY_SHARE))
         if num_drafts >= total:
             return None
@@ -217,12 +225,28 @@ class AdaptiveSpeculation:
         effects = [known.effect.value for known in speculating]
         return DraftBudget(num_drafts, self.acceptance.weight, offsets.tolist(), effects)
 
+    def _budget_of_few(
+        self,
+        drafting: Sequence[tuple[ScheduledRequest, SpeculatingRow]],
+        offsets: list[float],
+        num_yielding: int,
+        line: StepLine,
+        draft_s: float,
+    ) -> int:
+        """The best number of drafts to verify, where there are few: the same in less time."""
+        survival = self.acceptance.row_survival
+        chances: list[float] = []
+        for row, known in drafting:
+            chances += survival(offsets, known.effect, row.num_draft, known.confidences)
+        fixed = line.fixed + draft_s
+        return optimal_budget_of_few(num_yielding, chances, lambda count: fixed + line.per_draft * count)
+
     def observe_draft(self, row: SpeculatingRow, num_draft: int, num_accepted: int, num_proposed: int = 0) -> None:
         """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
         if 0 < num_draft == num_accepted and not any(self._lengths.values()):
             # A probe that was accepted to the end: look again at once.
             self._probe_succeeded = True
-            self._age = STEPS_BETWEEN_DECISIONS
+            self._age = self._interval
         num_proposed = num_proposed or num_draft
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
         self.acceptance.observe(VerifiedBlock(row.effect, num_draft, num_accepted, confidences))

@@ -30,6 +30,8 @@ DRAFT_SHARE = 0.3
 FIRST_WEIGHT, LAST_WEIGHT = 8.0, 64.0
 # Of steps that are like the one before, after a few only every fourth is taken in: it takes time, and tells little.
 FEW, EVERY = 16, 4
+# Steps that differ by no more tokens than this are alike, however short they are.
+FEW_TOKENS = 16
 _KILO = 1e-3
 
 
@@ -47,7 +49,8 @@ class StepShape:
 
     def is_like(self, other: StepShape) -> bool:
         """Whether it has about as many tokens as another, and drafts if that one does."""
-        near = 4 * abs(self.num_tokens - other.num_tokens) <= other.num_tokens
+        difference = abs(self.num_tokens - other.num_tokens)
+        near = difference <= max(FEW_TOKENS, other.num_tokens // 4)
         return near and (self.num_queries > 0) == (other.num_queries > 0)
 
     @classmethod

@@ -299,3 +299,16 @@ def test_all_rows_take_their_turn_to_probe() -> None:
     rows = [SpeculatingRow(K) for _ in range(16)]
     probed = {i for _ in range(2000) for i, length in enumerate(policy.choose(rows, 100.0, 0)) if length}
     assert probed == set(range(16))
+
+
+@pytest.mark.parametrize(("chance", "num_rows", "steps"), [(0.95, 1, 8), (0.95, 8, 4), (0.001, 1, 4)])
+def test_a_decision_holds_longer_where_few_rows_go_on_drafting(
+    monkeypatch: pytest.MonkeyPatch, chance: float, num_rows: int, steps: int
+) -> None:
+    policy = policy_with([chance] * K, CostTable([1, 1000], [1.0, 100.0]))
+    decisions, decide, step = [], policy._decide, 0
+    monkeypatch.setattr(policy, "_decide", lambda *given: (decisions.append(step), decide(*given))[1])
+    rows = [SpeculatingRow(K) for _ in range(num_rows)]
+    for step in range(60):  # noqa: B007 - the decisions read it
+        policy.choose(rows, 100.0, 0)
+    assert {after - before for before, after in itertools.pairwise(decisions[2:])} == {steps}

@@ -11,7 +11,7 @@ from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.linear_fit import LinearFit
 from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_costs import CostTable, StepCosts, StepShape
+from dflash_backend.core.step_costs import EVERY, FEW, CostTable, StepCosts, StepShape
 from dflash_backend.core.step_history import StepHistory
 
 # The linear model
@@ -156,3 +156,18 @@ def test_the_first_decision_knows_the_steps_that_were_measured() -> None:
     assert line.seconds(0, 0, 0) == pytest.approx(1.08e-3, rel=0.03)
     assert line.seconds(24, 8, 32) == pytest.approx(1.32e-3 + 5.32e-4, rel=0.05)
     assert line.seconds(56, 8, 64) == pytest.approx(1.64e-3 + 5.64e-4, rel=0.05)
+
+
+def test_of_short_steps_that_are_alike_few_are_taken_in() -> None:
+    costs, taken = StepCosts(), []
+    for number in range(200):
+        before = None if costs._target is None else list(costs._target.coefficients)
+        costs.observe(StepShape(4 + number % 13, 100, 400, 5, 100, 1), 1.0 + 0.01 * (number % 7), 0.1)
+        taken.append(before is None or costs._target is None or before != costs._target.coefficients)
+    assert all(taken[:FEW])
+    assert sum(taken[FEW + 1 :]) <= (200 - FEW) // EVERY + 1
+    fit = costs._target
+    assert fit is not None
+    before = list(fit.coefficients)
+    costs.observe(StepShape(400, 100, 40_000, 5, 100, 1), 9.0, 0.1)
+    assert fit.coefficients != before, "another kind of step"
