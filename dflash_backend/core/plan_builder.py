@@ -17,6 +17,7 @@ class PlanBuilder:
     """The rows of a step so far, and its token counts.
 
     max_prefill_tokens: prompt tokens that the step's time allows; None: no bound.
+    num_tokens_like_decoding: prompt tokens that take as long as the decode rows, by the steps so far; 0: not known.
     prefills: the running requests in prefill that have a row in this step, in the order of their tenants' turns.
     chunks: how many tokens each of them has at least, by id.
     stop_admission: tenants of which nothing may be admitted.
@@ -28,6 +29,7 @@ class PlanBuilder:
     rows: dict[str, ScheduledRequest] = field(default_factory=dict)
     new_requests: list[NewRequest] = field(default_factory=list)
     max_prefill_tokens: int | None = None
+    num_tokens_like_decoding: int = 0
     prefills: list[Request] = field(default_factory=list)
     chunks: dict[str, int] = field(default_factory=dict)
     stop_admission: set[str] = field(default_factory=set)
@@ -65,9 +67,9 @@ class PlanBuilder:
             return budget
         share = config.max_prefill_tokens_per_step
         if share is None:
-            most = max(
-                self.num_decode_tokens // 2, self.num_decode_tokens * self.num_without_token // self.num_decoding
-            )
+            # A step of few tokens takes nearly as long as one of some more, so its time counts, not its tokens alone.
+            alike = max(self.num_decode_tokens, self.num_tokens_like_decoding)
+            most = max(alike // 2, alike * self.num_without_token // self.num_decoding)
             share = max(config.min_prefill_tokens_per_step, most)
         return min(budget, share - self.num_prefill_tokens)
 

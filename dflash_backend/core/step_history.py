@@ -39,11 +39,12 @@ class StepHistory:
         self._several_until = 0.0  # until when the tenants count as several
 
     def bound_prefill(self, builder: PlanBuilder, num_tenants: int, now: float) -> None:
-        """Bound the prompt tokens of the step that is planned by its time."""
+        """Bound the prompt tokens of the step that is planned by its time, and say what its decode rows take."""
         if num_tenants > 1:
             self._several_until = now + SEVERAL_TENANTS_S
         several = now < self._several_until
         builder.max_prefill_tokens = self._step_time.max_prefill_tokens(builder.num_decode_tokens, several)
+        builder.num_tokens_like_decoding = self._step_time.as_long_as_decoding(builder.num_decode_tokens)
 
     def choose_draft_lengths(self, running: Iterable[Request], num_waiting: int) -> None:
         """Say how many tokens each running request that decodes may draft in the step that is planned."""

@@ -80,6 +80,10 @@ class StepTime:
             step_s *= ONE_TENANT_FACTOR
         return max(LIGHT_TOKENS, int((step_s - light_s) * self.tokens_per_s))
 
+    def as_long_as_decoding(self, num_decode_tokens: int) -> int:
+        """Prompt tokens that take as long as a step with these decode tokens alone; 0 while nothing is known."""
+        return int(self._light.at(num_decode_tokens) * self.tokens_per_s) if self.tokens_per_s is not None else 0
+
 
 def _follow(average: float, new: float) -> float:
     bounded = min(max(new, average / MAX_JUMP), average * MAX_JUMP)

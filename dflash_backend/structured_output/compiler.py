@@ -32,8 +32,10 @@ _log = logging.getLogger(__name__)
 
 # Of one compilation, first mask included, in seconds.
 TIME_LIMIT_S = 10.0
-# Grammars that are kept for requests to come.
-CACHE_SIZE = 64
+# Grammars that are kept for requests to come, and the characters of their text, by which their memory grows (about 90
+# bytes for each, with a vocabulary of 151,000 tokens).
+CACHE_SIZE = 256
+MAX_CACHED_TEXT = 1_000_000
 # Between two of its tokens JSON may have nothing, a space, or a new line with its indentation. Where any white space is
 # allowed, some models never stop writing it.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\r?\n[ \t]{0,40})?"}
@@ -74,6 +76,7 @@ class GrammarCompiler:
         self._tokenizers: dict[tuple[int, ...], tuple[LLTokenizer, GrammarTrial]] = {}
         self._compiled: WeakValueDictionary[Key, CompiledGrammar] = WeakValueDictionary()
         self._recent: OrderedDict[Key, CompiledGrammar] = OrderedDict()
+        self._num_cached_chars = 0
         # Grammars that took too much, and what was said of them.
         self._refused: OrderedDict[Key, str] = OrderedDict()
         # By whether the grammars need a trial, for which those that need none do not wait.
@@ -113,9 +116,7 @@ class GrammarCompiler:
             self.num_compiled += 1
             self.compile_seconds += time.monotonic() - started
             compiled = self._compiled.setdefault(key, CompiledGrammar(matcher, eos_token_ids))
-            self._recent[key] = compiled
-            if len(self._recent) > CACHE_SIZE:
-                self._recent.popitem(last=False)
+            self._keep(key, compiled)
         return compiled
 
     def _try(self, key: Key, text: str, trial: GrammarTrial) -> None:
@@ -131,11 +132,18 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.get(key)
             if compiled is not None:
-                self._recent[key] = compiled
-                self._recent.move_to_end(key)
-                if len(self._recent) > CACHE_SIZE:
-                    self._recent.popitem(last=False)
+                self._keep(key, compiled)
             return compiled
+
+    def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
+        """Keep a grammar as the latest one, and drop the oldest for it. Under the lock."""
+        if key not in self._recent:
+            self._num_cached_chars += len(key[1])
+        self._recent[key] = compiled
+        self._recent.move_to_end(key)
+        while len(self._recent) > CACHE_SIZE or self._num_cached_chars > MAX_CACHED_TEXT:
+            (_, text, _), _ = self._recent.popitem(last=False)
+            self._num_cached_chars -= len(text)
 
     def _tokenizer(self, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, GrammarTrial]:
         """The target's vocabulary as llguidance reads it, and what tries grammars with it. Raises `GrammarError`."""

@@ -15,12 +15,17 @@ except ImportError:  # a machine without a GPU needs the reference only
 
 # Beyond this a token is as good as certain.
 MAX_LOG_ODDS = 8.0
+# Of the logits that the reference takes at a time: the C library keeps arrays of this size for the next call.
+PART_BYTES = 96 << 10
 
 
 def log_odds_reference(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """log(p / (1 - p)) for the probability p, at temperature 1, of the column `token_ids` (int64 `[n]`) in each row of
     `logits` `[n, vocab]`: float32 `[n]`, within `MAX_LOG_ODDS` of 0. Where it is not a number, `-MAX_LOG_ODDS`."""
-    surprisal = -logits.float().log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0]
+    # Some rows at a time: an array of all would be mapped anew for each call, page by page.
+    num_rows = max(1, PART_BYTES // (4 * logits.shape[1]))
+    parts = zip(logits.split(num_rows), token_ids.split(num_rows), strict=True)
+    surprisal = torch.cat([-part.float().log_softmax(dim=-1).gather(1, ids[:, None])[:, 0] for part, ids in parts])
     # In numpy, whose calls cost less: these arrays are small.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         log_odds = -np.log(np.expm1(np.maximum(surprisal.cpu().numpy(), 0)))

@@ -122,3 +122,17 @@ def test_a_bound_that_nothing_meets_leaves_a_few_tokens() -> None:
         step_time.observe(LIGHT_TOKENS, 0, 0.5)
         step_time.observe(64, 0, 1.0)
     assert step_time.max_prefill_tokens(0, True) == LIGHT_TOKENS
+
+
+def test_short_answers_keep_the_rows_full_where_a_step_costs_the_same_with_more_tokens() -> None:
+    """Answers of a few steps, each replaced by the next prompt as it ends: 8 clients."""
+    engine, _ = slow_engine(0.02, 0.0001, max_num_seqs=8)
+    asked, num_rows = 0, []
+    while len(num_rows) < 300:
+        running = sum(output.finish_reason is None for output in engine.outputs.values())
+        for _ in range(8 - running):
+            asked += 1
+            engine.add(make_request(f"r{asked}", [asked % 7, *([5] * 60)], max_tokens=12, num_speculative_tokens=0))
+        engine.step()
+        num_rows.append(len(engine.last_rows))
+    assert sum(num_rows[50:]) / 250 > 6.5

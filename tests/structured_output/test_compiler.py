@@ -125,6 +125,17 @@ def test_a_grammar_of_a_request_outlives_the_cache(compiler):
     assert compiler.num_compiled == count + 1
 
 
+def test_long_grammars_are_kept_as_far_as_their_text_goes(compiler, monkeypatch):
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_TEXT", 100)
+    for letter in "abcb":
+        compiler.compile(of("regex", 40 * letter), (EOS,))
+    assert compiler.num_compiled == 3
+    assert [text[0] for _, text, _ in compiler._recent] == ["c", "b"]
+    compiler.compile(of("regex", "d"), (EOS,))
+    compiler.compile(of("regex", 59 * "a"), (EOS,))
+    assert [text[0] for _, text, _ in compiler._recent] == ["b", "d", "a"]
+
+
 def test_the_error_of_a_grammar_is_that_of_its_future(compiler):
     future: Future = compiler.submit(of("regex", "("), (EOS,))
     assert isinstance(future.exception(10), GrammarError)
