@@ -66,6 +66,9 @@ class StepTime:
             prefill_s = num_prefill_tokens / self.tokens_per_s if self.tokens_per_s else 0.0
             self._light.add(num_decode_tokens, max(seconds - prefill_s, seconds / 2))
             return
+        if num_decode_tokens and self.tokens_per_s and not self._light.y:
+            # Every step so far had prompts. 0 leaves it unknown.
+            self._light.add(num_decode_tokens, max(seconds - num_prefill_tokens / self.tokens_per_s, 0.0))
         # The other rows may take longer than usual: a tenth at least was the prompts'.
         rate = num_prefill_tokens / max(seconds - self._light.at(num_decode_tokens), 0.1 * seconds)
         self.tokens_per_s = rate if self.tokens_per_s is None else _follow(self.tokens_per_s, rate)

@@ -124,15 +124,20 @@ def test_a_bound_that_nothing_meets_leaves_a_few_tokens() -> None:
     assert step_time.max_prefill_tokens(0, True) == LIGHT_TOKENS
 
 
-def test_short_answers_keep_the_rows_full_where_a_step_costs_the_same_with_more_tokens() -> None:
+@pytest.mark.parametrize(("max_tokens", "least"), [(3, 4.5), (6, 5.0), (12, 6.0)])
+def test_short_answers_keep_the_rows_full_where_a_step_costs_the_same_with_more_tokens(
+    max_tokens: int, least: float
+) -> None:
     """Answers of a few steps, each replaced by the next prompt as it ends: 8 clients."""
-    engine, _ = slow_engine(0.02, 0.0001, max_num_seqs=8)
+    prefill = {"max_prefill_tokens_per_step": None, "min_prefill_tokens_per_step": 16, "enable_prefix_caching": False}
+    engine, _ = slow_engine(0.02, 0.0001, max_num_seqs=8, **prefill)
+    sampling = {"max_tokens": max_tokens, "num_speculative_tokens": 0}
     asked, num_rows = 0, []
     while len(num_rows) < 300:
         running = sum(output.finish_reason is None for output in engine.outputs.values())
         for _ in range(8 - running):
             asked += 1
-            engine.add(make_request(f"r{asked}", [asked % 7, *([5] * 60)], max_tokens=12, num_speculative_tokens=0))
+            engine.add(make_request(f"r{asked}", [asked % 7, *([5] * 60)], **sampling))
         engine.step()
-        num_rows.append(len(engine.last_rows))
-    assert sum(num_rows[50:]) / 250 > 6.5
+        num_rows.append(sum(row.num_new == 1 for row in engine.last_rows))
+    assert sum(num_rows[50:]) / 250 > least

@@ -10,6 +10,7 @@ from checks.server_state import MetricsPage
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from tests.server.conftest import new_server
+from tests.waiting import eventually
 
 PROMPT = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 LOG: list[str] = []
@@ -43,5 +44,5 @@ def test_log_and_metrics_name_it(ngram_server: TritonServer) -> None:
     assert "served without speculation" not in log
     with DFlashClient(ngram_server.grpc_url, "grpc", timeout_s=120) as client:
         client.generate(PROMPT, max_tokens=16, temperature=0)
-    page = MetricsPage.read(ngram_server.metrics_url)
-    assert page.value("dflash:spec_decode_num_draft_tokens_total") > 0
+    name = "dflash:spec_decode_num_draft_tokens_total"
+    eventually(lambda: MetricsPage.read(ngram_server.metrics_url).value(name) > 0, "drafts are counted")
