@@ -52,7 +52,8 @@ def flood(engine: Engine, count: int = 20, length: int = 900, **sampling: object
 
 @pytest.mark.parametrize("max_step_s", [None, 0.1])
 def test_steps_beside_another_tenant_are_short(max_step_s: float | None) -> None:
-    engine, worker = slow_engine(0.001 if max_step_s is None else 0.01, max_step_s=max_step_s)
+    fixed_s, prompt_s = (0.001, 0.0003) if max_step_s is None else (0.01, 0.001)
+    engine, worker = slow_engine(fixed_s, prompt_s, max_step_s=max_step_s)
     flood(engine, tenant="a")
     engine.add(make_request("other", [3], tenant="b", max_tokens=400))
     engine.steps(100)
