@@ -1,12 +1,69 @@
-"""How many drafts a step verifies where each has a chance of its own: as many as make the most tokens a second."""
+"""How many drafts a step verifies where each has a chance of its own: as many as make the most tokens a second; and
+where that is worth choosing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from dflash_backend.core.arrays import Counts, Floats
+
+# Of `UnevenDrafts.cost`, what a budget and the drafter's confidences cost where there is one row.
+COST_OF_ONE = 0.4
+# Weight of a budget's gain in their average.
+GAIN_WEIGHT = 0.25
+# While budgets do not pay, drafts have confidences in one step of so many, which tells when that changes.
+STEPS_BETWEEN_LOOKS = 8
+
+
+@dataclass(slots=True)
+class UnevenDrafts:
+    """Whether rows get different numbers of drafts: where that gains more than it costs.
+
+    cost: this part longer, at least, is a step whose rows have different numbers of drafts than one with as many drafts
+    in rows alike. wants_confidence: whether the drafter is to say how sure it is of the drafts of the step that is
+    planned.
+    """
+
+    cost: float = 0.0
+    wants_confidence: bool = True
+    _gain: float = 1.0  # of the last budgets, also of those that were not taken
+    _since_look: int = 0  # steps since drafts had confidences
+
+    def pays(self, gain: float, num_rows: int) -> bool:
+        """Whether this part more tokens a second is worth it."""
+        return gain >= self.cost * (1.0 if num_rows > 1 else COST_OF_ONE)
+
+    def budgets_pay(self, num_rows: int) -> bool:
+        """Whether the last budgets were worth it."""
+        return self.pays(self._gain, num_rows)
+
+    def takes(self, gain: float, num_rows: int) -> bool:
+        """Take in what a budget gains, and say whether it is worth it."""
+        self._gain += GAIN_WEIGHT * (gain - self._gain)
+        return self.pays(gain, num_rows)
+
+    def next_step(self, num_rows: int) -> bool:
+        """Go on to the step that is planned now, and say whether its drafts have confidences. Its own next drafts get
+        them while budgets pay, and now and then."""
+        has_confidence = self.wants_confidence
+        self._since_look += 1
+        self.wants_confidence = self.budgets_pay(num_rows) or self._since_look >= STEPS_BETWEEN_LOOKS
+        if self.wants_confidence:
+            self._since_look = 0
+        return has_confidence
+
+
+class BestBudget(NamedTuple):
+    """The number of drafts to verify, the tokens per second that it makes, and how many times as many these are as
+    with all drafts verified."""
+
+    num_drafts: int
+    rate: float
+    gain: float
 
 
 def optimal_budget(
@@ -14,8 +71,8 @@ def optimal_budget(
     chances: Floats,
     seconds: Callable[[Counts], Floats],
     choices: Sequence[int] | None = None,
-) -> tuple[int, float]:
-    """The number of drafts to verify and the tokens per second that it makes, where the likeliest drafts are verified.
+) -> BestBudget:
+    """The best budget, where the likeliest drafts are verified.
 
     num_rows: tokens that come without drafts. chances: `[n]`, of each draft that it and all before it in its row are
     accepted. seconds: of steps that verify some number of drafts, `[m]` -> `[m]`. choices: those that there are beside
@@ -26,16 +83,16 @@ def optimal_budget(
     num_drafts = np.arange(len(tokens)) if choices is None else np.array([0, *choices])
     rates = tokens[np.minimum(num_drafts, len(chances))] / seconds(num_drafts)
     optimal = int(rates.argmax())
-    return int(num_drafts[optimal]), float(rates[optimal])
+    return BestBudget(int(num_drafts[optimal]), float(rates[optimal]), float(rates[optimal] / rates[-1]))
 
 
-def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable[[int], float]) -> int:
-    """The number of drafts of `optimal_budget` without arrays, which for a handful of drafts take longer."""
+def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable[[int], float]) -> BestBudget:
+    """As `optimal_budget` without arrays, which for a handful of drafts take longer."""
     optimal, tokens = 0, float(num_rows)
-    highest = tokens / seconds(0)
+    highest = rate = tokens / seconds(0)
     for count, chance in enumerate(sorted(chances, reverse=True), 1):
         tokens += chance
         rate = tokens / seconds(count)
         if rate > highest:
             optimal, highest = count, rate
-    return optimal
+    return BestBudget(optimal, highest, highest / rate)

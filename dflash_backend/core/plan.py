@@ -91,6 +91,8 @@ class StepPlan:
 
     budget: which drafts of the rows are verified; None: all. Then a row's `num_draft` is how many it may verify at
     most. A worker that cannot choose by confidence may verify fewer than the budget, the first ones of each row.
+    wants_confidence: whether the results shall say how sure the drafter is of its drafts, and the next step may have a
+    budget; a captured step does so anyway.
 
     `writable_block_ids` is given only when `kv_write_guard` is on: for each row the ids of the blocks it may write
     (invariant OWN), by request id.
@@ -102,6 +104,7 @@ class StepPlan:
     finished_req_ids: list[str] = field(default_factory=list)
     writable_block_ids: dict[str, frozenset[int]] | None = None
     budget: DraftBudget | None = None
+    wants_confidence: bool = True
 
     @property
     def num_drafts(self) -> int:

@@ -131,7 +131,8 @@ class Scheduler:
         if self._config.kv_write_guard:
             writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
         budget = self.history.choose_budget(rows, self.running)
-        plan = StepPlan(self._step_id, rows, builder.new_requests, finished, writable, budget)
+        wants_confidence = self.history.wants_confidence
+        plan = StepPlan(self._step_id, rows, builder.new_requests, finished, writable, budget, wants_confidence)
         self.history.planned(plan, builder.num_prefill_tokens)
         return plan
 

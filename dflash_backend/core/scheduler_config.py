@@ -31,6 +31,8 @@ class SchedulerConfig:
     draft_shapes: with that, the numbers of verified and of proposed drafts for each row to choose from, one for all
     rows of a step; empty: any, by row.
     measured_steps: times that were measured at start, for the estimate that the choice begins with; empty: none.
+    uneven_cost: with that, the part by which a step takes longer, at least, when its rows have different numbers of
+    drafts.
     lookahead_base: positions that the drafter's queries take beside its k drafts (1 for an anchor); None: it runs none.
     autoregressive: whether the drafter runs a pass for each draft, and not one for all of them.
     reads_next_tokens: whether the drafter's context KV at a position depends on the token behind it (PUBLISH).
@@ -54,6 +56,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     adaptive_speculation: bool = False
     draft_shapes: tuple[tuple[int, int], ...] = ()
+    uneven_cost: float = 0.0
     measured_steps: tuple[MeasuredStep, ...] = ()
     lookahead_base: int | None = 1
     autoregressive: bool = False

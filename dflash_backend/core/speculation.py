@@ -31,7 +31,7 @@ import numpy as np
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.arrays import Floats
-from dflash_backend.core.draft_budget import optimal_budget, optimal_budget_of_few
+from dflash_backend.core.draft_budget import BestBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
 from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
@@ -93,10 +93,12 @@ class AdaptiveSpeculation:
         work: DrafterWork = ONE_PASS,
         shapes: Sequence[tuple[int, int]] = (),
         table: CostTable | None = None,
+        uneven_cost: float = 0.0,
     ) -> None:
         """k: the most drafts of a row. work: what the drafter runs for a number of drafts. shapes: the numbers of
         verified and of proposed drafts for each row that there are beside none, the same for all rows of a step; by
-        default every row proposes a number of its own, and any number is verified."""
+        default every row proposes a number of its own, and any number is verified. uneven_cost: this part longer, at
+        least, is a step whose rows have different numbers of drafts than one with as many drafts in rows alike."""
         self.k = k
         self.acceptance = AcceptanceEstimator(k)
         self.costs = StepCosts(table)
@@ -113,6 +115,7 @@ class AdaptiveSpeculation:
         self._since_trial = 0
         self._trial_wait = MIN_STEPS_BETWEEN_TRIALS
         self._next_probe = 0  # turns among the rows
+        self.uneven = UnevenDrafts(uneven_cost)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -191,11 +194,14 @@ class AdaptiveSpeculation:
     def choose_budget(
         self, rows: Sequence[ScheduledRequest], speculating: Sequence[SpeculatingRow]
     ) -> DraftBudget | None:
-        """Which of the drafts of a step's rows are verified; None: all of them, as in the first steps and in those
-        that try whether drafting pays again.
+        """Which of the drafts of a step's rows are verified; None: all of them, as in the first steps, in those that
+        try whether drafting pays again, and where leaving some out gains little.
 
-        speculating: of each row.
+        Called once for each step. `uneven.wants_confidence` then says whether the drafter is to say how sure it is of
+        the drafts that the step proposes. speculating: of each row.
         """
+        if not self.uneven.next_step(len(rows)):
+            return None
         drafting = [(row, known) for row, known in zip(rows, speculating, strict=True) if row.num_draft]
         if not drafting or self._stats.num_steps <= len(FIRST_STEPS) or not any(self._lengths.values()):
             return None
@@ -209,17 +215,17 @@ class AdaptiveSpeculation:
         num_yielding = sum(row.sample for row in rows)
         offsets = self.acceptance.offsets(hopeful=True)
         if total <= FEW_DRAFTS and line.table is None and not self._shapes:
-            num_drafts = self._budget_of_few(drafting, offsets.tolist(), num_yielding, line, draft_s)
+            best = self._budget_of_few(drafting, offsets.tolist(), num_yielding, line, draft_s)
         else:
             chances = self._block_survival(
                 offsets, [known for _, known in drafting], [r.num_draft for r, _ in drafting]
             )
             choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
-            num_drafts, _ = optimal_budget(
+            best = optimal_budget(
                 num_yielding, chances.ravel(), lambda counts: line.verify_s(counts) + draft_s, choices
             )
-        num_drafts = max(num_drafts, -(-len(drafting) // VERIFY_SHARE))
-        if num_drafts >= total:
+        num_drafts = max(best.num_drafts, -(-len(drafting) // VERIFY_SHARE))
+        if not self.uneven.takes(best.gain - 1, len(rows)) or num_drafts >= total:
             return None
         self._stats.num_budgeted_steps += 1
         effects = [known.effect.value for known in speculating]
@@ -232,8 +238,8 @@ class AdaptiveSpeculation:
         num_yielding: int,
         line: StepLine,
         draft_s: float,
-    ) -> int:
-        """The best number of drafts to verify, where there are few: the same in less time."""
+    ) -> BestBudget:
+        """The best budget where there are few drafts: the same in less time."""
         survival = self.acceptance.row_survival
         chances: list[float] = []
         for row, known in drafting:
@@ -301,8 +307,13 @@ class AdaptiveSpeculation:
         ]
         candidates.sort(reverse=True)
         if not self._work.autoregressive:
-            taken, _ = self._likeliest(candidates, groups, line, self.k)
-            longer = 1 + min(EXTRA_PER_SPREAD * self.acceptance.spread, MAX_EXTRA)
+            taken, rate = self._likeliest(candidates, groups, line, self.k)
+            budgets_pay = self.uneven.budgets_pay(groups.total())
+            longer = 1 + (min(EXTRA_PER_SPREAD * self.acceptance.spread, MAX_EXTRA) if budgets_pay else 0.0)
+            if self.uneven.cost:
+                alike, rate_alike = self._optimal_length(groups, line)
+                if not self.uneven.pays(rate / rate_alike - 1, groups.total()):
+                    return dict.fromkeys(groups, min(self.k, math.ceil(longer * alike - 0.5)))
         else:
             # A pass costs the same for one row as for many, nearly, so no row's drafts are looked at by themselves. And
             # what a budget would leave out had better not be drafted.
@@ -313,6 +324,23 @@ class AdaptiveSpeculation:
             taken, longer = max(of_passes, key=lambda found: found[1])[0], 1.0
         lengths = Counter(group for _, _, group in taken)
         return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
+
+    def _optimal_length(self, groups: Counter[int], line: StepLine) -> tuple[int, float]:
+        """The best number of drafts for all rows alike, and how many tokens a second it makes."""
+        work, num_rows = self._work, groups.total()
+        tokens = np.full(self.k + 1, float(num_rows))
+        for group, count in groups.items():
+            tokens[1:] += count * self.acceptance.survival(group, hopeful=True).cumsum()
+        num_drafts = num_rows * np.arange(1, self.k + 1)
+        num_drafting = np.full(self.k, num_rows)
+        row_passes, num_queries = (
+            work.num_row_passes(num_drafts, num_drafting),
+            work.num_queries(num_drafts, num_drafting),
+        )
+        draft_s = line.draft_s(row_passes, num_queries, work.num_passes(self.k))
+        rates = [num_rows / line.seconds(0, 0, 0), *(tokens[1:] / (line.verify_s(num_drafts) + draft_s)).tolist()]
+        optimal = rates.index(max(rates))
+        return optimal, rates[optimal]
 
     def _likeliest(
         self, candidates: list[Candidate], groups: Counter[int], line: StepLine, longest: int

@@ -28,7 +28,9 @@ class StepHistory:
         self.speculation: AdaptiveSpeculation | None = None
         if config.adaptive_speculation and k > 0:
             table = CostTable.of(config.measured_steps)
-            self.speculation = AdaptiveSpeculation(k, config.drafter_work, config.draft_shapes, table)
+            self.speculation = AdaptiveSpeculation(
+                k, config.drafter_work, config.draft_shapes, table, config.uneven_cost
+            )
             for step in config.measured_steps:
                 self.speculation.costs.observe(
                     StepShape.of_measured(step, config.drafter_work), step.target_s, step.draft_s
@@ -73,6 +75,11 @@ class StepHistory:
             return None
         speculating = [running[row.request_id].speculation for row in rows]
         return self.speculation.choose_budget(rows, speculating)
+
+    @property
+    def wants_confidence(self) -> bool:
+        """Whether the drafter is to say how sure it is of the drafts of the step that is planned."""
+        return self.speculation is not None and self.speculation.uneven.wants_confidence
 
     def planned(self, plan: StepPlan, num_prefill_tokens: int) -> None:
         """Take in a step that was planned."""

@@ -56,6 +56,9 @@ Progress = Callable[[str, float], None]
 
 # Prompt tokens that a step may take on such a device beside decode rows, however few these are (docs/scheduling.md).
 MIN_PREFILL_TOKENS = {"cpu": 64, "cuda": 256}
+# How much longer a step takes there whose rows have different numbers of drafts: on a CPU attention pads them, the
+# verified ones are chosen apart, and the drafter's confidences take a pass over its logits.
+UNEVEN_COST = {"cpu": 0.1, "cuda": 0.0}
 
 # What can be wrong with a start, each with a sentence for the operator.
 LOAD_ERRORS = (ConfigError, CheckpointError, BackendError)
@@ -273,6 +276,7 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         drafter_max_len=_drafter_len(models.pair, sizes),
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
+        uneven_cost=UNEVEN_COST[models.device.type],
         kv_write_guard=config.kv_write_guard,
         seed=config.seed,
     )

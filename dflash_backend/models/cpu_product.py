@@ -8,6 +8,7 @@ time (`python -m benchmarks.cpu_products`). Its calls cost about 10 us more, so 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 # Multiplications of a product below which MKL is faster: with packed weights, and with weights as they are.
 MIN_PACKED = 1_900_000
@@ -17,7 +18,17 @@ MIN_PLAIN = 2_000_000
 MAX_PACKED_BYTES = 8 * 1024**2
 # The number of rows that oneDNN chooses its order for; it hardly matters.
 PACKED_FOR_ROWS = 64
+# Products of up to so many rows are padded to multiples of so many.
+ROW_STEPS = ((128, 8), (512, 16), (2048, 64))
+LARGEST_ROW_STEP = 256
 _NO_SCALARS: list[None] = []
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows, at least `num_rows`, that is multiplied: oneDNN generates code for each number anew, which
+    takes as long as half of a product, and the numbers of a step's tokens differ."""
+    step = next((step for most, step in ROW_STEPS if num_rows <= most), LARGEST_ROW_STEP)
+    return -(-num_rows // step) * step
 
 
 def _has_onednn() -> bool:
@@ -55,10 +66,14 @@ class CpuWeight:
         if self._packed is None:
             # Two threads may both do it; either result is right.
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
+        num_rows = len(x)
+        padded = padded_rows(num_rows)
+        if padded > num_rows:
+            x = F.pad(x, (0, 0, 0, padded - num_rows))
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x, self._packed, bias, "none", _NO_SCALARS, ""
         )
-        return result
+        return result[:num_rows]
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `product`, for what asks with the weight, which is this one."""

@@ -25,12 +25,14 @@ class BatchTraits:
     """What the host knows of a step's rows together, by which the step runs fewer operations.
 
     sampled: some row belongs to a request with a temperature. drafts: some row proposes drafts. chooses: some row
-    chooses tokens; the chunks of prompts that do not end need no logits.
+    chooses tokens; the chunks of prompts that do not end need no logits. wants_confidence: the drafter shall say how
+    sure it is of its drafts, if it can.
     """
 
     sampled: bool
     drafts: bool
     chooses: bool = True
+    wants_confidence: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,11 @@ class HostBatch:
 
     @classmethod
     def of(
-        cls, rows: Sequence[ScheduledRequest], requests: RequestStates, budget: DraftBudget | None = None
+        cls,
+        rows: Sequence[ScheduledRequest],
+        requests: RequestStates,
+        budget: DraftBudget | None = None,
+        wants_confidence: bool = True,
     ) -> HostBatch:
         """The rows in the order given, which is that of the budget's effects."""
         fields = [
@@ -174,7 +180,7 @@ class HostBatch:
         ]
         req_idx, start, unverified, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
         sampled = bool(requests.temperature[req_idx].any())
-        traits = BatchTraits(sampled, drafts=bool(num_next.any()), chooses=bool(sample.any()))
+        traits = BatchTraits(sampled, bool(num_next.any()), bool(sample.any()), wants_confidence)
         return cls(
             [row.request_id for row in rows],
             req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget,

@@ -67,6 +67,7 @@ class StepInFlight:
     step_id: int
     rows: list[ScheduledRequest] = field(default_factory=list)
     parts: list[PartInFlight] = field(default_factory=list)
+    has_confidence: bool = True
 
 
 class ModelRunner:
@@ -135,7 +136,9 @@ class ModelRunner:
             raise RuntimeError(f"step {plan.step_id} was submitted with {MAX_STEPS_IN_FLIGHT} steps not collected yet")
         with step_errors(plan, self.device), torch.inference_mode():
             self._update(plan)
-            self._in_flight.append(StepInFlight(plan.step_id, plan.rows, self._run(plan) if plan.rows else []))
+            parts = self._run(plan) if plan.rows else []
+            has_confidence = plan.wants_confidence and self.step.wants_confidence
+            self._in_flight.append(StepInFlight(plan.step_id, plan.rows, parts, has_confidence))
 
     def reset(self) -> None:
         """As `core.plan.Worker.reset`."""
@@ -154,7 +157,7 @@ class ModelRunner:
             assert part.results is not None, "the step before completes this one"
             numbers = self.step.unpacked(part.results.wait(), part.num_rows)
             token_ids, num_verified, times = numbers.tokens.tolist(), numbers.verified.tolist(), numbers.times
-            sure = numbers.confidences.tolist() if self.step.wants_confidence else []
+            sure = numbers.confidences.tolist() if step.has_confidence else []
             for i, (row, count) in enumerate(zip(part.rows, numbers.accepted.tolist(), strict=False)):
                 new = token_ids[i][: count + 1] if row.sample else []
                 logprobs, of_prompt = part.logprobs.get(i), part.prompt_logprobs.get(i)
@@ -251,7 +254,7 @@ class ModelRunner:
         budget = None if self.step.ops.on_host else plan.budget
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
             rows, budget = evenly_truncated(rows, budget), None
-        batch = HostBatch.of(rows, self.requests, budget)
+        batch = HostBatch.of(rows, self.requests, budget, plan.wants_confidence)
         processors = LogitsProcessors.of(batch, self.requests)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)

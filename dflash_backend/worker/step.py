@@ -287,7 +287,8 @@ class ModelStep:
         if drafter.reads_next_tokens and features is not None:
             before = self.ops.features_before_anchors(features, inputs.batch, num_accepted)
         draft = DraftBatch(self.ops.history(inputs, self.state), queries, before)
-        sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, self.wants_confidence)
+        asked = self.wants_confidence and inputs.traits.wants_confidence
+        sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, asked)
         self.ops.store_drafts(drafter.propose(draft, sampler), inputs.batch, self.state)
 
 

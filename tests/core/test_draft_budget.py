@@ -15,7 +15,7 @@ from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 from dflash_backend.core import speculation
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.arrays import Floats
-from dflash_backend.core.draft_budget import optimal_budget
+from dflash_backend.core.draft_budget import COST_OF_ONE, STEPS_BETWEEN_LOOKS, UnevenDrafts, optimal_budget
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.speculation import FIRST_STEPS, VERIFY_SHARE, AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.core.step_costs import CostTable, StepShape
@@ -142,14 +142,16 @@ def test_the_optimal_budget_makes_the_most_tokens_a_second(seed: int) -> None:
     rng = random.Random(seed)
     chances = [rng.random() for _ in range(9)]
     first, each = rng.uniform(0.5, 2.0), rng.uniform(0.01, 0.5)
-    num_drafts, rate = optimal_budget(3, np.array(chances), lambda count: first + each * count)
+    num_drafts, rate, gain = optimal_budget(3, np.array(chances), lambda count: first + each * count)
     best = max(
         (3 + sum(some)) / (first + each * size)
         for size in range(len(chances) + 1)
         for some in itertools.combinations(chances, size)
     )
     assert rate == pytest.approx(best)
-    assert optimal_budget(3, np.array(chances), lambda count: first + each * count, [num_drafts]) == (num_drafts, rate)
+    assert gain == pytest.approx(best / ((3 + sum(chances)) / (first + each * 9)))
+    alone = optimal_budget(3, np.array(chances), lambda count: first + each * count, [num_drafts])
+    assert alone[:2] == (num_drafts, rate)
     assert optimal_budget(3, np.array(chances), lambda count: 1.0 + 100.0 * count)[0] == 0
 
 
@@ -244,6 +246,52 @@ def test_blocks_are_longer_where_the_confidence_tells_drafts_apart(monkeypatch: 
     longer = length()
     monkeypatch.setattr(speculation, "MAX_EXTRA", 0.0)
     assert longer > length() > 0
+
+
+# Where rows with different numbers of drafts cost more
+
+
+def test_a_budget_that_gains_less_than_it_costs_is_not_taken() -> None:
+    some = [[8.0] * K] * 4 + [[0.0] * K] * 4
+    budget = budget_of(policy_with(taught(), 0.08), some)
+    assert budget is not None
+    for cost, taken in ((0.01, True), (5.0, False)):
+        policy = policy_with(taught(), 0.08)
+        policy.uneven.cost = cost
+        assert budget_of(policy, some) == (budget if taken else None)
+        assert policy.stats.num_budgeted_steps == taken
+
+
+def test_drafts_have_confidences_while_budgets_pay_and_now_and_then_where_they_do_not() -> None:
+    uneven = UnevenDrafts(0.1)
+    assert all(uneven.next_step(2) and uneven.takes(0.11, 2) for _ in range(50))
+    looks = []
+    for step in range(1000):
+        if uneven.next_step(2):
+            assert not uneven.takes(0.0, 2)
+            looks.append(step)
+    late = [step for step in looks if step > 500]
+    assert set(np.diff(late)) == {STEPS_BETWEEN_LOOKS}
+    for _ in range(10 * STEPS_BETWEEN_LOOKS):
+        if uneven.next_step(2):
+            uneven.takes(0.5, 2)
+    assert uneven.budgets_pay(2)
+    assert uneven.next_step(2), "it was seen that they pay again"
+
+
+def test_one_row_pays_for_the_choice_alone_and_nothing_costs_nothing() -> None:
+    assert UnevenDrafts(0.1).pays(0.1 * COST_OF_ONE, 1)
+    assert not UnevenDrafts(0.1).pays(0.1 * COST_OF_ONE, 2)
+    uneven = UnevenDrafts()
+    assert all(uneven.next_step(8) and uneven.takes(0.0, 8) for _ in range(50))
+
+
+def test_a_budget_is_only_chosen_for_drafts_with_confidences() -> None:
+    policy = policy_with(taught(), 0.08)
+    policy.uneven = UnevenDrafts(0.0, wants_confidence=False)
+    unsure = [[0.0] * K] * 8
+    assert budget_of(policy, unsure) is None
+    assert budget_of(policy, unsure) is not None, "the next drafts had them"
 
 
 # In the engine

@@ -133,6 +133,31 @@ def test_the_budget_is_the_best_of_all_budgets_and_goes_to_prefixes(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(30))
+def test_rows_draft_alike_unless_different_numbers_gain_what_they_cost(seed: int) -> None:
+    rng = random.Random(seed)
+    k = 4
+    chances = sorted((rng.uniform(0.2, 0.97) for _ in range(k)), reverse=True)
+    table = CostTable([1, 16], [1.0, rng.uniform(1.0, 6.0)])
+    policy = policy_with(chances, table)
+    rows = [SpeculatingRow(k, RequestEffect(value, 0.0)) for value in (-1.0, 0.0, 2.0)]
+    survival = [policy.acceptance.survival(row.effect.group, hopeful=True) for row in rows]
+    line = policy.costs.line(3, 100.0, 0)
+
+    def rate(lengths: list[int]) -> float:
+        tokens = 3 + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
+        return tokens / line.seconds(sum(lengths), sum(map(bool, lengths)), sum(lengths) + 3)
+
+    uneven = policy.choose(rows, 100.0, 0)
+    alike = max(([length] * 3 for length in range(k + 1)), key=rate)
+    gain = rate(uneven) / rate(alike) - 1
+    for cost, expected in ((gain * 0.9 + 1e-9, uneven), (gain * 1.1 + 1e-6, alike)):
+        again = policy_with(chances, table)
+        again.uneven.cost = cost
+        again.uneven._gain = 0.0
+        assert again.choose(rows, 100.0, 0) == (expected if gain > 1e-6 else alike)
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_passes_are_paid_for_by_the_row_that_drafts_the_most(seed: int) -> None:
     rng = random.Random(seed)
     k = 4

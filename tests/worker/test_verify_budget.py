@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, StepPlan, StepResult
 from dflash_backend.core.request import Request
+from dflash_backend.core.step_history import StepHistory
 from dflash_backend.engine import build
 from dflash_backend.engine.build import BuiltEngine
+from dflash_backend.worker.step_ops import HostStepOps
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -171,3 +174,27 @@ def test_interpreted_kernels_verify_within_a_budget_and_give_the_same_text(
         assert verified >= plan.num_drafts
         left_out += sum(row.num_draft for row in plan.rows) - verified
     assert left_out > 0
+
+
+def test_only_steps_that_ask_for_confidences_compute_them(
+    monkeypatch: pytest.MonkeyPatch, texts: dict[str, list[int]]
+) -> None:
+    """On a CPU, where the plan says it: with a cost that no budget is worth, one step in eight."""
+    computed: list[int] = []
+    log_odds = HostStepOps.log_odds
+    monkeypatch.setattr(
+        HostStepOps, "log_odds", lambda self, *args: computed.append(1) or log_odds(self, *args), raising=True
+    )
+    monkeypatch.setitem(build.UNEVEN_COST, "cpu", 100.0)
+    built = engine(adaptive_speculation=True, max_num_seqs=8)
+    watched = Watched(built, seed=0)
+    built.core.scheduler.history.choose_budget = partial(  # type: ignore[method-assign]
+        StepHistory.choose_budget, built.core.scheduler.history
+    )
+    assert run(watched).tokens == texts
+    drafting = [step for step in watched.steps if any(row.num_next_draft for row in step[0].rows)]
+    for plan, result in watched.steps:
+        for row, found in zip(plan.rows, result.rows, strict=True):
+            assert len(found.confidences) == (row.num_next_draft if plan.wants_confidence else 0)
+        assert plan.budget is None
+    assert 0 < len(computed) < len(drafting) / 2
