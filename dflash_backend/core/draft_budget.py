@@ -15,7 +15,7 @@ from dflash_backend.core.arrays import Counts, Floats
 COST_OF_ONE = 0.4
 # Weight of a budget's gain in their average.
 GAIN_WEIGHT = 0.25
-# While budgets do not pay, drafts have confidences in one step of so many, which tells when that changes.
+# While budgets do not pay, drafts have confidences in one step of this many, which tells when that changes.
 STEPS_BETWEEN_LOOKS = 8
 
 
@@ -57,7 +57,7 @@ class UnevenDrafts:
         return has_confidence
 
 
-class BestBudget(NamedTuple):
+class OptimalBudget(NamedTuple):
     """The number of drafts to verify, the tokens per second that it makes, and how many times as many these are as
     with all drafts verified."""
 
@@ -71,7 +71,7 @@ def optimal_budget(
     chances: Floats,
     seconds: Callable[[Counts], Floats],
     choices: Sequence[int] | None = None,
-) -> BestBudget:
+) -> OptimalBudget:
     """The best budget, where the likeliest drafts are verified.
 
     num_rows: tokens that come without drafts. chances: `[n]`, of each draft that it and all before it in its row are
@@ -83,10 +83,10 @@ def optimal_budget(
     num_drafts = np.arange(len(tokens)) if choices is None else np.array([0, *choices])
     rates = tokens[np.minimum(num_drafts, len(chances))] / seconds(num_drafts)
     optimal = int(rates.argmax())
-    return BestBudget(int(num_drafts[optimal]), float(rates[optimal]), float(rates[optimal] / rates[-1]))
+    return OptimalBudget(int(num_drafts[optimal]), float(rates[optimal]), float(rates[optimal] / rates[-1]))
 
 
-def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable[[int], float]) -> BestBudget:
+def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable[[int], float]) -> OptimalBudget:
     """As `optimal_budget` without arrays, which for a handful of drafts take longer."""
     optimal, tokens = 0, float(num_rows)
     highest = rate = tokens / seconds(0)
@@ -95,4 +95,4 @@ def optimal_budget_of_few(num_rows: int, chances: list[float], seconds: Callable
         rate = tokens / seconds(count)
         if rate > highest:
             optimal, highest = count, rate
-    return BestBudget(optimal, highest, highest / rate)
+    return OptimalBudget(optimal, highest, highest / rate)

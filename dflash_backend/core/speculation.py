@@ -31,7 +31,7 @@ import numpy as np
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.arrays import Floats
-from dflash_backend.core.draft_budget import BestBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
+from dflash_backend.core.draft_budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
 from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
@@ -65,6 +65,9 @@ FIRST_STEPS = (1.0, 0.25, 1.0, 0.0)
 # Drafts that a block has beyond those that would pay without confidences: this share for each unit of the logit by
 # which confidences tell chances apart, and this share at most.
 EXTRA_PER_SPREAD, MAX_EXTRA = 0.15, 0.3
+# Of lengths whose tokens a second differ by no more than this part, the longest is taken: fewer steps leave more of the
+# processor to what sends the tokens.
+TIE = 0.03
 # Rows that a decision looks at, since it takes time: beyond that every second or third of them.
 MAX_ROWS_LOOKED_AT = 64
 # Up to this number of drafts in a step, its budget is chosen without arrays.
@@ -128,11 +131,8 @@ class AdaptiveSpeculation:
         """Drafts of a row by the last decision, also of one that was not there yet."""
         if not self._lengths:
             return row.k
-        group = row.effect.hopeful_group
-        length = self._lengths.get(group)
-        if length is None:
-            length = self._lengths[min(self._lengths, key=lambda other: abs(other - group))]
-        return min(row.k, length)
+        nearest = min(self._lengths, key=lambda group: abs(group - row.effect.hopeful_group))
+        return min(row.k, self._lengths[nearest])
 
     def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         """The number of drafts for each row, in the step that is planned now; the next one verifies them.
@@ -215,17 +215,17 @@ class AdaptiveSpeculation:
         num_yielding = sum(row.sample for row in rows)
         offsets = self.acceptance.offsets(hopeful=True)
         if total <= FEW_DRAFTS and line.table is None and not self._shapes:
-            best = self._budget_of_few(drafting, offsets.tolist(), num_yielding, line, draft_s)
+            optimal = self._budget_of_few(drafting, offsets.tolist(), num_yielding, line, draft_s)
         else:
             chances = self._block_survival(
                 offsets, [known for _, known in drafting], [r.num_draft for r, _ in drafting]
             )
             choices = [min(len(rows) * verified, total) for verified, _ in self._shapes] if self._shapes else None
-            best = optimal_budget(
+            optimal = optimal_budget(
                 num_yielding, chances.ravel(), lambda counts: line.verify_s(counts) + draft_s, choices
             )
-        num_drafts = max(best.num_drafts, -(-len(drafting) // VERIFY_SHARE))
-        if not self.uneven.takes(best.gain - 1, len(rows)) or num_drafts >= total:
+        num_drafts = max(optimal.num_drafts, -(-len(drafting) // VERIFY_SHARE))
+        if not self.uneven.takes(optimal.gain - 1, len(rows)) or num_drafts >= total:
             return None
         self._stats.num_budgeted_steps += 1
         effects = [known.effect.value for known in speculating]
@@ -238,8 +238,8 @@ class AdaptiveSpeculation:
         num_yielding: int,
         line: StepLine,
         draft_s: float,
-    ) -> BestBudget:
-        """The best budget where there are few drafts: the same in less time."""
+    ) -> OptimalBudget:
+        """The optimal budget where there are few drafts: the same in less time."""
         survival = self.acceptance.row_survival
         chances: list[float] = []
         for row, known in drafting:
@@ -298,7 +298,7 @@ class AdaptiveSpeculation:
         return optimal
 
     def _optimal_lengths(self, groups: Counter[int], line: StepLine) -> dict[int, int]:
-        """The best number of drafts for the rows of each group."""
+        """The optimal number of drafts for the rows of each group."""
         candidates = [
             (chance, -i, group)
             for group in groups
@@ -326,7 +326,7 @@ class AdaptiveSpeculation:
         return {group: min(self.k, math.ceil(longer * lengths[group] - 0.5)) for group in groups}
 
     def _optimal_length(self, groups: Counter[int], line: StepLine) -> tuple[int, float]:
-        """The best number of drafts for all rows alike, and how many tokens a second it makes."""
+        """The optimal number of drafts for all rows alike, and how many tokens a second it makes."""
         work, num_rows = self._work, groups.total()
         tokens = np.full(self.k + 1, float(num_rows))
         for group, count in groups.items():
@@ -339,8 +339,10 @@ class AdaptiveSpeculation:
         )
         draft_s = line.draft_s(row_passes, num_queries, work.num_passes(self.k))
         rates = [num_rows / line.seconds(0, 0, 0), *(tokens[1:] / (line.verify_s(num_drafts) + draft_s)).tolist()]
-        optimal = rates.index(max(rates))
-        return optimal, rates[optimal]
+        optimal, highest = rates.index(max(rates)), max(rates)
+        if optimal:
+            optimal = max(length for length, rate in enumerate(rates) if rate >= (1 - TIE) * highest)
+        return optimal, highest
 
     def _likeliest(
         self, candidates: list[Candidate], groups: Counter[int], line: StepLine, longest: int

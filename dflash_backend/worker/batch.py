@@ -180,7 +180,9 @@ class HostBatch:
         ]
         req_idx, start, unverified, num_new, num_draft, num_next, sample = np.array(fields, dtype=np.int64).T
         sampled = bool(requests.temperature[req_idx].any())
-        traits = BatchTraits(sampled, bool(num_next.any()), bool(sample.any()), wants_confidence)
+        traits = BatchTraits(
+            sampled, bool(num_next.any()), chooses=bool(sample.any()), wants_confidence=wants_confidence
+        )
         return cls(
             [row.request_id for row in rows],
             req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget,

@@ -12,7 +12,13 @@ from step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.drafter_work import DrafterWork
-from dflash_backend.core.speculation import FIRST_STEPS, MAX_STEPS_BETWEEN_PROBES, AdaptiveSpeculation, SpeculatingRow
+from dflash_backend.core.speculation import (
+    FIRST_STEPS,
+    MAX_STEPS_BETWEEN_PROBES,
+    TIE,
+    AdaptiveSpeculation,
+    SpeculatingRow,
+)
 from dflash_backend.core.step_costs import CostTable, StepShape
 
 K = 7
@@ -148,8 +154,10 @@ def test_rows_draft_alike_unless_different_numbers_gain_what_they_cost(seed: int
         return tokens / line.seconds(sum(lengths), sum(map(bool, lengths)), sum(lengths) + 3)
 
     uneven = policy.choose(rows, 100.0, 0)
-    alike = max(([length] * 3 for length in range(k + 1)), key=rate)
-    gain = rate(uneven) / rate(alike) - 1
+    highest = max(rate([length] * 3) for length in range(k + 1))
+    longest = max(length for length in range(k + 1) if rate([length] * 3) >= (1 - TIE) * highest)
+    alike = [longest if highest > rate([0] * 3) else 0] * 3
+    gain = rate(uneven) / highest - 1
     for cost, expected in ((gain * 0.9 + 1e-9, uneven), (gain * 1.1 + 1e-6, alike)):
         again = policy_with(chances, table)
         again.uneven.cost = cost

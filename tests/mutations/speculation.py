@@ -27,7 +27,21 @@ SPECULATION_MUTANTS = (
             "if self._wants_trial(len(rows), mean_position, num_other_tokens):",
             "if False:",
         ),
-        ("the number of drafts that pays is not remembered", "rates.index(max(rates))", "len(candidates)"),
+        (
+            "the number of drafts that pays is not remembered",
+            "num_taken = rates.index(max(rates))",
+            "num_taken = len(candidates)",
+        ),
+        (
+            "rows draft alike whatever different numbers gain",
+            "if not self.uneven.pays(rate / rate_alike - 1, groups.total()):",
+            "if True:",
+        ),
+        (
+            "the rows of a group count once in the number for all",
+            "tokens[1:] += count * self",
+            "tokens[1:] += self",
+        ),
         (
             "prompt tokens of a step are left out",
             "(len(rows), mean_position, num_other_tokens)\n        if line",
@@ -89,6 +103,9 @@ SPECULATION_MUTANTS = (
         f"{CORE}/draft_budget.py",
         BUDGET_TESTS,
         ("the likeliest drafts come last", "np.sort(chances)[::-1]", "np.sort(chances)"),
+        ("drafts without confidences get a budget", "return has_confidence", "return True"),
+        ("budgets that did not pay are never tried again", " or self._since_look >= STEPS_BETWEEN_LOOKS", ""),
+        ("what budgets gain is not taken in", "self._gain += GAIN_WEIGHT * (gain - self._gain)", "pass"),
     ),
     *mutants_of(
         f"{CORE}/speculation.py",
@@ -98,7 +115,11 @@ SPECULATION_MUTANTS = (
             " or not any(self._lengths.values()):\n            return None",
             ":\n            return None",
         ),
-        ("nothing is verified where nothing pays", "max(num_drafts, -(-len(drafting) // VERIFY_SHARE))", "num_drafts"),
+        (
+            "nothing is verified where nothing pays",
+            "max(optimal.num_drafts, -(-len(drafting) // VERIFY_SHARE))",
+            "optimal.num_drafts",
+        ),
         (
             "the plan takes all requests to be alike",
             "[known.effect.value for known in speculating]",
