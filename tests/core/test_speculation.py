@@ -145,18 +145,19 @@ def test_rows_draft_alike_unless_different_numbers_gain_what_they_cost(seed: int
     chances = sorted((rng.uniform(0.2, 0.97) for _ in range(k)), reverse=True)
     table = CostTable([1, 16], [1.0, rng.uniform(1.0, 6.0)])
     policy = policy_with(chances, table)
-    rows = [SpeculatingRow(k, RequestEffect(value, 0.0)) for value in (-1.0, 0.0, 2.0)]
+    rows = [SpeculatingRow(k, RequestEffect(value, 0.0)) for value in (-1.0, -1.0, -1.0, 0.0, 2.0)]
     survival = [policy.acceptance.survival(row.effect.group, hopeful=True) for row in rows]
-    line = policy.costs.line(3, 100.0, 0)
+    n = len(rows)
+    line = policy.costs.line(n, 100.0, 0)
 
     def rate(lengths: list[int]) -> float:
-        tokens = 3 + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
-        return tokens / line.seconds(sum(lengths), sum(map(bool, lengths)), sum(lengths) + 3)
+        tokens = n + sum(sum(chances[:length]) for chances, length in zip(survival, lengths, strict=True))
+        return tokens / line.seconds(sum(lengths), sum(map(bool, lengths)), sum(lengths) + n)
 
     uneven = policy.choose(rows, 100.0, 0)
-    highest = max(rate([length] * 3) for length in range(k + 1))
-    longest = max(length for length in range(k + 1) if rate([length] * 3) >= (1 - TIE) * highest)
-    alike = [longest if highest > rate([0] * 3) else 0] * 3
+    highest = max(rate([length] * n) for length in range(k + 1))
+    longest = max(length for length in range(k + 1) if rate([length] * n) >= (1 - TIE) * highest)
+    alike = [longest if highest > rate([0] * n) else 0] * n
     gain = rate(uneven) / highest - 1
     for cost, expected in ((gain * 0.9 + 1e-9, uneven), (gain * 1.1 + 1e-6, alike)):
         again = policy_with(chances, table)
