@@ -19,7 +19,7 @@ MAX_PACKED_BYTES = 8 * 1024**2
 # The number of rows that oneDNN chooses its order for; it hardly matters.
 PACKED_FOR_ROWS = 64
 # Products of up to the first number of rows are padded to multiples of the second.
-ROW_STEPS = ((128, 8), (512, 16), (2048, 64))
+ROW_STEPS = ((128, 8), (1024, 16), (4096, 64))
 LARGEST_ROW_STEP = 256
 _NO_SCALARS: list[None] = []
 

@@ -54,7 +54,7 @@ def test_few_numbers_of_rows_are_multiplied() -> None:
     """Each number of rows has code of its own, which takes as long to generate as half of a product takes."""
     padded = [cpu_product.padded_rows(n) for n in range(1, 8193)]
     assert all(n <= each < n + max(8, n / 8) for n, each in enumerate(padded, 1))
-    assert len(set(padded)) < 100
+    assert len(set(padded)) < 150
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
