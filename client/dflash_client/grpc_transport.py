@@ -10,6 +10,7 @@ that refuses before it has read the request is heard: grpc.aio reports a stream 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
@@ -22,6 +23,9 @@ from dflash_client.errors import ClientError, cancelled_here, not_ready
 from dflash_client.grpc_messages import CHANNEL_OPTIONS, credentials, decode, encode, remaining_s, translate
 from dflash_client.request import Request
 from dflash_client.responses import Outputs
+
+# How long the end of a channel is waited for.
+CLOSE_S = 2.0
 
 
 class _GrpcCall:
@@ -131,8 +135,11 @@ class GrpcTransport(_GrpcTransport):
             return translate(error, self._connection.location)
 
     def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+        """Close the channel. gRPC waits until all calls have ended, and for a call that Ctrl-C interrupted as it began
+        it would wait without end: after `CLOSE_S` the channel is left to itself."""
+        closing = threading.Thread(target=self._channel.close, name="dflash-grpc-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
 
 class AsyncGrpcTransport(_GrpcTransport):

@@ -51,7 +51,7 @@ MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 MAX_UNCERTAINTY = 0.15
 MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time. With few rows, where a step is short, drafts that go on hold for twice as many.
+# deciding takes time. With few rows, where a step is short, what goes on as it was holds for twice as many.
 STEPS_BETWEEN_DECISIONS = 4
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
@@ -176,7 +176,7 @@ class AdaptiveSpeculation:
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
-        goes_on = drafted and any(lengths) and len(rows) <= FEW_ROWS
+        goes_on = drafted == any(lengths) and len(rows) <= FEW_ROWS
         self._interval = STEPS_BETWEEN_DECISIONS * (2 if goes_on else 1)
         if not any(lengths):
             self._probe(rows, lengths, line)

@@ -109,7 +109,11 @@ def test_ctrl_c_at_any_time_is_no_traceback(unused_address: str) -> None:
             assert process.stdout.readline() == "importing\n"
             time.sleep(0.02 + step * 0.05)
             process.send_signal(signal.SIGINT)
-            _, error = process.communicate(timeout=60)
+            try:
+                _, error = process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
         assert "Traceback" not in error
         assert (process.returncode, error) in ((130, "dflash-triton: cancelled\n"), (1, error), (-2, error))
 

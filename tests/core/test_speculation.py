@@ -335,8 +335,8 @@ def test_all_rows_take_their_turn_to_probe() -> None:
     assert probed == set(range(16))
 
 
-@pytest.mark.parametrize(("chance", "num_rows", "steps"), [(0.95, 1, 8), (0.95, 8, 4), (0.001, 1, 4)])
-def test_a_decision_holds_longer_where_few_rows_go_on_drafting(
+@pytest.mark.parametrize(("chance", "num_rows", "steps"), [(0.95, 1, 8), (0.95, 8, 4), (0.001, 1, 8)])
+def test_a_decision_holds_longer_where_few_rows_go_on_as_they_were(
     monkeypatch: pytest.MonkeyPatch, chance: float, num_rows: int, steps: int
 ) -> None:
     policy = policy_with([chance] * K, CostTable([1, 1000], [1.0, 100.0]))
