@@ -25,6 +25,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("LlamaForCausalLM", {"num_key_value_heads": 1}),
     ("MistralForCausalLM", {"sliding_window": 9}),
     ("Qwen3MoeForCausalLM", {}),
+    ("GptOssForCausalLM", {}),
 ]
 
 

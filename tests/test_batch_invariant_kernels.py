@@ -22,6 +22,7 @@ FAMILIES = [
     ("Qwen3ForCausalLM", {}, SHAPES),
     pytest.param("MistralForCausalLM", {"sliding_window": 9}, SHAPES[-1:], marks=pytest.mark.slow),
     pytest.param("Qwen3MoeForCausalLM", {}, SHAPES[-1:], marks=pytest.mark.slow),
+    pytest.param("GptOssForCausalLM", {}, SHAPES[-1:], marks=pytest.mark.slow),
 ]
 MANY_ROWS = [(17, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
 

@@ -175,10 +175,12 @@ def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int
 
 
 @pytest.mark.slow
-def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "GptOssForCausalLM"])
+def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     """Two requests on a model of two layers and a drafter of one: a prefill step and three padded decode steps."""
     layers = {"target_layer_ids": [0, 1], "mask_token_id": 96}
-    models = make_pair(tmp_path, {"num_hidden_layers": 2}, block_size=3, num_target_layers=2, dflash_config=layers)
+    target = {"architecture": architecture, "num_hidden_layers": 2}
+    models = make_pair(tmp_path, target, block_size=3, num_target_layers=2, dflash_config=layers)
     settings = {**models, "kv_block_size": 4, "max_model_len": 24, "max_num_seqs": 2}
     sampling = [{"temperature": 0.0, "max_tokens": 4}, {"temperature": 0.8, "seed": 3, "max_tokens": 4}]
     expected, found = (

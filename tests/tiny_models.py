@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -40,6 +42,27 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[st
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "GptOssForCausalLM": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "sliding_window": 9,
+            # Of weights as large as these, some gates are cut off.
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
     ),
 }
 

@@ -83,8 +83,11 @@ class FlashAttnBackend(AttentionBackend):
             window=window_sides(pattern),
         )
 
-    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert isinstance(metadata, FlashAttnMetadata)
+        assert sinks is None, "attention sinks"
         key, value = layer.data.unbind(2)
         attended = flash_attn_varlen_func(
             query[metadata.source],

@@ -20,11 +20,13 @@ class AttentionPattern:
     """Which positions of its row a query sees.
 
     With `causal` those up to its own, else all. With `sliding_window` W only those less than W away from its own, so
-    W of them to the left, its own included (as in FlashAttention and `transformers`).
+    W of them to the left, its own included (as in FlashAttention and `transformers`). sinks: the softmax of each head
+    has one more logit, which the head has learned and which has no value (`attend`).
     """
 
     causal: bool
     sliding_window: int | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Capabilities:
     head_dims: None means any. emulated: those of `devices` on which it runs for tests only, so that `auto` takes any
     other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` may
     run inside a CUDA graph, since the host waits for nothing in it. batch_invariant: those of `devices` on which it has
-    a form whose queries do not depend on one another (`AttentionBackend.batch_invariant`).
+    a form whose queries do not depend on one another (`AttentionBackend.batch_invariant`). sinks: it takes the sinks of
+    layers that have them.
     """
 
     causal: bool
@@ -47,6 +50,7 @@ class Capabilities:
     block_multiple: int = 1
     capturable: bool = False
     batch_invariant: frozenset[str] = frozenset()
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,11 @@ class AttentionBackend(Protocol):
         """Build what all layers of a forward pass that have the same pattern share."""
         ...
 
-    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
-        """Attention of `query` `[num_tokens, num_heads, head_dim]`, softmax scale `head_dim ** -0.5`.
+    def attend(
+        self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of `query` `[num_tokens, num_heads, head_dim]`, softmax scale `head_dim ** -0.5`. sinks:
+        `[num_heads]`, those of a layer whose pattern has them.
 
         Returns `[num_tokens, num_heads * head_dim]`."""
         ...

@@ -77,12 +77,14 @@ class InvariantTorchBackend(AttentionBackend):
         assert layout.device is None, "rows whose lengths only the device knows"
         return InvariantMetadata(layout, pattern)
 
-    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert isinstance(metadata, InvariantMetadata)
         group = query.shape[1] // layer.data.shape[3]
         if group not in metadata.groups:
             metadata.groups[group] = self._groups(metadata.layout, metadata.pattern, max(1, TILE_LINES // group))
-        outputs = [self._attend_group(query, layer.data, tiles) for tiles in metadata.groups[group]]
+        outputs = [self._attend_group(query, layer.data, tiles, sinks) for tiles in metadata.groups[group]]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _groups(self, layout: AttentionBatch, pattern: AttentionPattern, per_tile: int) -> list[TileGroup]:
@@ -152,7 +154,9 @@ class InvariantTorchBackend(AttentionBackend):
         units = blocks * (self.block_size // self.unit) + first % self.block_size // self.unit
         return torch.from_numpy(units.reshape(-1))
 
-    def _attend_group(self, query: torch.Tensor, data: torch.Tensor, group: TileGroup) -> torch.Tensor:
+    def _attend_group(
+        self, query: torch.Tensor, data: torch.Tensor, group: TileGroup, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """The output of the group's tokens: `[num_tokens, num_heads * head_dim]`."""
         num_heads, head_dim = query.shape[1:]
         kv_heads, num_rows, num_tiles, span = data.shape[3], group.num_rows, group.num_tiles, group.span
@@ -169,9 +173,15 @@ class InvariantTorchBackend(AttentionBackend):
         scores = products(lines, key.transpose(-1, -2))
         split = scores[..., :num_lines, :].unflatten(-2, (heads, group.per_tile))
         split += group.mask
-        weights = scores.sub_(scores.amax(dim=(0, -1), keepdim=True)).exp_()
-        attended = add_up(products(weights, value)) / add_up(weights.sum(dim=-1, keepdim=True))
-        attended = attended[..., :num_lines, :].unflatten(-2, (heads, group.per_tile))
+        top = scores.amax(dim=(0, -1), keepdim=True)
+        weights = scores.sub_(top).exp_()
+        total = add_up(weights.sum(dim=-1, keepdim=True))[..., :num_lines, :]
+        if sinks is not None:
+            of_lines = sinks.view(kv_heads, heads).repeat_interleave(group.per_tile, dim=1)[:, :, None]
+            # In float64: in float32 the last bit may follow where a number lies, as of other functions of torch.
+            total = total + (of_lines.double() - top[0, ..., :num_lines, :]).exp().float()
+        attended = add_up(products(weights, value))[..., :num_lines, :] / total
+        attended = attended.unflatten(-2, (heads, group.per_tile))
         output = attended.permute(0, 1, 4, 2, 3, 5)
         output = output.reshape(-1, num_heads * head_dim).to(query.dtype)
         return output if group.real is None else output.index_select(0, group.real)

@@ -58,7 +58,9 @@ class InvariantTritonBackend(TritonBackend):
         rows = PagedBatch(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
         return PiecesMetadata(rows, layout.query_lens, layout.seq_lens, pattern, self._every_variant)
 
-    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As `AttentionBackend.attend`. The output is valid until the next layer of the forward pass attends."""
         assert isinstance(metadata, PiecesMetadata)
         shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
@@ -67,5 +69,5 @@ class InvariantTritonBackend(TritonBackend):
             out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         pattern = metadata.pattern
         return invariant_attention(
-            query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window, out
+            query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window, out, sinks
         )

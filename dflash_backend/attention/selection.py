@@ -48,6 +48,8 @@ def lacking(capabilities: Capabilities, needs: Requirements, block_size: int) ->
         missing.append("non-causal attention")
     if any(pattern.sliding_window for pattern in needs.patterns) and not capabilities.sliding_window:
         missing.append("sliding-window attention")
+    if any(pattern.sinks for pattern in needs.patterns) and not capabilities.sinks:
+        missing.append("attention sinks")
     if capabilities.head_dims is not None:
         missing += [f"head size {size}" for size in sorted(needs.head_dims - capabilities.head_dims)]
     if needs.dtype not in capabilities.dtypes:

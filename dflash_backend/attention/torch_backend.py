@@ -26,6 +26,7 @@ from dflash_backend.attention.interface import (
     DeviceLengths,
     KVLayer,
 )
+from dflash_backend.attention.sinks import attend_with_sinks
 
 # A group may compute this many times the KV positions that its rows need, plus a few blocks.
 MAX_PADDING = 1.25
@@ -67,7 +68,8 @@ class BatchGroup:
     """Rows `[first_row, first_row + num_rows)` that run as one batch.
 
     blocks: int64 or int32 `[num_rows * num_blocks]`. mask: additive `[num_rows, 1, query_len, padded_len]`, or None
-    where the queries are the whole sequence and a triangular mask says it all. The queries lie behind one another from
+    where the queries are the whole sequence and a triangular mask says it all; with sinks it has one more column, of
+    the sink, and is never None. The queries lie behind one another from
     `first_token` on, `num_tokens` of them, but where only the device knows where: `tokens`. padding: None where all
     rows have `query_len` queries.
     """
@@ -102,6 +104,7 @@ class TorchBackend(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         devices=frozenset({"cpu", "cuda"}),
         batch_invariant=frozenset({"cpu"}),
+        sinks=True,
     )
 
     def __init__(self, block_size: int) -> None:
@@ -140,7 +143,8 @@ class TorchBackend(AttentionBackend):
         num_rows, num_tokens, query_len = len(seq_lens), int(query_lens.sum()), int(query_lens.max())
         window = pattern.sliding_window
         blocks, starts = self._visible(layout, rows, first_blocks)
-        if pattern.causal and num_rows == 1 and query_len == seq_lens[0] and (window is None or window >= query_len):
+        sees_all = pattern.causal and query_len == seq_lens[0] and (window is None or window >= query_len)
+        if sees_all and num_rows == 1 and not pattern.sinks:
             return BatchGroup(first_token, num_tokens, 1, query_len, query_len, blocks.reshape(-1), None)
         padded_len = blocks.shape[1] * self.block_size
         # In numpy, whose calls cost less: these arrays are small.
@@ -150,6 +154,7 @@ class TorchBackend(AttentionBackend):
         query = (seq_lens - query_lens)[:, None] + offset
         hidden = hidden_keys(pattern, seq_lens, query, key)
         mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0.0))[:, None])
+        mask = F.pad(mask, (0, 1)) if pattern.sinks else mask
         padding = None
         if num_tokens < num_rows * query_len:
             source = ((np.cumsum(query_lens) - query_lens)[:, None] + offset).reshape(-1)
@@ -189,6 +194,7 @@ class TorchBackend(AttentionBackend):
         # A query that sees nothing (of a padding row, or of one that has ended) sees everything instead: a softmax
         # over nothing would be NaN, which later layers would write where a mask does not remove it.
         hidden = hidden & ~hidden.all(dim=-1, keepdim=True)
+        mask = additive_mask(hidden, dtype)
         return BatchGroup(
             first_token,
             num_tokens=int(layout.query_lens[rows].sum()),
@@ -196,7 +202,7 @@ class TorchBackend(AttentionBackend):
             query_len=query_len,
             padded_len=padded_len,
             blocks=blocks.clamp(min=0).reshape(-1),
-            mask=additive_mask(hidden, dtype),
+            mask=F.pad(mask, (0, 1)) if pattern.sinks else mask,
             tokens=token_index(layout.device, rows, offset),
         )
 
@@ -212,16 +218,20 @@ class TorchBackend(AttentionBackend):
         width = max(int((-(-seq_lens // self.block_size) - first).max()), 1)
         return gather_tables(tables, first, width), first * self.block_size
 
-    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert isinstance(metadata, TorchMetadata)
-        outputs = [self._attend_group(query, layer.data, group) for group in metadata.groups]
+        outputs = [self._attend_group(query, layer.data, group, sinks) for group in metadata.groups]
         targets = [group.tokens.target for group in metadata.groups if group.tokens is not None]
         if targets:
             scattered = query.new_zeros(len(query) + 1, query.shape[1] * query.shape[2])
             return scattered.index_copy_(0, torch.cat(targets), torch.cat(outputs))[1:]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_group(self, query: torch.Tensor, data: torch.Tensor, group: BatchGroup) -> torch.Tensor:
+    def _attend_group(
+        self, query: torch.Tensor, data: torch.Tensor, group: BatchGroup, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         num_heads, head_dim = query.shape[1:]
         if group.tokens is None:
             rows = query[group.first_token : group.first_token + group.num_tokens]
@@ -232,31 +242,36 @@ class TorchBackend(AttentionBackend):
         rows = rows.view(group.num_rows, group.query_len, num_heads, head_dim).transpose(1, 2)
         blocks = group.blocks.view(group.num_rows, -1)
         step = rows_at_once(group, data)
-        parts = [self._attend_rows(rows, data, blocks, group, i, i + step) for i in range(0, group.num_rows, step)]
+        parts = [
+            self._attend_rows(rows, data, blocks, group, slice(first, first + step), sinks)
+            for first in range(0, group.num_rows, step)
+        ]
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
         output = output.transpose(1, 2).reshape(-1, num_heads * head_dim)
         return output if group.padding is None else output.index_select(0, group.padding.real)
 
     @staticmethod
     def _attend_rows(
-        query: torch.Tensor, data: torch.Tensor, blocks: torch.Tensor, group: BatchGroup, first: int, end: int
+        query: torch.Tensor,
+        data: torch.Tensor,
+        blocks: torch.Tensor,
+        group: BatchGroup,
+        rows: slice,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Rows `[first, end)` of a group. query: `[num_rows, num_heads, query_len, head_dim]`, blocks: `[num_rows,
-        num_blocks]`. Returns `[end - first, num_heads, query_len, head_dim]`."""
-        blocks = blocks[first:end]
+        """Some rows of a group. query: `[num_rows, num_heads, query_len, head_dim]`, blocks: `[num_rows, num_blocks]`.
+        Returns these rows' `[n, num_heads, query_len, head_dim]`."""
+        query, blocks, mask = query[rows], blocks[rows], None if group.mask is None else group.mask[rows]
         # A block is one row of a matrix here, which torch copies several times faster than one of more dimensions.
         gathered = data.flatten(1).index_select(0, blocks.flatten()).view(len(blocks), -1, *data.shape[2:])
         # Padding positions hold what an earlier owner of the block left there, always finite numbers, so that the
         # mask's -inf is enough to hide them.
-        key, value = gathered[:, : group.padded_len].unbind(2)
-        return F.scaled_dot_product_attention(
-            query[first:end],
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=None if group.mask is None else group.mask[first:end],
-            is_causal=group.mask is None,
-            enable_gqa=query.shape[1] != data.shape[3],
-        )
+        key, value = (part.transpose(1, 2) for part in gathered[:, : group.padded_len].unbind(2))
+        if sinks is not None:
+            assert mask is not None, "prepared for a pattern without sinks"
+            return attend_with_sinks(query, key, value, mask, sinks)
+        gqa = query.shape[1] != data.shape[3]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
 
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)

@@ -83,6 +83,7 @@ class TritonBackend(AttentionBackend):
         emulated=frozenset({"cpu"}),
         capturable=True,
         batch_invariant=frozenset({"cuda", "cpu"}),
+        sinks=True,
     )
 
     def __init__(self, block_size: int) -> None:
@@ -117,7 +118,9 @@ class TritonBackend(AttentionBackend):
             self._every_variant,
         )
 
-    def attend(self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As `AttentionBackend.attend`. The output is valid until the next layer of the forward pass attends."""
         assert isinstance(metadata, TritonMetadata)
         shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
@@ -126,7 +129,7 @@ class TritonBackend(AttentionBackend):
         if out is None:
             out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         causal, window = pattern.causal, pattern.sliding_window
-        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out)
+        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out, sinks)
 
 
 def exact_rows(layout: AttentionBatch) -> DeviceLengths:

@@ -13,9 +13,10 @@ from dflash_backend.checkpoints.families import Family
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import addressable_positions, read_rope
-from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, MoeSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by what safetensors calls them
 ACTIVATIONS = ("silu", "swish")  # two names of one function
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
@@ -38,15 +39,19 @@ TARGET_UNSUPPORTED = UNSUPPORTED | {"final_logit_softcapping": "soft-capping of 
 
 def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> DecoderSpec:
     """Read and check the shape of the decoder stack. Raises `CheckpointError`."""
-    refuse_unsupported(config, UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    moe = family.experts(config, num_layers) if family.experts else None
+    unsupported = dict(UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
+    if moe is not None and moe.mxfp4:
+        del unsupported["quantization_config"]
+    refuse_unsupported(config, unsupported)
     if config.string("hidden_act", default="silu") not in ACTIVATIONS:
         raise config.fail("hidden_act", "'silu'; other activations are not supported")
     hidden_size = config.integer("hidden_size")
     num_heads, num_kv_heads, head_dim = _read_heads(config, family, hidden_size)
-    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     max_positions = config.integer("max_position_embeddings", default=family.max_positions, high=MAX_POSITIONS)
-    rope = read_rope(config, head_dim, max_positions, drafter)
-    attention_bias = family.reads_attention_bias and config.boolean("attention_bias", default=False)
+    rope = read_rope(config, head_dim, max_positions, drafter, family.rope)
+    attention_bias = family.reads_attention_bias and config.boolean("attention_bias", default=family.attention_bias)
     return DecoderSpec(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -54,7 +59,7 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.number("rms_norm_eps", default=1e-6, high=1.0),
+        rms_norm_eps=config.number("rms_norm_eps", default=family.rms_norm_eps, high=1.0),
         rope=rope,
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias or attention_bias,
@@ -62,7 +67,8 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
         mlp_bias=family.reads_mlp_bias and config.boolean("mlp_bias", default=False),
         sliding_windows=family.windows(config, num_layers),
         max_len=addressable_positions(rope, max_positions),
-        moe=read_moe(config, num_layers) if family.has_experts else None,
+        moe=moe,
+        sinks=family.sinks,
     )
 
 
@@ -92,34 +98,9 @@ def _read_heads(config: JsonReader, family: Family, hidden_size: int) -> tuple[i
     return num_heads, num_kv_heads, head_dim
 
 
-def read_moe(config: JsonReader, num_layers: int) -> MoeSpec:
-    """The experts of Qwen3-MoE: in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
-    # Published configs have the first name, what `transformers` 5 saves has the second.
-    field = "num_experts" if config.given("num_experts") else "num_local_experts"
-    num_experts = config.integer(field, default=128, high=MAX_LAYERS)
-    step = config.integer("decoder_sparse_step", default=1)
-    dense = _mlp_only_layers(config, num_layers)
-    return MoeSpec(
-        num_experts=num_experts,
-        experts_per_token=config.integer("num_experts_per_tok", default=8, high=num_experts),
-        intermediate_size=config.integer("moe_intermediate_size", default=768),
-        norm_topk_prob=config.boolean("norm_topk_prob", default=False),
-        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
-    )
-
-
-def _mlp_only_layers(config: JsonReader, num_layers: int) -> frozenset[int]:
-    if config.data.get("mlp_only_layers") == []:
-        return frozenset()
-    layers = frozenset(config.integers("mlp_only_layers") or ())
-    if any(layer >= num_layers for layer in layers):
-        raise config.fail("mlp_only_layers", f"layers below num_hidden_layers ({num_layers})")
-    return layers
-
-
-def read_dtype(*configs: JsonReader) -> str:
-    """The checkpoint's own dtype, from `dtype` or the older `torch_dtype` of the first of `configs` that has one;
-    `float32` where none says it."""
+def read_dtype(*configs: JsonReader, embedding: TensorHeader | None = None) -> str:
+    """The checkpoint's own dtype, from `dtype` or the older `torch_dtype` of the first of `configs` that has one, else
+    that of its embedding (gpt-oss), else `float32`."""
     for config in configs:
         for field in ("dtype", "torch_dtype"):
             if config.given(field):
@@ -127,7 +108,7 @@ def read_dtype(*configs: JsonReader) -> str:
                 if name not in DTYPES:
                     raise config.fail(field, "one of " + ", ".join(DTYPES))
                 return name
-    return "float32"
+    return FLOAT_NAMES.get(embedding.dtype, "float32") if embedding is not None else "float32"
 
 
 def read_eos(directory: Path) -> tuple[int, ...]:

@@ -5,19 +5,23 @@ A misread checkpoint only shows as lower acceptance, so everything that could be
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
-from dflash_backend.checkpoints.files import code_files, weight_files
+from dflash_backend.checkpoints.files import code_files, num_weights, read_headers, weight_files
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import rope_in_words
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 
 Facts = list[tuple[str, str]]
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MANY_RUNS = 6
+SHOWN_LAYERS = 3
 
 
-def target_facts(spec: TargetSpec) -> Facts:
-    """Label and text of what was read of a target. Raises `CheckpointError` when its files are gone."""
+def target_facts(spec: TargetSpec, dtype: str = "") -> Facts:
+    """Label and text of what was read of a target. dtype: what it is loaded in, if not in its own. Raises
+    `CheckpointError` when its files are gone."""
     embeddings = "tied: the LM head is the embedding" if spec.tie_word_embeddings else "embedding and LM head apart"
     ends = ", ".join(map(str, spec.eos_token_ids)) or "none"
     return [
@@ -27,7 +31,19 @@ def target_facts(spec: TargetSpec) -> Facts:
         ("vocabulary", f"{spec.vocab_size} tokens, {embeddings}"),
         ("end of sequence", ends),
         *file_facts(spec.path, spec.dtype),
+        *_mxfp4_facts(spec, dtype or spec.dtype),
     ]
+
+
+def _mxfp4_facts(spec: TargetSpec, dtype: str) -> Facts:
+    """How much memory experts take that are stored in MXFP4."""
+    if spec.decoder.moe is None or not spec.decoder.moe.mxfp4:
+        return []
+    packed = {name: header for name, header in read_headers(spec.path).items() if header.dtype == "U8"}
+    stored = sum(header.num_bytes for header in packed.values())
+    loaded = sum(num_weights(name, header) for name, header in packed.items()) * FLOAT_BYTES[dtype]
+    mib = 1024**2
+    return [("MXFP4", f"experts of {stored / mib:.1f} MiB on disk are {loaded / mib:.1f} MiB of {dtype} in memory")]
 
 
 def decoder_facts(decoder: DecoderSpec) -> Facts:
@@ -44,6 +60,8 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
         ("positions", str(decoder.max_len)),
         ("attention", runs([f"window of {w}" if w else "full" for w in decoder.sliding_windows])),
     ]
+    if decoder.sinks:
+        facts.append(("attention sinks", "a learned logit of each query head"))
     if biases:
         facts.append(("biases", " and ".join(biases)))
     if decoder.moe is not None:
@@ -75,9 +93,12 @@ def weight_bytes(directory: Path) -> int:
 
 
 def runs(words: list[str]) -> str:
-    """`a in layers 0-3, b in layer 4`; `a in all layers` where they agree."""
+    """`a in layers 0-3, b in layer 4`; `a in all layers` where they agree; `a in 12 layers (0, 2, 4, ...)` where they
+    change often."""
     if len(set(words)) == 1:
         return f"{words[0]} in all layers"
+    if sum(a != b for a, b in pairwise(words)) >= MANY_RUNS:
+        return ", ".join(_layers(word, words) for word in dict.fromkeys(words))
     parts = []
     first = 0
     for word, group in groupby(words):
@@ -85,3 +106,9 @@ def runs(words: list[str]) -> str:
         parts.append(f"{word} in " + (f"layer {first}" if first == last else f"layers {first}-{last}"))
         first = last + 1
     return ", ".join(parts)
+
+
+def _layers(word: str, words: list[str]) -> str:
+    layers = [str(layer) for layer, other in enumerate(words) if other == word]
+    more = ", ..." if len(layers) > SHOWN_LAYERS else ""
+    return f"{word} in {len(layers)} layers ({', '.join(layers[:SHOWN_LAYERS])}{more})"

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dflash_backend.checkpoints.experts import gpt_oss_experts, qwen_moe_experts
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.rope import DEFAULT_ROPE, scaled_by_yarn
+from dflash_backend.checkpoints.spec import MoeSpec, RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -20,20 +23,26 @@ class Family:
     """One architecture.
 
     qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias: biases on the query, key and value
-    projections in any case. has_experts: a mixture of experts in place of the MLP, in the layers that the config says.
-    windows: reads the sliding window of each layer. num_kv_heads, head_dim, max_positions: what missing fields mean;
-    None where it follows from the hidden size and the query heads. reads_attention_bias, reads_mlp_bias: whether the
-    fields `attention_bias` (all four projections of attention) and `mlp_bias` count.
+    projections in any case. sinks: a learned logit of each query head in its softmax. windows: reads the sliding window
+    of each layer. experts: reads a mixture of experts, in place of the MLP in the layers that the config says.
+    num_kv_heads, head_dim, max_positions, rms_norm_eps, attention_bias: what missing fields mean; None where it follows
+    from the hidden size and the query heads. rope: the rotary embedding where no field is about it; its theta where
+    none gives it. reads_attention_bias, reads_mlp_bias: whether the fields `attention_bias` (all four projections of
+    attention) and `mlp_bias` count.
     """
 
     windows: Callable[[JsonReader, int], tuple[int | None, ...]]
     qk_norm: bool = False
     qkv_bias: bool = False
-    has_experts: bool = False
+    sinks: bool = False
+    experts: Callable[[JsonReader, int], MoeSpec] | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope: RopeSpec = DEFAULT_ROPE
     reads_attention_bias: bool = False
+    attention_bias: bool = False
     reads_mlp_bias: bool = False
 
 
@@ -62,6 +71,17 @@ def mistral_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ..
 def qwen_moe_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
     """Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`."""
     return _agreeing(config, (_qwen_window(config),) * num_layers)
+
+
+def gpt_oss_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """gpt-oss: `sliding_window` in the layers that `layer_types` calls sliding, without it in every second layer from
+    the first on; 128 where the field is missing."""
+    missing = 128 if "sliding_window" not in config else None
+    window = config.integer("sliding_window") if config.given("sliding_window") else missing
+    types = read_layer_types(config, num_layers) or tuple((SLIDING, FULL)[i % 2] for i in range(num_layers))
+    if SLIDING in types and window is None:
+        raise config.fail("sliding_window", f"a number of positions for the layers of '{SLIDING}'")
+    return tuple(window if name == SLIDING else None for name in types)
 
 
 def qwen_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
@@ -107,7 +127,20 @@ FAMILIES = {
     "MistralForCausalLM": Family(windows=mistral_windows, num_kv_heads=8, max_positions=131072),
     # Qwen3-MoE (arXiv 2505.09388).
     "Qwen3MoeForCausalLM": Family(
-        windows=qwen_moe_windows, qk_norm=True, has_experts=True, num_kv_heads=4, reads_attention_bias=True
+        windows=qwen_moe_windows, qk_norm=True, experts=qwen_moe_experts, num_kv_heads=4, reads_attention_bias=True
+    ),
+    # gpt-oss (arXiv 2508.10925).
+    "GptOssForCausalLM": Family(
+        windows=gpt_oss_windows,
+        sinks=True,
+        experts=gpt_oss_experts,
+        num_kv_heads=8,
+        head_dim=64,
+        max_positions=131072,
+        rms_norm_eps=1e-5,
+        rope=scaled_by_yarn(theta=150000.0, factor=32.0, original_max_positions=4096, truncate=False),
+        reads_attention_bias=True,
+        attention_bias=True,
     ),
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

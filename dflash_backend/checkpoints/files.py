@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 # Bytes of an element of the types that are loaded, by their names in safetensors.
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4}
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1}
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,14 @@ class TensorHeader:
     def num_bytes(self) -> int:
         """Size of its data. Raises `KeyError` for a type that is not loaded."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def num_weights(name: str, header: TensorHeader) -> int:
+    """How many numbers a tensor becomes in memory: a byte of MXFP4 two, its scales none."""
+    numbers = math.prod(header.shape)
+    if header.dtype != "U8":
+        return numbers
+    return 2 * numbers if name.endswith("_blocks") else 0
 
 
 def check_files(directory: Path) -> None:

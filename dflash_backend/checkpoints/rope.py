@@ -7,12 +7,13 @@ filled as `transformers` 5 fills it, so that a checkpoint gives the same frequen
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError, RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
-DEFAULT_THETA = 10000.0
+DEFAULT_ROPE = RopeSpec(theta=10000.0)
 # Beyond these a float32 frequency would be 0 or infinite.
 MAX_THETA = 1e12
 MAX_FACTOR = 1e6
@@ -20,8 +21,11 @@ MIN_BETA, MAX_BETA = 1e-6, 1e6
 SLIDING = "sliding_attention"
 
 
-def read_rope(config: JsonReader, head_dim: int, max_positions: int, drafter: bool) -> RopeSpec:
-    """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`.
+def read_rope(
+    config: JsonReader, head_dim: int, max_positions: int, drafter: bool, default: RopeSpec = DEFAULT_ROPE
+) -> RopeSpec:
+    """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`; `default` is the
+    embedding where no field is about it, its theta where none gives it.
 
     An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
     speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind
@@ -29,14 +33,17 @@ def read_rope(config: JsonReader, head_dim: int, max_positions: int, drafter: bo
     """
     _check_whole_head(config)
     scaling, parameters = (
-        [_read_entry(entry, config, head_dim, max_positions) for entry in _entries(config.object(field), drafter)]
+        [
+            _read_entry(entry, config, head_dim, max_positions, default.theta)
+            for entry in _entries(config.object(field), drafter)
+        ]
         for field in ("rope_scaling", "rope_parameters")
     )
     if scaling:
         # A scaling that was added to a config with plain parameters is what counts.
         plain = RopeSpec(theta=scaling[0].theta)
         parameters = [rope for rope in parameters if rope != plain]
-    found = scaling + parameters or [RopeSpec(theta=_theta(config, DEFAULT_THETA))]
+    found = scaling + parameters or [replace(default, theta=_theta(config, default.theta))]
     if any(other != found[0] for other in found[1:]):
         raise CheckpointError(
             f"{config.where}: the entries of rope_scaling and rope_parameters say different things "
@@ -57,6 +64,18 @@ def rope_in_words(rope: RopeSpec) -> str:
     if rope.kind == "yarn":
         text += f", attention factor {rope.attention_factor:g}"
     return text
+
+
+def scaled_by_yarn(theta: float, factor: float, original_max_positions: int, truncate: bool) -> RopeSpec:
+    """yarn with everything else as where no field gives it."""
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original_max_positions,
+        attention_factor=_mscale(factor, 1.0),
+        truncate=truncate,
+    )
 
 
 def addressable_positions(rope: RopeSpec, max_positions: int) -> int:
@@ -108,8 +127,8 @@ def _kind(entry: JsonReader) -> str:
     return next(iter(names.values()), "default")
 
 
-def _read_entry(entry: JsonReader, config: JsonReader, head_dim: int, max_positions: int) -> RopeSpec:
-    theta = _theta(entry, _theta(config, DEFAULT_THETA))
+def _read_entry(entry: JsonReader, config: JsonReader, head_dim: int, max_positions: int, theta: float) -> RopeSpec:
+    theta = _theta(entry, _theta(config, theta))
     kind = _kind(entry)
     if kind == "default":
         return RopeSpec(theta=theta)

@@ -38,11 +38,21 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's activation of an expert: `(up + 1) * gate * sigmoid(alpha * gate)`, the gate cut off above `limit` and
+    up outside of `[-limit, limit]`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class MoeSpec:
     """Mixture of experts in place of the MLP: `sparse_layers` says in which layers.
 
     The router takes the `experts_per_token` most likely of `num_experts`; with `norm_topk_prob` their weights are
-    scaled to sum to 1. `intermediate_size` is that of one expert.
+    scaled to sum to 1. `intermediate_size` is that of one expert. `swiglu`: gpt-oss's experts and router, which have
+    biases; None for Qwen3-MoE's, which have none and SiLU for their gate. `mxfp4`: experts are stored in MXFP4.
     """
 
     num_experts: int
@@ -50,6 +60,8 @@ class MoeSpec:
     intermediate_size: int
     norm_topk_prob: bool
     sparse_layers: tuple[bool, ...]
+    swiglu: ClampedSwiglu | None = None
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class LayerConfig:
 
     qk_norm: an RMSNorm on every query and key head before the rotation. qkv_bias, output_bias, mlp_bias: the
     projections into attention, the one out of it and those of the MLP have biases. moe: experts in place of the MLP.
+    sinks: each query head has a learned logit in its softmax.
     """
 
     qk_norm: bool
@@ -65,6 +78,7 @@ class LayerConfig:
     output_bias: bool
     mlp_bias: bool
     moe: MoeSpec | None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class AttentionCache:
 class DecoderSpec:
     """The shape of a decoder stack, target or drafter. Sizes are numbers of elements.
 
-    qk_norm and the biases are as in `LayerConfig`. sliding_windows has one entry for each layer: the number of
+    qk_norm, the biases and sinks are as in `LayerConfig`. sliding_windows has one entry for each layer: the number of
     positions that a query sees, its own included, or None for all. max_len is the number of positions that the model
     can address, rotary scaling included.
     """
@@ -108,11 +122,12 @@ class DecoderSpec:
     sliding_windows: tuple[int | None, ...]
     max_len: int
     moe: MoeSpec | None = None
+    sinks: bool = False
 
     def layer(self, index: int) -> LayerConfig:
         """The layer with this index."""
         moe = self.moe if self.moe is not None and self.moe.sparse_layers[index] else None
-        return LayerConfig(self.qk_norm, self.qkv_bias, self.output_bias, self.mlp_bias, moe)
+        return LayerConfig(self.qk_norm, self.qkv_bias, self.output_bias, self.mlp_bias, moe, self.sinks)
 
     @property
     def caches(self) -> tuple[AttentionCache, ...]:

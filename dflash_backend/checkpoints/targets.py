@@ -18,14 +18,15 @@ def read_target(directory: Path) -> TargetSpec:
     config = JsonReader.load(directory / "config.json")
     architecture = _architecture(config)
     decoder = read_decoder(config, FAMILIES[architecture])
-    check_stack(config, decoder, "model.layers.", read_headers(directory))
+    headers = read_headers(directory)
+    check_stack(config, decoder, "model.layers.", headers)
     return TargetSpec(
         path=directory,
         architecture=architecture,
         decoder=decoder,
         vocab_size=config.integer("vocab_size", low=2),
         tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
-        dtype=read_dtype(config),
+        dtype=read_dtype(config, embedding=headers.get("model.embed_tokens.weight")),
         eos_token_ids=read_eos(directory),
     )
 

@@ -27,6 +27,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 INTEGER_DTYPES = ("I64", "I32")
+BYTE_DTYPES = ("U8",)
 
 
 class WeightSource(ABC):
@@ -52,6 +53,11 @@ class WeightSource(ABC):
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The integer tensor `name`, of this shape, as int64."""
         self.read(name, out := torch.empty(shape, dtype=torch.int64, device=self.device))
+        return out
+
+    def packed(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name` of packed weights, of this shape, as it is stored: uint8."""
+        self.read(name, out := torch.empty(shape, dtype=torch.uint8, device=self.device))
         return out
 
 
@@ -148,7 +154,7 @@ def check_weights(
             raise CheckpointError(
                 f"{header.file}: tensor '{name}' has shape {shape}; config.json asks for {list(expected[name].shape)}"
             )
-        allowed = FLOAT_DTYPES if expected[name].is_floating_point() else INTEGER_DTYPES
+        allowed = _allowed_dtypes(expected[name])
         if header.dtype not in allowed:
             raise CheckpointError(
                 f"{header.file}: tensor '{name}' is {header.dtype}; expected one of {', '.join(allowed)}"
@@ -158,6 +164,13 @@ def check_weights(
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{directory}: tensor '{missing[0]}'{more} is missing from its safetensors files")
     return headers
+
+
+def _allowed_dtypes(expected: torch.Tensor) -> tuple[str, ...]:
+    """The types, as safetensors names them, that a file may have for a tensor that is read into `expected`."""
+    if expected.is_floating_point():
+        return FLOAT_DTYPES
+    return BYTE_DTYPES if expected.dtype == torch.uint8 else INTEGER_DTYPES
 
 
 def expected_tensors(read: Callable[[WeightSource], object]) -> dict[str, torch.Tensor]:

@@ -104,8 +104,8 @@ def build_engine(
     check_installed(config.attention_backend)
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)
-    _report_pair(pair, report)
     dtype = _dtype(config, pair.target, device)
+    _report_pair(pair, dtype, report)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
@@ -245,11 +245,11 @@ def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
     return longest if pair.draft_model is None else min(pair.draft_model.decoder.max_len, longest)
 
 
-def _report_pair(pair: ModelPair, report: Progress) -> None:
+def _report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
     """Say what the checkpoints are and how they were read."""
     if pair.warning:
         report(f"warning: {pair.warning}", 0.0)
-    for label, text in target_facts(pair.target):
+    for label, text in target_facts(pair.target, str(dtype).removeprefix("torch.")):
         report(f"target: {label}: {text}", 0.05)
     for label, text in draft_facts(pair.draft) if pair.draft else []:
         report(f"drafter: {label}: {text}", 0.1)

@@ -5,7 +5,6 @@ No weights are loaded and nothing is run.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from dflash_backend.attention import AttentionPattern, Requirements
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.checkpoints.describe import target_facts
-from dflash_backend.checkpoints.files import TensorHeader
+from dflash_backend.checkpoints.files import TensorHeader, num_weights
 from dflash_backend.checkpoints.find import find_model
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
@@ -63,6 +62,7 @@ class AttentionReport:
     causal: bool
     non_causal: bool
     sliding_windows: tuple[int, ...]
+    sinks: bool
     head_size: int
     device: str
     dtype: str
@@ -173,7 +173,7 @@ def _weights(headers: dict[str, TensorHeader]) -> WeightsReport:
     return WeightsReport(
         num_files=len({header.file for header in headers.values()}),
         num_tensors=len(headers),
-        num_parameters=sum(math.prod(header.shape) for header in headers.values()),
+        num_parameters=sum(num_weights(name, header) for name, header in headers.items()),
         num_bytes=sum(header.num_bytes for header in headers.values()),
         dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
     )
@@ -193,6 +193,7 @@ def _attention(spec: DecoderSpec, patterns: set[AttentionPattern], dtype: str) -
         causal=any(pattern.causal for pattern in patterns),
         non_causal=not all(pattern.causal for pattern in patterns),
         sliding_windows=tuple(sorted({p.sliding_window for p in patterns if p.sliding_window is not None})),
+        sinks=any(pattern.sinks for pattern in patterns),
         head_size=spec.head_dim,
         device=device,
         dtype=chosen,

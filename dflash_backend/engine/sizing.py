@@ -7,13 +7,12 @@ hold that many. Where the setting is auto, the length gives way to the pool.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.checkpoints.files import read_headers
+from dflash_backend.checkpoints.files import num_weights, read_headers
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.cache_group import CacheGroup
@@ -170,8 +169,8 @@ def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
 
 def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
     """Memory that the weights of both models take in `dtype`, from the headers of their files."""
-    headers = [header for path in pair.checkpoints for header in read_headers(path).values()]
-    return sum(math.prod(header.shape) for header in headers) * dtype.itemsize
+    headers = [(name, header) for path in pair.checkpoints for name, header in read_headers(path).items()]
+    return sum(num_weights(name, header) for name, header in headers) * dtype.itemsize
 
 
 def allocate_kv(

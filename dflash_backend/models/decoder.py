@@ -116,7 +116,8 @@ def load_target(
 
 def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
     """What the queries of each layer see."""
-    return tuple(AttentionPattern(True, cache.sliding_window) for cache in spec.decoder.caches)
+    sinks = spec.decoder.sinks
+    return tuple(AttentionPattern(True, cache.sliding_window, sinks) for cache in spec.decoder.caches)
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:

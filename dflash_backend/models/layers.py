@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, LayerConfig
 from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.gpt_oss import read_gpt_oss_experts
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import DenseMlp, SparseMlp
@@ -25,7 +26,7 @@ class LayerWeights:
 
     qkv: hidden -> query_size + 2 * kv_size; output: query_size -> hidden. qk_norm:
     `[num_heads + num_kv_heads, head_dim]`, the q norm's weight for the query heads, then the k norm's; None where the
-    layer has no such norm.
+    layer has no such norm. sinks: `[num_heads]`, a learned logit of each head in its softmax; None where it has none.
     """
 
     input_norm: torch.Tensor
@@ -34,6 +35,7 @@ class LayerWeights:
     qk_norm: torch.Tensor | None
     output: Linear
     mlp: DenseMlp | SparseMlp
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def read(
@@ -56,9 +58,8 @@ class LayerWeights:
             ),
             qk_norm=cls._read_qk_norm(source, attention, spec) if config.qk_norm else None,
             output=Linear.read(source, attention, {"o_proj": hidden}, query, config.output_bias),
-            mlp=DenseMlp.read(source, mlp, hidden, spec.intermediate_size, config.mlp_bias)
-            if config.moe is None
-            else SparseMlp.read(source, mlp, hidden, config.moe),
+            mlp=cls._read_mlp(source, mlp, spec, config),
+            sinks=source.tensor(f"{attention}sinks", spec.num_heads) if config.sinks else None,
         )
 
     def with_product(self, product_of: ProductOf) -> LayerWeights:
@@ -69,6 +70,13 @@ class LayerWeights:
             output=self.output.with_product(product_of),
             mlp=self.mlp.with_product(product_of),
         )
+
+    @staticmethod
+    def _read_mlp(source: WeightSource, prefix: str, spec: DecoderSpec, config: LayerConfig) -> DenseMlp | SparseMlp:
+        if config.moe is None:
+            return DenseMlp.read(source, prefix, spec.hidden_size, spec.intermediate_size, config.mlp_bias)
+        read = SparseMlp.read if config.moe.swiglu is None else read_gpt_oss_experts
+        return read(source, prefix, spec.hidden_size, config.moe)
 
     @staticmethod
     def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch.Tensor:
@@ -107,4 +115,4 @@ class DecoderLayer:
         query = self.ops.qk_norm_rope_write(
             w.qkv(normed), w.qk_norm, self.eps, rotation, context.slots, cache, context.padded
         )
-        return w.output(context.backend.attend(query, cache, context.metadata[self.pattern]))
+        return w.output(context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks))

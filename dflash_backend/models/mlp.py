@@ -1,5 +1,5 @@
-"""The MLPs of a decoder layer: SiLU-gated (Shazeer, arXiv 2002.05202), and a mixture of such experts, as Qwen3-MoE has
-it (arXiv 2505.09388)."""
+"""The MLPs of a decoder layer: SiLU-gated (Shazeer, arXiv 2002.05202), and a mixture of experts, as Qwen3-MoE has it
+(arXiv 2505.09388) and, with tensors of its own (`gpt_oss.py`), gpt-oss."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ class SparseMlp:
     """The router sends each token to its most likely experts, each of which runs over all of its tokens.
 
     router: hidden -> num_experts. gate_up: `[num_experts, 2 * intermediate, hidden]`; down:
-    `[num_experts, hidden, intermediate]`. The kernels read nothing back to the host, so that a captured graph holds for
-    every routing; torch waits for the device.
+    `[num_experts, hidden, intermediate]`. biases: `[num_experts, 2 * intermediate]` and `[num_experts, hidden]`, or
+    None. The kernels read nothing back to the host, so that a captured graph holds for every routing; torch waits for
+    the device.
     """
 
     moe: MoeSpec
     router: Linear
     gate_up: torch.Tensor
     down: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def read(cls, source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> SparseMlp:
@@ -71,7 +73,9 @@ class SparseMlp:
         """`[n, hidden]` -> `[n, hidden]`. A token's result is the sum over its own experts in its router's order,
         whatever other tokens are there."""
         weights, experts = self.route(x, ops)
-        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts)
+        swiglu = self.moe.swiglu
+        clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
+        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts, self.biases, clamp)
 
     def route(self, x: torch.Tensor, ops: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most

@@ -1,4 +1,9 @@
-"""What workers of an attention launch leave of tiles that they share, and its merge (FlashDecoding)."""
+"""The end of an attention launch: the sink, outputs, what workers leave of tiles that they share, and its merge
+(FlashDecoding).
+
+A sink is a learned logit of a head that takes part in its softmax and has no value (Xiao et al., arXiv 2309.17453; as
+gpt-oss has it). It enters once for each query, when its whole context has been summed up: of a piece nothing knows it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,21 @@ except ImportError:  # a machine without a GPU needs no merge
 
 # Pieces and lines that a program takes at a time: few tiles have many pieces each, many tiles have few.
 FEW_TILES, MANY_TILES = (16, 1), (2, 8)
+LOG2_E = 1.4426950408889634
 
 if triton is not None:
+    _LOG2_E = tl.constexpr(LOG2_E)
+
+    @triton.jit
+    def with_sink(acc, top, total, sinks_ptr, head):
+        """The attention `acc` of lines over their whole context, as it is beside the sinks of their heads; unchanged
+        without. top, total: each line's maximum, of powers of two, and its sum of weights."""
+        if sinks_ptr is not None:
+            lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
+            # The share of the softmax that the sink leaves, 0 where it takes all.
+            acc = acc * (1.0 / (1.0 + tl.exp2(sink - lse)))[:, None]
+        return acc
 
     @triton.jit
     def store_tile(
@@ -45,7 +63,7 @@ if triton is not None:
         do_not_specialize_on_alignment=["start_ptr", "query_lens_ptr"],
     )
     def _merge_kernel(
-        start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, num_tiles, lines_per_tile,
+        start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, num_tiles, lines_per_tile,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
     ):  # fmt: skip
@@ -88,8 +106,10 @@ if triton is not None:
             acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], 0)
             top = new_top
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        head = kv_head * GROUP + m % GROUP
+        acc = with_sink(acc, top, total, sinks_ptr, head)
         token = (tl.load(start_ptr + row) + query).to(tl.int64)
-        store_tile(acc, token, kv_head * GROUP + m % GROUP, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
 
     def merge(
         rows: PagedBatch,
@@ -99,12 +119,14 @@ if triton is not None:
         partial: torch.Tensor,
         lse: torch.Tensor,
         heads: dict[str, int],
+        sinks: torch.Tensor | None,
     ) -> None:
         """Write the output of the tiles that have several pieces. partial, lse: float32 `[n, head_dim]` and `[n]`, a
-        line of results for each of two pieces of a worker, KV head, and line of a tile. heads: constants of kernels."""
+        line of results for each of two pieces of a worker, KV head, and line of a tile. heads: constants of kernels.
+        sinks: as of `paged_attention_reference`."""
         block_m, group = launch.tiling.block_m, heads["GROUP"]
         pieces, lines = MANY_TILES if launch.num_tiles * MANY_TILES[0] > launch.num_workers else FEW_TILES
         _merge_kernel[(launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines))](
-            rows.query_start, rows.query_lens, schedule, out, partial, lse, launch.num_tiles, block_m,
+            rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, launch.num_tiles, block_m,
             **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=4,
         )  # fmt: skip

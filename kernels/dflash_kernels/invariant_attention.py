@@ -104,7 +104,7 @@ def pieces_variants(
 
 
 if triton is not None:
-    from dflash_kernels.attention_merge import store_piece, store_tile
+    from dflash_kernels.attention_merge import store_piece, store_tile, with_sink
     from dflash_kernels.attention_schedule import tile_span
     from dflash_kernels.paged_attention import INTERPRETED, _attend_tile, _tile
 
@@ -125,8 +125,8 @@ if triton is not None:
     @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_pieces_kernel(
         query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, partial_ptr,
-        lse_ptr, scale, first_tile, num_tiles, num_pieces, query_bound, table_width, table_stride, token_stride,
-        head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
+        lse_ptr, sinks_ptr, scale, first_tile, num_tiles, num_pieces, query_bound, table_width, table_stride,
+        token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr, PIECE: tl.constexpr,
@@ -151,6 +151,7 @@ if triton is not None:
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
         )  # fmt: skip
         if first_piece == last_piece:
+            acc = with_sink(acc, top, total, sinks_ptr, head)
             store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
         else:
             place = (tile * num_pieces + piece).to(tl.int64) * KV_HEADS + kv_head
@@ -162,8 +163,8 @@ if triton is not None:
         do_not_specialize_on_alignment=[pointer for pointer in STEP_POINTERS if pointer != "tables_ptr"],
     )
     def _merge_pieces_kernel(
-        start_ptr, query_lens_ptr, seq_lens_ptr, tiles_ptr, out_ptr, partial_ptr, lse_ptr, first_tile, num_tiles,
-        num_pieces, query_bound, table_width,
+        start_ptr, query_lens_ptr, seq_lens_ptr, tiles_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, first_tile,
+        num_tiles, num_pieces, query_bound, table_width,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
         CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MAPPED: tl.constexpr, PIECE: tl.constexpr,
@@ -200,8 +201,10 @@ if triton is not None:
             top = new_top
         # Rounded as a quotient is: a line with one piece keeps its bits.
         acc = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None] + tl.zeros_like(acc))
+        head = kv_head * GROUP + m % GROUP
+        acc = with_sink(acc, top, total, sinks_ptr, head)
         token = (tl.load(start_ptr + row) + query).to(tl.int64)
-        store_tile(acc, token, kv_head * GROUP + m % GROUP, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
 
     def invariant_attention(
         query: torch.Tensor,
@@ -211,12 +214,13 @@ if triton is not None:
         causal: bool,
         window: int | None,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention`, in the launches of `plan_pieces` for these rows and heads."""
         if out is None:
             out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for launch in launches:
-            _launch(query, cache, rows, launch, causal, window, out)
+            _launch(query, cache, rows, launch, causal, window, out, sinks)
         return out
 
     def _launch(
@@ -227,6 +231,7 @@ if triton is not None:
         causal: bool,
         window: int | None,
         out: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
         """One launch, then the merge of its pieces, if a row can have several."""
         num_heads, head_dim = query.shape[1:]
@@ -253,14 +258,14 @@ if triton is not None:
         }
         _attend_pieces_kernel[(launch.num_tiles * kv_heads, launch.num_pieces)](
             query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, launch.tiles, out,
-            partial, lse, LOG2_E * head_dim**-0.5, launch.first_tile, total, launch.num_pieces, launch.query_len,
+            partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.first_tile, total, launch.num_pieces, launch.query_len,
             rows.block_tables.shape[1], rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
             **options, WIDEN=INTERPRETED, num_warps=launch.tiling.num_warps, num_stages=launch.tiling.num_stages,
         )  # fmt: skip
         if has_pieces:
             programs = triton.cdiv(block_m // group * group, MERGED_LINES)
             _merge_pieces_kernel[(launch.num_tiles * kv_heads, programs)](
-                rows.query_start, rows.query_lens, rows.seq_lens, launch.tiles, out, partial, lse, launch.first_tile,
-                total, launch.num_pieces, launch.query_len, rows.block_tables.shape[1],
+                rows.query_start, rows.query_lens, rows.seq_lens, launch.tiles, out, partial, lse, sinks,
+                launch.first_tile, total, launch.num_pieces, launch.query_len, rows.block_tables.shape[1],
                 **options, BLOCK_L=MERGED_LINES, num_warps=4,
             )  # fmt: skip

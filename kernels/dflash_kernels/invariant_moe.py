@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels import moe
+from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
 from dflash_kernels.invariant_linear import invariant_linear_reference
 from dflash_kernels.silu_mul import invariant_silu_mul_reference
 
 
 def invariant_experts_mlp_reference(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    biases: moe.Biases | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """As `moe.experts_mlp_reference`, the same bits for a token whatever other tokens go to its experts. A token's
     results are added up in float32, one expert after the other, and rounded once."""
@@ -21,8 +28,10 @@ def invariant_experts_mlp_reference(
     outputs = x.new_empty(num_tokens * per_token, x.shape[-1])
     for expert, entries in enumerate(order.split(counts)):
         if len(entries):
-            inner = invariant_silu_mul_reference(invariant_linear_reference(x[entries // per_token], gate_up[expert]))
-            outputs[entries] = invariant_linear_reference(inner, down[expert])
+            of_gate_up, of_down = moe.biases_of(biases, expert)
+            inner = invariant_linear_reference(x[entries // per_token], gate_up[expert], of_gate_up)
+            inner = clamped_swiglu_reference(inner, clamp) if clamp else invariant_silu_mul_reference(inner)
+            outputs[entries] = invariant_linear_reference(inner, down[expert], of_down)
     weighted = (outputs.view(num_tokens, per_token, -1) * weights[:, :, None]).float()
     total = weighted[:, 0].clone()
     for rank in range(1, per_token):
@@ -40,7 +49,9 @@ if moe.triton is not None:
         down: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
+        biases: moe.Biases | None = None,
+        clamp: Clamp | None = None,
         tile: moe.Tile | None = None,
     ) -> torch.Tensor:
         """As `moe.experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `TILE`."""
-        return moe.experts_mlp(x, gate_up, down, weights, experts, tile or TILE)
+        return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, tile or TILE)

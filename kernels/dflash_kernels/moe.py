@@ -1,4 +1,4 @@
-"""The MLPs of the experts that a step's tokens go to (Qwen3-MoE, arXiv 2505.09388).
+"""The MLPs of the experts that a step's tokens go to (Qwen3-MoE, arXiv 2505.09388; gpt-oss, arXiv 2508.10925).
 
 With few tokens, reading the weights of the chosen experts takes the time: tiles are low, and long in the
 direction in which a weight's row lies in memory. With many tokens each expert has a matrix product of its own. Both are
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels import moe_routing
+from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
 
 try:
     import triton
@@ -21,14 +22,25 @@ except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
 
+Biases = tuple[torch.Tensor, torch.Tensor]
+"""The experts' biases: `[num_experts, 2 * inner]`, gate before up, and `[num_experts, hidden]`."""
+
+
 def experts_mlp_reference(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    biases: Biases | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """The sum over each token's experts of `weight * down(silu(gate(x)) * up(x))`, in the order of its experts.
 
     x: `[n, hidden]`. gate_up: `[num_experts, 2 * inner, hidden]`, gate above up. down: `[num_experts, hidden, inner]`.
-    weights, in x's dtype, and experts, integer: `[n, per_token]`. Returns `[n, hidden]` in x's dtype. Each chosen
-    expert runs once over all of its tokens, whose number is read back to the host.
+    weights, in x's dtype, and experts, integer: `[n, per_token]`. clamp: `clamped_swiglu` in place of the SiLU's gate.
+    Returns `[n, hidden]` in x's dtype. Each chosen expert runs once over all of its tokens, whose number is read back
+    to the host.
     """
     num_tokens, per_token = experts.shape
     chosen = experts.flatten()
@@ -36,7 +48,11 @@ def experts_mlp_reference(
     counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
     # Entry i of the sorted list belongs to token order[i] // per_token.
     chunks = enumerate(x[order // per_token].split(counts))
-    done = [_run_expert(chunk, gate_up[expert], down[expert]) for expert, chunk in chunks if len(chunk)]
+    done = [
+        _run_expert(chunk, gate_up[expert], down[expert], biases_of(biases, expert), clamp)
+        for expert, chunk in chunks
+        if len(chunk)
+    ]
     hidden = x.shape[-1]
     outputs = x.new_empty(num_tokens * per_token, hidden)
     if done:
@@ -44,10 +60,24 @@ def experts_mlp_reference(
     return (outputs.view(num_tokens, per_token, hidden) * weights[:, :, None]).sum(dim=1)
 
 
-def _run_expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def biases_of(biases: Biases | None, expert: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """One expert's biases of gate and up, and of down."""
+    return (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+
+
+def _run_expert(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    clamp: Clamp | None,
+) -> torch.Tensor:
     """`[n, hidden]` -> `[n, hidden]`, one expert alone."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    inner = F.linear(x, gate_up, biases[0])
+    if clamp is not None:
+        return F.linear(clamped_swiglu_reference(inner, clamp), down, biases[1])
+    gate, up = inner.chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down, biases[1])
 
 
 @dataclass(frozen=True)
@@ -85,24 +115,17 @@ def tile_for(num_entries: int, num_experts: int) -> Tile:
 
 
 if triton is not None:
+    from dflash_kernels.clamped_swiglu import clamped_swiglu
+
     # One compiled kernel serves all numbers of entries: a step must not wait for a compiler.
     @triton.jit(do_not_specialize=["num_entries"])
     def _gate_up_kernel(
-        x_ptr,
-        weight_ptr,
-        entries_ptr,
-        block_experts_ptr,
-        out_ptr,
-        num_entries,
-        PER_TOKEN: tl.constexpr,
-        HIDDEN: tl.constexpr,
-        INNER: tl.constexpr,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        WIDEN: tl.constexpr,
-    ):
-        """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`."""
+        x_ptr, weight_ptr, bias_ptr, entries_ptr, block_experts_ptr, out_ptr, num_entries,
+        PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ):  # fmt: skip
+        """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`; with a limit above
+        0 `clamped_swiglu`."""
         block = tl.program_id(0)
         expert = tl.load(block_experts_ptr + block)
         if expert < 0:
@@ -133,7 +156,14 @@ if triton is not None:
                 up_rows = up_rows.to(tl.float32)
             gate = tl.dot(x, gate_rows, gate, input_precision="ieee")
             up = tl.dot(x, up_rows, up, input_precision="ieee")
-        activated = gate * tl.sigmoid(gate) * up
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + expert * (2 * INNER) + columns
+            gate += tl.load(bias_ptrs, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptrs + INNER, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if LIMIT > 0:
+            activated = clamped_swiglu(gate, up, ALPHA, LIMIT)
+        else:
+            activated = gate * tl.sigmoid(gate) * up
         out_ptrs = out_ptr + entries.to(tl.int64)[:, None] * INNER + columns[None, :]
         tl.store(out_ptrs, activated.to(out_ptr.dtype.element_ty), mask=is_entry[:, None] & is_column[None, :])
 
@@ -141,6 +171,7 @@ if triton is not None:
     def _down_kernel(
         x_ptr,
         weight_ptr,
+        bias_ptr,
         weights_ptr,
         entries_ptr,
         block_experts_ptr,
@@ -181,6 +212,8 @@ if triton is not None:
                 x = x.to(tl.float32)
                 down_rows = down_rows.to(tl.float32)
             result = tl.dot(x, down_rows, result, input_precision="ieee")
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + expert * HIDDEN + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         weights = tl.load(weights_ptr + rows, mask=is_entry, other=0.0).to(tl.float32)
         out_ptrs = out_ptr + rows[:, None] * HIDDEN + columns[None, :]
         weighted = (result * weights[:, None]).to(out_ptr.dtype.element_ty)
@@ -207,10 +240,12 @@ if triton is not None:
         down: torch.Tensor,
         weights: torch.Tensor,
         experts: torch.Tensor,
+        biases: Biases | None = None,
+        clamp: Clamp | None = None,
         tile: Tile | None = None,
     ) -> torch.Tensor:
-        """As `experts_mlp_reference`, without a wait for the device; `experts` is int32, `gate_up` and `down` are
-        contiguous. `tile`: other than `tile_for` would choose.
+        """As `experts_mlp_reference`, without a wait for the device; `experts` is int32, `gate_up`, `down` and `biases`
+        are contiguous. `tile`: other than `tile_for` would choose.
 
         A token's result does not depend on the order of programs: each entry has a row of its own, and a token's rows
         are summed in the order of its experts.
@@ -224,29 +259,25 @@ if triton is not None:
         tile = tile or tile_for(num_entries, num_experts)
         blocks = moe_routing.group(experts.contiguous(), num_experts, tile.rows)
         num_blocks = len(blocks.experts)
-        launch = {
-            "BLOCK_K": tile.k_bytes // x.element_size(),
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-            "WIDEN": INTERPRETED,
-        }
-
+        launch = {"BLOCK_K": tile.k_bytes // x.element_size(), "num_warps": tile.warps, "num_stages": tile.stages}
+        launch |= {"WIDEN": INTERPRETED}
+        of_gate_up, of_down = biases or (None, None)
+        alpha, limit = clamp or (0.0, 0.0)
         # Gate and up share a tile's columns.
         block_n = tile.columns // 2
         activated = x.new_empty(num_entries, inner)
         _gate_up_kernel[(num_blocks, triton.cdiv(inner, block_n))](
-            x.contiguous(), gate_up, blocks.entries, blocks.experts, activated, num_entries,
-            PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner,
+            x.contiguous(), gate_up, of_gate_up, blocks.entries, blocks.experts, activated, num_entries,
+            PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner, ALPHA=alpha, LIMIT=limit,
             BLOCK_M=tile.rows, BLOCK_N=block_n, **launch,
         )  # fmt: skip
         parts = x.new_empty(num_entries, hidden)
         _down_kernel[(num_blocks, triton.cdiv(hidden, tile.columns))](
-            activated, down, weights.contiguous(), blocks.entries, blocks.experts, parts, num_entries,
+            activated, down, of_down, weights.contiguous(), blocks.entries, blocks.experts, parts, num_entries,
             HIDDEN=hidden, INNER=inner,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, **launch,
         )  # fmt: skip
         block = min(1024, triton.next_power_of_2(hidden))
-        _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-            parts, out, HIDDEN=hidden, PER_TOKEN=per_token, BLOCK=block
-        )
+        sums = (num_tokens, triton.cdiv(hidden, block))
+        _sum_kernel[sums](parts, out, HIDDEN=hidden, PER_TOKEN=per_token, BLOCK=block)
         return out

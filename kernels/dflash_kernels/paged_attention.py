@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash_kernels.attention_merge import LOG2_E
 from dflash_kernels.attention_schedule import BLOCK, PagedBatch
 from dflash_kernels.paged_attention_launch import Launch, power_of_two
 
@@ -22,8 +23,6 @@ try:
     import triton.language as tl
 except ImportError:  # a machine without a GPU needs the reference only
     triton = None
-
-LOG2_E = 1.4426950408889634
 
 # What changes from step to step must not have Triton compile a kernel anew: these arguments keep one type, whatever
 # their value or alignment. Layouts of rows are slices of one buffer.
@@ -42,14 +41,20 @@ class PreparedLaunch:
 
 
 def paged_attention_reference(
-    query: torch.Tensor, cache: torch.Tensor, rows: PagedBatch, causal: bool, window: int | None
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    rows: PagedBatch,
+    causal: bool,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row over its own positions, one row at a time.
 
     query: `[num_tokens, num_heads, head_dim]`. cache: `[num_blocks, block_size, 2, num_kv_heads, head_dim]`. Softmax
     scale `head_dim ** -0.5`. With `causal` a query sees positions up to its own, else all of its row; with `window`
-    only those less than `window` away. Returns `[num_tokens, num_heads * head_dim]` in the query's dtype, zeros where a
-    token is no row's or sees nothing.
+    only those less than `window` away. sinks: `[num_heads]`, a logit that is in each softmax of a head and has no value
+    (`attention_merge`); None for no such logits. Returns `[num_tokens, num_heads * head_dim]` in the query's dtype,
+    zeros where a token is no row's or sees nothing.
     """
     out = torch.zeros_like(query)
     block_size, head_dim = cache.shape[1], cache.shape[4]
@@ -64,13 +69,16 @@ def paged_attention_reference(
         if window is not None:
             visible = visible & ((key - position).abs() < window)
         scores = torch.einsum("qhd,khd->hqk", query[start : start + count], k) * head_dim**-0.5
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1).nan_to_num(0.0)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, count, 1)], dim=-1)
+        weights = scores.softmax(dim=-1).nan_to_num(0.0)[..., : len(key)]
         out[start : start + count] = torch.einsum("hqk,khd->qhd", weights, v)
     return out.flatten(1)
 
 
 if triton is not None:
-    from dflash_kernels.attention_merge import merge, store_piece, store_tile
+    from dflash_kernels.attention_merge import merge, store_piece, store_tile, with_sink
     from dflash_kernels.attention_schedule import schedule, tile_span
 
     @triton.jit
@@ -173,9 +181,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_kernel(
-        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, scale, num_tiles,
-        query_bound, table_width, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
-        kv_head_stride,
+        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, sinks_ptr, scale,
+        num_tiles, query_bound, table_width, table_stride, token_stride, head_stride, block_stride, slot_stride,
+        value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr,
@@ -187,11 +195,12 @@ if triton is not None:
         query_len = tl.load(query_lens_ptr + row)
         seq_len = tl.load(seq_lens_ptr + row)
         begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
-        acc, _, _, token, head, is_query = _attend_tile(
+        acc, top, total, token, head, is_query = _attend_tile(
             query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end,
             scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
         )  # fmt: skip
+        acc = with_sink(acc, top, total, sinks_ptr, head)
         store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
 
     @triton.jit(
@@ -199,8 +208,8 @@ if triton is not None:
     )
     def _attend_shares_kernel(
         query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr, partial_ptr,
-        lse_ptr, scale, num_tiles, table_width, table_stride, token_stride, head_stride, block_stride, slot_stride,
-        value_stride, kv_head_stride,
+        lse_ptr, sinks_ptr, scale, num_tiles, table_width, table_stride, token_stride, head_stride, block_stride,
+        slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WINDOW: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -236,6 +245,7 @@ if triton is not None:
                 kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
             )  # fmt: skip
             if (at == tile_begin) & (piece_end == tile_end):
+                acc = with_sink(acc, top, total, sinks_ptr, head)
                 store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
             else:
                 # A worker has two pieces at most: the last one of a tile that began before, and the first of another.
@@ -275,6 +285,7 @@ if triton is not None:
         causal: bool,
         window: int | None,
         out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention_reference`, without a wait for the device.
 
@@ -306,9 +317,9 @@ if triton is not None:
                 "num_stages": tiling.num_stages,
             }
             if prepared.schedule is not None:
-                _launch_shares(query, cache, rows, prepared.launch, prepared.schedule, out, heads, options)
+                _launch_shares(query, cache, rows, prepared.launch, prepared.schedule, out, sinks, heads, options)
             else:
-                _launch_tiles(query, cache, rows, prepared.launch, prepared.tiles, out, options)
+                _launch_tiles(query, cache, rows, prepared.launch, prepared.tiles, out, sinks, options)
         return out
 
     def _launch_tiles(
@@ -318,12 +329,13 @@ if triton is not None:
         launch: Launch,
         tiles: torch.Tensor | None,
         out: torch.Tensor,
+        sinks: torch.Tensor | None,
         options: dict[str, int],
     ) -> None:
         """A program for each tile."""
         _attend_kernel[(launch.num_tiles * cache.shape[3],)](
             query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
-            LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len, rows.block_tables.shape[1],
+            sinks, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len, rows.block_tables.shape[1],
             rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
             **options, MAPPED=tiles is not None,
         )  # fmt: skip
@@ -335,6 +347,7 @@ if triton is not None:
         launch: Launch,
         schedule: torch.Tensor,
         out: torch.Tensor,
+        sinks: torch.Tensor | None,
         heads: dict[str, int],
         options: dict[str, int],
     ) -> None:
@@ -345,7 +358,7 @@ if triton is not None:
         lse = torch.empty(num_lines, dtype=torch.float32, device=query.device)
         _attend_shares_kernel[(launch.num_workers * num_kv_heads,)](
             query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out, partial,
-            lse, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1], rows.block_tables.stride(0),
-            *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
+            lse, sinks, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
+            rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
         )  # fmt: skip
-        merge(rows, launch, schedule, out, partial, lse, heads)
+        merge(rows, launch, schedule, out, partial, lse, heads, sinks)

@@ -19,6 +19,8 @@ from tests.paged import BLOCK_SIZE, NUM_BLOCKS, block_tables
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 PATTERNS = [AttentionPattern(causal, window) for causal in (True, False) for window in (None, 1, 5, 1000)]
+PATTERNS += [AttentionPattern(True, window, sinks=True) for window in (None, 5)]
+SINKS = torch.tensor([0.5, -1.0, 2.0, 1.0])
 BACKENDS: list[type[AttentionBackend]] = [TorchBackend, TritonBackend]
 
 
@@ -58,7 +60,8 @@ def run(
     backend: AttentionBackend, layout: AttentionBatch, query: torch.Tensor, layer: KVLayer, pattern: AttentionPattern
 ):
     metadata = backend.prepare(layout, pattern, query.dtype)
-    return backend.attend(query.to(DEVICE), KVLayer(layer.data.to(DEVICE)), metadata).cpu()
+    sinks = SINKS.to(DEVICE) if pattern.sinks else None
+    return backend.attend(query.to(DEVICE), KVLayer(layer.data.to(DEVICE)), metadata, sinks).cpu()
 
 
 def noise(num_tokens: int) -> tuple[torch.Tensor, KVLayer, torch.Tensor]:
@@ -79,8 +82,8 @@ def assert_rows_equal_reference(
     """The output of each real row is that of the kernels' reference, which is told the lengths."""
     columns = (rows.query_start, rows.query_lens, rows.seq_lens)
     paged = PagedBatch(*(torch.tensor(column) for column in columns), tables)
-    window = pattern.sliding_window
-    expected = paged_attention_reference(query.double(), layer.data.double(), paged, pattern.causal, window).float()
+    causal, window, sinks = pattern.causal, pattern.sliding_window, SINKS if pattern.sinks else None
+    expected = paged_attention_reference(query.double(), layer.data.double(), paged, causal, window, sinks).float()
     for row in rows.real:
         torch.testing.assert_close(actual[rows.tokens(row)], expected[rows.tokens(row)], atol=1e-5, rtol=1e-5)
 

@@ -20,6 +20,8 @@ PATTERNS = [
     AttentionPattern(True, TILE_KEYS + 30),
     AttentionPattern(False),
     AttentionPattern(False, 90),
+    AttentionPattern(True, None, sinks=True),
+    AttentionPattern(True, 70, sinks=True),
 ]
 # Lengths in queries, and at the end of the row, around the borders of tiles.
 ROWS = [
@@ -41,6 +43,7 @@ class Memory:
         self.tables = torch.from_numpy(order.reshape(num_rows, width).astype(np.int64))
         shape = (num_rows * width, block_size, 2, kv_heads, HEAD_DIM)
         self.layer = KVLayer(torch.randn(shape, generator=generator).to(dtype))
+        self.sinks = 4 + torch.randn(heads, generator=generator).to(dtype)
         self.query = torch.randn(num_rows, LONGEST, heads, HEAD_DIM, generator=generator).to(dtype)
         self.backend = TorchBackend(block_size).batch_invariant()
 
@@ -55,7 +58,8 @@ class Memory:
     ) -> torch.Tensor:
         """The output of these rows' queries, behind one another."""
         query, layout = self.rows(rows, query_lens, seq_lens)
-        return self.backend.attend(query, self.layer, self.backend.prepare(layout, pattern, query.dtype))
+        prepared = self.backend.prepare(layout, pattern, query.dtype)
+        return self.backend.attend(query, self.layer, prepared, self.sinks if pattern.sinks else None)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -69,8 +73,14 @@ def test_it_is_attention(
     query, layout = memory.rows(numbers, query_lens, seq_lens)
     starts = np.cumsum(query_lens) - query_lens
     rows = PagedBatch(*(torch.tensor(column) for column in (starts, query_lens, seq_lens)), layout.block_tables)
-    window = pattern.sliding_window
-    expected = paged_attention_reference(query.double(), memory.layer.data.double(), rows, pattern.causal, window)
+    expected = paged_attention_reference(
+        query.double(),
+        memory.layer.data.double(),
+        rows,
+        pattern.causal,
+        pattern.sliding_window,
+        memory.sinks if pattern.sinks else None,
+    )
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 

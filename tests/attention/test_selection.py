@@ -18,7 +18,9 @@ from dflash_backend.engine.build import build_engine
 from tests.tiny_models import make_draft, make_target
 
 NEEDS = Requirements(
-    patterns=frozenset({AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 8)}),
+    patterns=frozenset(
+        {AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 8), AttentionPattern(True, sinks=True)}
+    ),
     head_dims=frozenset({48, 64}),
     dtype=torch.float32,
     device="cpu",
@@ -35,6 +37,7 @@ def limited(**changes: object) -> Capabilities:
         ({"non_causal": False}, "non-causal attention"),
         ({"causal": False}, "lacks causal attention"),
         ({"sliding_window": False}, "sliding-window attention"),
+        ({"sinks": False}, "attention sinks"),
         ({"head_dims": frozenset({64})}, "head size 48"),
         ({"dtypes": frozenset({torch.bfloat16})}, "float32"),
         ({"devices": frozenset({"cuda"})}, "device cpu"),
@@ -67,6 +70,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     make_target(folder / "target")
     make_target(folder / "windowed", architecture="MistralForCausalLM", sliding_window=8)
+    make_target(folder / "gpt-oss", architecture="GptOssForCausalLM")
     make_draft(folder / "draft")
     return folder
 
@@ -96,6 +100,7 @@ def load(pair: Path, target: str = "target", **settings: object) -> str:
         ({"non_causal": False}, "non-causal attention", {}, [{"causal": "true"}, {"draft_model": ""}]),
         ({"causal": False}, "causal attention", {"causal": "true"}, []),
         ({"sliding_window": False}, "sliding-window attention", {"target": "windowed"}, [{}]),
+        ({"sinks": False}, "attention sinks", {"target": "gpt-oss"}, [{}, {"target": "windowed"}]),
     ],
 )
 def test_a_pair_that_needs_more_than_a_backend_has_is_refused_at_load(

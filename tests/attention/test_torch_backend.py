@@ -39,13 +39,14 @@ def run_and_compare(
     backend, tables = TorchBackend(BLOCK_SIZE), torch.from_numpy(block_tables(4)[: len(seq_lens)])
     layer = KVLayer(torch.randn(NUM_BLOCKS, BLOCK_SIZE, 2, kv_heads, HEAD_DIM, generator=generator).to(dtype))
     query = torch.randn(sum(query_lens), 4, HEAD_DIM, generator=generator).to(dtype)
+    sinks = torch.randn(4, generator=generator).to(dtype) + 1 if pattern.sinks else None
     layout = AttentionBatch(np.array(query_lens), np.array(seq_lens), tables)
     metadata = backend.prepare(layout, pattern, dtype)
-    actual = backend.attend(query, layer, metadata)
+    actual = backend.attend(query, layer, metadata, sinks)
     starts = np.cumsum(query_lens) - query_lens
     rows = PagedBatch(*(torch.tensor(column) for column in (starts, query_lens, seq_lens)), tables)
-    window = pattern.sliding_window
-    expected = paged_attention_reference(query.double(), layer.data.double(), rows, pattern.causal, window)
+    causal, window = pattern.causal, pattern.sliding_window
+    expected = paged_attention_reference(query.double(), layer.data.double(), rows, causal, window, sinks)
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
     return metadata
 
@@ -60,14 +61,27 @@ def test_batches_of_rows_equal_rows_one_by_one(
     run_and_compare(query_lens, seq_lens, AttentionPattern(causal, window))
 
 
+@pytest.mark.parametrize("window", [None, 1, BLOCK_SIZE, 11])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), ROWS)
+def test_layers_with_sinks_have_them_in_every_softmax(
+    query_lens: list[int], seq_lens: list[int], window: int | None
+) -> None:
+    run_and_compare(query_lens, seq_lens, AttentionPattern(True, window, sinks=True))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("pattern", [AttentionPattern(True), AttentionPattern(False, 6)])
+@pytest.mark.parametrize(
+    "pattern", [AttentionPattern(True), AttentionPattern(False, 6), AttentionPattern(True, None, sinks=True)]
+)
 def test_any_grouping_of_heads(kv_heads: int, pattern: AttentionPattern) -> None:
     run_and_compare([4, 4, 3, 11], [4, 15, 3, 15], pattern, kv_heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pattern", [AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 6)])
+@pytest.mark.parametrize(
+    "pattern",
+    [AttentionPattern(True), AttentionPattern(False), AttentionPattern(True, 6), AttentionPattern(True, 6, True)],
+)
 def test_half_precision_within_its_rounding(dtype: torch.dtype, pattern: AttentionPattern) -> None:
     run_and_compare([9, 9, 23], [9, 33, 38], pattern, dtype=dtype, tolerance=2e-2)
 

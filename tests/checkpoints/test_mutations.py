@@ -19,6 +19,7 @@ from dflash_backend.drafters.dflash.config import KNOWN as DFLASH_FIELDS
 from dflash_backend.drafters.fields import KNOWN
 from dflash_backend.engine.build import LOAD_ERRORS, build_engine
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
+from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.scale import scaled
 from tests.tiny_models import make_draft, make_target
 
@@ -52,6 +53,7 @@ ROPE = {
     "rope_theta": [1, 1.0000001, 1e4, 1e300],
     "truncate": [True, False],
 }
+TARGETS = ("target", "moe", "mxfp4")
 OF_TARGETS = (
     "decoder_sparse_step",
     "generation_config",
@@ -59,16 +61,19 @@ OF_TARGETS = (
     "num_experts",
     "partial_rotary_factor",
     "quantization_config",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
 EXTRA_FIELDS = sorted(KNOWN.union(DFLASH_FIELDS, OF_TARGETS))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sound checkpoints that are damaged: two targets, a drafter of each format and of each method."""
+    """The sound checkpoints that are damaged: three targets, a drafter of each format and of each method."""
     root = tmp_path_factory.mktemp("sound")
     make_target(root / "target")
     make_target(root / "moe", architecture="Qwen3MoeForCausalLM")
+    make_mxfp4_target(root / "mxfp4", hidden_size=32, intermediate_size=32)
     make_draft(root / "zlab")
     make_speculators(root / "speculators")
     make_dflash2(root / "dflash2")
@@ -187,7 +192,7 @@ def run_cases(attempt: Callable[[int], Exception | None], batch: int) -> list[Ex
 def test_a_mutated_config_loads_or_is_refused(models: Path, tmp_path: Path, name: str, batch: int) -> None:
     def attempt(seed: int) -> Exception | None:
         rng = random.Random(f"{name} {seed}")
-        source = models / ("moe" if name == "target" and seed % 2 else name)
+        source = models / (TARGETS[seed % 3] if name == "target" else name)
         config = json.loads((source / "config.json").read_text())
         (damaged / "config.json").write_text(json.dumps(mutate(config, rng)))
         if name == "target":
@@ -202,16 +207,16 @@ def test_a_mutated_config_loads_or_is_refused(models: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_a_mutated_weight_file_loads_or_is_refused(models: Path, tmp_path: Path, batch: int) -> None:
-    names = ("target", "zlab", "speculators")
+    names = ("target", "zlab", "speculators", "mxfp4")
     data = {name: (models / name / "model.safetensors").read_bytes() for name in names}
     for name in names:
         shutil.copytree(models / name, tmp_path / name)
 
     def attempt(seed: int) -> Exception | None:
-        name = names[seed % 3]
+        name = names[seed % len(names)]
         file = tmp_path / name / "model.safetensors"
         file.write_bytes(mutate_file(data[name], random.Random(seed)))
-        if name == "target":
+        if name in TARGETS:
             return load(tmp_path / name, models / "zlab")
         return load(models / "target", tmp_path / name)
 
@@ -226,3 +231,4 @@ def test_the_checkpoints_that_are_damaged_are_sound(models: Path) -> None:
     assert load(models / "target", models / "dspark") is None
     assert load(models / "target", models / "eagle3") is None
     assert load(models / "moe", models / "zlab") is None
+    assert load(models / "mxfp4", models / "zlab") is None

@@ -55,8 +55,13 @@ def test_missing_fields_take_the_defaults_of_transformers(tmp_path: Path, archit
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.output_bias == getattr(theirs, "attention_bias", False)
-    window = theirs.sliding_window if architecture == "MistralForCausalLM" else None
-    assert ours.sliding_windows == (window,) * 4
+    assert ours.rope.kind == theirs.rope_parameters["rope_type"]
+    windows: tuple[int | None, ...] = (None,) * 4
+    if architecture == "MistralForCausalLM":
+        windows = (theirs.sliding_window,) * 4
+    if architecture == "GptOssForCausalLM":
+        windows = tuple(theirs.sliding_window if kind == SLIDING else None for kind in theirs.layer_types[:4])
+    assert ours.sliding_windows == windows
 
 
 def test_null_key_heads_are_as_many_as_query_heads(tmp_path: Path) -> None:
@@ -124,6 +129,63 @@ def test_missing_fields_of_experts_take_the_defaults_of_transformers(tmp_path: P
     assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.norm_topk_prob) == (128, 8, 768, False)
 
 
+def test_gpt_oss_takes_the_defaults_of_transformers(tmp_path: Path) -> None:
+    theirs = AutoConfig.for_model("gpt_oss")
+    decoder = read(tmp_path, "GptOssForCausalLM").decoder
+    yarn, rope, moe = theirs.rope_parameters, decoder.rope, decoder.moe
+    assert (rope.factor, rope.truncate) == (yarn["factor"], yarn["truncate"])
+    assert rope.original_max_positions == yarn["original_max_position_embeddings"]
+    assert (rope.beta_fast, rope.beta_slow) == (yarn["beta_fast"], yarn["beta_slow"])
+    assert moe is not None
+    assert moe.swiglu is not None
+    assert (moe.swiglu.alpha, moe.swiglu.limit) == (theirs.swiglu_alpha, theirs.swiglu_limit)
+    assert (moe.num_experts, moe.experts_per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    assert (decoder.qkv_bias, decoder.output_bias, decoder.sinks) == (True, True, True)
+
+
+def test_gpt_oss_is_read_as_openai_publishes_it(tmp_path: Path) -> None:
+    """The fields of openai/gpt-oss-20b that matter, with fewer layers."""
+    scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    spec = read(
+        tmp_path,
+        "GptOssForCausalLM",
+        attention_bias=True,
+        experts_per_token=4,
+        head_dim=64,
+        hidden_size=2880,
+        initial_context_length=4096,
+        intermediate_size=2880,
+        layer_types=[SLIDING, FULL, SLIDING, FULL],
+        max_position_embeddings=131072,
+        num_attention_heads=64,
+        num_experts_per_tok=4,
+        num_key_value_heads=8,
+        num_local_experts=32,
+        quantization_config={"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        rms_norm_eps=1e-05,
+        rope_scaling={**scaling, "rope_type": "yarn", "truncate": False},
+        rope_theta=150000,
+        sliding_window=128,
+        swiglu_limit=7.0,
+    )
+    decoder = spec.decoder
+    assert decoder.sliding_windows == (128, None, 128, None)
+    assert (decoder.rope.theta, decoder.rope.factor, decoder.rope.truncate) == (150000.0, 32.0, False)
+    assert decoder.moe is not None
+    assert decoder.moe.mxfp4
+    assert (decoder.moe.num_experts, decoder.moe.experts_per_token) == (32, 4)
+    assert decoder.max_len == 131072
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.int32, "float32")])
+def test_a_dtype_that_no_field_says_is_that_of_the_embedding(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    """openai/gpt-oss-20b says none."""
+    assert read(tmp_path).dtype == "float32"
+    tensors = {f"model.layers.{i}.x": torch.zeros(1) for i in range(4)}
+    save_file(tensors | {"model.embed_tokens.weight": torch.zeros(1, dtype=dtype)}, tmp_path / "model.safetensors")
+    assert read_target(tmp_path).dtype == name
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_dtype_is_read_under_both_names(tmp_path: Path, dtype: str) -> None:
     assert read(tmp_path, dtype=dtype).dtype == dtype
@@ -158,6 +220,11 @@ def test_code_of_a_checkpoint_is_ignored_where_the_architecture_is_known(tmp_pat
         ("MistralForCausalLM", {"sliding_window": 8, "layer_types": [SLIDING, FULL] * 2}, "does not mix layers"),
         ("Qwen3MoeForCausalLM", {"num_experts": 2, "num_experts_per_tok": 3}, "'num_experts_per_tok' is 3"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [4]}, "'mlp_only_layers' is .4.; expected layers below"),
+        ("GptOssForCausalLM", {"sliding_window": None}, "'sliding_window' is missing; expected a number of positions"),
+        ("GptOssForCausalLM", {"swiglu_limit": -1}, "'swiglu_limit' is -1; expected a number above 0"),
+        ("GptOssForCausalLM", {"num_local_experts": 3}, "'num_experts_per_tok' is missing"),
+        ("GptOssForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
+        ("Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not"),
         ("Qwen3ForCausalLM", {"head_dim": 15}, "an even number"),
         ("LlamaForCausalLM", {"head_dim": None, "num_attention_heads": 6}, "a multiple of num_attention_heads"),
         ("Qwen3ForCausalLM", {"num_hidden_layers": 5}, "'num_hidden_layers' is 5; the weights beside it hold 4"),

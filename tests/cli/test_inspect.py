@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_backend.config import asset_path
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3
+from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.speculators_checkpoint import rewrite
 from tests.tiny_models import make_draft, make_target
 
@@ -64,6 +65,23 @@ def test_an_eagle3_drafter_is_described_with_the_layers_that_it_reads_of_the_tar
     assert facts["drafting"] == "a token in each pass, from the output of the pass before"
     assert facts["speculative tokens"].startswith("3")
     assert "by default" in inspected(tmp_path / "d")["drafter"]["facts"]["features"]
+
+
+def test_a_gpt_oss_target_is_described_with_its_sinks_windows_and_packed_experts(
+    inspected, cli, tmp_path: Path
+) -> None:
+    model = make_mxfp4_target(tmp_path, num_hidden_layers=8)
+    target = inspected(tmp_path)["target"]
+    assert target["format"] == "GptOssForCausalLM"
+    assert target["attention"]["sinks"] is True
+    assert target["attention"]["sliding_windows"] == [9]
+    facts = target["facts"]
+    assert facts["attention"] == "window of 9 in 4 layers (0, 2, 4, ...), full in 4 layers (1, 3, 5, ...)"
+    assert facts["attention sinks"] == "a learned logit of each query head"
+    # 6 experts of 3 x 64 x 96 weights in 8 layers: 17 bytes for 32 of them, and 4 bytes each.
+    assert facts["MXFP4"] == "experts of 0.4 MiB on disk are 3.4 MiB of float32 in memory"
+    assert target["weights"]["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert "sliding window 9, sinks, head size" in cli("inspect", tmp_path).out
 
 
 def test_a_dspark_drafter_is_described_with_what_is_its_own(inspected, pair: tuple[Path, Path]) -> None:

@@ -64,7 +64,8 @@ def in_any_batch(query_lens: list[int], context: int) -> None:
     rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
     query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
     tiled = with_tiles(launches, None if table is None else torch.from_numpy(table))
-    invariant_attention(query, cache, rows, tiled, causal=True, window=None)
+    for sinks in (None, zeros(HEADS)):
+        invariant_attention(query, cache, rows, tiled, causal=True, window=None, sinks=sinks)
 
 
 def convolve_and_walk(rank: int = 256, num_candidates: int = 16) -> None:
@@ -86,7 +87,7 @@ def step_from_token_to_token(num_rows: int = 8, rank: int = 256) -> None:
 
 
 def attend(query_lens: list[int], causal: bool) -> None:
-    """One layer's attention over contexts of up to 32k."""
+    """One layer's attention over contexts of up to 32k, without sinks and with them."""
     num_rows = len(query_lens)
     planned = plan_launches(
         np.array(query_lens), np.full(num_rows, 32768), HeadShape(HEADS, KV_HEADS, HEAD_DIM, 2), causal, None, 132
@@ -96,7 +97,8 @@ def attend(query_lens: list[int], causal: bool) -> None:
     rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
     query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
     prepared = prepare_launches(tiled, rows, HEADS // KV_HEADS, BLOCK_SIZE, causal, None)
-    paged_attention(query, cache, rows, prepared, causal, None)
+    for sinks in (None, zeros(HEADS)):
+        paged_attention(query, cache, rows, prepared, causal, None, sinks=sinks)
 
 
 def route_to_experts() -> None:
@@ -105,8 +107,10 @@ def route_to_experts() -> None:
     gate_up = zeros(1, 2 * MOE_INNER, MOE_HIDDEN).expand(NUM_EXPERTS, -1, -1)
     down = zeros(1, MOE_HIDDEN, MOE_INNER).expand(NUM_EXPERTS, -1, -1)
     weights, experts = route(zeros(4, NUM_EXPERTS), PER_TOKEN, True)
+    biases = zeros(NUM_EXPERTS, 2 * MOE_INNER), zeros(NUM_EXPERTS, MOE_HIDDEN)
     for tile in TILES:
-        experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, tile)
+        experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, tile=tile)
+        experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, biases, (1.702, 7.0), tile)
     group(torch.zeros(FEW_ENTRIES + 1, 1, dtype=torch.int32), NUM_EXPERTS, TILES[-1].rows)
 
 

@@ -52,18 +52,21 @@ def test_the_tile_of_a_product_follows_its_weight_alone() -> None:
     assert invariant_linear(random(0, 8), random(5, 8)).shape == (0, 5)
 
 
+@pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_has_the_same_bits_whatever_other_tokens_go_to_its_experts(dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_whatever_other_tokens_go_to_its_experts(dtype: torch.dtype, gpt_oss: bool) -> None:
     x, gate_up, down = random(90, 136).to(dtype), random(6, 2 * 70, 136, seed=1) / 12, random(6, 136, 70, seed=2) / 9
     gate_up, down = gate_up.to(dtype), down.to(dtype)
     experts = random(90, 6, seed=3).topk(3).indices
     weights = random(90, 3, seed=4).abs().to(dtype)
-    whole = invariant_experts_mlp(x, gate_up, down, weights, experts.int())
-    expected = experts_mlp_reference(x, gate_up, down, weights, experts)
+    biases = (random(6, 2 * 70, seed=5).to(dtype), random(6, 136, seed=6).to(dtype)) if gpt_oss else None
+    form = biases, (1.702, 1.0) if gpt_oss else None
+    whole = invariant_experts_mlp(x, gate_up, down, weights, experts.int(), *form)
+    expected = experts_mlp_reference(x, gate_up, down, weights, experts, *form)
     torch.testing.assert_close(whole, expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     for count in COUNTS[:-1]:
         some = slice(9, 9 + count)
-        own = invariant_experts_mlp(x[some], gate_up, down, weights[some], experts[some].int())
+        own = invariant_experts_mlp(x[some], gate_up, down, weights[some], experts[some].int(), *form)
         assert torch.equal(own, whole[some]), count
 
 
@@ -93,44 +96,51 @@ class Memory:
         causal: bool = True,
         window: int | None = None,
         bounds: list[int] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Their output, as the host knows their ends, or with these bounds of them."""
         query, batch = self.batch(rows, lens, ends)
         shape = HeadShape(2, 1, 16, query.itemsize)
         launches, table = plan_pieces(np.array(lens), np.array(bounds or ends), shape)
         tiles = None if table is None else torch.from_numpy(table).to(DEVICE)
-        return invariant_attention(query, self.cache, batch, with_tiles(launches, tiles), causal, window)
+        return invariant_attention(query, self.cache, batch, with_tiles(launches, tiles), causal, window, sinks=sinks)
+
+
+def sinks_of(has_sinks: bool) -> torch.Tensor | None:
+    """Two heads', which weigh as much as hundreds of keys."""
+    return 7 + random(2, seed=5) if has_sinks else None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_pieces_are_attention(dtype: torch.dtype, window: int | None, causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "has_sinks"), [(True, False), (False, False), (True, True)])
+def test_pieces_are_attention(dtype: torch.dtype, window: int | None, causal: bool, has_sinks: bool) -> None:
     memory, rows = Memory(4, dtype), ([0, 1, 2, 3], [1, 40, 16, 5], [1, PIECE + 20, LONGEST, PIECE])
     query, batch = memory.batch(*rows)
-    expected = paged_attention_reference(query.double(), memory.cache.double(), batch, causal, window)
+    sinks = sinks_of(has_sinks)
+    expected = paged_attention_reference(query.double(), memory.cache.double(), batch, causal, window, sinks)
     tolerance = TOLERANCE[dtype]
-    actual = memory.attend(*rows, causal=causal, window=window)
+    actual = memory.attend(*rows, causal=causal, window=window, sinks=sinks)
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("window", "has_sinks"), [*((window, False) for window in WINDOWS), (None, True), (70, True)])
 def test_a_query_has_the_same_bits_alone_in_any_chunk_and_beside_any_rows(
-    dtype: torch.dtype, window: int | None
+    dtype: torch.dtype, window: int | None, has_sinks: bool
 ) -> None:
-    memory = Memory(3, dtype)
+    memory, sees = Memory(3, dtype), {"window": window, "sinks": sinks_of(has_sinks)}
     # Where a piece ends, a block of keys, and nothing.
     for first, end in ((PIECE - 20, PIECE + 30), (0, 40), (LONGEST - 40, LONGEST)):
-        whole = memory.attend([1], [end - first], [end], window=window)
+        whole = memory.attend([1], [end - first], [end], **sees)
         for at in (first, first + 19, first + 20, end - 1):
-            alone = memory.attend([1], [1], [at + 1], window=window)
+            alone = memory.attend([1], [1], [at + 1], **sees)
             assert torch.equal(alone[0], whole[at - first]), at
-        chunk = memory.attend([1], [16], [first + 23], window=window)
+        chunk = memory.attend([1], [16], [first + 23], **sees)
         assert torch.equal(chunk, whole[7:23])
-        among = memory.attend([0, 1, 2], [5, 16, 1], [5, first + 23, LONGEST], window=window)
+        among = memory.attend([0, 1, 2], [5, 16, 1], [5, first + 23, LONGEST], **sees)
         assert torch.equal(among[5:21], whole[7:23])
-        bounded = memory.attend([1], [16], [first + 23], window=window, bounds=[LONGEST])
+        bounded = memory.attend([1], [16], [first + 23], **sees, bounds=[LONGEST])
         assert torch.equal(bounded, whole[7:23])
 
 

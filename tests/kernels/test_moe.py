@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_kernels.moe import TILES, Tile, experts_mlp, experts_mlp_reference, tile_for
+from dflash_kernels.clamped_swiglu import Clamp
+from dflash_kernels.moe import TILES, Biases, Tile, experts_mlp, experts_mlp_reference, tile_for
 from dflash_kernels.moe_routing import group, max_blocks, route, route_reference
 from tests.kernels.inputs import DEVICE
 
@@ -15,10 +16,16 @@ FLOAT32 = {"atol": 1e-4, "rtol": 1e-4}
 
 
 class Case:
-    """Random experts and tokens, and the router's choice for them."""
+    """Random experts and tokens, and the router's choice for them. gpt_oss: with its biases and its gate."""
 
     def __init__(
-        self, num_tokens: int, per_token: int, hidden: int = 40, inner: int = 24, dtype: torch.dtype = torch.float32
+        self,
+        num_tokens: int,
+        per_token: int,
+        hidden: int = 40,
+        inner: int = 24,
+        dtype: torch.dtype = torch.float32,
+        gpt_oss: bool = False,
     ) -> None:
         self.generator = torch.Generator().manual_seed(num_tokens * 10 + per_token)
         experts = max(NUM_EXPERTS, per_token)
@@ -26,15 +33,22 @@ class Case:
         self.gate_up = (self._random(experts, 2 * inner, hidden) / hidden**0.5).to(DEVICE, dtype)
         self.down = (self._random(experts, hidden, inner) / inner**0.5).to(DEVICE, dtype)
         self.weights, self.experts = route(self._random(num_tokens, experts).to(DEVICE, dtype), per_token, True)
+        self.form: tuple[Biases | None, Clamp | None] = None, None
+        if gpt_oss:
+            biases = (
+                self._random(experts, 2 * inner).to(DEVICE, dtype),
+                self._random(experts, hidden).to(DEVICE, dtype),
+            )
+            self.form = biases, (1.702, 1.0)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
     def run(self, tile: Tile | None = None) -> torch.Tensor:
-        return experts_mlp(self.x, self.gate_up, self.down, self.weights, self.experts, tile)
+        return experts_mlp(self.x, self.gate_up, self.down, self.weights, self.experts, *self.form, tile)
 
     def expected(self) -> torch.Tensor:
-        return experts_mlp_reference(self.x, self.gate_up, self.down, self.weights, self.experts)
+        return experts_mlp_reference(self.x, self.gate_up, self.down, self.weights, self.experts, *self.form)
 
 
 # Tokens and experts of each; widths that fill a tile and widths that do not.
@@ -48,6 +62,25 @@ SIZES: list[tuple[int, ...]] = [
 def test_kernel_equals_reference_over_tokens_experts_and_widths(sizes: tuple[int, ...]) -> None:
     case = Case(*sizes)
     torch.testing.assert_close(case.run(), case.expected(), **FLOAT32)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (19, 8), (5, 2, 64, 64), (5, 2, 33, 70)])
+def test_the_experts_of_gpt_oss_have_biases_and_a_clamped_gate(sizes: tuple[int, ...]) -> None:
+    case = Case(*sizes, gpt_oss=True)
+    torch.testing.assert_close(case.run(), case.expected(), **FLOAT32)
+    outputs = []
+    for x, weights, experts in zip(case.x, case.weights, case.experts.tolist(), strict=True):
+        # By the definition, one token and one of its experts after the other.
+        output = torch.zeros_like(x)
+        for weight, expert in zip(weights, experts, strict=True):
+            assert case.form[0] is not None
+            halves = case.gate_up[expert] @ x + case.form[0][0][expert]
+            gate, up = halves.chunk(2)
+            gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
+            gated = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            output += weight * (case.down[expert] @ gated + case.form[0][1][expert])
+        outputs.append(output)
+    torch.testing.assert_close(case.run(), torch.stack(outputs), **FLOAT32)
 
 
 @pytest.mark.parametrize("experts", [(0, 1), (5, 0), (4, 2)])
@@ -65,11 +98,19 @@ def test_every_tile_equals_the_reference(tile: Tile) -> None:
     torch.testing.assert_close(case.run(tile), case.expected(), **FLOAT32)
 
 
+@pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_near_to_float64_as_the_reference(dtype: torch.dtype) -> None:
-    case = Case(19, 2, dtype=dtype)
+def test_half_precision_is_as_near_to_float64_as_the_reference(dtype: torch.dtype, gpt_oss: bool) -> None:
+    case = Case(19, 2, dtype=dtype, gpt_oss=gpt_oss)
+    biases = None if case.form[0] is None else tuple(bias.double() for bias in case.form[0])
     exact = experts_mlp_reference(
-        case.x.double(), case.gate_up.double(), case.down.double(), case.weights.double(), case.experts
+        case.x.double(),
+        case.gate_up.double(),
+        case.down.double(),
+        case.weights.double(),
+        case.experts,
+        biases,
+        case.form[1],
     )
     error = (case.run().double() - exact).abs().max()
     allowed = (case.expected().double() - exact).abs().max()
@@ -78,13 +119,14 @@ def test_half_precision_is_as_near_to_float64_as_the_reference(dtype: torch.dtyp
     assert error <= 3 * allowed
 
 
-def test_a_tokens_result_is_the_same_to_the_bit_whatever_else_is_in_its_tile() -> None:
-    case = Case(20, 2)
+@pytest.mark.parametrize("gpt_oss", [False, True])
+def test_a_tokens_result_is_the_same_to_the_bit_whatever_else_is_in_its_tile(gpt_oss: bool) -> None:
+    case = Case(20, 2, gpt_oss=gpt_oss)
     together = case.run()
     alone = torch.cat(
         [
-            experts_mlp(case.x[i : i + 1], case.gate_up, case.down, case.weights[i : i + 1], case.experts[i : i + 1])
-            for i in range(0, 20, 4)
+            experts_mlp(case.x[one], case.gate_up, case.down, case.weights[one], case.experts[one], *case.form)
+            for one in (slice(i, i + 1) for i in range(0, 20, 4))
         ]
     )
     assert torch.equal(together[::4], alone)

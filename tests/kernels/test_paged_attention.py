@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 @dataclass
 class Case:
     """Rows over scattered blocks. Bounds of None: the lengths themselves; tokens lie `gap` apart between rows, each
-    with room for its bound or, `packed`, behind one another with what is left at the end."""
+    with room for its bound or, `packed`, behind one another with what is left at the end. sink: the mean of the heads'
+    sinks, None for none."""
 
     query_lens: list[int]
     seq_lens: list[int]
@@ -31,6 +32,7 @@ class Case:
     head_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    sink: float | None = None
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(self.seq_lens) + self.head_dim)
@@ -47,9 +49,14 @@ class Case:
         tables = torch.randperm(num_blocks, generator=generator)[: num_rows * width].view(num_rows, width)
         columns = (starts.tolist(), self.query_lens, self.seq_lens)
         self.rows = PagedBatch(*(torch.tensor(column, dtype=torch.int32) for column in columns), tables.int())
+        self.sinks = None
+        if self.sink is not None:
+            self.sinks = (self.sink + torch.randn(self.heads[0], generator=generator)).to(self.dtype)
 
     def reference(self, causal: bool, window: int | None) -> torch.Tensor:
-        return paged_attention_reference(self.query.double(), self.cache.double(), self.rows, causal, window)
+        return paged_attention_reference(
+            self.query.double(), self.cache.double(), self.rows, causal, window, self.sinks
+        )
 
     def run(
         self,
@@ -74,7 +81,9 @@ class Case:
         r = self.rows
         rows = PagedBatch(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))
         prepared = prepare_launches(tiled, rows, shape.group, self.block_size, causal, window)
-        return paged_attention(self.query.to(DEVICE), self.cache.to(DEVICE), rows, prepared, causal, window).cpu()
+        sinks = None if self.sinks is None else self.sinks.to(DEVICE)
+        query, cache = self.query.to(DEVICE), self.cache.to(DEVICE)
+        return paged_attention(query, cache, rows, prepared, causal, window, sinks=sinks).cpu()
 
     def check(self, causal: bool, window: int | None, splits: int | None = None, small: bool = True) -> None:
         self.compare(self.run(causal, window, splits, small), causal, window)

@@ -28,6 +28,7 @@ MAX_POSITIONS = 128
 WINDOW = 7
 
 LLAMA, MISTRAL, MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"
+GPT_OSS = "GptOssForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -69,6 +70,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe experts in every second layer": (MOE, {"decoder_sparse_step": 2}),
     "qwen3-moe dense layers": (MOE, {"mlp_only_layers": [0, 3], "attention_bias": True}),
     "qwen3-moe windows": (MOE, WINDOWED),
+    "gpt-oss": (GPT_OSS, {}),
+    "gpt-oss tied": (GPT_OSS, {"tie_word_embeddings": True}),
+    "gpt-oss no biases": (GPT_OSS, {"attention_bias": False}),
+    "gpt-oss full and sliding": (
+        GPT_OSS,
+        {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "gpt-oss sliding layers alone": (GPT_OSS, {"layer_types": ["sliding_attention"] * 5, "sliding_window": 1}),
+    "gpt-oss one kv head": (GPT_OSS, {"num_key_value_heads": 1, "head_dim": 8}),
+    "gpt-oss other gates": (GPT_OSS, {"swiglu_alpha": 0.9, "swiglu_limit": 0.5, "num_experts_per_tok": 4}),
+    "gpt-oss truncated ramp": (GPT_OSS, {"rope_parameters": YARN | {"rope_theta": 150000.0}}),
 }
 
 
@@ -131,6 +143,8 @@ FORMS = (
     "mistral windows",
     "qwen3-moe experts in every second layer",
     "qwen3-moe windows",
+    "gpt-oss",
+    "gpt-oss one kv head",
 )
 of_every_case = pytest.mark.parametrize("pair", CASES, indirect=True, scope="module")
 of_every_form = pytest.mark.parametrize("pair", FORMS, indirect=True, scope="module")
@@ -238,7 +252,7 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
 ) -> None:
     directory = tmp_path_factory.mktemp("target")
     # Every expert is asked, so that rounding cannot change which ones are.
-    changes = {"num_experts_per_tok": 6} if architecture == MOE else {}
+    changes = {"num_experts_per_tok": 6} if architecture in (MOE, GPT_OSS) else {}
     model = make_target(directory, architecture=architecture, dtype=dtype, **changes)
     spec = read_target(directory)
     assert spec.dtype == str(dtype).removeprefix("torch.")

@@ -87,6 +87,7 @@ def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
             "causal": attention.causal,
             "non_causal": attention.non_causal,
             "sliding_windows": list(attention.sliding_windows),
+            "sinks": attention.sinks,
             "head_size": attention.head_size,
             "device": attention.device,
             "dtype": attention.dtype,
@@ -122,6 +123,7 @@ def _checkpoint_text(report: CheckpointReport) -> str:
         *(["causal"] if attention.causal else []),
         *(["non-causal"] if attention.non_causal else []),
         *(f"sliding window {window}" for window in attention.sliding_windows),
+        *(["sinks"] if attention.sinks else []),
         f"head size {attention.head_size}",
     ]
     rows = [

@@ -1,0 +1,76 @@
+"""The mixtures of experts as `config.json` describes them: Qwen3-MoE's and gpt-oss's.
+
+A field that is missing takes the value that `transformers` 5 gives it.
+"""
+
+from __future__ import annotations
+
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.spec import ClampedSwiglu, MoeSpec
+
+MAX_EXPERTS = 1024
+MXFP4 = "mxfp4"
+# Weights that share a scale in MXFP4.
+MXFP4_GROUP = 32
+
+
+def qwen_moe_experts(config: JsonReader, num_layers: int) -> MoeSpec:
+    """The experts of Qwen3-MoE: in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    # Published configs have the first name, what `transformers` 5 saves has the second.
+    field = "num_experts" if config.given("num_experts") else "num_local_experts"
+    num_experts = config.integer(field, default=128, high=MAX_EXPERTS)
+    step = config.integer("decoder_sparse_step", default=1)
+    dense = _mlp_only_layers(config, num_layers)
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=_experts_per_token(config, 8, num_experts),
+        intermediate_size=config.integer("moe_intermediate_size", default=768),
+        norm_topk_prob=config.boolean("norm_topk_prob", default=False),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+    )
+
+
+def _experts_per_token(config: JsonReader, default: int, num_experts: int) -> int:
+    per_token = config.integer("num_experts_per_tok", default=default, high=num_experts)
+    if per_token > num_experts:
+        raise config.fail("num_experts_per_tok", f"at most the number of experts ({num_experts}), and {default} is not")
+    return per_token
+
+
+def _mlp_only_layers(config: JsonReader, num_layers: int) -> frozenset[int]:
+    if config.data.get("mlp_only_layers") == []:
+        return frozenset()
+    layers = frozenset(config.integers("mlp_only_layers") or ())
+    if any(layer >= num_layers for layer in layers):
+        raise config.fail("mlp_only_layers", f"layers below num_hidden_layers ({num_layers})")
+    return layers
+
+
+def gpt_oss_experts(config: JsonReader, num_layers: int) -> MoeSpec:
+    """The experts of gpt-oss, in every layer. Their router's softmax is over the chosen experts alone: the same as one
+    over all whose chosen weights are scaled to sum to 1."""
+    field = "num_experts" if config.given("num_experts") else "num_local_experts"
+    num_experts = config.integer(field, default=128, high=MAX_EXPERTS)
+    swiglu = ClampedSwiglu(config.number("swiglu_alpha", default=1.702), config.number("swiglu_limit", default=7.0))
+    mxfp4 = stores_mxfp4(config)
+    inner = config.integer("intermediate_size")
+    if mxfp4:
+        for size in ("hidden_size", "intermediate_size"):
+            if config.integer(size) % MXFP4_GROUP:
+                raise config.fail(size, f"a multiple of {MXFP4_GROUP}, the weights that share a scale in MXFP4")
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=_experts_per_token(config, 4, num_experts),
+        intermediate_size=inner,
+        norm_topk_prob=True,
+        sparse_layers=(True,) * num_layers,
+        swiglu=swiglu,
+        mxfp4=mxfp4,
+    )
+
+
+def stores_mxfp4(config: JsonReader) -> bool:
+    """Whether `quantization_config` says that the experts are stored in MXFP4."""
+    if not config.given("quantization_config"):
+        return False
+    return config.object("quantization_config").string("quant_method", default="") == MXFP4
