@@ -70,19 +70,17 @@ class SchedulerConfig:
     kv_write_guard: bool = False
     seed: int = 0
     max_drafting_len: int = field(init=False)
+    drafter_work: DrafterWork = field(init=False)
+    """What the drafter runs for a number of drafts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_drafting_len", min(self.drafter_max_len, self.max_model_len))
+        object.__setattr__(self, "drafter_work", DrafterWork(self.lookahead_base, self.autoregressive))
 
     @property
     def cache_group(self) -> CacheGroup:
         """The layers of both models, under one block table."""
         return CacheGroup(self.block_size)
-
-    @property
-    def drafter_work(self) -> DrafterWork:
-        """What the drafter runs for a number of drafts."""
-        return DrafterWork(self.lookahead_base, self.autoregressive)
 
     def lookahead(self, k: int) -> int:
         """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""

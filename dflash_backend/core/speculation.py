@@ -51,8 +51,8 @@ MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 MAX_UNCERTAINTY = 0.15
 MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time. With few rows, where a step is short, what goes on as it was holds for twice as many.
-STEPS_BETWEEN_DECISIONS = 4
+# deciding takes time. With few rows, where a step is short, what goes on as it was holds for twice as many each time.
+STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 16
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
 # What became of drafts is taken in step by step at first, when each step changes what is known of them, and then when
@@ -177,7 +177,7 @@ class AdaptiveSpeculation:
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
         goes_on = drafted == any(lengths) and len(rows) <= FEW_ROWS
-        self._interval = STEPS_BETWEEN_DECISIONS * (2 if goes_on else 1)
+        self._interval = min(2 * self._interval, MOST_STEPS_OF_FEW) if goes_on else STEPS_BETWEEN_DECISIONS
         if not any(lengths):
             self._probe(rows, lengths, line)
         else:

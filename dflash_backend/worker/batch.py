@@ -222,11 +222,12 @@ class HostBatch:
 
     def bounds(self, num_rows: int) -> LengthBounds:
         """The bounds for these rows and the padding rows behind them, `num_rows` in all."""
-        ends = self.start + self.query_lens
+        lens = self.query_lens
+        ends = self.start + lens
         # The anchor of the drafts follows the last draft of now if all of these are accepted.
-        drafts = np.where(self.num_next > 0, ends + 1 + self.num_next, 0)
+        drafts = (ends + 1 + self.num_next) * (self.num_next > 0)
         return LengthBounds(
-            query_lens=padded(self.query_lens, num_rows),
+            query_lens=padded(lens, num_rows),
             seq_lens=padded(ends, num_rows),
             draft_lens=padded(drafts, num_rows),
             max_overestimate=int((self.num_unverified + self.num_draft).max()),
@@ -237,16 +238,16 @@ class HostBatch:
     ) -> StepInputs:
         """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
         drafts that a budget has offsets for."""
-        num_verified = first_drafts(self.num_draft, self.num_verified)
-        lens, num_logits = self.num_new + num_verified, np.where(self.sample, num_verified + 1, 0)
-        first = np.cumsum(lens) - lens
-        logits_start = np.where(self.sample, np.cumsum(num_logits) - num_logits, -1)
+        num_verified = self.num_draft if self.budget is None else first_drafts(self.num_draft, self.num_verified)
+        lens, num_logits = self.num_new + num_verified, (num_verified + 1) * self.sample
+        first = lens.cumsum() - lens
+        logits_start = np.where(self.sample, num_logits.cumsum() - num_logits, -1)
         logits_row, logits_token = spans(first + self.num_new - 1, num_logits)
         if len(logits_row) == 0:
             # A padding row of logits, so that a step in which no row samples is no case of its own.
             logits_row, logits_token = np.array([-1]), np.array([0])
         num_rows = _rounded(len(lens), row_multiple)
-        token_row = np.repeat(np.arange(len(lens)), lens)
+        token_row = np.arange(len(lens)).repeat(lens)
         arrays = [
             self.numbers(num_rows, first, logits_start, token_row),
             logits_token.astype(np.int32),
@@ -255,7 +256,7 @@ class HostBatch:
         if self.budget is not None:
             arrays.append(self.budget_numbers(k, num_rows, self.num_verified))
         numbers, tokens, rows, *budget = send(arrays)
-        every = len(logits_token) == len(token_row) and bool(self.sample.any())
+        every = len(logits_token) == len(token_row) and self.traits.chooses
         batch = DeviceBatch.over(numbers, num_rows)
         logits = None if every else tokens
         return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, budget[0] if budget else None)
@@ -330,9 +331,9 @@ def first_drafts(num_draft: np.ndarray, num_drafts: int) -> np.ndarray:
 
 def spans(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For rows that cover `[start, start + len)`: the row and the value of each covered number, both int64 `[n]`."""
-    rows = np.repeat(np.arange(len(lens)), lens)
-    first = np.cumsum(lens) - lens
-    return rows, starts[rows] + np.arange(len(rows)) - first[rows]
+    rows = np.arange(len(lens)).repeat(lens)
+    first = lens.cumsum() - lens
+    return rows, (starts - first)[rows] + np.arange(len(rows))
 
 
 def padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -10,6 +10,7 @@ so a core that is busy with something else costs its share and no more.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ class BatchThreads:
         self._batch_invariant = batch_invariant
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1:
-            self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _keep_to_one_thread)
+            self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _prepare_thread)
 
     def split(self, rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
         """Cut rows into parts that take about equally long; alike rows stay together.
@@ -65,6 +66,8 @@ class BatchThreads:
         Rows are ordered first, by their tokens, roughly, and contexts, so that attention can pad neighbours to one
         batch.
         """
+        if len(rows) == 1:
+            return [list(rows)]
         ordered = sorted(rows, key=_likeness)
         work = [_work(row) for row in ordered]
         total = sum(work)
@@ -107,11 +110,16 @@ def _work(row: ScheduledRequest) -> int:
     return num_tokens + row.num_computed * (TOKENS_TWICE + num_tokens) // (TOKENS_TWICE * CONTEXT_OF_A_TOKEN)
 
 
-def _keep_to_one_thread() -> None:
-    """For a thread of the pool: no threads within operations, ever."""
+_of_thread = threading.local()
+
+
+def _prepare_thread() -> None:
+    """For a thread of the pool: no threads within operations, and inference mode, as long as it runs."""
     # A thread takes over the process's setting when it first asks; what is set before that would be lost.
     torch.get_num_threads()
     torch.set_num_threads(1)
+    _of_thread.mode = torch.inference_mode()
+    _of_thread.mode.__enter__()
 
 
 @contextmanager

@@ -66,6 +66,8 @@ class LogitsProcessors:
     def of(cls, batch: HostBatch, requests: RequestStates) -> LogitsProcessors | None:
         """Those of a step; None where no row asks for any. Raises `RuntimeError` for a row whose start is not
         certain."""
+        if not requests.num_processed:
+            return None
         index = batch.req_idx
         # 0 for a request without `min_tokens`. The lowest start may then be below 0: an upper bound is cut at the
         # request's end, and the number of drafts in flight is not.

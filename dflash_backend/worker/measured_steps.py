@@ -25,8 +25,8 @@ def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[Padd
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
             times.append(step.unpacked(each.replay().cpu().numpy(), inputs.num_rows).times)
-        target_ns = min(int(marks[-2] - marks[0]) for marks in times)
-        draft_ns = min(int(marks[-1] - marks[-2]) for marks in times)
+        target_ns = min(marks[-2] - marks[0] for marks in times)
+        draft_ns = min(marks[-1] - marks[-2] for marks in times)
         width = inputs.draft_width or 0
         found.append(MeasuredStep(inputs.num_rows, inputs.num_tokens, width, target_ns / 1e9, draft_ns / 1e9))
     return found

@@ -37,6 +37,8 @@ class PromptLogprobs:
     @classmethod
     def of(cls, batch: HostBatch, requests: RequestStates) -> PromptLogprobs | None:
         """Those of a step; None where no row asks for any."""
+        if not requests.num_processed:
+            return None
         index = batch.req_idx
         # The last token of the prompt predicts the first of the output.
         counts = np.minimum(batch.num_new, requests.num_prompt_tokens[index] - 1 - batch.start)

@@ -7,6 +7,7 @@ there is nothing to overlap with, and the rows of a step are shared among the co
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -156,10 +157,10 @@ class ModelRunner:
         for part in step.parts:
             assert part.results is not None, "the step before completes this one"
             numbers = self.step.unpacked(part.results.wait(), part.num_rows)
-            token_ids, num_verified, times = numbers.tokens.tolist(), numbers.verified.tolist(), numbers.times
+            num_verified, times = numbers.verified, numbers.times
             sure = numbers.confidences.tolist() if step.has_confidence else []
-            for i, (row, count) in enumerate(zip(part.rows, numbers.accepted.tolist(), strict=False)):
-                new = token_ids[i][: count + 1] if row.sample else []
+            for i, (row, count) in enumerate(zip(part.rows, numbers.accepted, strict=False)):
+                new = numbers.tokens[i][: count + 1] if row.sample else []
                 logprobs, of_prompt = part.logprobs.get(i), part.prompt_logprobs.get(i)
                 of_next = sure[i][: row.num_next_draft] if sure else []
                 result = RequestResult(
@@ -177,10 +178,10 @@ class ModelRunner:
                 results[row.request_id] = result
             if part.grammars is not None:
                 mask_seconds += part.grammars.mask_seconds
-            seconds = np.diff(times) / 1e9
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
-            if times.any() and seconds.sum() > sum(phases.values()):
-                phases = dict(zip(PHASES, seconds.tolist(), strict=True))
+            if (times[-1] - times[0]) / 1e9 > sum(phases.values()):
+                seconds = [(end - start) / 1e9 for start, end in itertools.pairwise(times)]
+                phases = dict(zip(PHASES, seconds, strict=True))
         if self._in_flight:
             self._complete(self._in_flight[0])
         return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases, mask_seconds)
@@ -247,10 +248,9 @@ class ModelRunner:
             for row, num_verified in zip(plan.rows, lens.tolist(), strict=True)
         ]
 
-    @torch.inference_mode()
     def _run_part(self, plan: StepPlan, rows: Sequence[ScheduledRequest]) -> PartInFlight:
-        """Queue a step of some of a plan's rows, and the copy of its results. (On a thread of its own, which has an
-        inference mode of its own.)"""
+        """Queue a step of some of a plan's rows, and the copy of its results; in inference mode, which each thread has
+        for itself."""
         budget = None if self.step.ops.on_host else plan.budget
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
             rows, budget = evenly_truncated(rows, budget), None

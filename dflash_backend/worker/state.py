@@ -120,6 +120,8 @@ class RequestRecord:
     allowed_ids: torch.Tensor
     bad_words: BadWords | None = None
     num_blocks: int = 0
+    processed: bool = False
+    """Whether its logits may have to be changed, or looked at for log-probabilities."""
 
     @property
     def needs_layout(self) -> bool:
@@ -159,6 +161,7 @@ class RequestStates:
         self.penalties = np.zeros((count, 3), dtype=np.float32)
         self.num_logprobs = np.full(count, -1, dtype=np.int64)
         self.num_prompt_logprobs = np.full(count, -1, dtype=np.int64)
+        self.num_processed = 0  # requests of `RequestRecord.processed`
 
     def update(self, plan: StepPlan) -> None:
         """Apply a plan's changes: `finished_req_ids`, then `new_requests`, then the blocks that its rows gained.
@@ -185,11 +188,14 @@ class RequestStates:
 
     def remove(self, request_id: str) -> None:
         """Drop a request. One that the worker does not hold is an error of the core."""
-        self._free.append(self.records.pop(request_id).index)
+        record = self.records.pop(request_id)
+        self._free.append(record.index)
+        self.num_processed -= record.processed
 
     def clear(self) -> None:
         """Drop every request."""
         self.records.clear()
+        self.num_processed = 0
         self._free = list(range(len(self.temperature) - 1, -1, -1))
 
     def add(self, new: NewRequest) -> RequestRecord:
@@ -212,6 +218,9 @@ class RequestStates:
         self.penalties[index] = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
         self.num_logprobs[index] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_prompt_logprobs[index] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+        changes = self.min_end[index] > 0 or self.biased[index] or self.masked[index] or self.penalised[index]
+        record.processed = bool(changes) or sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self.num_processed += record.processed
         return record
 
     def _record(self, index: int, new: NewRequest) -> RequestRecord:

@@ -69,15 +69,15 @@ class StepOutput:
 
 
 class StepNumbers(NamedTuple):
-    """The parts of `StepOutput.numbers` on the host, of R rows: accepted and verified drafts int64 `[R]`, tokens int64
-    `[R, k + 1]`, confidences float32 `[R, k]`, times int64 `[NUM_TIMESTAMPS]`, drafts int64 `[R, k]`, or `[R, 0]` where
-    they were not asked for."""
+    """The parts of `StepOutput.numbers` on the host, of R rows: accepted and verified drafts and k + 1 tokens of each
+    row, the timestamps, then, as arrays, confidences float32 `[R, k]`, and drafts int64 `[R, k]`, or `[R, 0]` where
+    they were not asked for. Lists, since after a step's products each call of numpy takes some microseconds."""
 
-    accepted: np.ndarray
-    verified: np.ndarray
-    tokens: np.ndarray
+    accepted: list[int]
+    verified: list[int]
+    tokens: list[list[int]]
+    times: list[int]
     confidences: np.ndarray
-    times: np.ndarray
     drafts: np.ndarray
 
 
@@ -153,14 +153,15 @@ class ModelStep:
 
     def unpacked(self, numbers: np.ndarray, num_rows: int) -> StepNumbers:
         """The parts of `StepOutput.numbers`, on the host."""
-        k, parts, first = self.state.k, [], 0
-        for size in (num_rows, num_rows, num_rows * (k + 1), num_rows * k, NUM_TIMESTAMPS):
-            parts.append(numbers[first : first + size])
-            first += size
-        accepted, verified, tokens, confidences, times = parts
-        confidences = confidences.astype(np.int32).view(np.float32).reshape(num_rows, -1)
-        tokens, drafts = tokens.reshape(num_rows, -1), numbers[first:].reshape(num_rows, -1)
-        return StepNumbers(accepted, verified, tokens, confidences, times, drafts)
+        width, of_tokens = self.width, num_rows * (2 + self.width)
+        behind = of_tokens + num_rows * self.state.k
+        counts = numbers[:of_tokens].tolist()
+        tokens = [counts[first : first + width] for first in range(2 * num_rows, of_tokens, width)]
+        end = behind + NUM_TIMESTAMPS
+        confidences = numbers[of_tokens:behind].astype(np.int32).view(np.float32).reshape(num_rows, -1)
+        drafts = numbers[end:].reshape(num_rows, -1)
+        times = numbers[behind:end].tolist()
+        return StepNumbers(counts[:num_rows], counts[num_rows : 2 * num_rows], tokens, times, confidences, drafts)
 
     def verify(self, inputs: StepInputs) -> Verified:
         """One target forward over all rows, and the tokens that their drafts are compared with."""

@@ -37,11 +37,15 @@ def look_up_reference(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, positions and slots, int64 `[n]`, of the int64 `positions` of requests `req_idx` (at least 0), with padding
     where not `covered` (bool `[n]`)."""
-    positions = np.where(covered, positions, 0)
-    ids = np.where(covered, tokens.numpy()[req_idx, positions], 0)
-    block, offset = np.divmod(positions, block_size)
-    slots = blocks.numpy()[req_idx, block].astype(np.int64) * block_size + offset
-    return ids, positions, np.where(covered, slots, -1)
+    all_covered = covered.all()
+    if not all_covered:
+        positions = np.where(covered, positions, 0)
+    ids = tokens.numpy()[req_idx, positions]
+    block = positions // block_size
+    slots = (blocks.numpy()[req_idx, block].astype(np.int64) - block) * block_size + positions
+    if all_covered:
+        return ids, positions, slots
+    return np.where(covered, ids, 0), positions, np.where(covered, slots, -1)
 
 
 def prepare_reference(
