@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_openai.errors import invalid
-from dflash_openai.parsing import OutputParser
+from dflash_openai.parsing import OutputParser, harmony
 from dflash_openai.state import Model
 from dflash_openai.tools import ToolUse
 
@@ -39,6 +39,8 @@ async def prepare(
 ) -> Conversation:
     """The prompt of messages, through the chat template with the variables `options`. `sampling` are the request's
     parameters; those that tools and reasoning need are added. Raises `ApiError`."""
+    if model.output_format.is_harmony:
+        messages = harmony.template_messages(messages)
     prompt = await model.prompts.from_messages(messages, options, use.offered)
     tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
     sampling = dict(sampling)

@@ -145,7 +145,7 @@ class ResponseAnswer:
         output, tokenizer = self._asked.model.output_format, self._asked.model.tokenizer
         if output.reasoning is None or all(item["type"] != "reasoning" for item in self._items.output):
             return 0
-        marker = tokenizer.encode_part(output.reasoning.close)
+        marker = tokenizer.encode_part(output.reasoning.counted_to or output.reasoning.close)
         for start in range(len(self._token_ids) - len(marker) + 1):
             if self._token_ids[start : start + len(marker)] == marker:
                 return start + len(marker)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Script:
     """What the model answers: texts that come one after the other for each completion, then `error` or the end.
 
     With `endless`, the texts come over and over until the request is cancelled. With `ends_with_text`, the last text
-    comes together with the end.
+    comes together with the end. encode: gives the token ids of a text.
     """
 
     texts: Sequence[str] = ("Hel", "lo", "!")
@@ -53,6 +53,7 @@ class Script:
     stats: Mapping[str, Any] = field(default_factory=lambda: STATS)
     logprobs: Sequence[Any] | None = None
     prompt_logprobs: tuple[Any, ...] | None = None
+    encode: Callable[[str], Sequence[int]] = str.encode
 
 
 class ScriptedRequest:
@@ -85,7 +86,7 @@ class ScriptedRequest:
             yield Delta(text, finish_reason=script.finish_reason, spec_stats=dict(script.stats), index=index)
 
     def _delta(self, text: str, place: int, index: int) -> Delta:
-        ids = tuple(text.encode())
+        ids = tuple(self._script.encode(text))
         logprobs = None
         if self._asked.sampling.get("logprobs") is not None and self._script.logprobs is not None:
             logprobs = tuple(self._script.logprobs[place])

@@ -79,3 +79,19 @@ PARSING_MUTANTS += mutants_of(
         "{}",
     ),
 )
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/parsing/harmony.py",
+    ("tests/frontend/test_harmony.py",),
+    ("reasoning of harmony is content", 'channel[1] == "analysis"', 'channel[1] == "thinking"'),
+    ("a mark of harmony that comes in two parts is text", "marks)) - 1", "marks)) * 0"),
+    (
+        "a harmony call without its end mark is lost",
+        "        if self._head is None:\n            self._close(events)\n        elif self._head and",
+        "        if self._head and",
+    ),
+    (
+        "reasoning of a history is not shown to gpt-oss",
+        'return {**message, "thinking": thinking}',
+        "return message",
+    ),
+)

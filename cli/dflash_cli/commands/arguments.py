@@ -45,14 +45,15 @@ def add_parser_options(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help="how the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder or none; %(default)s follows "
-        "its chat template",
+        help="how the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, openai (gpt-oss) or none; "
+        "%(default)s follows its chat template",
     )
     group.add_argument(
         "--reasoning-parser",
         default="auto",
         metavar="NAME",
-        help="how it writes what it thinks: qwen3, deepseek_r1, mistral or none; %(default)s follows its chat template",
+        help="how it writes what it thinks: qwen3, deepseek_r1, mistral, openai_gptoss or none; %(default)s follows "
+        "its chat template",
     )
 
 

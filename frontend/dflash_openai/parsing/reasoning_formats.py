@@ -10,13 +10,15 @@ class ReasoningFormat:
     """One way to write reasoning; `name` is vLLM's for it (`--reasoning-parser`).
 
     open, close: the marks around the reasoning. starts_open: the answer begins within the reasoning although neither
-    the prompt nor the model has written the open mark.
+    the prompt nor the model has written the open mark. counted_to: the mark with which the tokens of the reasoning end,
+    where that is not `close`, behind which grammars begin.
     """
 
     name: str
     open: str
     close: str
     starts_open: bool = False
+    counted_to: str = ""
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether a prompt's chat template has written the open mark, so that the answer begins within the

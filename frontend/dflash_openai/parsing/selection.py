@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from dflash_openai.parsing import harmony
 from dflash_openai.parsing.events import OutputParser
 from dflash_openai.parsing.parser import parser_of
 from dflash_openai.parsing.reasoning_formats import MISTRAL as MISTRAL_REASONING
@@ -22,8 +23,10 @@ from dflash_openai.parsing.tool_formats import (
 
 _F = TypeVar("_F")
 AUTO, NONE = "auto", "none"
-TOOL_PARSER_NAMES = (AUTO, NONE, *TOOL_FORMATS)
-REASONING_PARSER_NAMES = (AUTO, NONE, *REASONING_FORMATS)
+_TOOL_PARSERS = TOOL_FORMATS | {harmony.TOOLS.name: harmony.TOOLS}
+_REASONING_PARSERS = REASONING_FORMATS | {harmony.REASONING.name: harmony.REASONING}
+TOOL_PARSER_NAMES = (AUTO, NONE, *_TOOL_PARSERS)
+REASONING_PARSER_NAMES = (AUTO, NONE, *_REASONING_PARSERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class OutputFormat:
     reasoning: ReasoningFormat | None = None
     shows_special_tokens: bool = False
 
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are in OpenAI's harmony format."""
+        return self.tools is harmony.TOOLS or self.reasoning is harmony.REASONING
+
     def parser(
         self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), parallel_tool_calls: bool = True
     ) -> OutputParser:
@@ -42,6 +50,9 @@ class OutputFormat:
         form; without them no tool call is looked for. Without `parallel_tool_calls` only the first call is returned."""
         schemas = function_schemas(tools)
         max_calls = None if parallel_tool_calls else 1
+        if self.is_harmony:
+            calls = self.tools is not None and bool(tools)
+            return harmony.HarmonyParser(prompt, self.reasoning is not None, calls, max_calls)
         return parser_of(self.reasoning, self.tools if tools else None, prompt, schemas, max_calls)
 
 
@@ -56,10 +67,11 @@ def select_output_format(
     special_tokens: the texts of the tokens that detokenizing skips. tool_call_parser, reasoning_parser: vLLM's names,
     `auto` to choose by the template, `none` for none. Raises `ValueError` for another name.
     """
-    tools = _named(tool_call_parser, TOOL_FORMATS, _tool_format_of(chat_template), "tool-call-parser")
-    reasoning = _named(reasoning_parser, REASONING_FORMATS, _reasoning_format_of(chat_template), "reasoning-parser")
+    tools = _named(tool_call_parser, _TOOL_PARSERS, _tool_format_of(chat_template), "tool-call-parser")
+    reasoning = _named(reasoning_parser, _REASONING_PARSERS, _reasoning_format_of(chat_template), "reasoning-parser")
     marks = [mark for each in (tools, reasoning) if each is not None for mark in (each.open, each.close)]
-    return OutputFormat(tools, reasoning, any(mark in special_tokens for mark in marks))
+    output = OutputFormat(tools, reasoning, any(mark in special_tokens for mark in marks))
+    return replace(output, shows_special_tokens=True) if output.is_harmony else output
 
 
 def function_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -81,6 +93,8 @@ def _named(name: str, formats: Mapping[str, _F], by_template: _F | None, option:
 def _tool_format_of(chat_template: str) -> ToolFormat | None:
     if "tools" not in chat_template:
         return None
+    if harmony.is_harmony(chat_template):
+        return harmony.TOOLS
     if "<function=" in chat_template and HERMES.open in chat_template:
         return QWEN3_CODER
     for known in (HERMES, MISTRAL):
@@ -93,6 +107,8 @@ def _tool_format_of(chat_template: str) -> ToolFormat | None:
 
 
 def _reasoning_format_of(chat_template: str) -> ReasoningFormat | None:
+    if harmony.is_harmony(chat_template):
+        return harmony.REASONING
     for known in (QWEN3, MISTRAL_REASONING):
         if known.close in chat_template:
             return known

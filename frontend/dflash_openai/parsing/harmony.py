@@ -1,0 +1,172 @@
+"""OpenAI's harmony format, which gpt-oss writes: an answer is several messages, each with a channel.
+
+    <|channel|>analysis<|message|>I see.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f json<|message|>{}<|call|>
+
+`analysis` is reasoning, `final` and `commentary` are content, and a message to a function is a call, whatever its
+channel. The marks are special tokens of the checkpoint's own tokenizer, found here in the detokenized text: OpenAI's
+package `openai-harmony` reads the format by token ids of a vocabulary that it downloads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dflash_openai.parsing.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta
+from dflash_openai.parsing.reasoning_formats import ReasoningFormat
+from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_FUNCTIONS = "functions."
+_CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
+
+# By vLLM's names. The final message is what a grammar begins with.
+REASONING = ReasoningFormat(
+    "openai_gptoss", f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}", counted_to="<|end|>"
+)
+
+
+def _read(text: str, schemas: object) -> list[ToolCall] | None:
+    """The call of a message from the name of its function on."""
+    head, _, body = text.partition(MESSAGE)
+    arguments = arguments_of(body)
+    name = re.match(r"[^\s<]*", head)
+    return None if arguments is None or not name or not name[0] else [ToolCall(name[0], arguments)]
+
+
+TOOLS = ToolFormat("openai", f"{CHANNEL}commentary to={_FUNCTIONS}", "<|call|>", _read)
+
+
+def is_harmony(chat_template: str) -> bool:
+    """Whether a chat template writes conversations in this format."""
+    return CHANNEL in chat_template and MESSAGE in chat_template
+
+
+def arguments_of(body: str) -> str | None:
+    """The arguments of a call, the JSON text of an object; None where the text is none."""
+    arguments = body.strip() or "{}"
+    try:
+        _OBJECT.decode(arguments.encode())
+    except _ERRORS:
+        return None
+    return arguments
+
+
+class HarmonyParser:
+    """Parses one answer, as `OutputParser`. prompt: the text that the model continues, at least from its last `START`
+    on. With `reasoning` the text of the channel `analysis` is reasoning, else content; with `calls` messages to
+    functions are calls, of which at most `max_calls` are returned, all where it is None."""
+
+    def __init__(self, prompt: str, reasoning: bool, calls: bool, max_calls: int | None = None) -> None:
+        self._reasoning, self._calls, self._max_calls = reasoning, calls, max_calls
+        # Text that has not been told of, and where it begins in the answer.
+        self._ahead, self._position = "", 0
+        # The beginning of a message as far as it has come; None within its body.
+        self._head: str | None = ""
+        self._is_reasoning, self._function, self._body = False, "", ""
+        self._num_messages = self._num_calls = 0
+        self._reasoned = False
+        head, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
+        if mark and not any(end in head for end in ENDS):
+            self._begin(head)
+
+    def feed(self, text: str) -> list[Event]:
+        """As `OutputParser.feed`."""
+        self._ahead += text
+        events: list[Event] = []
+        while True:
+            marks = (START, MESSAGE, *ENDS) if self._head is not None else (START, *ENDS)
+            found = [(place, mark) for mark in marks if (place := self._ahead.find(mark)) >= 0]
+            if not found:
+                self._take(len(self._ahead) - held_back(self._ahead, marks), events)
+                return events
+            place, mark = min(found)
+            self._take(place, events)
+            self._ahead = self._ahead[len(mark) :]
+            if self._head is None:
+                self._close(events)
+            elif mark == MESSAGE:
+                self._begin(self._head)
+            else:
+                self._head = ""
+            self._position += len(mark)
+
+    def finish(self) -> list[Event]:
+        """As `OutputParser.finish`. The end of the last message is not in the text, since it ended the answer."""
+        events: list[Event] = []
+        self._take(len(self._ahead), events)
+        if self._head is None:
+            self._close(events)
+        elif self._head and not self._num_messages and not self._head.lstrip().startswith((CHANNEL, "to=")):
+            # A model that does not write in this format.
+            events.append(ContentDelta(self._head, self._position))
+        self._head = ""
+        return events
+
+    def _begin(self, head: str) -> None:
+        """The body of a message with this head begins."""
+        channel, recipient = _CHANNEL_NAME.search(head), _RECIPIENT.search(head)
+        self._head, self._body = None, ""
+        self._num_messages += 1
+        self._function = recipient[1].removeprefix(_FUNCTIONS) if recipient and self._calls else ""
+        self._is_reasoning = self._reasoning and channel is not None and channel[1] == "analysis"
+        if self._is_reasoning and self._reasoned:
+            self._body = "\n"  # between two messages of it
+
+    def _take(self, num_chars: int, events: list[Event]) -> None:
+        """The text up to there is of the head or of the body."""
+        text, self._ahead = self._ahead[:num_chars], self._ahead[num_chars:]
+        self._position += num_chars
+        if self._head is not None:
+            self._head += text
+        elif self._function:
+            self._body += text
+        elif text and self._is_reasoning:
+            events.append(ReasoningDelta(self._body + text))
+            self._body, self._reasoned = "", True
+        elif text:
+            events.append(ContentDelta(text, self._position))
+
+    def _close(self, events: list[Event]) -> None:
+        """The body ends."""
+        if self._function:
+            arguments = arguments_of(self._body)
+            if arguments is None:
+                events.append(ContentDelta(self._body, self._position))
+            elif self._max_calls is None or self._num_calls < self._max_calls:
+                events.append(ToolCallDelta(self._num_calls, TOOLS.new_id(), self._function, arguments))
+                self._num_calls += 1
+        self._head, self._function, self._body = "", "", ""
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    longest = max(map(len, marks)) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages as the chat template of gpt-oss reads them: reasoning is `thinking`. With a call it takes either
+    reasoning or content, which it writes as reasoning too, so both are one text there."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    thinking = message.get("thinking") or message.get("reasoning_content")
+    if not isinstance(thinking, str):
+        return message
+    content = message.get("content")
+    if message.get("tool_calls") and isinstance(content, str) and content:
+        return {**message, "thinking": f"{thinking}\n{content}", "content": ""}
+    return {**message, "thinking": thinking}
