@@ -136,6 +136,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "share its time",
         "",
         _TOKEN_SECONDS,
+        of_steps=True,
     ),
     MetricSpec(
         "dflash:request_time_per_output_token_seconds",

@@ -91,9 +91,12 @@ class Metrics:
         self._last = EngineStats()
         if enabled:
             for spec in METRICS:
-                self._declare(spec)
-                if vllm_names and spec.name in VLLM_NAMES:
-                    self._declare_alias(spec, VLLM_NAMES[spec.name])
+                has_alias = vllm_names and spec.name in VLLM_NAMES
+                # Clients of vLLM's backend look for its metrics as soon as they have their answer.
+                declared = replace(spec, of_steps=False) if has_alias else spec
+                self._declare(declared)
+                if has_alias:
+                    self._declare_alias(declared, VLLM_NAMES[spec.name])
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""

@@ -69,11 +69,12 @@ def test_what_concerns_requests_is_handed_over_without_the_metrics_of_steps(trit
     of_steps = ("dflash:step_seconds_count", "verify"), ("dflash:spec_decode_num_accepted_tokens_per_pos_total", "0")
     assert [key in triton.values for key in of_steps] == [False, False]
     assert triton.observed("dflash:request_params_n") == (1, 2)
-    assert triton.observed("dflash:inter_token_latency_seconds") == (1, 0.02)
+    assert triton.observed("dflash:inter_token_latency_seconds")[0] == 0
     assert triton.values["dflash:num_requests_in_flight", "m_0_0"] == 3
     assert triton.values["dflash:spec_decode_num_drafts_total",] == 3
     metrics.flush()
     assert [triton.values[key] for key in of_steps] == [1, 3]
+    assert triton.observed("dflash:inter_token_latency_seconds") == (1, 0.02)
 
 
 def test_one_request_costs_one_observation_a_histogram_where_triton_has_histograms(triton, metrics):
@@ -190,6 +191,16 @@ def test_metrics_that_the_vllm_backend_has_are_there_under_its_names_where_its_p
     assert triton.buckets("vllm:time_per_output_token_seconds")["0.025"] == 15
     assert triton.observed("vllm:request_params_n") == (1, 2)
     assert set(triton.buckets("vllm:request_params_n")) == set(triton.buckets("dflash:request_params_n"))
+
+
+@pytest.mark.parametrize("vllm_names", [False, True])
+def test_intervals_of_tokens_wait_for_the_whole_page_unless_a_client_of_vllm_may_look_for_them(triton, vllm_names):
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=vllm_names)
+    metrics.observe("dflash:inter_token_latency_seconds", 0.02, times=15)
+    metrics.flush_requests()
+    assert triton.observed("dflash:inter_token_latency_seconds")[0] == (15 if vllm_names else 0)
+    metrics.flush()
+    assert triton.observed("dflash:inter_token_latency_seconds")[0] == 15
 
 
 def test_without_it_there_is_one_name_for_each_metric(triton, metrics):
