@@ -3,6 +3,9 @@ Microscaling Formats 1.0)."""
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 
 from dflash_backend.checkpoints.experts import MXFP4_GROUP
@@ -23,10 +26,19 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     """
     if bool((scales == NOT_A_NUMBER).any()):
         raise CheckpointError("a scale of MXFP4 weights is 255, which is not a number: fetch the checkpoint again")
-    values = torch.tensor(VALUES, dtype=torch.float32, device=blocks.device)
-    codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
-    numbers = torch.ldexp(values[codes.int()], (scales.int() - SCALE_BIAS)[..., None])
-    return numbers.to(dtype).flatten(-2)
+    pairs, powers = _tables(blocks.device)
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.float32).view(*scales.shape, MXFP4_GROUP)
+    return numbers.mul_(powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)).to(dtype).flatten(-2)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two numbers of each byte, float32 and looked up as one int64 `[256]`, and the powers of two of the scales:
+    float32 `[256]`, the last of which is none."""
+    values = [(VALUES[byte & 0x0F], VALUES[byte >> 4]) for byte in range(256)]
+    powers = [math.ldexp(1.0, byte - SCALE_BIAS) for byte in range(NOT_A_NUMBER)]
+    pairs = torch.tensor(values, dtype=torch.float32).view(torch.int64).flatten()
+    return pairs.to(device), torch.tensor([*powers, math.nan], dtype=torch.float32).to(device)
 
 
 def packed_shapes(*shape: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

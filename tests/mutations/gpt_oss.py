@@ -124,11 +124,15 @@ GPT_OSS_MUTANTS = (
     *mutants_of(
         MXFP4,
         OF_MXFP4,
-        ("the upper half of a byte comes first", "[blocks & 0x0F, blocks >> 4]", "[blocks >> 4, blocks & 0x0F]"),
+        (
+            "the upper half of a byte comes first",
+            "VALUES[byte & 0x0F], VALUES[byte >> 4]",
+            "VALUES[byte >> 4], VALUES[byte & 0x0F]",
+        ),
         (
             "the scales of a matrix are transposed",
-            "(scales.int() - SCALE_BIAS)[..., None]",
-            "(scales.transpose(-1, -2).reshape(scales.shape).int() - SCALE_BIAS)[..., None]",
+            "scales.flatten().int()).view(",
+            "scales.transpose(-1, -2).flatten().int()).view(",
         ),
         ("scales are 128 off", "SCALE_BIAS, NOT_A_NUMBER = 127", "SCALE_BIAS, NOT_A_NUMBER = 128"),
     ),
