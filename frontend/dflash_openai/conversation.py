@@ -47,7 +47,9 @@ async def prepare(
     if use.forced:
         sampling["structured_outputs"] = {"grammar": _forced_grammar(model, use, sampling)}
     output = model.output_format
-    if output.reasoning is not None and not output.reasoning.is_closed_after(tail):
+    # The grammar of a forced call in harmony has the reasoning in it.
+    in_grammar = use.forced and output.is_harmony
+    if output.reasoning is not None and not output.reasoning.is_closed_after(tail) and not in_grammar:
         _begin_after_reasoning(sampling, model.tokenizer.encode_part(output.reasoning.close))
     if output.shows_special_tokens:
         sampling.setdefault("skip_special_tokens", False)

@@ -18,6 +18,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.parsing import ContentDelta, Event, OutputFormat, ReasoningDelta, select_output_format
+from dflash_openai.parsing.grammar import NoGrammar, forced_calls
 from dflash_openai.parsing.harmony import REASONING, TOOLS, template_messages
 from tests.byte_tokenizer import write_byte_tokenizer
 from tests.frontend.conftest import wait_until_ready
@@ -199,10 +200,52 @@ def test_a_grammar_begins_with_the_final_message(client: openai.OpenAI, pool: Sc
     assert pool.asked[-1].sampling["structured_outputs"] == {"json_object": True, "after_reasoning": marker}
 
 
+FUNCTIONS = [
+    {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    {"name": "now"},
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_taken"),
+    [
+        (CALL, True),
+        (THOUGHT + NEXT + CALL, True),
+        (THOUGHT + NEXT + THOUGHT + NEXT + CALL.replace("get_weather", "now"), True),
+        (THOUGHT + NEXT + FINAL + "Hello", False),
+        (CALL.replace("get_weather", "other"), False),
+        (CALL.replace('"Oslo"', "1"), False),
+        (CALL[:-1], False),
+        (THOUGHT, False),
+        ("Hello", False),
+    ],
+)
+def test_a_forced_answer_thinks_and_then_calls(pool: ScriptedPool, text: str, is_taken: bool) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = tokenizer_of(pool)
+    grammar = forced_calls(TOOLS, FUNCTIONS, True, tokenizer.special_token_ids)
+    vocabulary = Path(pool.description.tokenizer, "tokenizer.json").read_text(encoding="utf-8")
+    made = llguidance.LLTokenizer(vocabulary, eos_token=tokenizer.special_token_ids["<|return|>"])
+    matcher = llguidance.LLMatcher(made, llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode_part(text)
+    assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == is_taken
+
+
 @pytest.mark.usefixtures("forcing")
-def test_a_call_cannot_be_forced(client: openai.OpenAI, pool: ScriptedPool) -> None:
-    with pytest.raises(openai.BadRequestError, match="cannot be forced where the model writes calls as 'openai'"):
-        ask(client, tool_choice="required")
+def test_a_forced_call_is_asked_for_by_a_grammar_from_the_answers_beginning_on(
+    client: openai.OpenAI, pool: ScriptedPool
+) -> None:
+    pool.script = Script((THOUGHT + NEXT + CALL,))
+    ask(client, tool_choice="required")
+    asked = pool.asked[-1].sampling["structured_outputs"]
+    assert set(asked) == {"grammar"}
+    assert "to=functions.get_weather " in asked["grammar"]
+
+
+def test_a_call_cannot_be_forced_where_marks_are_no_tokens() -> None:
+    with pytest.raises(NoGrammar, match="cannot be forced where the model writes calls as 'openai'"):
+        forced_calls(TOOLS, FUNCTIONS, True, {"<|start|>": 1})
 
 
 def test_responses_count_the_reasoning_up_to_its_end(client: openai.OpenAI, pool: ScriptedPool) -> None:

@@ -42,12 +42,12 @@ PARSING_MUTANTS += mutants_of(
     TOOLS,
     (
         "a grammar begins before the reasoning",
-        "if output.reasoning is not None and not output.reasoning.is_closed_after(tail):",
+        "if output.reasoning is not None and not output.reasoning.is_closed_after(tail) and not in_grammar:",
         "if output.reasoning is None:",
     ),
     (
         "a grammar waits for the end of a reasoning that the prompt has ended",
-        "if output.reasoning is not None and not output.reasoning.is_closed_after(tail):",
+        "if output.reasoning is not None and not output.reasoning.is_closed_after(tail) and not in_grammar:",
         "if output.reasoning is not None:",
     ),
 )
@@ -93,5 +93,14 @@ PARSING_MUTANTS += mutants_of(
         "reasoning of a history is not shown to gpt-oss",
         'return {**message, "thinking": thinking}',
         "return message",
+    ),
+)
+PARSING_MUTANTS += mutants_of(
+    f"{FRONTEND}/conversation.py",
+    ("tests/frontend/test_harmony.py",),
+    (
+        "a forced call of gpt-oss waits for its final message",
+        "in_grammar = use.forced and output.is_harmony",
+        "in_grammar = False",
     ),
 )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_openai.parsing import harmony
 from dflash_openai.parsing.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 
 _ANY_OBJECT = {"type": "object"}
@@ -38,6 +39,8 @@ def forced_calls(
     elif format is MISTRAL:
         more = ' (", " call)*' if parallel else ""
         start = f'start: {marks.of(MISTRAL.open)} "[" call{more} "]"'
+    elif format is harmony.TOOLS and all(mark in special_token_ids for mark in harmony.MARKS):
+        start = _after_analysis(marks)
     else:
         raise NoGrammar(
             f"a tool call cannot be forced where the model writes calls as '{format.name}'; set tool_choice to auto"
@@ -55,10 +58,21 @@ def _repeated(one: str, separator: str, parallel: bool) -> str:
     return f"start: one ({separator} one)*\none: {one}" if parallel else f"start: {one}"
 
 
+def _after_analysis(marks: _Marks) -> str:
+    """The start rule of harmony's answers: one call, which ends an answer, behind any messages of reasoning."""
+    head = f'{marks.of(harmony.CHANNEL)} "analysis" {marks.of(harmony.MESSAGE)}'
+    after = f'{marks.of("<|end|>")} {marks.of(harmony.START)} "assistant"'
+    return f"start: reasoning* call\nreasoning: {head} TEXT {after}\nTEXT: /(?s:.*)/"
+
+
 def _call(format: ToolFormat, name: str, arguments: str, marks: _Marks) -> str:
     """One function's call around the rule of its arguments."""
     if format is MISTRAL and _ARGS in marks.special_token_ids:
         return f"{_text(name)} {marks.of(_ARGS)} {arguments}"
+    if format is harmony.TOOLS:
+        recipient = _text(f"commentary to={harmony.FUNCTIONS}{name} ")
+        kind = f'{marks.of("<|constrain|>")} "json" {marks.of(harmony.MESSAGE)}'
+        return f"{marks.of(harmony.CHANNEL)} {recipient} {kind} {arguments}"
     field = "parameters" if format is LLAMA3_JSON else "arguments"
     begin = _text(f'{{"name": "{name}", "{field}": ')
     return f'{begin} {arguments} "}}"'

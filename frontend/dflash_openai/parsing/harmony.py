@@ -22,7 +22,8 @@ from dflash_openai.parsing.tool_formats import ToolCall, ToolFormat
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_FUNCTIONS = "functions."
+MARKS = (START, CHANNEL, "<|constrain|>", MESSAGE, *ENDS)
+FUNCTIONS = "functions."
 _CHANNEL_NAME = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -42,7 +43,7 @@ def _read(text: str, schemas: object) -> list[ToolCall] | None:
     return None if arguments is None or not name or not name[0] else [ToolCall(name[0], arguments)]
 
 
-TOOLS = ToolFormat("openai", f"{CHANNEL}commentary to={_FUNCTIONS}", "<|call|>", _read)
+TOOLS = ToolFormat("openai", f"{CHANNEL}commentary to={FUNCTIONS}", "<|call|>", _read)
 
 
 def is_harmony(chat_template: str) -> bool:
@@ -116,7 +117,7 @@ class HarmonyParser:
         channel, recipient = _CHANNEL_NAME.search(head), _RECIPIENT.search(head)
         self._head, self._body = None, ""
         self._num_messages += 1
-        self._function = recipient[1].removeprefix(_FUNCTIONS) if recipient and self._calls else ""
+        self._function = recipient[1].removeprefix(FUNCTIONS) if recipient and self._calls else ""
         self._is_reasoning = self._reasoning and channel is not None and channel[1] == "analysis"
         if self._is_reasoning and self._reasoned:
             self._body = "\n"  # between two messages of it
