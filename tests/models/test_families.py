@@ -5,7 +5,7 @@ Each case is a small random checkpoint that `transformers` saved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -222,6 +222,18 @@ def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
     tables[1, : SHARED // BLOCK_SIZE] = tables[0, : SHARED // BLOCK_SIZE]
     (logits,), _ = pair.run(tables[1:], [(SHARED, pair.second.ids[SHARED:])])
     torch.testing.assert_close(logits, pair.second.logits[SHARED:], **TOLERANCE)
+
+
+@of_every_form
+@pytest.mark.parametrize("border", [2**15, 2**16])
+def test_positions_across_a_power_of_two_give_the_same_logits(pair: Pair, border: int) -> None:
+    """The sequence begins shortly before them, and nothing lies before it."""
+    positions = torch.arange(border - NUM_TOKENS // 2, border - NUM_TOKENS // 2 + NUM_TOKENS)
+    expected = pair.model(pair.first.ids[None], position_ids=positions[None]).logits[0]
+    target = load_target(pair.target.spec, border + NUM_TOKENS, torch.float32, CPU)
+    paged = replace(context(block_tables(1), [0], [NUM_TOKENS], target.patterns), positions=positions)
+    output = target.forward(pair.first.ids, paged, pair.kv, ())
+    torch.testing.assert_close(target.logits(output.hidden), expected, **TOLERANCE)
 
 
 @of_every_form

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES
 from dflash_backend.engine.build import BuiltEngine
+from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine
 
@@ -53,6 +54,15 @@ def test_greedy_output_is_that_of_transformers_with_and_without_a_drafter(
     tmp_path: Path, architecture: str, changes: dict[str, Any]
 ) -> None:
     model = make_target(tmp_path / "target", architecture=architecture, **changes)
+    check_greedy_output(tmp_path, model)
+
+
+def test_greedy_output_with_experts_in_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
+    check_greedy_output(tmp_path, make_mxfp4_target(tmp_path / "target", hidden_size=32, intermediate_size=32))
+
+
+def check_greedy_output(tmp_path: Path, model: PreTrainedModel) -> None:
+    """The engine gives the tokens of `model`, which lies in `target`, alone and with a random drafter."""
     make_draft(tmp_path / "draft")
     wanted = [expected(model, prompt) for prompt in prompts()]
     for draft in ("", str(tmp_path / "draft")):
