@@ -24,8 +24,6 @@ MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
 # Fields that change the arithmetic in a way that is not built here. Ignoring one would only show as worse output. Null,
 # false and, for a number that multiplies, 1 say that there is none.
 UNSUPPORTED = {
-    "quantization_config": "quantised weights are not supported",
-    "compression_config": "quantised weights are not supported",
     "attn_logit_softcapping": "soft-capping of attention scores is not supported",
     "logits_soft_cap": "soft-capping of logits is not supported",
     "attention_sink_bias": "attention sinks are not supported",
@@ -41,10 +39,7 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     """Read and check the shape of the decoder stack. Raises `CheckpointError`."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     moe = family.experts(config, num_layers) if family.experts else None
-    unsupported = dict(UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
-    if moe is not None and moe.mxfp4:
-        del unsupported["quantization_config"]
-    refuse_unsupported(config, unsupported)
+    refuse_unsupported(config, UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
     if config.string("hidden_act", default="silu") not in ACTIVATIONS:
         raise config.fail("hidden_act", "'silu'; other activations are not supported")
     hidden_size = config.integer("hidden_size")
@@ -137,10 +132,12 @@ def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: 
             f"{len(found)} layers"
         )
     for part, rows in (("q_proj", decoder.query_size), ("k_proj", decoder.kv_size)):
-        name = f"{prefix}0.self_attn.{part}.weight"
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.shape[:1] != (rows,):
-            raise CheckpointError(
-                f"{tensor.file}: tensor '{name}' has shape {list(tensor.shape)}; the heads in {config.where} ask for "
-                f"{rows} rows"
-            )
+        # Quantised weights have other tensors; GPTQ and AWQ have theirs transposed.
+        for kind, axis in (("weight", 0), ("weight_packed", 0), ("scales", 1)):
+            name = f"{prefix}0.self_attn.{part}.{kind}"
+            tensor = tensors.get(name)
+            if tensor is not None and tensor.shape[axis : axis + 1] != (rows,):
+                raise CheckpointError(
+                    f"{tensor.file}: tensor '{name}' has shape {list(tensor.shape)}; the heads in {config.where} ask "
+                    f"for {rows} {('rows', 'columns')[axis]}"
+                )

@@ -5,11 +5,14 @@ A misread checkpoint only shows as lower acceptance, so everything that could be
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from dflash_backend.checkpoints.files import code_files, num_weights, read_headers, weight_files
+from dflash_backend.checkpoints.files import DTYPE_BYTES, code_files, num_weights, read_headers, weight_files
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.stored import quantised, weights_of
 from dflash_backend.checkpoints.rope import rope_in_words
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 
@@ -30,7 +33,7 @@ def target_facts(spec: TargetSpec, dtype: str = "") -> Facts:
         *decoder_facts(spec.decoder),
         ("vocabulary", f"{spec.vocab_size} tokens, {embeddings}"),
         ("end of sequence", ends),
-        *file_facts(spec.path, spec.dtype),
+        *file_facts(spec.path, spec.dtype, dtype),
         *_mxfp4_facts(spec, dtype or spec.dtype),
     ]
 
@@ -77,14 +80,37 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
     return facts
 
 
-def file_facts(directory: Path, dtype: str) -> Facts:
-    """Label and text of the files of a checkpoint whose own dtype is `dtype`."""
+def file_facts(directory: Path, dtype: str, served: str = "") -> Facts:
+    """Label and text of the files of a checkpoint whose own dtype is `dtype`. served: what it is loaded in, if not in
+    its own."""
     size = weight_bytes(directory)
-    facts = [("weights", f"{dtype}, {size / 1024**2:.1f} MiB on disk")]
+    facts = [("weights", f"{dtype}, {size / 1024**2:.1f} MiB on disk"), *_quantised_facts(directory, served or dtype)]
     code = code_files(directory)
     if JsonReader.load(directory / "config.json").given("auto_map") or code:
         facts.append(("code", f"{', '.join(code) or 'named by auto_map'}: never run, and not needed"))
     return facts
+
+
+def _quantised_facts(directory: Path, served: str) -> Facts:
+    """The schemes of quantised weights, what they take on disk and in memory, and what their products are made of."""
+    quantization = load_quantization(directory)
+    if quantization is None:
+        return []
+    headers = read_headers(directory)
+    weights = quantised(headers, quantization)
+    sizes = {name: header.num_bytes for name, header in headers.items() if header.dtype in DTYPE_BYTES}
+    stored = sum(size for name, size in sizes.items() if name.rpartition(".")[0] in weights)
+    numbers = sum(weights_of(name, scheme, headers) for name, scheme in weights.items())
+    counts = Counter(scheme.in_words() for scheme in weights.values())
+    schemes = "; ".join(f"{scheme} ({count} projections)" for scheme, count in counts.items())
+    files, memory = (f"{size / 1024**2:.1f} MiB" for size in (stored, numbers * FLOAT_BYTES[served]))
+    return [
+        ("quantised", f"{quantization.method}: {schemes}; {8 * stored / max(numbers, 1):.2f} bits a weight"),
+        (
+            "dequantised",
+            f"at load: {files} in the files are {memory} of {served} in memory; activations are not quantised",
+        ),
+    ]
 
 
 def weight_bytes(directory: Path) -> int:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError
-from dflash_backend.error_text import shown
+from dflash_backend.error_text import MAX_REASON_CHARS, shown
 
 # What we and the tokenizer read, as patterns of a hub download.
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 # Bytes of an element of the types that are loaded, by their names in safetensors.
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1}
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 def broken_file(file: Path, error: Exception) -> CheckpointError:
     """The error for a file that the safetensors library does not read."""
     reason = str(error).removeprefix("Error while deserializing header: ")
+    if len(reason) > MAX_REASON_CHARS:  # it may repeat a name of the header
+        reason = reason[:MAX_REASON_CHARS] + "..."
     return CheckpointError(
         f"{file} cannot be read as safetensors: {reason}; it is truncated or damaged, download or copy it again"
     )

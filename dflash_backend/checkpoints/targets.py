@@ -8,6 +8,7 @@ from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder,
 from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES
 from dflash_backend.checkpoints.files import check_files, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization import read_quantization
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.error_text import shown
 
@@ -17,6 +18,7 @@ def read_target(directory: Path) -> TargetSpec:
     check_files(directory)
     config = JsonReader.load(directory / "config.json")
     architecture = _architecture(config)
+    read_quantization(config)  # refused before anything else is read
     decoder = read_decoder(config, FAMILIES[architecture])
     headers = read_headers(directory)
     check_stack(config, decoder, "model.layers.", headers)

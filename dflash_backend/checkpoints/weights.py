@@ -1,7 +1,8 @@
 """Tensors of a checkpoint, from safetensors only, checked against what a model reads before the first one is read.
 
 A model reads its tensors from a `WeightSource` by name, each into its place in a parameter, so that projections are
-fused without a second copy. Nothing here unpickles or runs anything from a checkpoint.
+fused without a second copy. The weight of a projection may be quantised: then it is made from several tensors, one
+weight at a time, and the model does not know. Nothing here unpickles or runs anything from a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_headers
+from dflash_backend.checkpoints.quantization import Quantization, load_quantization
+from dflash_backend.checkpoints.quantization.dequantise import dequantise
+from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, stored_weight
 from dflash_backend.checkpoints.spec import CheckpointError
 
 Progress = Callable[[str, float], None]
@@ -28,6 +33,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 INTEGER_DTYPES = ("I64", "I32")
 BYTE_DTYPES = ("U8",)
+# What only the tensors of a quantised weight are called, behind its projection's name.
+PARTS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "qzeros", "scales", "weight_zero_point")
 
 
 class WeightSource(ABC):
@@ -40,6 +47,11 @@ class WeightSource(ABC):
     @abstractmethod
     def read(self, name: str, out: torch.Tensor) -> None:
         """Copy the tensor `name`, of the shape of `out`, to `out`, in its dtype. A source may give each tensor once."""
+
+    def read_projection(self, name: str, out: torch.Tensor) -> None:
+        """As `read`, for the weight `[out_features, in_features]` of a projection, which files may hold quantised.
+        `name` ends in `.weight`."""
+        self.read(name, out)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Memory for a parameter."""
@@ -67,9 +79,14 @@ class _Listing(WeightSource):
     def __init__(self) -> None:
         super().__init__(torch.float32, torch.device("meta"))
         self.tensors: dict[str, torch.Tensor] = {}
+        self.projections: dict[str, tuple[int, int]] = {}
 
     def read(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
+
+    def read_projection(self, name: str, out: torch.Tensor) -> None:
+        self.tensors[name] = out
+        self.projections[name.removesuffix(".weight")] = out.shape[0], out.shape[1]
 
 
 class _CheckpointFiles(WeightSource):
@@ -78,29 +95,49 @@ class _CheckpointFiles(WeightSource):
 
     def __init__(
         self,
-        headers: Mapping[str, TensorHeader],
+        contents: _Contents,
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
     ) -> None:
         super().__init__(dtype, device)
-        self._headers = headers
+        self._headers = contents.headers
+        self._quantised = contents.quantised
         self._progress = progress
-        self._unread = Counter(header.file for header in headers.values())
-        self._total = sum(header.num_bytes for header in headers.values()) or 1
+        read = [header for name, header in contents.headers.items() if name not in contents.unread]
+        self._unread = Counter(header.file for header in read)
+        self._total = sum(header.num_bytes for header in read) or 1
         self._read = 0
         self._file: Path | None = None
         self._reader: Any = None
 
     def read(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._stored(name))
+        self._count(name)
+
+    def read_projection(self, name: str, out: torch.Tensor) -> None:
+        stored = self._quantised.get(name.removesuffix(".weight"))
+        if stored is None:
+            self.read(name, out)
+            return
+        dequantise(stored, {role: self._stored(part) for role, part in stored.tensors.items()}, out)
+        for part in stored.tensors.values():
+            self._count(part)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """A tensor as its file has it. It looks into the file's mapping, which ends with the last look into it."""
         header = self._headers[name]
         try:
             if header.file != self._file:
                 self._file, self._reader = header.file, safe_open(header.file, framework="pt", device="cpu")
-            # The slice looks into the file's mapping, which ends with the last look into it.
-            out.copy_(self._reader.get_slice(name)[...])
+            tensor: torch.Tensor = self._reader.get_slice(name)[...]
         except (SafetensorError, OSError) as error:
             raise broken_file(header.file, error) from None
+        return tensor
+
+    def _count(self, name: str) -> None:
+        """Note that a tensor has been read."""
+        header = self._headers[name]
         self._read += header.num_bytes
         self._unread[header.file] -= 1
         if not self._unread[header.file]:
@@ -126,8 +163,8 @@ def load_weights(
 
     Raises `CheckpointError` on a file that cannot be read, and as `check_weights` does.
     """
-    headers = check_weights(directory, read, ignored=ignored)
-    return read(_CheckpointFiles(headers, dtype, device, progress))
+    contents = _check(directory, read, ignored)
+    return read(_CheckpointFiles(contents, dtype, device, progress))
 
 
 def check_weights(
@@ -138,32 +175,83 @@ def check_weights(
 ) -> dict[str, TensorHeader]:
     """Compare what the safetensors files of a directory hold with what `read` reads, by their headers alone.
 
-    Returns the tensors that the model takes. Tensors that it does not read and that `ignored` names are left aside.
-    Raises `CheckpointError` on a tensor that is missing, is in two files, has another shape or type, or that the model
-    does not know (a misread checkpoint must not run).
+    Returns the tensors that the model takes, the parts of quantised weights under their own names. Tensors that it does
+    not read and that `ignored` names are left aside. Raises `CheckpointError` on a tensor that is missing, is in two
+    files, has another shape or type, or that the model does not know (a misread checkpoint must not run).
     """
-    expected = expected_tensors(read)
-    headers = {
-        name: header for name, header in read_headers(directory).items() if name in expected or not ignored(name)
-    }
+    return _check(directory, read, ignored).headers
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The tensors of a checkpoint that a model takes; the quantised weights among them by their projections; which of
+    the tensors are known and not read."""
+
+    headers: dict[str, TensorHeader]
+    quantised: dict[str, StoredWeight]
+    unread: set[str]
+
+
+def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Callable[[str], bool]) -> _Contents:
+    """As `check_weights`."""
+    listing = _Listing()
+    read(listing)
+    quantization = load_quantization(directory)
+    found = read_headers(directory)
+    weights, expected = _expected(listing, quantization, found)
+    headers = {name: header for name, header in found.items() if name in expected or not ignored(name)}
     for name, header in headers.items():
-        shape = list(header.shape)
-        if name not in expected:
-            raise CheckpointError(f"{header.file}: tensor '{name}' of shape {shape} is not part of this model")
-        if shape != list(expected[name].shape):
-            raise CheckpointError(
-                f"{header.file}: tensor '{name}' has shape {shape}; config.json asks for {list(expected[name].shape)}"
-            )
-        allowed = _allowed_dtypes(expected[name])
-        if header.dtype not in allowed:
-            raise CheckpointError(
-                f"{header.file}: tensor '{name}' is {header.dtype}; expected one of {', '.join(allowed)}"
-            )
+        _check_tensor(name, header, expected.get(name), quantization)
     missing = sorted(set(expected) - set(headers))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{directory}: tensor '{missing[0]}'{more} is missing from its safetensors files")
-    return headers
+    if quantization is not None and not weights:
+        raise CheckpointError(
+            f"{quantization.where} says that weights are quantised ({quantization.method}), but none of them is: take "
+            "that field away, or the right files"
+        )
+    parts = {name for stored in weights.values() for name in stored.tensors.values()}
+    return _Contents(headers, weights, set(headers) - parts - set(listing.tensors))
+
+
+def _expected(
+    listing: _Listing, quantization: Quantization | None, headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, StoredWeight], dict[str, Expected]]:
+    """The quantised weights, and what each tensor of the files must be."""
+    weights: dict[str, StoredWeight] = {}
+    expected = {
+        name: Expected((tuple(tensor.shape),), _allowed_dtypes(tensor)) for name, tensor in listing.tensors.items()
+    }
+    for projection, shape in listing.projections.items():
+        scheme = None if quantization is None else quantization.scheme_of(projection, headers)
+        if scheme is not None:
+            weights[projection], parts = stored_weight(projection, shape, scheme, headers, listing.tensors)
+            del expected[f"{projection}.weight"]
+            expected |= parts
+    return weights, expected
+
+
+def _check_tensor(
+    name: str, header: TensorHeader, expected: Expected | None, quantization: Quantization | None
+) -> None:
+    if expected is None:
+        why = f"tensor '{name}' of shape {list(header.shape)} is not part of this model"
+        projection, _, part = name.rpartition(".")
+        if part in PARTS and quantization is None:
+            why += ": it is of a quantised weight, and config.json has no quantization_config that says how to read it"
+        elif part in PARTS and quantization is not None and projection in quantization.ignored:
+            why += f": by {quantization.where} '{projection}' is not quantised"
+        raise CheckpointError(f"{header.file}: {why}")
+    if header.shape not in expected.shapes:
+        raise CheckpointError(
+            f"{header.file}: tensor '{name}' has shape {list(header.shape)}; config.json asks for "
+            + " or ".join(str(list(shape)) for shape in expected.shapes)
+        )
+    if header.dtype not in expected.dtypes:
+        raise CheckpointError(
+            f"{header.file}: tensor '{name}' is {header.dtype}; expected one of {', '.join(expected.dtypes)}"
+        )
 
 
 def _allowed_dtypes(expected: torch.Tensor) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from dflash_backend.drafters.layer_ids import to_boundary_ids
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 
 
-def draft_facts(spec: DraftSpec) -> Facts:
-    """Label and text of what is known of a drafter. Raises `CheckpointError` when its files are gone."""
-    return _model_facts(spec) if isinstance(spec, DraftModelSpec) else spec.facts()
+def draft_facts(spec: DraftSpec, dtype: str = "") -> Facts:
+    """Label and text of what is known of a drafter. dtype: what it is loaded in, if not in its own. Raises
+    `CheckpointError` when its files are gone."""
+    return _model_facts(spec, dtype) if isinstance(spec, DraftModelSpec) else spec.facts()
 
 
-def _model_facts(spec: DraftModelSpec) -> Facts:
+def _model_facts(spec: DraftModelSpec, dtype: str) -> Facts:
     return [
         ("directory", str(spec.path)),
         ("format", spec.format),
@@ -25,7 +26,7 @@ def _model_facts(spec: DraftModelSpec) -> Facts:
         ("embedding", "its own" if spec.has_embedding else "the target's"),
         ("LM head", _lm_head(spec)),
         *spec.facts(),
-        *file_facts(spec.path, spec.dtype),
+        *file_facts(spec.path, spec.dtype, dtype),
         # Each with a label of its own, as facts become an object in JSON.
         *((f"warning {i}" if i > 1 else "warning", note) for i, note in enumerate(spec.notes, 1)),
     ]

@@ -9,6 +9,8 @@ from pathlib import Path
 from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack
 from dflash_backend.checkpoints.files import TensorHeader, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.stored import holds_weight
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.error_text import shown
 
@@ -21,7 +23,7 @@ DECODER = """
 hidden_act hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers
 max_position_embeddings rms_norm_eps attention_bias mlp_bias rope_theta rope_scaling rope_parameters
 partial_rotary_factor layer_types sliding_window use_sliding_window max_window_layers vocab_size dtype torch_dtype
-is_neox_style original_max_position_embeddings
+is_neox_style original_max_position_embeddings quantization_config compression_config
 """
 # Read of any drafter, or of the speculators format.
 DRAFTER = """
@@ -39,9 +41,21 @@ KNOWN = frozenset([*DECODER.split(), *DRAFTER.split(), *HARMLESS.split(), *UNSUP
 
 
 def read_tensors(directory: Path, config: JsonReader, decoder: DecoderSpec) -> Mapping[str, TensorHeader]:
-    """The headers of a drafter's tensors, checked against the stack that its config describes."""
-    tensors = read_headers(directory)
+    """As `tensor_headers`, checked against the stack that the drafter's config describes."""
+    tensors = tensor_headers(directory)
     check_stack(config, decoder, "layers.", tensors)
+    return tensors
+
+
+def tensor_headers(directory: Path) -> dict[str, TensorHeader]:
+    """The headers of a drafter's tensors; a quantised LM head is there under the name of a plain one as well. Raises
+    `CheckpointError`, first on quantised weights that are not supported."""
+    load_quantization(directory)
+    tensors = read_headers(directory)
+    head = LM_HEAD.removesuffix(".weight")
+    if LM_HEAD not in tensors and holds_weight(tensors, head):
+        first = next(header for name, header in tensors.items() if name.startswith(f"{head}."))
+        return tensors | {LM_HEAD: first}
     return tensors
 
 

@@ -7,6 +7,7 @@ by boundary ids, and often the target's name, so that such a directory given alo
 from __future__ import annotations
 
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization import refuse_nested
 
 MODEL_TYPE = "speculators_model_type"
 # The library nests these in `transformer_layer_config`; where they stand at the top level, vLLM lets those win.
@@ -27,5 +28,6 @@ def verifier_name(config: JsonReader) -> str | None:
 def layer_config(config: JsonReader) -> JsonReader:
     """`transformer_layer_config`, with the fields of windows that stand at the top level in place of its own."""
     layer = config.object("transformer_layer_config", required=True)
+    refuse_nested(layer)
     outer = {field: config.data[field] for field in TOP_LEVEL_WINDOWS if config.given(field)}
     return JsonReader({**layer.data, **outer}, layer.where)

@@ -13,7 +13,7 @@ import torch
 
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
-from dflash_backend.checkpoints.describe import target_facts, weight_bytes
+from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
@@ -32,6 +32,7 @@ from dflash_backend.engine.sizing import (
     at_length,
     cpu_budget,
     gpu_budget,
+    loaded_bytes,
     model_bytes,
     settle_sizes,
 )
@@ -232,7 +233,7 @@ def _runner(
         wants_confidence=config.adaptive_speculation,
         draft_backend=models.draft_backend,
     )
-    size = sum(weight_bytes(directory) for directory in pair.checkpoints)
+    size = loaded_bytes(pair, models.dtype)
     threads = BatchThreads(num_batch_threads(size), config.batch_invariant, size)
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
@@ -249,9 +250,10 @@ def _report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
     """Say what the checkpoints are and how they were read."""
     if pair.warning:
         report(f"warning: {pair.warning}", 0.0)
-    for label, text in target_facts(pair.target, str(dtype).removeprefix("torch.")):
+    served = str(dtype).removeprefix("torch.")
+    for label, text in target_facts(pair.target, served):
         report(f"target: {label}: {text}", 0.05)
-    for label, text in draft_facts(pair.draft) if pair.draft else []:
+    for label, text in draft_facts(pair.draft, served) if pair.draft else []:
         report(f"drafter: {label}: {text}", 0.1)
 
 

@@ -15,8 +15,10 @@ import torch
 from dflash_backend.attention import AttentionPattern, Requirements
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.checkpoints.describe import target_facts
-from dflash_backend.checkpoints.files import TensorHeader, num_weights
+from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.find import find_model
+from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.checkpoints.weights import TORCH_DTYPES, check_weights
@@ -141,7 +143,7 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
         path=spec.path,
         format=spec.architecture,
         facts=tuple(target_facts(spec)),
-        weights=_weights(headers),
+        weights=_weights(spec.path, headers),
         kv=_kv(spec.decoder, spec.dtype),
         attention=_attention(spec.decoder, set(decoder.target_patterns(spec)), spec.dtype),
     )
@@ -154,7 +156,7 @@ def inspect_draft(spec: DraftModelSpec) -> CheckpointReport:
         path=spec.path,
         format=spec.format,
         facts=tuple(draft_facts(spec)),
-        weights=_weights(drafter_class(spec).check_weights(spec)),
+        weights=_weights(spec.path, drafter_class(spec).check_weights(spec)),
         kv=_kv(spec.decoder, spec.dtype),
         attention=_attention(spec.decoder, set(draft_patterns(spec)), spec.dtype),
     )
@@ -169,11 +171,11 @@ def inspect_pair(target: TargetSpec, draft: DraftModelSpec) -> PairReport:
     return PairReport(True, draft.num_speculative_tokens)
 
 
-def _weights(headers: dict[str, TensorHeader]) -> WeightsReport:
+def _weights(path: Path, headers: dict[str, TensorHeader]) -> WeightsReport:
     return WeightsReport(
         num_files=len({header.file for header in headers.values()}),
         num_tensors=len(headers),
-        num_parameters=sum(num_weights(name, header) for name, header in headers.items()),
+        num_parameters=num_parameters(headers, load_quantization(path)),
         num_bytes=sum(header.num_bytes for header in headers.values()),
         dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
     )

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_backend.checkpoints.files import num_weights, read_headers
+from dflash_backend.checkpoints.describe import weight_bytes
+from dflash_backend.checkpoints.files import read_headers
+from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.cache_group import CacheGroup
@@ -169,8 +172,16 @@ def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
 
 def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
     """Memory that the weights of both models take in `dtype`, from the headers of their files."""
-    headers = [(name, header) for path in pair.checkpoints for name, header in read_headers(path).items()]
-    return sum(num_weights(name, header) for name, header in headers) * dtype.itemsize
+    return (
+        sum(num_parameters(read_headers(path), load_quantization(path)) for path in pair.checkpoints) * dtype.itemsize
+    )
+
+
+def loaded_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
+    """About what a step reads of the weights: what they are on disk, and of quantised ones what they are in `dtype`."""
+    if any(load_quantization(path) for path in pair.checkpoints):
+        return model_bytes(pair, dtype)
+    return sum(weight_bytes(path) for path in pair.checkpoints)
 
 
 def allocate_kv(

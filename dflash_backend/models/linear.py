@@ -38,8 +38,9 @@ class Linear:
         linear = cls(source.empty(total, in_features), source.empty(total) if bias else None)
         for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
             if parameter is not None:
+                read = source.read_projection if kind == "weight" else source.read
                 for name, part in zip(out_features, parameter.split(sizes), strict=True):
-                    source.read(f"{prefix}{name}.{kind}", part)
+                    read(f"{prefix}{name}.{kind}", part)
         return linear
 
     @classmethod

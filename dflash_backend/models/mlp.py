@@ -62,7 +62,7 @@ class SparseMlp:
         down = source.empty(moe.num_experts, hidden, inner)
         for expert in range(moe.num_experts):
             for name, out in zip(("gate", "up", "down"), (*gate_up[expert].split(inner), down[expert]), strict=True):
-                source.read(f"{prefix}experts.{expert}.{name}_proj.weight", out)
+                source.read_projection(f"{prefix}experts.{expert}.{name}_proj.weight", out)
         return cls(moe, router, gate_up, down)
 
     def with_product(self, product_of: ProductOf) -> SparseMlp:

@@ -207,7 +207,7 @@ def test_code_of_a_checkpoint_is_ignored_where_the_architecture_is_known(tmp_pat
 @pytest.mark.parametrize(
     ("architecture", "fields", "expected"),
     [
-        ("Qwen3ForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+        ("Qwen3ForCausalLM", {"quantization_config": {"quant_method": "gguf"}}, "quantised weights are not supported"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; expected 'silu'"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
         ("LlamaForCausalLM", {"final_logit_softcapping": 30.0}, "soft-capping of logits"),
@@ -223,7 +223,7 @@ def test_code_of_a_checkpoint_is_ignored_where_the_architecture_is_known(tmp_pat
         ("GptOssForCausalLM", {"sliding_window": None}, "'sliding_window' is missing; expected a number of positions"),
         ("GptOssForCausalLM", {"swiglu_limit": -1}, "'swiglu_limit' is -1; expected a number above 0"),
         ("GptOssForCausalLM", {"num_local_experts": 3}, "'num_experts_per_tok' is missing"),
-        ("GptOssForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
+        ("GptOssForCausalLM", {"quantization_config": {"quant_method": "hqq"}}, "quantised weights are not supported"),
         ("Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not"),
         ("Qwen3ForCausalLM", {"head_dim": 15}, "an even number"),
         ("LlamaForCausalLM", {"head_dim": None, "num_attention_heads": 6}, "a multiple of num_attention_heads"),

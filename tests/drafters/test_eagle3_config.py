@@ -158,7 +158,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": False}, "'is_causal' is False; expected true: a drafter that drafts token by token is causal"),
     ({"has_lm_head": False}, "'has_lm_head' is False; expected what the weights beside it have"),
     ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
-    ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+    ({"quantization_config": {"quant_method": "gguf"}}, "quantised weights are not supported"),
     ({"attention_sink_bias": True}, "attention sinks are not supported"),
     ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
 ]

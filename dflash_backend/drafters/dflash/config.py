@@ -13,6 +13,7 @@ from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.families import LLAMA, QWEN3, SLIDING, Family, qwen_windows, read_layer_types
 from dflash_backend.checkpoints.files import MASK_EMBEDDING
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization import refuse_nested
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.drafters.fields import read_scale
 from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER
@@ -130,6 +131,7 @@ def read_drafter_decoder(config: JsonReader, dflash: JsonReader, family: Family)
     """The shape of a drafter's stack, with the windows that drafters have. Raises `CheckpointError`."""
     refuse_other_methods(config, dflash)
     refuse_unsupported(dflash)
+    refuse_nested(dflash)
     return read_decoder(config, dataclasses.replace(family, windows=partial(read_windows, dflash=dflash)), drafter=True)
 
 

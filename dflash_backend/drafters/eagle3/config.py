@@ -11,11 +11,19 @@ from pathlib import Path
 from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, refuse_unsupported
 from dflash_backend.checkpoints.describe import Facts
 from dflash_backend.checkpoints.families import LLAMA, QWEN3
-from dflash_backend.checkpoints.files import TensorHeader, read_headers
+from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization import refuse_nested
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
 from dflash_backend.drafters.dflash.config import read_windows
-from dflash_backend.drafters.fields import EMBEDDING, LM_HEAD, check_own_head, read_scale, unknown_fields
+from dflash_backend.drafters.fields import (
+    EMBEDDING,
+    LM_HEAD,
+    check_own_head,
+    read_scale,
+    tensor_headers,
+    unknown_fields,
+)
 from dflash_backend.drafters.layer_ids import BOUNDARY, LAYER, SPECULATORS_FIELDS, NamedLayers, named_layers
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.drafters.speculators import layer_config, verifier_name
@@ -134,6 +142,7 @@ def read_eagle3(directory: Path, config: JsonReader, causal: bool | None = None)
     The features are outputs of the layers themselves, that of the last layer too.
     """
     eagle = config.object("eagle_config")
+    refuse_nested(eagle)
     for reader in (config, eagle):
         refuse_unsupported(reader)
         _check_fixed(reader)
@@ -180,7 +189,7 @@ def _read(
         raise config.fail("fc_norm", "false, as norm_before_fc is true: the features are normed once")
     decoder = _read_decoder(layer)
     vocab_size = layer.integer("vocab_size", low=2)
-    tensors = read_headers(directory)
+    tensors = tensor_headers(directory)
     prefix = _layer_prefix(layer, decoder, tensors)
     check_own_head(config, LM_HEAD in tensors)
     if config.boolean("has_lm_head", default=LM_HEAD in tensors) != (LM_HEAD in tensors):

@@ -1,0 +1,92 @@
+"""The formats that came with a model or a tool of their own: FP8 of DeepSeek and Qwen, FBGEMM's FP8 of Meta, GPTQ, AWQ.
+
+Their lists of modules that are not converted leave out what no tool converts (an LM head, a router), so where a list is
+silent the tensors decide.
+"""
+
+from __future__ import annotations
+
+from dflash_backend.checkpoints.json_reader import JsonReader
+from dflash_backend.checkpoints.quantization.names import Names, make_names, read_names
+from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Rule, Scheme
+
+EVERY = Names(all=True)
+# The same thing by two names: what a weight's codes are multiplied by.
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+NOT_CONVERTED = "modules_to_not_convert"
+MAX_BLOCK = 2**20
+
+
+def read_fp8(config: JsonReader) -> Quantization:
+    """`quant_method: fp8`: e4m3 with a scale for each block (DeepSeek-V3, arXiv 2412.19437, and Qwen3), or for each
+    tensor where `weight_block_size` is missing."""
+    if config.string("fmt", default="e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise config.fail("fmt", "'e4m3'; other floats of 8 bits are not supported")
+    block = config.integers("weight_block_size", low=1)
+    if block is not None and (len(block) != 2 or max(block) > MAX_BLOCK):
+        raise config.fail("weight_block_size", "two sizes, rows and columns, or null")
+    rows, columns = block or (None, None)
+    scheme = Scheme(Layout.FLOAT8, 8, (rows, columns), SCALE_NAMES)
+    both = [*config.strings(NOT_CONVERTED), *config.strings("ignored_layers")]
+    return _of_one(config, "fp8", scheme, make_names(config, NOT_CONVERTED, both, parts=True))
+
+
+def read_fbgemm_fp8(config: JsonReader) -> Quantization:
+    """`quant_method: fbgemm_fp8`: e4m3 with a scale for each row (Llama 3.1, arXiv 2407.21783)."""
+    scheme = Scheme(Layout.FLOAT8, 8, (1, None), ("weight_scale",))
+    return _of_one(config, "fbgemm_fp8", scheme, read_names(config, NOT_CONVERTED, parts=True))
+
+
+def read_gptq(config: JsonReader) -> Quantization:
+    """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel save it. In their first format, which is the usual one, a
+    stored zero point is 1 less than the zero point."""
+    formats = {"gptq": 1, "gptq_v2": 0}
+    field = "checkpoint_format" if config.given("checkpoint_format") else "format"
+    name = config.string(field, default="gptq")
+    if name not in formats or config.boolean("is_marlin_format", default=False):
+        raise config.fail(field, f"one of {', '.join(formats)}; repacked weights are not supported")
+    for module in config.object("dynamic").data:
+        if not module.startswith("-:"):
+            raise config.fail("dynamic", "modules to leave out alone ('-:...'): one scheme for all others")
+    if config.string("pack_dtype", default="int32") != "int32":
+        raise config.fail("pack_dtype", "'int32'")
+    scheme = Scheme(
+        Layout.GPTQ,
+        _bits(config, "bits", (4, 8)),
+        (1, _group(config, "group_size")),
+        ("scales",),
+        symmetric=False,
+        ordered=config.boolean("desc_act", default=False),
+        zero_offset=formats[name],
+    )
+    return _of_one(config, "gptq", scheme, read_names(config, NOT_CONVERTED, parts=True))
+
+
+def read_awq(config: JsonReader) -> Quantization:
+    """AWQ (arXiv 2306.00978) as AutoAWQ saves it for matrix-matrix products (`gemm`)."""
+    if config.string("version", default="gemm").lower() != "gemm":
+        raise config.fail("version", "'gemm'; other orders of the weights are not supported")
+    if not config.boolean("zero_point", default=True):
+        raise config.fail("zero_point", "true: AWQ without zero points is not supported")
+    bits = _bits(config, "bits" if config.given("bits") else "w_bit", (4,))
+    group = _group(config, "group_size" if config.given("group_size") else "q_group_size")
+    scheme = Scheme(Layout.AWQ, bits, (1, group), ("scales",), symmetric=False)
+    return _of_one(config, "awq", scheme, read_names(config, NOT_CONVERTED, parts=True))
+
+
+def _of_one(config: JsonReader, method: str, scheme: Scheme, ignored: Names) -> Quantization:
+    return Quantization(method, config.where, (Rule(EVERY, scheme),), ignored, lists_all=False)
+
+
+def _bits(config: JsonReader, field: str, possible: tuple[int, ...]) -> int:
+    bits = config.integer(field, default=4)
+    if bits not in possible:
+        raise config.fail(field, " or ".join(map(str, possible)) + "; other numbers of bits are not supported")
+    return bits
+
+
+def _group(config: JsonReader, field: str) -> int | None:
+    """Columns of a group; None for all of them."""
+    if config.data.get(field) == -1:
+        return None
+    return config.integer(field, default=128)

@@ -1,0 +1,157 @@
+"""Which tensors hold a quantised weight, and of what shapes and types they must be, by headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from dflash_backend.checkpoints.files import TensorHeader, num_weights
+from dflash_backend.checkpoints.quantization.scheme import CODES, PLAIN_DTYPES, Layout, Quantization, Scheme
+from dflash_backend.checkpoints.spec import CheckpointError
+
+WORD_BITS = 32
+INTEGERS = ("I32", "I64")
+
+
+class Role(Enum):
+    """What a part is in the making of the weight."""
+
+    CODES = "codes"
+    SCALE = "scale"
+    ZERO = "zero points"
+    ORDER = "block of each column"
+    SHAPE = "shape of the weight"
+    ZERO_BIAS = "bias that the model has not, of zeros"
+    UNREAD = "scale of activations, which are not quantised here"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a weight: `names` behind the projection's, of which the first that is there counts, the shapes and
+    types that it may have, whether it must be there."""
+
+    role: Role
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The weight of `projection` in the files: its scheme, and the tensor of each part that is read."""
+
+    projection: str
+    scheme: Scheme
+    tensors: dict[Role, str]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor of the files must be."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    required: bool = True
+
+
+def stored_weight(
+    projection: str,
+    shape: tuple[int, int],
+    scheme: Scheme,
+    headers: Collection[str],
+    model_has: Collection[str],
+) -> tuple[StoredWeight, dict[str, Expected]]:
+    """The tensors of a weight of `shape`, `[out, in]`, and what each must be. headers: names of the files' tensors;
+    model_has: those that the model reads. Raises `CheckpointError` where the scheme does not fit the shape."""
+    tensors: dict[Role, str] = {}
+    expected: dict[str, Expected] = {}
+    for part in _parts(projection, shape, scheme):
+        names = [f"{projection}.{name}" for name in part.names]
+        if part.role is Role.ZERO_BIAS and names[0] in model_has:
+            continue
+        name = next((name for name in names if name in headers), names[0])
+        if name not in headers and not part.required:
+            continue
+        expected[name] = Expected(part.shapes, part.dtypes)
+        if part.role is not Role.UNREAD:
+            tensors[part.role] = name
+    return StoredWeight(projection, scheme, tensors), expected
+
+
+def _parts(projection: str, shape: tuple[int, int], scheme: Scheme) -> Iterator[Part]:
+    out, inner = shape
+    below, beside = scheme.blocks(out, inner)
+    codes, per_word = CODES[scheme.layout], WORD_BITS // scheme.bits
+    if scheme.layout in (Layout.GPTQ, Layout.AWQ):
+        packed = inner if scheme.layout is Layout.GPTQ else out
+        if packed % per_word or out % per_word:
+            raise CheckpointError(
+                f"'{projection}' has a weight of shape {[out, inner]}, which {scheme.layout.name} in "
+                f"{scheme.bits} bits cannot hold: an int32 has {per_word} numbers"
+            )
+        words = (inner // per_word, out) if scheme.layout is Layout.GPTQ else (inner, out // per_word)
+        yield Part(Role.CODES, (codes,), (words,), ("I32",))
+        yield Part(Role.SCALE, scheme.scale_names, ((beside, out),), PLAIN_DTYPES)
+        yield Part(Role.ZERO, ("qzeros",), ((beside, out // per_word),), ("I32",))
+        if scheme.layout is Layout.GPTQ:
+            yield Part(Role.ORDER, ("g_idx",), ((inner,),), INTEGERS, required=scheme.ordered)
+            # AutoGPTQ gives every projection a bias.
+            yield Part(Role.ZERO_BIAS, ("bias",), ((out,),), PLAIN_DTYPES, required=False)
+        return
+    scales: tuple[tuple[int, ...], ...] = ((below, beside),)
+    if scheme.block == (None, None):
+        scales += ((), (1,))
+    elif scheme.block == (1, None):
+        scales += ((out,),)
+    packed = scheme.layout is Layout.PACKED
+    words = (out, math.ceil(inner * scheme.bits / WORD_BITS)) if packed else shape
+    dtype = {Layout.FLOAT8: "F8_E4M3", Layout.INT8: "I8", Layout.PACKED: "I32"}[scheme.layout]
+    yield Part(Role.CODES, (codes,), (words,), (dtype,))
+    yield Part(Role.SCALE, scheme.scale_names, scales, PLAIN_DTYPES)
+    if packed:
+        yield Part(Role.SHAPE, ("weight_shape",), ((2,),), INTEGERS)
+        zeros: tuple[tuple[int, ...], ...] = ((math.ceil(out * scheme.bits / WORD_BITS), beside),)
+    else:
+        zeros = scales
+    if not scheme.symmetric:
+        yield Part(Role.ZERO, ("weight_zero_point",), zeros, ("I32",) if packed else ("I8",))
+    if scheme.ordered:
+        yield Part(Role.ORDER, ("weight_g_idx",), ((inner,),), INTEGERS)
+    for name in ("input_scale", "activation_scale", "input_zero_point"):
+        yield Part(Role.UNREAD, (name,), ((), (1,), (1, 1)), (*PLAIN_DTYPES, "I8", "F8_E4M3"), required=False)
+
+
+def quantised(headers: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, Scheme]:
+    """The projections of the files that are quantised, with their schemes, by the names and types of tensors alone."""
+    found: dict[str, Scheme] = {}
+    for name, header in headers.items():
+        projection, _, part = name.rpartition(".")
+        if part in CODES.values() and (part != "weight" or header.dtype not in PLAIN_DTYPES):
+            scheme = quantization.scheme_of(projection, headers)
+            if scheme is not None and CODES[scheme.layout] == part:
+                found[projection] = scheme
+    return found
+
+
+def weights_of(projection: str, scheme: Scheme, headers: Mapping[str, TensorHeader]) -> int:
+    """How many numbers the weight has, rounded up to whole words."""
+    numbers = math.prod(headers[f"{projection}.{CODES[scheme.layout]}"].shape)
+    return numbers if scheme.layout in (Layout.FLOAT8, Layout.INT8) else numbers * WORD_BITS // scheme.bits
+
+
+def num_parameters(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> int:
+    """How many numbers the tensors of a checkpoint are once its weights are dequantised."""
+    if quantization is None:
+        return sum(num_weights(name, header) for name, header in headers.items())
+    weights = quantised(headers, quantization)
+    plain = sum(num_weights(name, header) for name, header in headers.items() if name.rpartition(".")[0] not in weights)
+    # A bias beside a quantised weight, which is a few numbers, counts with neither.
+    return plain + sum(weights_of(name, scheme, headers) for name, scheme in weights.items())
+
+
+def holds_weight(headers: Collection[str], projection: str) -> bool:
+    """Whether a checkpoint has the weight of a projection, quantised or not, by the names of its tensors."""
+    return any(f"{projection}.{codes}" in headers for codes in CODES.values())
