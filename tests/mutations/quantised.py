@@ -39,7 +39,11 @@ QUANTISED_MUTANTS = (
         ("the order of GPTQ's columns is not read", "if Role.ORDER in moved:", "if Role.ORDER not in parts and False:"),
         ("AWQ's rows are where their bits are", "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)"),
         ("AWQ's order is taken for its inverse", "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 2, 4, 6, 1, 3, 5, 7)"),
-        ("the upper half of a byte comes first", "[octets & 0x0F, octets >> 4]", "[octets >> 4, octets & 0x0F]"),
+        (
+            "the upper half of a byte of packed weights comes first",
+            "[octets & 0x0F, octets >> 4]",
+            "[octets >> 4, octets & 0x0F]",
+        ),
         (
             "packed weights are read as bytes",
             "torch.stack([octets & 0x0F, octets >> 4], dim=-1)",
