@@ -16,7 +16,7 @@ Parts = Mapping[Role, torch.Tensor]
 # Which of the eight numbers of an int32 of AWQ, by their bits, is that of the first row, of the second, and so on.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # Float32 numbers that are made at a time.
-CHUNK = 2**20
+CHUNK = 2**18
 
 
 def dequantise(stored: StoredWeight, parts: Parts, out: torch.Tensor) -> None:
