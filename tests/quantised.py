@@ -40,24 +40,22 @@ class Copies:
     plain: Path
 
 
-def write(
-    source: Path,
-    folder: Path,
-    pack: Packer | Callable[[str], Packer | None],
-    config: dict[str, Any],
-    *,
-    by_name: bool = False,
+def write(source: Path, folder: Path, packer: Packer, config: dict[str, Any]) -> Copies:
+    """Quantise all projections of the checkpoint in `source`. config: its `quantization_config`."""
+    return write_by_name(source, folder, lambda name: packer if is_projection(name) else None, config)
+
+
+def write_by_name(
+    source: Path, folder: Path, packer_of: Callable[[str], Packer | None], config: dict[str, Any]
 ) -> Copies:
-    """Quantise the projections of the checkpoint in `source`. config: its `quantization_config`. by_name: `pack` takes
-    a tensor's name and gives its packer, or None for a tensor that stays as it is."""
-    tensors = load_file(source / "model.safetensors")
+    """As `write`; `packer_of` gives what packs a tensor by its name, or None for one that stays as it is."""
     packed, plain = {}, {}
-    for name, tensor in tensors.items():
-        packer = (pack if is_projection(name) else None) if not by_name else pack(name)  # type: ignore[arg-type]
+    for name, tensor in load_file(source / "model.safetensors").items():
+        packer = packer_of(name)
         if packer is None:
             packed[name] = plain[name] = tensor
             continue
-        parts, weight = packer(tensor.float())  # type: ignore[misc,arg-type,call-arg,attr-defined]
+        parts, weight = packer(tensor.float())
         plain[name] = weight.contiguous()
         packed |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
     copies = Copies(folder / "quantised", folder / "plain")

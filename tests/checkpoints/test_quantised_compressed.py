@@ -16,7 +16,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.quantised import Copies, Packer, Tensors, edit_config, edit_tensors, is_projection, write
+from tests.quantised import Copies, Packer, Tensors, edit_config, edit_tensors, is_projection, write, write_by_name
 from tests.quantised_logits import assert_same_logits, projections, weight_of
 from tests.tiny_models import make_target
 
@@ -130,7 +130,7 @@ def mixed(tmp_path: Path, **sizes: Any) -> Copies:
 
     make_target(tmp_path / "source", **sizes)
     fields = config("mixed-precision", {}, config_groups=groups, ignore=["lm_head", "model.layers.2.self_attn.k_proj"])
-    return write(tmp_path / "source", tmp_path, pack, fields, by_name=True)
+    return write_by_name(tmp_path / "source", tmp_path, pack, fields)
 
 
 def test_each_projection_has_the_scheme_of_its_group_and_fused_ones_of_several(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_columns_in_groups_of_their_own_order(tmp_path: Path) -> None:
         return ordered
 
     groups = {"group_0": {"targets": [name], "weights": args | {"actorder": "group"}}}
-    copies = write(tmp_path / "source", tmp_path, pack_one, config(form, args, config_groups=groups), by_name=True)
+    copies = write_by_name(tmp_path / "source", tmp_path, pack_one, config(form, args, config_groups=groups))
     found, expected = weight_of(copies.quantised, name, 64, 32), weight_of(copies.plain, name, 64, 32)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 

@@ -21,7 +21,7 @@ from dflash_backend.engine.build import build_engine
 from dflash_backend.engine.inspection import inspect_draft, inspect_target
 from dflash_backend.engine.sizing import loaded_bytes, model_bytes
 from tests.drafters.drafts import make_speculators
-from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, make_qwen_fp8, write
+from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, make_qwen_fp8, write, write_by_name
 from tests.quantised_logits import ours
 from tests.tiny_models import make_draft, make_pair, make_target
 
@@ -87,7 +87,7 @@ def test_a_drafters_projections_and_its_own_head_may_be_quantised(tmp_path: Path
     def pack(name: str) -> Packer | None:
         return awq() if name.endswith(("_proj.weight", "fc.weight", "lm_head.weight")) else None
 
-    copies = write(tmp_path / "source", tmp_path, pack, AWQ, by_name=True)
+    copies = write_by_name(tmp_path / "source", tmp_path, pack, AWQ)
     plain, quantised = read_draft(copies.plain), read_draft(copies.quantised)
     assert isinstance(plain, DFlashSpec)
     assert isinstance(quantised, DFlashSpec)

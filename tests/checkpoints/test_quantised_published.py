@@ -22,6 +22,7 @@ from tests.quantised import (
     gptq,
     make_qwen_fp8,
     write,
+    write_by_name,
 )
 from tests.quantised_logits import assert_same_logits, projections, weight_of
 from tests.tiny_models import make_target
@@ -89,7 +90,7 @@ def test_zero_points_at_both_ends_of_their_codes(tmp_path: Path, packer: Packer,
             return None
         return lambda weight: packer(weight.abs() * sign)
 
-    copies = write(tmp_path / "source", tmp_path, pack, config, by_name=True)
+    copies = write_by_name(tmp_path / "source", tmp_path, pack, config)
     name = "model.layers.0.self_attn.q_proj"
     found, expected = weight_of(copies.quantised, name, 64, 32), weight_of(copies.plain, name, 64, 32)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0.0)
@@ -103,6 +104,6 @@ def test_a_quantised_head_and_biases_are_read(tmp_path: Path) -> None:
     def pack(name: str) -> Packer | None:
         return awq() if name.endswith("_proj.weight") or name == "lm_head.weight" else None
 
-    copies = write(tmp_path / "source", tmp_path, pack, AWQ, by_name=True)
+    copies = write_by_name(tmp_path / "source", tmp_path, pack, AWQ)
     assert "lm_head" in projections(copies.quantised)
     assert_same_logits(copies)
