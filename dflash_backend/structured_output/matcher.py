@@ -31,6 +31,11 @@ class MatcherRules:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    @property
+    def grammar_alone(self) -> bool:
+        """Whether nothing but the grammar says which tokens are allowed, at every position."""
+        return not self.end_of_reasoning and self.min_tokens == 0 and not self.ignore_eos
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -82,6 +87,14 @@ class GrammarMatcher:
         if tokens and not self._matcher.consume_tokens(tokens):
             self._fail()
 
+    def allows(self, token_ids: Sequence[int]) -> bool:
+        """Whether the grammar allows these next tokens, up to one that ends the answer. Of an answer that has ended, or
+        failed, everything is allowed: it has no masks."""
+        if self._ended or self.error is not None:
+            return True
+        num_legal = self.num_legal(token_ids)
+        return num_legal == len(token_ids) or (num_legal > 0 and token_ids[num_legal - 1] in self._eos)
+
     def num_legal(self, drafts: Sequence[int]) -> int:
         """How many of the drafts the grammar allows, an end-of-sequence token that it accepts included."""
         if self._ended or self.error is not None:
@@ -91,7 +104,8 @@ class GrammarMatcher:
         if plan.drafts is None:
             return num_rows - 1
         behind = drafts[num_rows - 1 : num_rows]
-        return num_rows if behind and behind[0] in self._eos and self._accepts_after(plan.drafts) else num_rows - 1
+        ends = bool(behind) and behind[0] in self._eos and self._ends_after(plan.drafts, behind[0])
+        return num_rows if ends else num_rows - 1
 
     def forced(self, drafts: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens that the grammar forces behind `drafts`, which are legal. One text may have several
@@ -108,11 +122,12 @@ class GrammarMatcher:
                 return []
         return list(trial.compute_ff_tokens()[:count])
 
-    def _accepts_after(self, drafts: list[int]) -> bool:
+    def _ends_after(self, drafts: list[int], token_id: int) -> bool:
+        """Whether the answer may end behind these legal drafts, with this token."""
         if not drafts:
+            # A matcher that can only end takes no token at all.
             return self._matcher.is_accepting()
-        trial = self._matcher.deep_copy()
-        return trial.consume_tokens(drafts) and trial.is_accepting()
+        return self._matcher.validate_tokens([*drafts, token_id]) > len(drafts)
 
     def _end_of_reasoning(self, token_ids: Sequence[int]) -> int | None:
         """How many of the next tokens belong to the reasoning, its end included; None when it goes on."""

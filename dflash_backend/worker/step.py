@@ -213,6 +213,9 @@ class ModelStep:
             if grammars is not None and (masks := grammars.masks()) is not None:
                 self.ops.apply_token_bitmask(logits, *masks)
             target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
+            if grammars is not None and (missing := grammars.missing_masks(target_tokens)) is not None:
+                self.ops.apply_token_bitmask(logits, *missing)
+                target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
         record(forwarded.timestamps, 1)
         return Verified(inputs, prepared, forwarded.features, target_tokens, forwarded.timestamps)
 

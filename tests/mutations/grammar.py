@@ -77,6 +77,30 @@ GRAMMAR_MUTANTS = (
     ),
     *mutants_of(
         WORKER_FILE,
+        ("tests/worker/test_grammar_checks.py",),
+        (
+            "a token is right that a filter chose among tokens which a mask hides",
+            "checkable=unfiltered and rules.grammar_alone",
+            "checkable=rules.grammar_alone",
+        ),
+        (
+            "a token is right though it comes too early to end the answer",
+            "checkable=unfiltered and rules.grammar_alone",
+            "checkable=unfiltered",
+        ),
+        (
+            "the token behind the accepted drafts is not looked at",
+            "    return own[: count + 1]",
+            "    return own[:count]",
+        ),
+        (
+            "masks of rows that were looked at lie on others' logits",
+            "np.array([row.first for row in masked])",
+            "np.array([self._checked[i].first if self._checked else row.first for i, row in enumerate(masked)])",
+        ),
+    ),
+    *mutants_of(
+        WORKER_FILE,
         ENGINE,
         (
             "a matcher advances by drafts that were rejected",
@@ -85,8 +109,8 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "masks are those of the first row's logits",
-            "        _, rows = spans(self._first, np.array(counts))\n",
-            "        _, rows = spans(self._first * 0, np.array(counts))\n",
+            "spans(np.array([row.first for row in masked]), np.array(counts))",
+            "spans(np.array([0 for row in masked]), np.array(counts))",
         ),
     ),
     Mutant(
