@@ -101,6 +101,15 @@ def test_a_drafters_projections_and_its_own_head_may_be_quantised(tmp_path: Path
         torch.testing.assert_close(one.weight, other.weight, atol=1e-6, rtol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_is_rounded_to_the_served_dtype_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_target(tmp_path / "source")
+    directory = write(tmp_path / "source", tmp_path, gptq(), GPTQ).quantised
+    rounded, exact = (ours(directory, of).layers[1].weights.qkv.weight for of in (dtype, torch.float32))
+    assert rounded.dtype == dtype
+    assert torch.equal(rounded, exact.to(dtype))
+
+
 def test_a_weight_and_its_scale_may_lie_in_different_files(tmp_path: Path) -> None:
     directory = make_qwen_fp8(tmp_path).quantised
     whole = ours(directory)

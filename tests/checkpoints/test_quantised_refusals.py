@@ -60,6 +60,8 @@ def weights(**changes: Any) -> dict[str, Any]:
         (GPTQ | {"is_marlin_format": True}, "repacked weights are not supported"),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "'dynamic' is .*leave out alone"),
         (AWQ | {"version": "gemv"}, "'version' is 'gemv'; expected 'gemm'"),
+        (AWQ | {"checkpoint_format": "gemv_fast"}, "'checkpoint_format' is 'gemv_fast'; expected 'gemm'"),
+        (FP8_BLOCK | {"kv_cache_scheme": "static"}, "a quantised KV cache is not supported"),
         (AWQ | {"zero_point": False}, "AWQ without zero points"),
         (AWQ | {"bits": 8}, "'bits' is 8; expected 4"),
         (PACKED | {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'.*Take a checkpoint"),

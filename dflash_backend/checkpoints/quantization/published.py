@@ -22,6 +22,8 @@ def read_fp8(config: JsonReader) -> Quantization:
     tensor where `weight_block_size` is missing."""
     if config.string("fmt", default="e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise config.fail("fmt", "'e4m3'; other floats of 8 bits are not supported")
+    if config.data.get("kv_cache_scheme"):
+        raise config.fail("kv_cache_scheme", "no such field: a quantised KV cache is not supported")
     block = config.integers("weight_block_size", low=1)
     if block is not None and (len(block) != 2 or max(block) > MAX_BLOCK):
         raise config.fail("weight_block_size", "two sizes, rows and columns, or null")
@@ -64,8 +66,9 @@ def read_gptq(config: JsonReader) -> Quantization:
 
 def read_awq(config: JsonReader) -> Quantization:
     """AWQ (arXiv 2306.00978) as AutoAWQ saves it for matrix-matrix products (`gemm`)."""
-    if config.string("version", default="gemm").lower() != "gemm":
-        raise config.fail("version", "'gemm'; other orders of the weights are not supported")
+    for field in ("version", "checkpoint_format", "format"):
+        if config.string(field, default="gemm").lower() != "gemm":
+            raise config.fail(field, "'gemm'; other orders of the weights are not supported")
     if not config.boolean("zero_point", default=True):
         raise config.fail("zero_point", "true: AWQ without zero points is not supported")
     bits = _bits(config, "bits" if config.given("bits") else "w_bit", (4,))
