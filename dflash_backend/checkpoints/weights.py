@@ -201,7 +201,9 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
     weights, expected = _expected(listing, quantization, found)
     headers = {name: header for name, header in found.items() if name in expected or not ignored(name)}
     for name, header in headers.items():
-        _check_tensor(name, header, expected.get(name), quantization)
+        if name not in expected:
+            raise CheckpointError(f"{header.file}: {_surplus(name, header, weights, quantization)}")
+        _check_tensor(name, header, expected[name])
     missing = sorted(set(expected) - set(headers))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -232,17 +234,25 @@ def _expected(
     return weights, expected
 
 
-def _check_tensor(
-    name: str, header: TensorHeader, expected: Expected | None, quantization: Quantization | None
-) -> None:
-    if expected is None:
-        why = f"tensor '{name}' of shape {list(header.shape)} is not part of this model"
-        projection, _, part = name.rpartition(".")
-        if part in PARTS and quantization is None:
-            why += ": it is of a quantised weight, and config.json has no quantization_config that says how to read it"
-        elif part in PARTS and quantization is not None and projection in quantization.ignored:
-            why += f": by {quantization.where} '{projection}' is not quantised"
-        raise CheckpointError(f"{header.file}: {why}")
+def _surplus(
+    name: str, header: TensorHeader, weights: Mapping[str, StoredWeight], quantization: Quantization | None
+) -> str:
+    """What is wrong with a tensor that no part of the model is read from."""
+    text = f"tensor '{name}' of shape {list(header.shape)} is not part of this model"
+    projection, _, part = name.rpartition(".")
+    if part in PARTS and quantization is None:
+        return (
+            f"{text}: it is of a quantised weight, and config.json has no quantization_config that says how to read it"
+        )
+    if part in PARTS and quantization is not None and projection in quantization.ignored:
+        return f"{text}: by {quantization.where} '{projection}' is not quantised"
+    if part == "weight" and projection in weights:
+        tensors = ", ".join(weights[projection].tensors.values())
+        return f"{text}: by config.json '{projection}' is quantised, which takes {tensors}"
+    return text
+
+
+def _check_tensor(name: str, header: TensorHeader, expected: Expected) -> None:
     if header.shape not in expected.shapes:
         raise CheckpointError(
             f"{header.file}: tensor '{name}' has shape {list(header.shape)}; config.json asks for "

@@ -22,6 +22,7 @@ from tests.quantised import (
     FP8_BLOCK,
     GPTQ,
     Copies,
+    Packer,
     Tensors,
     awq,
     edit_config,
@@ -219,6 +220,29 @@ def test_quantised_tensors_without_a_config_and_a_config_without_them(tmp_path: 
     edit_config(copies.plain, quantization_config=AWQ)
     with pytest.raises(CheckpointError, match="says that weights are quantised .awq., but none of them is"):
         inspect_target(read_target(copies.plain))
+
+
+def test_a_plain_weight_that_the_config_calls_quantised_is_named_with_what_it_takes(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    edit_config(tmp_path, quantization_config=PACKED)
+    expected = (
+        r"proj.weight' .* not part of this model: by config.json '.*_proj' is quantised, which takes .*weight_packed"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        inspect_target(read_target(tmp_path))
+
+
+@pytest.mark.parametrize(("packer", "config"), [(gptq(), GPTQ), (awq(), AWQ)])
+def test_heads_are_held_to_quantised_projections_before_anything_is_sized_by_them(
+    tmp_path: Path, packer: Packer, config: dict[str, Any]
+) -> None:
+    make_target(tmp_path / "source")
+    copies = write(tmp_path / "source", tmp_path, packer, config)
+    edit_config(copies.quantised, num_attention_heads=8)
+    with pytest.raises(
+        CheckpointError, match=r"q_proj.scales' has shape \[2, 64\]; the heads in .* ask for 128 columns"
+    ):
+        read_target(copies.quantised)
 
 
 def test_a_shape_that_words_cannot_hold_is_refused(tmp_path: Path) -> None:
