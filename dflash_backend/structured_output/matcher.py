@@ -63,6 +63,8 @@ class GrammarMatcher:
         # The last tokens of the reasoning, one fewer than its end has; None when the grammar has begun.
         self._tail: list[int] | None = [] if rules.end_of_reasoning else None
         self._ended = False
+        # Tokens that were found allowed, and where the grammar stands behind them.
+        self._ahead: tuple[list[int], LLMatcher] | None = None
         self.error: str | None = None
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -84,16 +86,35 @@ class GrammarMatcher:
         stop = next((i for i, token_id in enumerate(tokens) if token_id in self._eos), None)
         if stop is not None:
             self._ended, tokens = True, tokens[:stop]
-        if tokens and not self._matcher.consume_tokens(tokens):
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == tokens:
+            self._matcher = ahead[1]
+        elif tokens and not self._matcher.consume_tokens(tokens):
             self._fail()
 
     def allows(self, token_ids: Sequence[int]) -> bool:
-        """Whether the grammar allows these next tokens, up to one that ends the answer. Of an answer that has ended, or
-        failed, everything is allowed: it has no masks."""
+        """Whether each of these next tokens, up to one that ends the answer, is in the mask of its position. Of an
+        answer that has ended, or failed, everything is allowed: it has no masks. To be asked only where the grammar
+        alone decides (`MatcherRules.grammar_alone`); `advance` by the same tokens then takes no time.
+
+        A mask has less than what the grammar accepts: where it forces a text, only the first of its tokens, so that one
+        text is not spelled in several ways.
+        """
         if self._ended or self.error is not None:
             return True
-        num_legal = self.num_legal(token_ids)
-        return num_legal == len(token_ids) or (num_legal > 0 and token_ids[num_legal - 1] in self._eos)
+        trial, tokens = self._matcher.deep_copy(), list[int]()
+        for token_id in token_ids:
+            forced = trial.compute_ff_tokens()
+            if token_id in self._eos:
+                if forced or not trial.is_accepting():
+                    return False
+                break
+            if forced[0] != token_id if forced else not trial.validate_tokens([token_id]):
+                return False
+            trial.consume_token(token_id)
+            tokens.append(token_id)
+        self._ahead = tokens, trial
+        return True
 
     def num_legal(self, drafts: Sequence[int]) -> int:
         """How many of the drafts the grammar allows, an end-of-sequence token that it accepts included."""

@@ -30,6 +30,16 @@ GRAMMAR_MUTANTS = (
             "self._ended, tokens = True, tokens[:stop]",
             "tokens = tokens[: stop + 1]",
         ),
+        (
+            "a forced text may be spelled in any way",
+            "if forced[0] != token_id if forced else not trial.validate_tokens([token_id]):",
+            "if not trial.validate_tokens([token_id]):",
+        ),
+        (
+            "tokens that were looked at are taken in place of others",
+            "if ahead is not None and ahead[0] == tokens:",
+            "if ahead is not None:",
+        ),
         ("the reasoning may end the answer", "            _hide(masks[: plan.free], self._eos)\n", ""),
         (
             "a mask within the block knows nothing of the end of the reasoning",

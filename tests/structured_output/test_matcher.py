@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from dflash_backend.structured_output.matcher import BitmaskFiller, GrammarMatch
 from dflash_backend.text.tokenizer import tokenizer_json
 from tests.byte_tokenizer import EOS, write_byte_tokenizer
 
+DEMO_TARGET = Path(__file__).parents[2] / "demo" / "pair" / "target"
 VOCAB = 300  # a target's vocabulary may be larger than its tokenizer's
 OTHER_EOS = 257
 OBJECT = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yz"]}},"required":["a"]}'
@@ -166,3 +169,44 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_answer_with_a_reason(c
     matcher = matcher_of(compiler, GRAMMARS[2], b"maybe")
     assert "cannot be followed any further" in matcher.error
     assert allowed_by(filler, matcher, [1]) == []
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Parma"]}}, "required": ["city"]}
+SPELLED_IN_WAYS = [
+    StructuredOutputs("json", json.dumps(CITY | {"additionalProperties": False})),
+    StructuredOutputs("regex", "[a-z]{3,6}(-[0-9]{2})? the end"),
+    StructuredOutputs("choice", '["it depends on the day","it is about to rain"]'),
+]
+
+
+@pytest.mark.parametrize("grammar", SPELLED_IN_WAYS, ids=lambda grammar: grammar.kind)
+def test_what_is_allowed_is_what_the_masks_have(grammar: StructuredOutputs) -> None:
+    """With a vocabulary that spells a text in several ways, of which a mask has one where the text is forced."""
+    vocab_size = 1536
+    compiler = GrammarCompiler(lambda: tokenizer_json(DEMO_TARGET), vocab_size)
+    eos, filler, rng = (2,), BitmaskFiller(vocab_size, 1), random.Random(3)
+    compiled, num_narrow = compiler.compile(grammar, eos), 0
+    for _ in range(3):
+        matcher, history = compiled.matcher(MatcherRules()), list[int]()
+        for _ in range(12):
+            masks, _ = filler.fill([(matcher, [])])
+            if not len(masks):
+                break
+            in_mask = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")[:vocab_size]).tolist()
+            assert [token for token in range(vocab_size) if matcher.allows([token])] == in_mask
+            num_narrow += sum(matcher.num_legal([token]) for token in range(vocab_size)) > len(in_mask)
+            history.append(rng.choice(in_mask))
+            assert compiled.matcher(MatcherRules()).allows(history)
+            matcher.advance(history[-1:])
+    assert num_narrow
+
+
+def test_tokens_that_were_found_allowed_are_taken_at_once(compiler, filler):
+    matcher = matcher_of(compiler, GRAMMARS[1])
+    assert matcher.allows(list(b"ab"))
+    assert allowed_by(filler, matcher, []) == allowed_by(filler, matcher_of(compiler, GRAMMARS[1]), [])
+    matcher.advance(list(b"ab"))
+    assert allowed_by(filler, matcher, []) == allowed_by(filler, matcher_of(compiler, GRAMMARS[1], b"ab"), [])
+    assert matcher.allows(list(b"c"))
+    matcher.advance(list(b"f"))  # others than those that were looked at
+    assert allowed_by(filler, matcher, []) == [{ord("o")}]
