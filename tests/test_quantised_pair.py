@@ -13,7 +13,7 @@ from checks.acceptance import held_out, measure
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from dflash_backend.evaluation import Evaluation
-from tests.checkpoints.test_quantised_compressed import config, library
+from tests.oracle.compressed_tensors_library import config, library
 from tests.quantised import FP8_BLOCK, fp8_block, write
 
 INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 32}

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.apply import apply_quantization_config
-from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.oracle.compressed_tensors_library import FORMATS, FP8, GROUP, NOT_INSTALLED, config, library, limits
 from tests.quantised import Copies, Packer, Tensors, edit_config, edit_tensors, is_projection, write, write_by_name
 from tests.quantised_logits import assert_same_logits, projections, weight_of
 from tests.tiny_models import make_target
@@ -23,68 +20,6 @@ from tests.tiny_models import make_target
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 MOE = "Qwen3MoeForCausalLM"
 SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 272}
-FP8 = {"num_bits": 8, "type": "float"}
-GROUP = {"strategy": "group", "group_size": 16}
-
-# The format, and the arguments of the weights.
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8 of tensors": ("float-quantized", FP8 | {"strategy": "tensor"}),
-    "fp8 of rows": ("float-quantized", FP8 | {"strategy": "channel"}),
-    "fp8 of blocks": ("float-quantized", FP8 | {"strategy": "block", "block_structure": [128, 32]}),
-    "fp8, plainly": ("naive-quantized", FP8 | {"strategy": "channel"}),
-    "int8 of rows": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
-    "int8 of rows with zero points": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
-    "int8 of tensors with zero points": ("int-quantized", {"num_bits": 8, "strategy": "tensor", "symmetric": False}),
-    "int4 of groups in bytes": ("int-quantized", {"num_bits": 4, **GROUP}),
-    "int4 of groups": ("pack-quantized", {"num_bits": 4, **GROUP}),
-    "int4 of groups with zero points": ("pack-quantized", {"num_bits": 4, "symmetric": False, **GROUP}),
-    "int4 of rows with zero points": ("pack-quantized", {"num_bits": 4, "symmetric": False, "strategy": "channel"}),
-    "int4 of tensors": ("pack-quantized", {"num_bits": 4, "strategy": "tensor"}),
-    "int8 of groups, packed": ("pack-quantized", {"num_bits": 8, "symmetric": False, **GROUP}),
-}
-
-
-def limits(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest number that share each scale."""
-    out, inner = weight.shape
-    strategy = str(args.strategy)
-    rows, columns = {"tensor": (out, inner), "channel": (1, inner), "group": (1, args.group_size)}.get(
-        strategy, args.block_structure
-    )
-    below, beside = -(-out // rows), -(-inner // columns)
-    padded = torch.zeros(below * rows, beside * columns)
-    padded[:out, :inner] = weight
-    blocks = padded.view(below, rows, beside, columns)
-    low, high = blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
-    return (low[0], high[0]) if strategy == "tensor" else (low, high)
-
-
-def library(form: str, args: dict[str, Any]) -> Packer:
-    """What the library makes of a weight, and of that again."""
-    weights = QuantizationArgs(**args)
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    compressor: Any = BaseCompressor.get_value_from_registry(form)
-
-    def pack(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        scale, zero = calculate_qparams(*limits(weight, weights), weights)
-        parts = compressor.compress(
-            {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(weights.pytorch_dtype())}, scheme
-        )
-        return parts, compressor.decompress(parts, scheme)["weight"].float()
-
-    return pack
-
-
-def config(form: str, args: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The `quantization_config` of one group."""
-    group = {"targets": ["Linear"], "weights": args, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": form,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    } | changes
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -148,6 +83,12 @@ def test_each_projection_has_the_scheme_of_its_group_and_fused_ones_of_several(t
 )
 def test_a_whole_model_that_the_library_saves(tmp_path: Path, form: str, args: dict[str, Any], status: str) -> None:
     """Its own config and file, with activations that are to be quantised as well: they are not, here."""
+    pytest.importorskip("compressed_tensors", reason=NOT_INSTALLED)
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.apply import apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     model: PreTrainedModel = make_target(tmp_path / "source", **SIZES)
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True} if form[0] == "f" else None
     group = QuantizationScheme(targets=["Linear"], weights=args, input_activations=activations)

@@ -17,7 +17,7 @@ from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import load_target
 from tests.checkpoints.test_mutations import VALUES, entries, mutate_file
-from tests.checkpoints.test_quantised_compressed import FORMATS, config, library
+from tests.oracle.compressed_tensors_library import FORMATS, config, library
 from tests.quantised import AWQ, FP8_BLOCK, GPTQ, awq, fp8_block, gptq, write
 from tests.scale import scaled
 from tests.tiny_models import make_target

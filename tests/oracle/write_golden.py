@@ -1,7 +1,8 @@
-"""Writes `golden/`: what the packages `dflash` and `speculators`, and DeepSpec, compute for the cases of `cases.py`.
+"""Writes `golden/`: what the packages `dflash` and `speculators`, and DeepSpec, compute for the cases of `cases.py`,
+and what compressed-tensors makes of a weight.
 
-`make oracle` installs the packages, `deepspec` says where DeepSpec comes from; then
-`.venv/bin/python -m tests.oracle.write_golden`. The versions that ran are kept beside the results.
+`make setup` installs compressed-tensors, `make oracle` the other packages, `deepspec` says where DeepSpec comes from;
+then `.venv/bin/python -m tests.oracle.write_golden`. The versions that ran are kept beside the results.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.oracle import cases, deepspec, dflash2_cases, dspark_cases, eagle3_cases, ours, speculators_library, zlab
+from tests.oracle import (
+    cases,
+    compressed_tensors_library,
+    deepspec,
+    dflash2_cases,
+    dspark_cases,
+    eagle3_cases,
+    ours,
+    speculators_library,
+    zlab,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 FEATURE_LAYERS = [1, 2, 4]
@@ -141,6 +152,12 @@ def eagle3_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, An
     return tensors, {"versions": versions("speculators"), "configs": configs, "tensors": names, "drafts": drafts}
 
 
+def compressed_tensors_results(scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors by name, and JSON data, of compressed-tensors."""
+    tensors, data = compressed_tensors_library.results(scratch)
+    return tensors, data | {"versions": versions("compressed-tensors")}
+
+
 def as_text(tokens: list[int]) -> str:
     """Token ids below 256, two digits each."""
     return bytes(tokens).hex()
@@ -172,6 +189,7 @@ RESULTS = {
     "dflash2": dflash2_results,
     "dspark": dspark_results,
     "eagle3": eagle3_results,
+    "compressed_tensors": compressed_tensors_results,
 }
 
 
