@@ -63,7 +63,7 @@ class GrammarMatcher:
         # The last tokens of the reasoning, one fewer than its end has; None when the grammar has begun.
         self._tail: list[int] | None = [] if rules.end_of_reasoning else None
         self._ended = False
-        # Tokens that were found allowed, and where the grammar stands behind them.
+        # Tokens that were found allowed, and the state behind them.
         self._ahead: tuple[list[int], LLMatcher] | None = None
         self.error: str | None = None
 
@@ -102,17 +102,19 @@ class GrammarMatcher:
         """
         if self._ended or self.error is not None:
             return True
-        trial, tokens = self._matcher.deep_copy(), list[int]()
-        for token_id in token_ids:
+        count = next((i for i, token_id in enumerate(token_ids) if token_id in self._eos), len(token_ids))
+        tokens = list(token_ids[:count])
+        # Asked first, since llguidance takes long to say what is wrong with a token that it is to consume.
+        if tokens and self._matcher.validate_tokens(tokens) < count:
+            return False
+        trial = self._matcher.deep_copy()
+        for token_id in tokens:
             forced = trial.compute_ff_tokens()
-            if token_id in self._eos:
-                if forced or not trial.is_accepting():
-                    return False
-                break
-            if forced[0] != token_id if forced else not trial.validate_tokens([token_id]):
+            if forced and forced[0] != token_id:
                 return False
             trial.consume_token(token_id)
-            tokens.append(token_id)
+        if count < len(token_ids) and (trial.compute_ff_tokens() or not trial.is_accepting()):
+            return False
         self._ahead = tokens, trial
         return True
 

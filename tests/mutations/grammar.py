@@ -32,8 +32,8 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "a forced text may be spelled in any way",
-            "if forced[0] != token_id if forced else not trial.validate_tokens([token_id]):",
-            "if not trial.validate_tokens([token_id]):",
+            "if forced and forced[0] != token_id:",
+            "if False:",
         ),
         (
             "tokens that were looked at are taken in place of others",
