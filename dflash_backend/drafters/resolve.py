@@ -14,6 +14,7 @@ from dflash_backend.checkpoints.targets import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
 from dflash_backend.drafters.ngram.config import read_ngram, refuse_lookup
 from dflash_backend.drafters.pairing import check_pair
+from dflash_backend.drafters.published import published_for
 from dflash_backend.drafters.registry import is_drafter, read_draft
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 from dflash_backend.drafters.speculators import is_speculators, verifier_name
@@ -111,7 +112,9 @@ def _with_target(config: EngineConfig, target: Path, report: Report | None) -> M
     if config.draft_model:
         return ModelDirs(target, find_model(config.draft_model, "draft_model", config.draft_revision, report))
     warning = f"no draft_model is set for {config.target_model}: it is served without speculation"
-    return ModelDirs(target, None, f"{warning} (draft_model={NGRAM} needs no drafter)")
+    names = [each.name for each in published_for(config.target_model, target)]
+    known = f"; published for it: {', '.join(names)}" if names else ""
+    return ModelDirs(target, None, f"{warning}{known} (draft_model={NGRAM} needs no drafter)")
 
 
 def verifier_dir(directory: Path, revision: str = "", report: Report | None = None) -> Path:

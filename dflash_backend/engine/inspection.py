@@ -27,6 +27,7 @@ from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.ngram.config import read_ngram
 from dflash_backend.drafters.pairing import check_pair
+from dflash_backend.drafters.published import published_for
 from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.models import decoder
@@ -104,11 +105,13 @@ class PairReport:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found: one checkpoint, or a target with a drafter, which is a second checkpoint or a `method`."""
+    """What `inspect` found: one checkpoint, or a target with a drafter, which is a second checkpoint or a `method`.
+    published: hub ids of the supported drafters that are known for a target alone."""
 
     checkpoints: tuple[CheckpointReport, ...]
     pair: PairReport | None = None
     method: MethodReport | None = None
+    published: tuple[str, ...] = ()
 
 
 def inspect(name: str, draft_name: str | None = None) -> Inspection:
@@ -119,7 +122,8 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
     if draft_name is None:
         if first_is_drafter:
             return Inspection((inspect_draft(read_draft(directory)),))
-        return Inspection((inspect_target(read_target(directory)),))
+        published = tuple(each.name for each in published_for(name, directory))
+        return Inspection((inspect_target(read_target(directory)),), published=published)
     if first_is_drafter:
         raise CheckpointError(f"{directory} is a drafter; give the target first and the drafter with --draft")
     target = read_target(directory)

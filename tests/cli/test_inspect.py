@@ -223,3 +223,35 @@ def test_a_broken_drafter_and_one_in_the_place_of_the_target_are_refused_too(cli
         ended = cli("inspect", *argv)
         assert ended.status == 1
         assert words in ended.err
+
+
+def test_published_drafters_are_listed_and_named_for_their_target(cli, inspected, tmp_path: Path) -> None:
+    listed = cli("inspect", "--list")
+    assert listed.status == 0
+    assert "Qwen/Qwen3-8B (Qwen3)\n  z-lab/Qwen3-8B-DFlash-b16 " in listed.out
+    assert listed.out.count("supported") >= 54
+    few = cli("inspect", "--list", "peagle", "--json")
+    assert [(each["drafter"], each["supported"]) for each in json.loads(few.out)] == [
+        ("RedHatAI/Qwen3-8B-speculator.peagle", False)
+    ]
+    assert json.loads(few.out)[0]["reason"] == "P-EAGLE drafters are not supported"
+    make_target(tmp_path / "t")
+    change(tmp_path / "t", _name_or_path="Qwen/Qwen3-4B")
+    assert inspected(tmp_path / "t")["published_drafters"][0] == "z-lab/Qwen3-4B-DFlash-b16"
+    text = cli("inspect", tmp_path / "t").out
+    assert "published drafters for it\n  z-lab/Qwen3-4B-DFlash-b16\n" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        ([], 2, "takes a model directory or hub id, or --list"),
+        (["x", "--list"], 2, "takes a model directory or hub id, or --list"),
+        (["--list", "--draft", "x"], 2, "takes no --draft"),
+        (["--list", "no such model"], 1, "no published drafter is known for 'no such model'"),
+    ],
+)
+def test_a_list_that_cannot_be_shown_is_refused(cli, argv: list[str], status: int, words: str) -> None:
+    ended = cli("inspect", *argv)
+    assert (ended.status, ended.out) == (status, "")
+    assert words in ended.err

@@ -43,6 +43,12 @@ def test_the_settings_page_is_what_the_schema_says() -> None:
     assert page("settings.md") == writer["page"](), "run `make docs`"
 
 
+def test_the_table_of_published_drafters_is_what_the_code_says() -> None:
+    writer = runpy.run_path(str(DOCS / "write_published_drafters.py"))
+    assert page("checkpoints.md") == writer["page"](), "run `make docs`"
+    assert "| `Qwen/Qwen3-8B` | `z-lab/Qwen3-8B-DFlash-b16` | DFlash | z-lab | yes |" in page("checkpoints.md")
+
+
 def test_the_evaluation_page_names_every_option_figure_and_set() -> None:
     commands = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     options = [option for action in commands.choices["eval"]._actions for option in action.option_strings]

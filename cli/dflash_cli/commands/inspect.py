@@ -10,6 +10,7 @@ from dflash_cli.commands.console import fail, show
 from dflash_cli.commands.packages import engine_missing
 
 if TYPE_CHECKING:
+    from dflash_backend.drafters.published import PublishedDrafter
     from dflash_backend.engine.inspection import CheckpointReport, Inspection
 
 NAME_WIDTH = 24
@@ -22,16 +23,29 @@ def add_parser(commands: Any) -> None:
         help="say what a checkpoint is and what it needs",
         description="Say what a checkpoint is (a target, or a DFlash drafter in the z-lab or speculators format), how "
         "it was read and what it needs. Its config and the headers of its weights are read and checked; no weights are "
-        "loaded. With --draft it also says whether the two fit together (docs/checkpoints.md).",
+        "loaded. With --draft it also says whether the two fit together. With --list it shows the published drafters "
+        "that are known, and whether they are supported (docs/checkpoints.md).",
     )
-    parser.add_argument("checkpoint", metavar="DIR|ID", help="model directory or hub id")
+    parser.add_argument("checkpoint", metavar="DIR|ID", nargs="?", help="model directory or hub id")
     parser.add_argument("--draft", metavar="DIR|ID|ngram", help="a drafter for it")
+    parser.add_argument(
+        "--list",
+        nargs="?",
+        const="",
+        dest="words",
+        metavar="WORDS",
+        help="show the published drafters, of those targets or drafters whose hub id has WORDS",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
+    if (arguments.words is None) == (arguments.checkpoint is None):
+        return fail("inspect takes a model directory or hub id, or --list", status=2)
+    if arguments.words is not None:
+        return _run_list(arguments)
     try:
         from dflash_backend.checkpoints import CheckpointError
         from dflash_backend.engine.inspection import inspect
@@ -47,11 +61,55 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _run_list(arguments: argparse.Namespace) -> int:
+    """`--list`."""
+    if arguments.draft is not None:
+        return fail("inspect --list takes no --draft", status=2)
+    try:
+        from dflash_backend.drafters.published import published_like
+    except ImportError as error:
+        return fail(engine_missing(error))
+    found = published_like(arguments.words)
+    if not found:
+        return fail(f"no published drafter is known for '{arguments.words}'; without words --list shows all")
+    if arguments.json:
+        return show(json.dumps([published_dict(each) for each in found], ensure_ascii=False))
+    blocks = []
+    for target in dict.fromkeys(each.target for each in found):
+        rows = [
+            (f"  {each.name}", f"{each.kind} ({each.format})", each.unsupported or "supported")
+            for each in found
+            if each.target == target
+        ]
+        blocks.append("\n".join([f"{target.name} ({target.family})", *map(_row, rows)]))
+    return show("\n\n".join(blocks))
+
+
+def published_dict(each: PublishedDrafter) -> dict[str, Any]:
+    """A published drafter as JSON data."""
+    return {
+        "target": each.target.name,
+        "family": each.target.family,
+        "drafter": each.name,
+        "method": each.method,
+        "format": each.format,
+        "supported": each.unsupported is None,
+        "reason": each.unsupported,
+        "source": each.source,
+    }
+
+
+def _row(cells: tuple[str, str, str]) -> str:
+    return f"{cells[0]:<62}{cells[1]:<24}{cells[2]}"
+
+
 def as_dict(found: Inspection) -> dict[str, Any]:
     """The inspection as JSON data: `target` and `drafter`, those of them that were read, and `pair` for both."""
     data: dict[str, Any] = {report.kind: _checkpoint_dict(report) for report in found.checkpoints}
     if found.method is not None:
         data["drafter"] = {"method": found.method.method, "facts": dict(found.method.facts)}
+    if found.published:
+        data["published_drafters"] = list(found.published)
     if found.pair is not None:
         pair = found.pair
         data["pair"] = {
@@ -101,6 +159,8 @@ def as_text(found: Inspection) -> str:
     blocks = [_checkpoint_text(report) for report in found.checkpoints]
     if found.method is not None:
         blocks.append("\n".join([f"drafter {found.method.method}", *_lines(list(found.method.facts))]))
+    if found.published:
+        blocks.append("\n".join(["published drafters for it", *(f"  {name}" for name in found.published)]))
     pair = found.pair
     if pair is not None:
         per_token = sum(report.kv.bytes_per_token for report in found.checkpoints)
