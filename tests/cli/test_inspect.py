@@ -245,8 +245,8 @@ def test_published_drafters_are_listed_and_named_for_their_target(cli, inspected
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
-        ([], 2, "takes a model directory or hub id, or --list"),
-        (["x", "--list"], 2, "takes a model directory or hub id, or --list"),
+        ([], 2, "takes one DIR|ID, a model directory or hub id, or --list"),
+        (["x", "--list"], 2, "takes one DIR|ID, a model directory or hub id, or --list"),
         (["--list", "--draft", "x"], 2, "takes no --draft"),
         (["--list", "no such model"], 1, "no published drafter is known for 'no such model'"),
     ],

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the sub-command and return the exit status."""
     if (arguments.words is None) == (arguments.checkpoint is None):
-        return fail("inspect takes a model directory or hub id, or --list", status=2)
+        return fail("inspect takes one DIR|ID, a model directory or hub id, or --list", status=2)
     if arguments.words is not None:
         return _run_list(arguments)
     try:
