@@ -11,6 +11,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
+from dflash_backend.models.recurrent_state import StatePool, StateRows
 from dflash_backend.worker.batch import spans
 
 BLOCK_SIZE = 4
@@ -20,9 +21,19 @@ NUM_BLOCKS = 80
 def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[KVLayer]:
     """Empty KV of every layer, one allocation, filled with noise: whatever is read without having been written
     shows."""
-    shape = (spec.num_layers, NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
+    shape = (len(spec.caches), NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 10
     return [KVLayer(layer) for layer in noise.to(device, dtype)]
+
+
+def noisy_pool(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> StatePool | None:
+    """States of two requests, filled with noise as `caches`; None where no layer has one."""
+    if spec.delta_net is None:
+        return None
+    pool = StatePool.allocate(spec, 2, dtype, torch.device("cpu"))
+    for tensor in (pool.states, pool.tails):
+        tensor.normal_(std=10, generator=torch.Generator().manual_seed(7))
+    return pool
 
 
 def block_tables(num_rows: int, seed: int = 3) -> np.ndarray:
@@ -39,12 +50,21 @@ def context(
     patterns: Iterable[AttentionPattern] = (AttentionPattern(True),),
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    pool: StatePool | None = None,
 ) -> PagedContext:
-    """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`."""
+    """A forward pass in which row r runs positions `[starts[r], starts[r] + query_lens[r])`; its state is in slot r of
+    `pool`."""
     backend = TorchBackend(BLOCK_SIZE)
     lens = np.array(query_lens, dtype=np.int64)
     rows, positions = spans(np.array(starts, dtype=np.int64), lens)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     layout = AttentionBatch(lens, lens + np.array(starts, dtype=np.int64), torch.from_numpy(tables).to(device))
     where, to = torch.from_numpy(positions).to(device), torch.from_numpy(slots).to(device)
-    return PagedContext.prepare(layout, where, to, backend, patterns, dtype)
+    states = None
+    if pool is not None:
+        first = np.cumsum(lens) - lens
+        numbers = [
+            torch.tensor(each, dtype=torch.int32) for each in (range(len(lens)), starts, first.tolist(), query_lens)
+        ]
+        states = StateRows.of(pool, *numbers, widths=lens, num_tokens=len(positions))
+    return PagedContext.prepare(layout, where, to, backend, patterns, dtype, states=states)

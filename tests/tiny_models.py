@@ -24,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB_SIZE = 97
@@ -42,6 +44,23 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[st
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    # Three layers with a gated delta net, one with attention, and another with a gated delta net.
+    "Qwen3NextForCausalLM": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            # A norm of outputs near 0 would make a rounding error large, in `transformers` as here.
+            "rms_norm_eps": 1e-3,
+        },
     ),
     "GptOssForCausalLM": (
         GptOssForCausalLM,
@@ -65,6 +84,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[st
         },
     ),
 }
+# Their norms multiply by 1 plus the weight.
+ZERO_CENTRED = ("Qwen3NextForCausalLM",)
 
 
 def target_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> PretrainedConfig:
@@ -98,10 +119,12 @@ def make_target(
     model = FAMILIES[architecture][0](target_config(architecture, **changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name and (architecture not in ZERO_CENTRED or "linear_attn" in name):
                 parameter.uniform_(0.5, 1.5)
+            elif "norm" in name:
+                parameter.uniform_(-0.5, 0.5)
             else:
-                parameter.normal_(std=0.25)
+                parameter.normal_(std=0.06 if "linear_attn.out_proj" in name else 0.25)
     model = model.to(dtype)
     model.save_pretrained(directory)
     return model

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dflash_backend.checkpoints.families import Family
 from dflash_backend.checkpoints.files import TensorHeader
+from dflash_backend.checkpoints.hybrids import read_rotary_dim
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import addressable_positions, read_rope
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
@@ -45,7 +46,9 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     hidden_size = config.integer("hidden_size")
     num_heads, num_kv_heads, head_dim = _read_heads(config, family, hidden_size)
     max_positions = config.integer("max_position_embeddings", default=family.max_positions, high=MAX_POSITIONS)
-    rope = read_rope(config, head_dim, max_positions, drafter, family.rope)
+    partial = family.rotary_share != 1.0
+    rotary_dim = read_rotary_dim(config, head_dim, family.rotary_share) if partial else head_dim
+    rope = read_rope(config, rotary_dim, max_positions, drafter, family.rope, partial)
     attention_bias = family.reads_attention_bias and config.boolean("attention_bias", default=family.attention_bias)
     return DecoderSpec(
         num_layers=num_layers,
@@ -64,6 +67,10 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
         max_len=addressable_positions(rope, max_positions),
         moe=moe,
         sinks=family.sinks,
+        delta_net=family.delta_net(config, num_layers) if family.delta_net else None,
+        attention_gate=family.attention_gate,
+        centred_norms=family.centred_norms,
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
     )
 
 
@@ -131,10 +138,12 @@ def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: 
             f"{config.where}: field 'num_hidden_layers' is {decoder.num_layers}; the weights beside it hold "
             f"{len(found)} layers"
         )
-    for part, rows in (("q_proj", decoder.query_size), ("k_proj", decoder.kv_size)):
+    first = next(index for index in range(decoder.num_layers) if decoder.has_attention(index))
+    query_rows = decoder.query_size * (2 if decoder.attention_gate else 1)
+    for part, rows in (("q_proj", query_rows), ("k_proj", decoder.kv_size)):
         # Quantised weights have other tensors; GPTQ and AWQ have theirs transposed.
         for kind, axis in (("weight", 0), ("weight_packed", 0), ("scales", 1)):
-            name = f"{prefix}0.self_attn.{part}.{kind}"
+            name = f"{prefix}{first}.self_attn.{part}.{kind}"
             tensor = tensors.get(name)
             if tensor is not None and tensor.shape[axis : axis + 1] != (rows,):
                 raise CheckpointError(

@@ -1,9 +1,11 @@
-"""The mixtures of experts as `config.json` describes them: Qwen3-MoE's and gpt-oss's.
+"""The mixtures of experts as `config.json` describes them: Qwen3-MoE's, Qwen3-Next's and gpt-oss's.
 
 A field that is missing takes the value that `transformers` 5 gives it.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import ClampedSwiglu, MoeSpec
@@ -14,18 +16,35 @@ MXFP4 = "mxfp4"
 MXFP4_GROUP = 32
 
 
-def qwen_moe_experts(config: JsonReader, num_layers: int) -> MoeSpec:
-    """The experts of Qwen3-MoE: in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+def qwen_next_experts(config: JsonReader, num_layers: int) -> MoeSpec | None:
+    """The experts of Qwen3-Next, in the layers that Qwen3-MoE's fields name, with one that runs over every token; None
+    with `num_experts` 0."""
+    if config.data.get("num_experts") == 0:
+        return None
+    moe = qwen_moe_experts(config, num_layers, num_experts=512, per_token=10, inner=512, norm_topk_prob=True)
+    return replace(moe, shared_size=config.integer("shared_expert_intermediate_size", default=512))
+
+
+def qwen_moe_experts(
+    config: JsonReader,
+    num_layers: int,
+    num_experts: int = 128,
+    per_token: int = 8,
+    inner: int = 768,
+    norm_topk_prob: bool = False,
+) -> MoeSpec:
+    """The experts of Qwen3-MoE: in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`. The numbers are
+    what missing fields mean."""
     # Published configs have the first name, what `transformers` 5 saves has the second.
     field = "num_experts" if config.given("num_experts") else "num_local_experts"
-    num_experts = config.integer(field, default=128, high=MAX_EXPERTS)
+    num_experts = config.integer(field, default=num_experts, high=MAX_EXPERTS)
     step = config.integer("decoder_sparse_step", default=1)
     dense = _mlp_only_layers(config, num_layers)
     return MoeSpec(
         num_experts=num_experts,
-        experts_per_token=_experts_per_token(config, 8, num_experts),
-        intermediate_size=config.integer("moe_intermediate_size", default=768),
-        norm_topk_prob=config.boolean("norm_topk_prob", default=False),
+        experts_per_token=_experts_per_token(config, per_token, num_experts),
+        intermediate_size=config.integer("moe_intermediate_size", default=inner),
+        norm_topk_prob=config.boolean("norm_topk_prob", default=norm_topk_prob),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
     )
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dflash_backend.checkpoints.experts import gpt_oss_experts, qwen_moe_experts
+from dflash_backend.checkpoints.experts import gpt_oss_experts, qwen_moe_experts, qwen_next_experts
+from dflash_backend.checkpoints.hybrids import read_delta_net
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import DEFAULT_ROPE, scaled_by_yarn
-from dflash_backend.checkpoints.spec import MoeSpec, RopeSpec
+from dflash_backend.checkpoints.spec import DeltaNetSpec, MoeSpec, RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -28,14 +29,15 @@ class Family:
     num_kv_heads, head_dim, max_positions, rms_norm_eps, attention_bias: what missing fields mean; None where it follows
     from the hidden size and the query heads. rope: the rotary embedding where no field is about it; its theta where
     none gives it. reads_attention_bias, reads_mlp_bias: whether the fields `attention_bias` (all four projections of
-    attention) and `mlp_bias` count.
+    attention) and `mlp_bias` count. delta_net: reads which layers are gated delta nets, and their sizes. attention_gate,
+    centred_norms: as in `DecoderSpec`. rotary_share: the share of a head that is rotated where no field says it.
     """
 
     windows: Callable[[JsonReader, int], tuple[int | None, ...]]
     qk_norm: bool = False
     qkv_bias: bool = False
     sinks: bool = False
-    experts: Callable[[JsonReader, int], MoeSpec] | None = None
+    experts: Callable[[JsonReader, int], MoeSpec | None] | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int = 32768
@@ -44,6 +46,10 @@ class Family:
     reads_attention_bias: bool = False
     attention_bias: bool = False
     reads_mlp_bias: bool = False
+    delta_net: Callable[[JsonReader, int], DeltaNetSpec] | None = None
+    attention_gate: bool = False
+    centred_norms: bool = False
+    rotary_share: float = 1.0
 
 
 def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | None:
@@ -59,6 +65,11 @@ def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | N
 def no_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
     """Llama: every layer sees everything."""
     return _agreeing(config, (None,) * num_layers)
+
+
+def hybrid_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen3-Next: the layers that have attention see everything; `hybrids.py` reads `layer_types`."""
+    return (None,) * num_layers
 
 
 def mistral_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
@@ -141,6 +152,19 @@ FAMILIES = {
         rope=scaled_by_yarn(theta=150000.0, factor=32.0, original_max_positions=4096, truncate=False),
         reads_attention_bias=True,
         attention_bias=True,
+    ),
+    # Qwen3-Next: gated delta net layers (arXiv 2412.06464) between layers of gated attention.
+    "Qwen3NextForCausalLM": Family(
+        windows=hybrid_windows,
+        qk_norm=True,
+        experts=qwen_next_experts,
+        num_kv_heads=2,
+        head_dim=256,
+        reads_attention_bias=True,
+        delta_net=read_delta_net,
+        attention_gate=True,
+        centred_norms=True,
+        rotary_share=0.25,
     ),
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

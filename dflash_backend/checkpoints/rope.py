@@ -22,20 +22,27 @@ SLIDING = "sliding_attention"
 
 
 def read_rope(
-    config: JsonReader, head_dim: int, max_positions: int, drafter: bool, default: RopeSpec = DEFAULT_ROPE
+    config: JsonReader,
+    head_dim: int,
+    max_positions: int,
+    drafter: bool,
+    default: RopeSpec = DEFAULT_ROPE,
+    partial: bool = False,
 ) -> RopeSpec:
     """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`; `default` is the
-    embedding where no field is about it, its theta where none gives it.
+    embedding where no field is about it, its theta where none gives it. partial: a part of the head may be rotated, whose
+    size `head_dim` is.
 
     An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
     speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind
     that is not known here rather than ignore it: a wrong rotation still runs, with worse output.
     """
-    _check_whole_head(config)
+    if not partial:
+        _check_whole_head(config)
     scaling, parameters = (
         [
             _read_entry(entry, config, head_dim, max_positions, default.theta)
-            for entry in _entries(config.object(field), drafter)
+            for entry in _entries(config.object(field), drafter, partial)
         ]
         for field in ("rope_scaling", "rope_parameters")
     )
@@ -100,7 +107,7 @@ def _check_whole_head(config: JsonReader) -> None:
             raise reader.fail("partial_rotary_factor", "1: rotary embedding of a part of the head is not supported")
 
 
-def _entries(parameters: JsonReader, drafter: bool) -> list[JsonReader]:
+def _entries(parameters: JsonReader, drafter: bool, partial: bool) -> list[JsonReader]:
     """The embeddings in an object: none when it is empty, itself when it is flat, else those of its layer types."""
     if not parameters.data:
         return []
@@ -110,8 +117,9 @@ def _entries(parameters: JsonReader, drafter: bool) -> list[JsonReader]:
     if drafter and SLIDING in nested:
         nested = [SLIDING]
     readers = [parameters.object(name) for name in nested]
-    for reader in readers:
-        _check_whole_head(reader)
+    if not partial:
+        for reader in readers:
+            _check_whole_head(reader)
     return readers
 
 

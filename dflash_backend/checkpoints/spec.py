@@ -53,6 +53,8 @@ class MoeSpec:
     The router takes the `experts_per_token` most likely of `num_experts`; with `norm_topk_prob` their weights are
     scaled to sum to 1. `intermediate_size` is that of one expert. `swiglu`: gpt-oss's experts and router, which have
     biases; None for Qwen3-MoE's, which have none and SiLU for their gate. `mxfp4`: experts are stored in MXFP4.
+    `shared_size`: the intermediate size of one more expert that runs over every token, times a gate of its own; None
+    where there is none.
     """
 
     num_experts: int
@@ -62,6 +64,44 @@ class MoeSpec:
     sparse_layers: tuple[bool, ...]
     swiglu: ClampedSwiglu | None = None
     mxfp4: bool = False
+    shared_size: int | None = None
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """Gated delta net layers (arXiv 2412.06464) in place of attention: `layers` says which.
+
+    Such a layer keeps of a request one state `[num_value_heads, key_head_dim, value_head_dim]`, and the last
+    `conv_width - 1` inputs of its convolution. Each key head serves `num_value_heads / num_key_heads` value heads.
+    """
+
+    layers: tuple[bool, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+
+    @property
+    def key_size(self) -> int:
+        """Width of the key (or query) projection."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of the value projection."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    def state_bytes(self, dtype_size: int) -> int:
+        """Bytes that all layers keep of one request. dtype_size: bytes of a number of the convolution's inputs; the
+        state itself is float32."""
+        state = 4 * self.num_value_heads * self.key_head_dim * self.value_head_dim
+        return sum(self.layers) * (state + (self.conv_width - 1) * self.conv_size * dtype_size)
 
 
 @dataclass(frozen=True)
@@ -104,7 +144,9 @@ class DecoderSpec:
 
     qk_norm, the biases and sinks are as in `LayerConfig`. sliding_windows has one entry for each layer: the number of
     positions that a query sees, its own included, or None for all. max_len is the number of positions that the model
-    can address, rotary scaling included.
+    can address, rotary scaling included. delta_net: the layers that have no attention; None: all have. attention_gate:
+    the output of attention is multiplied by the sigmoid of one more projection. centred_norms: an RMSNorm multiplies by
+    1 plus its weight. rotary_dim: numbers of a head that are rotated, the first ones; 0 for all.
     """
 
     num_layers: int
@@ -123,6 +165,14 @@ class DecoderSpec:
     max_len: int
     moe: MoeSpec | None = None
     sinks: bool = False
+    delta_net: DeltaNetSpec | None = None
+    attention_gate: bool = False
+    centred_norms: bool = False
+    rotary_dim: int = 0
+
+    def has_attention(self, index: int) -> bool:
+        """Whether the layer with this index has attention, and so a KV cache."""
+        return self.delta_net is None or not self.delta_net.layers[index]
 
     def layer(self, index: int) -> LayerConfig:
         """The layer with this index."""
@@ -131,8 +181,12 @@ class DecoderSpec:
 
     @property
     def caches(self) -> tuple[AttentionCache, ...]:
-        """What each layer keeps of a request."""
-        return tuple(AttentionCache(self.num_kv_heads, self.head_dim, window) for window in self.sliding_windows)
+        """What each layer that has attention keeps of a request."""
+        return tuple(
+            AttentionCache(self.num_kv_heads, self.head_dim, window)
+            for index, window in enumerate(self.sliding_windows)
+            if self.has_attention(index)
+        )
 
     @property
     def kv_elements_per_token(self) -> int:

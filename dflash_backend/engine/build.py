@@ -26,6 +26,7 @@ from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.device import choose_device
+from dflash_backend.engine.recurrent import check_recurrent
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -40,6 +41,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
+from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
@@ -107,6 +109,7 @@ def build_engine(
     pair = resolve_pair(config)
     dtype = _dtype(config, pair.target, device)
     _report_pair(pair, dtype, report)
+    check_recurrent(config, pair, dtype, device, report)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
@@ -219,6 +222,9 @@ def _runner(
     drafter = None
     if models.make_drafter is not None:
         drafter = models.make_drafter(target, kv.draft, models.draft_backend)
+    decoder, pool = pair.target.decoder, None
+    if decoder.delta_net is not None:
+        pool = StatePool.allocate(decoder, config.max_num_seqs, models.dtype, device)
     step = ModelStep(
         target,
         drafter,
@@ -232,6 +238,7 @@ def _runner(
         dtype=models.dtype,
         wants_confidence=config.adaptive_speculation,
         draft_backend=models.draft_backend,
+        pool=pool,
     )
     size = loaded_bytes(pair, models.dtype)
     threads = BatchThreads(num_batch_threads(size), config.batch_invariant, size)
@@ -269,7 +276,8 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         max_queue_tokens=config.max_queue_tokens,
         max_step_s=None if config.max_step_time_ms is None else config.max_step_time_ms / 1e3,
         tenant_weights=parse_tenant_weights(config.tenant_weights),
-        enable_prefix_caching=config.enable_prefix_caching,
+        # A hit would need the recurrent state behind it, which is not kept.
+        enable_prefix_caching=config.enable_prefix_caching and models.pair.target.decoder.delta_net is None,
         num_speculative_tokens=models.pair.num_speculative_tokens,
         adaptive_speculation=config.adaptive_speculation,
         lookahead_base=0 if drafter is None else drafter.lookahead_base,

@@ -9,8 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
-from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
+from dflash_backend.models.hybrid_layers import (
+    DeltaNetLayer,
+    DeltaNetLayerWeights,
+    GatedAttentionLayer,
+    read_hybrid_layer,
+    read_norm,
+)
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
@@ -24,7 +31,7 @@ class TargetWeights:
     tied."""
 
     embedding: torch.Tensor
-    layers: list[LayerWeights]
+    layers: list[LayerWeights | DeltaNetLayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
 
@@ -34,10 +41,11 @@ class TargetWeights:
         decoder = spec.decoder
         hidden, vocab = decoder.hidden_size, spec.vocab_size
         embedding = source.tensor("model.embed_tokens.weight", vocab, hidden)
+        read_layer = LayerWeights.read if decoder.delta_net is None else read_hybrid_layer
         return cls(
             embedding,
-            [LayerWeights.read(source, f"model.layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
-            source.tensor("model.norm.weight", hidden),
+            [read_layer(source, f"model.layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
+            read_norm(source, "model.norm.weight", decoder, hidden),
             Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
         )
 
@@ -60,10 +68,7 @@ class DecoderTarget(TargetModel):
         self._head = weights.lm_head.with_product(self.ops.product_of)
         self.rotary = Rotary(spec.decoder, max_positions, device, dtype)
         self.patterns = target_patterns(spec)
-        self.layers = [
-            DecoderLayer(spec.decoder, layer.with_product(self.ops.product_of), pattern, self.ops)
-            for layer, pattern in zip(weights.layers, self.patterns, strict=True)
-        ]
+        self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.embedding)
@@ -75,8 +80,12 @@ class DecoderTarget(TargetModel):
         rotation = self.ops.rotation(self.rotary, context.positions)
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
         captured: dict[int, torch.Tensor] = {}
+        own_cache = iter(caches)
         for index, layer in enumerate(self.layers):
-            added, hidden = layer.forward(normed, hidden, context, caches[index], rotation)
+            if isinstance(layer, DeltaNetLayer):
+                added, hidden = layer.forward(normed, hidden, context)
+            else:
+                added, hidden = layer.forward(normed, hidden, context, next(own_cache), rotation)
             if index + 1 < len(self.layers):
                 next_norm = self.layers[index + 1].weights.input_norm
                 normed, hidden = self.ops.add_rms_norm(added, hidden, next_norm, self.eps)
@@ -91,6 +100,26 @@ class DecoderTarget(TargetModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+
+
+def _layers(
+    decoder: DecoderSpec,
+    weights: list[LayerWeights | DeltaNetLayerWeights],
+    patterns: tuple[AttentionPattern, ...],
+    ops: LayerOps,
+) -> list[DecoderLayer | DeltaNetLayer]:
+    """The layers with these weights; patterns: of those that have attention, in their order."""
+    attention = GatedAttentionLayer if decoder.attention_gate else DecoderLayer
+    own_pattern = iter(patterns)
+    layers: list[DecoderLayer | DeltaNetLayer] = []
+    for each in weights:
+        layer = each.with_product(ops.product_of)
+        if isinstance(layer, LayerWeights):
+            layers.append(attention(decoder, layer, next(own_pattern), ops))
+        else:
+            number = sum(isinstance(before, DeltaNetLayer) for before in layers)
+            layers.append(DeltaNetLayer(decoder, layer, number, ops))
+    return layers
 
 
 def load_target(
@@ -115,12 +144,14 @@ def load_target(
 
 
 def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
-    """What the queries of each layer see."""
+    """What the queries of each layer that has attention see."""
     sinks = spec.decoder.sinks
     return tuple(AttentionPattern(True, cache.sliding_window, sinks) for cache in spec.decoder.caches)
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:
     """Whether a tensor of the checkpoint is left out: frequencies, which follow from config.json and which some older
-    exports store, and a tied head, which repeats the embedding."""
+    exports store, a tied head, which repeats the embedding, and a hybrid's own layers for drafting (MTP)."""
+    if spec.decoder.delta_net is not None and name.startswith("mtp."):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")

@@ -11,6 +11,7 @@ import torch
 from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.models.linear import Linear
+from dflash_backend.models.recurrent_state import StateRows
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class PagedContext:
     metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
     padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any case; torch
     on a CPU pays for looking.) row_index: int64 `[num_tokens]`, each token's place in its row; None where no layer
-    reads it.
+    reads it. states: what layers with a state need; None where there are none.
     """
 
     positions: torch.Tensor
@@ -30,6 +31,7 @@ class PagedContext:
     metadata: Mapping[AttentionPattern, AttentionMetadata]
     padded: bool = False
     row_index: torch.Tensor | None = None
+    states: StateRows | None = None
 
     @classmethod
     def prepare(
@@ -41,9 +43,11 @@ class PagedContext:
         patterns: Iterable[AttentionPattern],
         dtype: torch.dtype,
         padded: bool = False,
+        states: StateRows | None = None,
     ) -> PagedContext:
         """The context of a pass over `layout` through a model whose layers have `patterns`."""
-        return cls(positions, slots, backend, {p: backend.prepare(layout, p, dtype) for p in set(patterns)}, padded)
+        metadata = {p: backend.prepare(layout, p, dtype) for p in set(patterns)}
+        return cls(positions, slots, backend, metadata, padded, states=states)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class TargetModel(Protocol):
     spec: TargetSpec
 
     patterns: tuple[AttentionPattern, ...]
-    """What each layer's queries see."""
+    """What the queries of each layer that has attention see."""
 
     lm_head: Linear
     """hidden_size -> vocab_size, over the embedding itself where the two are tied; its input is normed."""
@@ -74,7 +78,7 @@ class TargetModel(Protocol):
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
         """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their KV to `caches`, one for each
-        layer, and capturing the outputs of the layers `capture`: layer ids, of which the number of layers means the
+        layer that has attention, and capturing the outputs of the layers `capture`: layer ids, of which the number of layers means the
         last layer's output after the final norm."""
         ...
 

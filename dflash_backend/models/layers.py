@@ -16,7 +16,7 @@ from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.gpt_oss import read_gpt_oss_experts
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.linear import Linear, ProductOf
-from dflash_backend.models.mlp import DenseMlp, SparseMlp
+from dflash_backend.models.mlp import DenseMlp, Mlp, SparseMlp
 from dflash_backend.models.ops import LayerOps, Rotation
 
 
@@ -34,7 +34,7 @@ class LayerWeights:
     qkv: Linear
     qk_norm: torch.Tensor | None
     output: Linear
-    mlp: DenseMlp | SparseMlp
+    mlp: Mlp
     sinks: torch.Tensor | None = None
 
     @classmethod

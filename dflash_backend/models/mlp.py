@@ -1,5 +1,5 @@
 """The MLPs of a decoder layer: SiLU-gated (Shazeer, arXiv 2002.05202), and a mixture of experts, as Qwen3-MoE has it
-(arXiv 2505.09388) and, with tensors of its own (`gpt_oss.py`), gpt-oss."""
+(arXiv 2505.09388), with a shared expert Qwen3-Next and, with tensors of its own (`gpt_oss.py`), gpt-oss."""
 
 from __future__ import annotations
 
@@ -81,3 +81,34 @@ class SparseMlp:
         """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most
         likely first."""
         return ops.route(self.router(x), self.moe.experts_per_token, self.moe.norm_topk_prob)
+
+
+@dataclass(frozen=True)
+class SharedExpertMlp:
+    """Experts, and one more that runs over every token, times the sigmoid of a gate: hidden -> 1."""
+
+    sparse: SparseMlp
+    shared: DenseMlp
+    gate: Linear
+
+    @classmethod
+    def read(cls, source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> SharedExpertMlp:
+        """The MLP whose tensors' names begin with `prefix`. hidden: size of a token."""
+        assert moe.shared_size is not None
+        return cls(
+            SparseMlp.read(source, prefix, hidden, moe),
+            DenseMlp.read(source, f"{prefix}shared_expert.", hidden, moe.shared_size, bias=False),
+            Linear.read(source, prefix, {"shared_expert_gate": 1}, hidden),
+        )
+
+    def with_product(self, product_of: ProductOf) -> SharedExpertMlp:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        sparse, shared = self.sparse.with_product(product_of), self.shared.with_product(product_of)
+        return SharedExpertMlp(sparse, shared, self.gate.with_product(product_of))
+
+    def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        """`[n, hidden]` -> `[n, hidden]`."""
+        return self.sparse.forward(x, ops) + self.gate(x).sigmoid() * self.shared.forward(x, ops)
+
+
+Mlp = DenseMlp | SparseMlp | SharedExpertMlp

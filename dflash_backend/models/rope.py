@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from dflash_backend.checkpoints.spec import DecoderSpec, RopeSpec
 
@@ -18,13 +19,18 @@ class Rotary:
     """Rotary position embedding with precomputed tables (Su et al., arXiv 2104.09864; half-split pairing).
 
     Tables are `[max_positions, head_dim]`, computed in float32 and kept in the model's dtype, times the spec's
-    `attention_factor`; the sine's first half is negated, so that a rotation is `x * cos + swap_halves(x) * sin`.
+    `attention_factor`; the sine's first half is negated, so that a rotation is `x * cos + swap_halves(x) * sin`. Where
+    a part of the head is rotated, the pairs behind that part's are turned by nothing (`gated_attention.py` puts them
+    there).
     """
 
     def __init__(self, spec: DecoderSpec, max_positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        frequencies = inverse_frequencies(spec.rope, spec.rotary_dim or spec.head_dim)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos() * spec.rope.attention_factor, angles.sin() * spec.rope.attention_factor
+        unrotated = spec.head_dim // 2 - len(frequencies)
+        if unrotated:
+            cos, sin = F.pad(cos, (0, unrotated), value=1.0), F.pad(sin, (0, unrotated))
         self.cos = torch.cat([cos, cos], dim=1).to(device=device, dtype=dtype)
         self.sin = torch.cat([-sin, sin], dim=1).to(device=device, dtype=dtype)
 

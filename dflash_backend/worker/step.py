@@ -15,8 +15,10 @@ import torch
 
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
+from dflash_backend.error_text import first_line
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel
+from dflash_backend.models.recurrent_state import StatePool, StateRows
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -36,25 +38,28 @@ NUM_TIMESTAMPS = len(PHASES) + 1
 @dataclass(frozen=True)
 class Forwarded:
     """What the target's forward gave, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. logits:
-    `[D, vocab]`, None where no row chooses tokens. timestamps: as of `Verified`."""
+    `[D, vocab]`, None where no row chooses tokens. timestamps, states: as of `Verified`."""
 
     inputs: StepInputs
     prepared: Prepared
     features: torch.Tensor | None
     logits: torch.Tensor | None
     timestamps: torch.Tensor
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True)
 class Verified:
     """What `verify` found, in the step as it is laid out: `inputs`. features: `[T, L * hidden]`. target_tokens: int64
-    `[D]`, the target's own token for each row of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns."""
+    `[D]`, the target's own token for each row of logits. timestamps: int64 `[NUM_TIMESTAMPS]`, in ns. states: what the
+    forward kept for the states of recurrent layers; None where there are none."""
 
     inputs: StepInputs
     prepared: Prepared
     features: torch.Tensor | None
     target_tokens: torch.Tensor
     timestamps: torch.Tensor
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class ModelStep:
 
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
     wants_confidence: whether the drafter says how sure it is of its drafts. draft_backend: what runs the drafter's
-    attention, None where `backend` does.
+    attention, None where `backend` does. pool: the states of recurrent layers, in the slots of the requests' indices;
+    None where the target has none.
     """
 
     target: TargetModel
@@ -100,6 +106,7 @@ class ModelStep:
     dtype: torch.dtype
     wants_confidence: bool = False
     draft_backend: AttentionBackend | None = None
+    pool: StatePool | None = None
     pending: PendingContext | None = field(init=False, default=None)
     """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
 
@@ -189,6 +196,7 @@ class ModelStep:
             self.target.patterns,
             self.dtype,
             prepared.padded,
+            states := self._states(inputs, prepared, guard),
         )
         capture = self.drafter.capture if self.drafter is not None else ()
         output = self.target.forward(prepared.token_ids, context, self.kv.target, capture)
@@ -202,7 +210,20 @@ class ModelStep:
             logits = self.target.logits(hidden)
             if processors is not None:
                 logits = processors.apply(logits)
-        return Forwarded(inputs, prepared, output.features, logits, timestamps)
+        return Forwarded(inputs, prepared, output.features, logits, timestamps, states)
+
+    def _states(self, inputs: StepInputs, prepared: Prepared, guard: WriteGuard | None) -> StateRows | None:
+        """The rows as recurrent layers see them. Raises `RuntimeError` when there is a guard and a row starts elsewhere
+        than its state ends."""
+        if self.pool is None:
+            return None
+        batch, lens = inputs.batch, inputs.bounds.query_lens
+        rows = StateRows.of(
+            self.pool, batch.req_idx, prepared.starts, batch.query_start, batch.query_lens, lens, inputs.num_tokens
+        )
+        if guard is not None:
+            rows.check()
+        return rows
 
     def choose(self, forwarded: Forwarded, grammars: StepGrammars | None = None) -> Verified:
         """The tokens that drafts are compared with, among those that grammars allow."""
@@ -217,7 +238,8 @@ class ModelStep:
                 self.ops.apply_token_bitmask(logits, *missing)
                 target_tokens = self.ops.target_tokens(logits, inputs, prepared, self.state)
         record(forwarded.timestamps, 1)
-        return Verified(inputs, prepared, forwarded.features, target_tokens, forwarded.timestamps)
+        states = forwarded.states
+        return Verified(inputs, prepared, forwarded.features, target_tokens, forwarded.timestamps, states)
 
     def finish(
         self,
@@ -226,7 +248,8 @@ class ModelStep:
         processors: LogitsProcessors | None = None,
         returns_drafts: bool = False,
     ) -> StepOutput:
-        """Accept, inject and draft."""
+        """Accept, inject and draft; then bring the states of recurrent layers behind the accepted drafts. They come
+        last, so that what fails before leaves them as they were."""
         inputs, prepared, timestamps = verified.inputs, verified.prepared, verified.timestamps
         accepted = self.ops.accept(verified.target_tokens, inputs.batch, prepared, self.state)
         logprobs = processors.logprobs(accepted.count, accepted.tokens) if processors is not None else {}
@@ -236,6 +259,8 @@ class ModelStep:
         record(timestamps, 3)
         if self.drafter is not None and inputs.traits.drafts:
             self._draft(self.drafter, inputs, verified.features, accepted.count, guard)
+        if verified.states is not None:
+            self._commit(verified.states, inputs.batch.num_new + accepted.count)
         record(timestamps, 4)
         confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
         counts = [accepted.count, inputs.batch.num_draft]
@@ -243,6 +268,15 @@ class ModelStep:
         if returns_drafts:
             numbers.append(self.ops.drafts(inputs.batch, self.state).flatten())
         return StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
+
+    @staticmethod
+    def _commit(states: StateRows, num_kept: torch.Tensor) -> None:
+        """Raises `RuntimeError` where memory does not suffice: some states may be ahead of others then, so the step
+        must not be tried again, and its requests are computed anew."""
+        try:
+            states.commit(num_kept)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"no memory to bring recurrent states up to date: {first_line(error)}") from None
 
     def _inject(
         self,

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from dflash_backend.attention import KVLayer
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, read_target
 from dflash_backend.models import TargetModel, load_target
-from tests.paged import BLOCK_SIZE, block_tables, caches, context
+from dflash_backend.models.recurrent_state import StatePool
+from tests.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -29,6 +30,7 @@ WINDOW = 7
 
 LLAMA, MISTRAL, MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"
 GPT_OSS = "GptOssForCausalLM"
+NEXT = "Qwen3NextForCausalLM"
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -80,6 +82,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss sliding layers alone": (GPT_OSS, {"layer_types": ["sliding_attention"] * 5, "sliding_window": 1}),
     "gpt-oss one kv head": (GPT_OSS, {"num_key_value_heads": 1, "head_dim": 8}),
     "gpt-oss other gates": (GPT_OSS, {"swiglu_alpha": 0.9, "swiglu_limit": 0.5, "num_experts_per_tok": 4}),
+    "qwen3-next": (NEXT, {}),
+    "qwen3-next tied": (NEXT, {"tie_word_embeddings": True, "num_hidden_layers": 5}),
+    "qwen3-next attention first": (
+        NEXT,
+        {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"]},
+    ),
+    "qwen3-next dense": (NEXT, {"num_experts": 0, "attention_bias": True}),
+    "qwen3-next dense layers": (NEXT, {"mlp_only_layers": [0, 3], "norm_topk_prob": False}),
+    "qwen3-next one head": (
+        NEXT,
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 16, "num_key_value_heads": 1},
+    ),
+    "qwen3-next a value head for each key head": (
+        NEXT,
+        {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "full_attention_interval": 2},
+    ),
+    "qwen3-next other rotation": (
+        NEXT,
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 6},
+    ),
+    "qwen3-next whole heads rotated": (
+        NEXT,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+    ),
     "gpt-oss truncated ramp": (GPT_OSS, {"rope_parameters": YARN | {"rope_theta": 150000.0}}),
 }
 
@@ -119,12 +145,23 @@ class Pair:
     second: Reference
     dtype: torch.dtype = torch.float32
     kv: list[KVLayer] = field(default_factory=list)
+    pool: StatePool | None = None
 
-    def run(self, tables: np.ndarray, rows: list[tuple[int, torch.Tensor]], capture: tuple[int, ...] = ()) -> Any:
-        """One pass in which row r runs the given tokens from the given position on: logits of each row, features."""
+    def run(
+        self,
+        tables: np.ndarray,
+        rows: list[tuple[int, torch.Tensor]],
+        capture: tuple[int, ...] = (),
+        kept: list[int] | None = None,
+    ) -> Any:
+        """One pass in which row r runs the given tokens from the given position on: logits of each row, features.
+        kept: how many tokens of each row are accepted; by default all."""
         starts, lens = [start for start, _ in rows], [len(ids) for _, ids in rows]
-        paged = context(tables, starts, lens, self.target.patterns, self.dtype)
+        paged = context(tables, starts, lens, self.target.patterns, self.dtype, pool=self.pool)
         output = self.target.forward(torch.cat([ids for _, ids in rows]), paged, self.kv, capture)
+        if paged.states is not None:
+            paged.states.check()
+            paged.states.commit(torch.tensor(kept or lens, dtype=torch.int32))
         return self.target.logits(output.hidden).split(lens), output.features
 
 
@@ -145,9 +182,15 @@ FORMS = (
     "qwen3-moe windows",
     "gpt-oss",
     "gpt-oss one kv head",
+    "qwen3-next",
+    "qwen3-next one head",
+    "qwen3-next other rotation",
 )
 of_every_case = pytest.mark.parametrize("pair", CASES, indirect=True, scope="module")
 of_every_form = pytest.mark.parametrize("pair", FORMS, indirect=True, scope="module")
+# What a prefix hit restores is KV, not a recurrent state.
+KV_FORMS = tuple(form for form in FORMS if CASES[form][0] != NEXT)
+of_every_form_of_kv = pytest.mark.parametrize("pair", KV_FORMS, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +211,7 @@ def fresh_cache(request: pytest.FixtureRequest) -> None:
     if "pair" in request.fixturenames:
         pair: Pair = request.getfixturevalue("pair")
         pair.kv = caches(pair.target.spec.decoder)
+        pair.pool = noisy_pool(pair.target.spec.decoder)
 
 
 @of_every_case
@@ -210,12 +254,12 @@ def test_verify_blocks_give_the_same_logits_whatever_was_rejected_before(pair: P
         good = int(rng.integers(1, 9))
         block = pair.first.ids[done : done + 8].clone()
         block[good:] = (block[good:] + 1) % VOCAB_SIZE
-        (logits,), _ = pair.run(tables, [(done, block)])
+        (logits,), _ = pair.run(tables, [(done, block)], kept=[good])
         torch.testing.assert_close(logits[:good], pair.first.logits[done : done + good], **TOLERANCE)
         done += good
 
 
-@of_every_form
+@of_every_form_of_kv
 def test_a_prefix_hit_gives_the_same_logits(pair: Pair) -> None:
     tables = block_tables(2)
     pair.run(tables[:1], [(0, pair.first.ids)])
@@ -231,7 +275,8 @@ def test_positions_across_a_power_of_two_give_the_same_logits(pair: Pair, border
     positions = torch.arange(border - NUM_TOKENS // 2, border - NUM_TOKENS // 2 + NUM_TOKENS)
     expected = pair.model(pair.first.ids[None], position_ids=positions[None]).logits[0]
     target = load_target(pair.target.spec, border + NUM_TOKENS, torch.float32, CPU)
-    paged = replace(context(block_tables(1), [0], [NUM_TOKENS], target.patterns), positions=positions)
+    paged = context(block_tables(1), [0], [NUM_TOKENS], target.patterns, pool=pair.pool)
+    paged = replace(paged, positions=positions)
     output = target.forward(pair.first.ids, paged, pair.kv, ())
     torch.testing.assert_close(target.logits(output.hidden), expected, **TOLERANCE)
 
@@ -264,7 +309,7 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
 ) -> None:
     directory = tmp_path_factory.mktemp("target")
     # Every expert is asked, so that rounding cannot change which ones are.
-    changes = {"num_experts_per_tok": 6} if architecture in (MOE, GPT_OSS) else {}
+    changes = {"num_experts_per_tok": 6} if architecture in (MOE, GPT_OSS, NEXT) else {}
     model = make_target(directory, architecture=architecture, dtype=dtype, **changes)
     spec = read_target(directory)
     assert spec.dtype == str(dtype).removeprefix("torch.")
@@ -272,7 +317,7 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
     half = Reference.run(model, ids)
     exact = Reference.run(model.float(), ids)
     target = load_target(spec, MAX_POSITIONS, dtype, CPU)
-    pair = Pair(model, target, half, half, dtype, caches(spec.decoder, dtype))
+    pair = Pair(model, target, half, half, dtype, caches(spec.decoder, dtype), noisy_pool(spec.decoder, dtype))
     (logits,), _ = pair.run(block_tables(1), [(0, ids)])
     assert logits.dtype == dtype
     error, theirs = ((x.float() - exact.logits).abs().mean() for x in (logits, half.logits))

@@ -1,0 +1,133 @@
+"""The gated delta net of Qwen3-Next (arXiv 2412.06464) in the place of attention: a short causal convolution over
+queries, keys and values, the delta rule, and a norm times a gate.
+
+Its projections are stored key head by key head. They are brought into the order queries, keys, values, gate, beta,
+decay, of all heads each, so that they are one product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec
+from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.delta_rule import DeltaInputs, chunked, delta_block
+from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.recurrent_state import KeptBlock, StateGroup, StateRows
+
+L2_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """inputs: hidden -> `conv_size + value_size + 2 * num_value_heads`. conv: `[conv_size, conv_width]`. decay: float32
+    `[num_value_heads]`, how fast each head forgets; decay_bias: float32, the same. norm: `[value_head_dim]`. output:
+    value_size -> hidden."""
+
+    inputs: Linear
+    conv: torch.Tensor
+    decay: torch.Tensor
+    decay_bias: torch.Tensor
+    norm: torch.Tensor
+    output: Linear
+
+    @classmethod
+    def read(cls, source: WeightSource, prefix: str, decoder: DecoderSpec, net: DeltaNetSpec) -> DeltaNetWeights:
+        """The layer whose tensors' names begin with `prefix`."""
+        hidden = decoder.hidden_size
+        qkvz = source.empty(net.conv_size + net.value_size, hidden)
+        source.read_projection(f"{prefix}in_proj_qkvz.weight", qkvz)
+        ba = source.empty(2 * net.num_value_heads, hidden)
+        source.read_projection(f"{prefix}in_proj_ba.weight", ba)
+        values = net.value_size // net.num_key_heads
+        parts = [*_ungrouped(qkvz, net, (net.key_head_dim,) * 2 + (values,) * 2)]
+        parts += _ungrouped(ba, net, (net.num_value_heads // net.num_key_heads,) * 2)
+        decay, bias = (source.tensor(f"{prefix}{name}", net.num_value_heads).float() for name in ("A_log", "dt_bias"))
+        return cls(
+            inputs=Linear(torch.cat(parts)),
+            conv=source.tensor(f"{prefix}conv1d.weight", net.conv_size, 1, net.conv_width)[:, 0],
+            decay=decay.exp(),
+            decay_bias=bias,
+            norm=source.tensor(f"{prefix}norm.weight", net.value_head_dim),
+            output=Linear.read(source, prefix, {"out_proj": hidden}, net.value_size),
+        )
+
+    def with_product(self, product_of: ProductOf) -> DeltaNetWeights:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        return replace(self, inputs=self.inputs.with_product(product_of), output=self.output.with_product(product_of))
+
+
+class DeltaNet:
+    """One layer's gated delta net. number: which of the layers that have a state it is."""
+
+    def __init__(self, net: DeltaNetSpec, weights: DeltaNetWeights, eps: float, number: int) -> None:
+        self.net = net
+        self.weights = weights
+        self.eps = eps
+        self.number = number
+
+    def forward(self, normed: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` -> the same shape; `rows` keeps what `StateRows.commit` needs."""
+        net, w = self.net, self.weights
+        heads = net.num_value_heads
+        mixed, gate, beta, decay = w.inputs(normed).split([net.conv_size, net.value_size, heads, heads], dim=-1)
+        beta = beta.float().sigmoid()
+        log_decay = -w.decay * F.softplus(decay.float() + w.decay_bias)
+        # A place behind the last token takes what padding gives.
+        outputs = normed.new_empty(len(normed) + 1, heads, net.value_head_dim, dtype=torch.float32)
+        for number, group in enumerate(rows.groups):
+            found, kept = self._group(group, rows, mixed, beta, log_decay)
+            outputs[group.place] = found.transpose(1, 2)
+            rows.kept[self.number, number] = kept
+        attended = self._gated_norm(outputs[:-1].to(normed.dtype), gate.unflatten(-1, (heads, -1)))
+        return w.output(attended.flatten(1))
+
+    def _group(
+        self, group: StateGroup, rows: StateRows, mixed: torch.Tensor, beta: torch.Tensor, log_decay: torch.Tensor
+    ) -> tuple[torch.Tensor, KeptBlock]:
+        """Outputs `[G, H, W, value_dim]` of a group's tokens, and what is kept of them."""
+        net = self.net
+        state, tail = rows.load(self.number, group)
+        inputs = torch.cat([tail, mixed[group.index]], dim=1)
+        width = group.index.shape[1]
+        conv = self.weights.conv
+        convolved = inputs[:, :width] * conv[:, 0]
+        for j in range(1, net.conv_width):
+            convolved = convolved + inputs[:, j : j + width] * conv[:, j]
+        queries, keys, values = F.silu(convolved).float().split([net.key_size, net.key_size, net.value_size], dim=-1)
+        group_size = net.num_value_heads // net.num_key_heads
+
+        def per_head(x: torch.Tensor) -> torch.Tensor:
+            """Normalised, once for each value head: `[G, H, W, key_dim]`."""
+            x = x.unflatten(-1, (net.num_key_heads, -1)).transpose(1, 2)
+            x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+            return x.repeat_interleave(group_size, dim=1)
+
+        no_token = ~group.valid[:, None]
+        tokens = DeltaInputs(
+            per_head(queries) * net.key_head_dim**-0.5,
+            per_head(keys),
+            values.unflatten(-1, (net.num_value_heads, -1)).transpose(1, 2),
+            beta[group.index].transpose(1, 2).masked_fill(no_token, 0.0),
+            log_decay[group.index].transpose(1, 2).masked_fill(no_token, 0.0),
+        )
+        if not group.may_draft:
+            outputs, state = chunked(tokens, state)
+            return outputs, KeptBlock(inputs, state=state)
+        block = delta_block(tokens, state)
+        return block.outputs, KeptBlock(inputs, tokens.keys, block)
+
+    def _gated_norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over each head, then the gate's SiLU: `[n, H, value_dim]`, in float32 but for the norm's result."""
+        exact = x.float()
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        return ((self.weights.norm * exact.to(x.dtype)).float() * F.silu(gate.float())).to(x.dtype)
+
+
+def _ungrouped(weight: torch.Tensor, net: DeltaNetSpec, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """The projections in `weight` `[out, in]`, which has `sizes` rows of each for one key head after the other."""
+    groups = weight.unflatten(0, (net.num_key_heads, sum(sizes)))
+    return tuple(part.flatten(0, 1) for part in groups.split(list(sizes), dim=1))

@@ -1,0 +1,107 @@
+"""The decoder layers of hybrids: those of gated attention, and those with a gated delta net in its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.delta_net import DeltaNet, DeltaNetWeights
+from dflash_backend.models.gated_attention import head_order, read_gated_qkv
+from dflash_backend.models.interface import PagedContext
+from dflash_backend.models.layers import DecoderLayer, LayerWeights
+from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.mlp import DenseMlp, Mlp, SharedExpertMlp
+from dflash_backend.models.ops import LayerOps, Rotation
+
+
+@dataclass(frozen=True)
+class DeltaNetLayerWeights:
+    """The parameters of a layer with a gated delta net."""
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    net: DeltaNetWeights
+    mlp: Mlp
+
+    def with_product(self, product_of: ProductOf) -> DeltaNetLayerWeights:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        return replace(self, net=self.net.with_product(product_of), mlp=self.mlp.with_product(product_of))
+
+
+class DeltaNetLayer:
+    """One pre-norm decoder layer: a gated delta net, then the MLP. number: which of the layers with a state it is."""
+
+    def __init__(self, spec: DecoderSpec, weights: DeltaNetLayerWeights, number: int, ops: LayerOps) -> None:
+        assert spec.delta_net is not None
+        self.eps = spec.rms_norm_eps
+        self.weights = weights
+        self.ops = ops
+        self.net = DeltaNet(spec.delta_net, weights.net, spec.rms_norm_eps, number)
+
+    def forward(
+        self, normed: torch.Tensor, hidden: torch.Tensor, context: PagedContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`, without KV. Raises `RuntimeError` when `context` has no states."""
+        if context.states is None:
+            raise RuntimeError("a pass through a layer with a recurrent state needs PagedContext.states")
+        mixed = self.net.forward(normed, context.states)
+        normed, hidden = self.ops.add_rms_norm(mixed, hidden, self.weights.post_norm, self.eps)
+        return self.weights.mlp.forward(normed, self.ops), hidden
+
+
+class GatedAttentionLayer(DecoderLayer):
+    """A decoder layer whose `qkv` has the gates behind the values."""
+
+    def __init__(self, spec: DecoderSpec, weights: LayerWeights, pattern: AttentionPattern, ops: LayerOps) -> None:
+        super().__init__(spec, weights, pattern, ops)
+        self._query_size = spec.query_size
+
+    def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
+        w = self.weights
+        projected = w.qkv(normed)
+        qkv, gate = projected[:, : -self._query_size], projected[:, -self._query_size :]
+        query = self.ops.qk_norm_rope_write(qkv, w.qk_norm, self.eps, rotation, context.slots, cache, context.padded)
+        attended = context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks)
+        return w.output(attended * gate.sigmoid().view(attended.shape))
+
+
+def read_hybrid_layer(
+    source: WeightSource, prefix: str, spec: DecoderSpec, index: int
+) -> LayerWeights | DeltaNetLayerWeights:
+    """Layer `index` of a hybrid, whose tensors' names begin with `prefix`."""
+    hidden = spec.hidden_size
+    norms = [
+        read_norm(source, f"{prefix}{name}_layernorm.weight", spec, hidden) for name in ("input", "post_attention")
+    ]
+    mlp = _read_mlp(source, f"{prefix}mlp.", spec, index)
+    if not spec.has_attention(index):
+        assert spec.delta_net is not None
+        net = DeltaNetWeights.read(source, f"{prefix}linear_attn.", spec, spec.delta_net)
+        return DeltaNetLayerWeights(norms[0], norms[1], net, mlp)
+    config, attention = spec.layer(index), f"{prefix}self_attn."
+    qkv = read_gated_qkv(source, attention, spec, config.qkv_bias)
+    output = Linear.read(source, attention, {"o_proj": hidden}, spec.query_size, config.output_bias)
+    return LayerWeights(norms[0], norms[1], qkv, _read_qk_norm(source, attention, spec), output, mlp)
+
+
+def read_norm(source: WeightSource, name: str, spec: DecoderSpec, size: int) -> torch.Tensor:
+    """What an RMSNorm multiplies by: `[size]`, the tensor `name`, and 1 more where norms are zero-centred."""
+    weight = source.tensor(name, size)
+    return (1.0 + weight.float()).to(weight.dtype) if spec.centred_norms else weight
+
+
+def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch.Tensor:
+    order = head_order(spec).to(source.device)
+    query, key = (read_norm(source, f"{prefix}{kind}_norm.weight", spec, spec.head_dim)[order] for kind in "qk")
+    return torch.cat([query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)])
+
+
+def _read_mlp(source: WeightSource, prefix: str, spec: DecoderSpec, index: int) -> Mlp:
+    moe = spec.layer(index).moe
+    if moe is None:
+        return DenseMlp.read(source, prefix, spec.hidden_size, spec.intermediate_size, bias=False)
+    return SharedExpertMlp.read(source, prefix, spec.hidden_size, moe)
