@@ -76,8 +76,8 @@ class DeltaNet:
         mixed, gate, beta, decay = w.inputs(normed).split([net.conv_size, net.value_size, heads, heads], dim=-1)
         beta = beta.float().sigmoid()
         log_decay = -w.decay * F.softplus(decay.float() + w.decay_bias)
-        # A place behind the last token takes what padding gives.
-        outputs = normed.new_empty(len(normed) + 1, heads, net.value_head_dim, dtype=torch.float32)
+        # The place behind the last token takes what no token gives. Padding tokens have 0.
+        outputs = normed.new_zeros(len(normed) + 1, heads, net.value_head_dim, dtype=torch.float32)
         for number, group in enumerate(rows.groups):
             found, kept = self._group(group, rows, mixed, beta, log_decay)
             outputs[group.place] = found.transpose(1, 2)
@@ -91,7 +91,8 @@ class DeltaNet:
         """Outputs `[G, H, W, value_dim]` of a group's tokens, and what is kept of them."""
         net = self.net
         state, tail = rows.load(self.number, group)
-        inputs = torch.cat([tail, mixed[group.index]], dim=1)
+        # Where there is no token there may be any number: what is multiplied by 0 later must be finite.
+        inputs = torch.cat([tail, mixed[group.index].masked_fill_(~group.valid[..., None], 0.0)], dim=1)
         width = group.index.shape[1]
         conv = self.weights.conv
         convolved = inputs[:, :width] * conv[:, 0]
