@@ -14,7 +14,7 @@ from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.stored import quantised, weights_of
 from dflash_backend.checkpoints.rope import rope_in_words
-from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec, TargetSpec
 
 Facts = list[tuple[str, str]]
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -59,10 +59,16 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
             "heads",
             f"{decoder.num_heads} for queries, {decoder.num_kv_heads} for keys and values, of size {decoder.head_dim}",
         ),
-        ("rotary embedding", rope_in_words(decoder.rope)),
+        (
+            "rotary embedding",
+            rope_in_words(decoder.rope)
+            + (f", of {decoder.rotary_dim} numbers of a head" if decoder.rotary_dim else ""),
+        ),
         ("positions", str(decoder.max_len)),
-        ("attention", runs([f"window of {w}" if w else "full" for w in decoder.sliding_windows])),
+        ("attention", runs(_attention_in_words(decoder))),
     ]
+    if decoder.delta_net is not None:
+        facts.append(("gated delta net", _delta_net_in_words(decoder.delta_net)))
     if decoder.sinks:
         facts.append(("attention sinks", "a learned logit of each query head"))
     if biases:
@@ -74,10 +80,28 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
                 "experts",
                 f"{moe.num_experts} of size {moe.intermediate_size}, {moe.experts_per_token} for a token, in "
                 f"{sum(moe.sparse_layers)} of {decoder.num_layers} layers; weights "
-                + ("scaled to sum to 1" if moe.norm_topk_prob else "as the router gives them"),
+                + ("scaled to sum to 1" if moe.norm_topk_prob else "as the router gives them")
+                + (f"; a shared one of size {moe.shared_size}" if moe.shared_size else ""),
             )
         )
     return facts
+
+
+def _attention_in_words(decoder: DecoderSpec) -> list[str]:
+    """What attends in each layer."""
+    gated = ", gated" if decoder.attention_gate else ""
+    return [
+        (f"window of {window}" if window else "full") + gated if decoder.has_attention(index) else "gated delta net"
+        for index, window in enumerate(decoder.sliding_windows)
+    ]
+
+
+def _delta_net_in_words(net: DeltaNetSpec) -> str:
+    return (
+        f"{net.num_key_heads} heads of size {net.key_head_dim} for queries and keys, {net.num_value_heads} of size "
+        f"{net.value_head_dim} for values, convolution of {net.conv_width}; a request's state takes "
+        f"{net.state_bytes(4) / 1024**2:.2f} MiB in float32, whatever its length"
+    )
 
 
 def file_facts(directory: Path, dtype: str, served: str = "") -> Facts:

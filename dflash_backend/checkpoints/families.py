@@ -29,8 +29,9 @@ class Family:
     num_kv_heads, head_dim, max_positions, rms_norm_eps, attention_bias: what missing fields mean; None where it follows
     from the hidden size and the query heads. rope: the rotary embedding where no field is about it; its theta where
     none gives it. reads_attention_bias, reads_mlp_bias: whether the fields `attention_bias` (all four projections of
-    attention) and `mlp_bias` count. delta_net: reads which layers are gated delta nets, and their sizes. attention_gate,
-    centred_norms: as in `DecoderSpec`. rotary_share: the share of a head that is rotated where no field says it.
+    attention) and `mlp_bias` count. delta_net: reads which layers are gated delta nets, and their sizes.
+    attention_gate, centred_norms: as in `DecoderSpec`. rotary_share: the share of a head that is rotated where no field
+    says it.
     """
 
     windows: Callable[[JsonReader, int], tuple[int | None, ...]]

@@ -30,8 +30,8 @@ def read_rope(
     partial: bool = False,
 ) -> RopeSpec:
     """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`; `default` is the
-    embedding where no field is about it, its theta where none gives it. partial: a part of the head may be rotated, whose
-    size `head_dim` is.
+    embedding where no field is about it, its theta where none gives it. partial: a part of the head may be rotated,
+    whose size `head_dim` is.
 
     An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
     speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind

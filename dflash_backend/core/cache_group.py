@@ -9,10 +9,11 @@ from dataclasses import dataclass
 class CacheGroup:
     """Layers whose cache a request addresses with one block table.
 
-    There is one group: the attention layers of target and drafter (TOGETHER). K and V lie by position, in blocks of
-    `block_size` positions. Its commit phase, after a step's drafts are accepted, is empty: K and V of a rejected draft
-    lie past `num_computed`, where the next step overwrites them. Layers that keep one state for all positions (a
-    recurrence) would be a second group, with a commit that keeps the state behind the last accepted token.
+    There is one such group: the attention layers of target and drafter (TOGETHER). K and V lie by position, in blocks
+    of `block_size` positions. Its commit phase, after a step's drafts are accepted, is empty: K and V of a rejected
+    draft lie past `num_computed`, where the next step overwrites them. Layers that keep one state for all positions (a
+    recurrence) need nothing of the core: their slot is the worker's request index, and their commit is the worker's
+    (`models/recurrent_state.py`). No blocks are published for such a target: a hit would lack the state.
     """
 
     block_size: int

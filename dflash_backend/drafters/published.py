@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "Qwen3-MoE": "Qwen3MoeForCausalLM",
     "Llama 3": "LlamaForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "Qwen3-Next": "Qwen3NextForCausalLM",
 }
 NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 ZLAB = "github.com/z-lab/dflash, README"

@@ -78,8 +78,8 @@ class TargetModel(Protocol):
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
         """Run the decoder over `token_ids` (int64 `[num_tokens]`), writing their KV to `caches`, one for each
-        layer that has attention, and capturing the outputs of the layers `capture`: layer ids, of which the number of layers means the
-        last layer's output after the final norm."""
+        layer that has attention, and capturing the outputs of the layers `capture`: layer ids, of which the number of
+        layers means the last layer's output after the final norm."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

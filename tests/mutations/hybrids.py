@@ -1,0 +1,144 @@
+"""Defects of recurrent layers, which run on and give worse text: their state, its slots, and gated attention."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+RULE = "dflash_backend/models/delta_rule.py"
+STATE = "dflash_backend/models/recurrent_state.py"
+NET = "dflash_backend/models/delta_net.py"
+LAYERS = "dflash_backend/models/hybrid_layers.py"
+OF_STATE = ("tests/models/test_recurrent_state.py",)
+OF_ENGINE = ("tests/worker/test_recurrent_engines.py::test_greedy_text_is_that_of_transformers",)
+OF_FAMILY = ("tests/models/test_families.py::test_a_whole_prompt_gives_the_logits_of_transformers",)
+
+HYBRID_MUTANTS = (
+    *mutants_of(
+        STATE,
+        OF_STATE,
+        (
+            "a state takes in rejected drafts",
+            "            count = num_kept.index_select(0, group.rows).long()\n",
+            "            count = group.valid.sum(1)\n",
+        ),
+        (
+            "the convolution's tail is that of all drafts",
+            "            tail = count[:, None] + torch.arange(",
+            "            tail = group.valid.sum(1)[:, None] + torch.arange(",
+        ),
+        (
+            "the convolution's tail is one input too early",
+            "            tail = count[:, None] + torch.arange(",
+            "            tail = (count - 1).clamp(min=0)[:, None] + torch.arange(",
+        ),
+        (
+            "the convolution's tail is lost between steps",
+            "self.pool.tails[layer].index_select(0, group.slots).masked_fill_(fresh, 0.0)",
+            "self.pool.tails[layer].index_select(0, group.slots).zero_()",
+        ),
+        (
+            "padding rows write to the slot of request 0",
+            "torch.where(index < 0, pool.states.shape[1] - 1, index)",
+            "index.clamp(min=0)",
+        ),
+        (
+            "a chunk of few tokens keeps its state as a block that has none rejected",
+            "return self.index.shape[1] <= CHUNK",
+            "return self.index.shape[1] < 1",
+        ),
+    ),
+    Mutant(
+        "a slot keeps its last owner's state",
+        STATE,
+        "fresh = group.fresh[:, None, None]",
+        "fresh = (group.fresh & False)[:, None, None]",
+        OF_ENGINE,
+    ),
+    *mutants_of(
+        RULE,
+        OF_STATE,
+        (
+            "the state after no token decays by one",
+            "block.decayed.gather(2, last).masked_fill((num_tokens == 0)[:, None, None], 0.0)",
+            "block.decayed.gather(2, last)",
+        ),
+        (
+            "a token's update sees that of its own",
+            "(mixed[:, :, t, None, :t] @ updates[:, :, :t])",
+            "(mixed[:, :, t, None, : t + 1] @ updates[:, :, : t + 1])",
+        ),
+        (
+            "the decay between two tokens is masked behind its exp",
+            '    between = between.masked_fill(future, float("-inf")).exp()\n',
+            "    between = between.exp() * ~future\n",
+        ),
+    ),
+    *mutants_of(
+        NET,
+        OF_FAMILY,
+        ("the rate of a token is not its sigmoid", "beta = beta.float().sigmoid()", "beta = beta.float().clamp(0, 1)"),
+        ("keys are not normalised", "            per_head(keys),\n", "            per_head(keys) * 1.01,\n"),
+        (
+            "a value head reads the key head of its place",
+            "x.repeat_interleave(group_size, dim=1)",
+            "x.repeat(1, group_size, 1, 1)",
+        ),
+        ("the norm's gate is left out", "* F.silu(gate.float())", "* 1.0"),
+    ),
+    Mutant(
+        "the numbers of padding tokens reach a state",
+        NET,
+        "mixed[group.index].masked_fill_(~group.valid[..., None], 0.0)",
+        "mixed[group.index]",
+        OF_STATE,
+    ),
+    *mutants_of(
+        LAYERS,
+        OF_FAMILY,
+        (
+            "the gate of attention is left out",
+            "w.output(attended * gate.sigmoid().view(attended.shape))",
+            "w.output(attended)",
+        ),
+        (
+            "zero-centred norms multiply by their weight",
+            "return (1.0 + weight.float())",
+            "return (0.0 + weight.float())",
+        ),
+    ),
+    Mutant(
+        "the whole of a head is rotated",
+        "dflash_backend/models/rope.py",
+        "spec.rotary_dim or spec.head_dim",
+        "spec.head_dim",
+        OF_FAMILY,
+    ),
+    Mutant(
+        "numbers of a head are rotated with those of the other half",
+        "dflash_backend/models/gated_attention.py",
+        "torch.cat([torch.arange(half), low, torch.arange(half, 2 * half), high])",
+        "torch.arange(spec.head_dim)",
+        OF_FAMILY,
+    ),
+    Mutant(
+        "the shared expert has no gate",
+        "dflash_backend/models/mlp.py",
+        "self.gate(x).sigmoid() * self.shared.forward(x, ops)",
+        "self.shared.forward(x, ops)",
+        OF_FAMILY,
+    ),
+    Mutant(
+        "states are brought up to date without the accepted drafts",
+        "dflash_backend/worker/step.py",
+        "self._commit(verified.states, inputs.batch.num_new + accepted.count)",
+        "self._commit(verified.states, inputs.batch.num_new)",
+        OF_ENGINE,
+    ),
+    Mutant(
+        "a hybrid claims prefix hits",
+        "dflash_backend/engine/build.py",
+        "config.enable_prefix_caching and models.pair.target.decoder.delta_net is None",
+        "config.enable_prefix_caching",
+        ("tests/worker/test_recurrent_engines.py::test_a_hybrid_claims_no_prefix_hit_and_says_so",),
+    ),
+)
