@@ -24,7 +24,7 @@ L2_EPS = 1e-6
 @dataclass(frozen=True)
 class DeltaNetWeights:
     """inputs: hidden -> `conv_size + value_size + 2 * num_value_heads`. conv: `[conv_size, conv_width]`. decay: float32
-    `[num_value_heads]`, how fast each head forgets; decay_bias: float32, the same. norm: `[value_head_dim]`. output:
+    `[num_value_heads]`, how fast each head decays; decay_bias: float32, the same. norm: `[value_head_dim]`. output:
     value_size -> hidden."""
 
     inputs: Linear

@@ -3,6 +3,7 @@ accepted and nothing else."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,14 @@ def test_rejected_drafts_leave_no_trace(hybrid: Hybrid, good: int) -> None:
     hybrid.run(20, block, kept=good)
     for found, wanted in zip(hybrid.pool.tensors, expected, strict=True):
         torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3, 4), (5, 70), (64, 65, 130), (66, 134)])
+def test_chunks_give_the_logits_of_a_whole_prompt(hybrid: Hybrid, cuts: tuple[int, ...]) -> None:
+    whole = hybrid.run(0, hybrid.ids[:140])
+    borders = [0, *cuts, 140]
+    parts = [hybrid.run(start, hybrid.ids[start:end]) for start, end in pairwise(borders)]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=0.0)
 
 
 def test_a_forward_pass_changes_no_state(hybrid: Hybrid) -> None:
