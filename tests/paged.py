@@ -26,13 +26,13 @@ def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = 
     return [KVLayer(layer) for layer in noise.to(device, dtype)]
 
 
-def noisy_pool(spec: DecoderSpec, dtype: torch.dtype = torch.float32) -> StatePool | None:
+def noisy_pool(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> StatePool | None:
     """States of two requests, filled with noise as `caches`; None where no layer has one."""
     if spec.delta_net is None:
         return None
-    pool = StatePool.allocate(spec, 2, dtype, torch.device("cpu"))
+    pool = StatePool.allocate(spec, 2, dtype, torch.device(device))
     for tensor in (pool.states, pool.tails):
-        tensor.normal_(std=10, generator=torch.Generator().manual_seed(7))
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7)) * 10)
     return pool
 
 

@@ -21,7 +21,7 @@ from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.interface import PagedContext
 from dflash_backend.models.ops import LayerOps, TritonLayerOps, select_ops, stacked
 from dflash_backend.worker.kv_cache import PagedKVCache
-from tests.paged import BLOCK_SIZE, block_tables, caches, context
+from tests.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
 from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_draft, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -54,11 +54,14 @@ class Outcome:
 def two_passes(target: TargetModel) -> Outcome:
     """A prompt of each of two rows, then a block of each over it: hidden states, features and logits."""
     kv, tables = caches(target.spec.decoder, device=DEVICE.type), block_tables(2)
+    pool = noisy_pool(target.spec.decoder, device=DEVICE.type)
     rng, returned = np.random.default_rng(0), []
     for starts, lens in (([0, 0], [5, 2]), ([5, 2], [1, 4])):
         ids = torch.from_numpy(rng.integers(0, VOCAB_SIZE, sum(lens))).to(DEVICE)
-        paged = context(tables, starts, lens, target.patterns, device=DEVICE.type)
+        paged = context(tables, starts, lens, target.patterns, device=DEVICE.type, pool=pool)
         output = target.forward(ids, paged, kv, CAPTURE)
+        if paged.states is not None:
+            paged.states.commit(torch.tensor(lens, dtype=torch.int32, device=DEVICE))
         assert output.features is not None
         returned += [output.hidden, output.features, target.logits(output.hidden)]
     return Outcome(returned, kv)

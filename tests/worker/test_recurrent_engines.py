@@ -23,7 +23,7 @@ from dflash_backend.worker.memory import GIB
 from tests.models.test_family_engines import expected
 from tests.scale import scaled
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
-from tests.worker.engines import Outputs, engine, on_device_runner, unchanged
+from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine, unchanged
 from tests.worker.test_random_overlap import play, workload
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -201,3 +201,11 @@ def test_the_log_says_what_states_take_and_that_the_prefix_cache_is_off(
     (line,) = (line for line in lines if "recurrent state" in line)
     assert f"{size / 2**20:.1f} MiB for 4 requests" in line
     assert any(line.startswith("prefix cache: off") for line in lines)
+
+
+@pytest.mark.slow
+def test_text_with_kernels_throughout_is_that_of_transformers(
+    settings: dict[str, Any], texts: list[tuple[list[int], list[int]]]
+) -> None:
+    built = triton_engine(**settings, max_num_seqs=2)
+    check(built, texts[:2])
