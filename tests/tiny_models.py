@@ -20,6 +20,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -34,6 +38,21 @@ TARGET_LAYERS = 5
 TARGET_LAYER_IDS = [1, 3]
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DRAFT_INTERMEDIATE = 32, 4, 2, 16, 40
 
+# Three layers with a gated delta net, one with attention, and another with a gated delta net.
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # A norm of outputs near 0 would make a rounding error large, in `transformers` as here.
+    "rms_norm_eps": 1e-3,
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 # Each family's model, its config, and what that has beyond the fields below.
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[str, Any]]] = {
     "Qwen3ForCausalLM": (Qwen3ForCausalLM, Qwen3Config, {}),
@@ -45,23 +64,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[st
         Qwen3MoeConfig,
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
-    # Three layers with a gated delta net, one with attention, and another with a gated delta net.
-    "Qwen3NextForCausalLM": (
-        Qwen3NextForCausalLM,
-        Qwen3NextConfig,
-        {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 20,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            # A norm of outputs near 0 would make a rounding error large, in `transformers` as here.
-            "rms_norm_eps": 1e-3,
-        },
-    ),
+    "Qwen3NextForCausalLM": (Qwen3NextForCausalLM, Qwen3NextConfig, HYBRID | SHARED_EXPERT),
+    "Qwen3_5ForCausalLM": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, HYBRID),
+    "Qwen3_5MoeForCausalLM": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, HYBRID | SHARED_EXPERT),
     "GptOssForCausalLM": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -85,7 +90,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[st
     ),
 }
 # Their norms multiply by 1 plus the weight.
-ZERO_CENTRED = ("Qwen3NextForCausalLM",)
+ZERO_CENTRED = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def target_config(architecture: str = "Qwen3ForCausalLM", **changes: Any) -> PretrainedConfig:

@@ -30,6 +30,7 @@ def target_facts(spec: TargetSpec, dtype: str = "") -> Facts:
     return [
         ("directory", str(spec.path)),
         ("architecture", spec.architecture),
+        *([("not served", f"{', '.join(spec.left_out)}: the text part alone is loaded")] if spec.left_out else []),
         *decoder_facts(spec.decoder),
         ("vocabulary", f"{spec.vocab_size} tokens, {embeddings}"),
         ("end of sequence", ends),

@@ -25,6 +25,19 @@ def qwen_next_experts(config: JsonReader, num_layers: int) -> MoeSpec | None:
     return replace(moe, shared_size=config.integer("shared_expert_intermediate_size", default=512))
 
 
+def qwen35_experts(config: JsonReader, num_layers: int) -> MoeSpec:
+    """The experts of Qwen3.5, in every layer, with one that runs over every token; their weights sum to 1."""
+    num_experts = config.integer("num_experts", default=256, high=MAX_EXPERTS)
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=_experts_per_token(config, 8, num_experts),
+        intermediate_size=config.integer("moe_intermediate_size", default=512),
+        norm_topk_prob=True,
+        sparse_layers=(True,) * num_layers,
+        shared_size=config.integer("shared_expert_intermediate_size", default=512),
+    )
+
+
 def qwen_moe_experts(
     config: JsonReader,
     num_layers: int,

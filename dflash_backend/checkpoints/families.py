@@ -8,10 +8,10 @@ is missing there takes the value that `transformers` 5 gives it, so that a check
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dflash_backend.checkpoints.experts import gpt_oss_experts, qwen_moe_experts, qwen_next_experts
-from dflash_backend.checkpoints.hybrids import read_delta_net
+from dflash_backend.checkpoints.experts import gpt_oss_experts, qwen35_experts, qwen_moe_experts, qwen_next_experts
+from dflash_backend.checkpoints.hybrids import read_delta_net, read_plain_delta_net
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import DEFAULT_ROPE, scaled_by_yarn
 from dflash_backend.checkpoints.spec import DeltaNetSpec, MoeSpec, RopeSpec
@@ -69,7 +69,7 @@ def no_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
 
 
 def hybrid_windows(config: JsonReader, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen3-Next: the layers that have attention see everything; `hybrids.py` reads `layer_types`."""
+    """Qwen3-Next and Qwen3.5: the layers that have attention see everything; `hybrids.py` reads `layer_types`."""
     return (None,) * num_layers
 
 
@@ -129,6 +129,18 @@ def _agreeing(config: JsonReader, windows: tuple[int | None, ...]) -> tuple[int 
 LLAMA = Family(windows=no_windows, max_positions=2048, reads_attention_bias=True, reads_mlp_bias=True)
 # Qwen3 (Qwen3 Technical Report, arXiv 2505.09388). Drafters have these layers too.
 QWEN3 = Family(windows=qwen_windows, qk_norm=True, num_kv_heads=32, head_dim=128, reads_attention_bias=True)
+# What hybrids of Qwen3.5's kind share.
+QWEN35 = Family(
+    windows=hybrid_windows,
+    qk_norm=True,
+    num_kv_heads=4,
+    head_dim=256,
+    reads_attention_bias=True,
+    delta_net=read_plain_delta_net,
+    attention_gate=True,
+    centred_norms=True,
+    rotary_share=0.25,
+)
 
 FAMILIES = {
     "Qwen3ForCausalLM": QWEN3,
@@ -155,17 +167,14 @@ FAMILIES = {
         attention_bias=True,
     ),
     # Qwen3-Next: gated delta net layers (arXiv 2412.06464) between layers of gated attention.
-    "Qwen3NextForCausalLM": Family(
-        windows=hybrid_windows,
-        qk_norm=True,
-        experts=qwen_next_experts,
-        num_kv_heads=2,
-        head_dim=256,
-        reads_attention_bias=True,
-        delta_net=read_delta_net,
-        attention_gate=True,
-        centred_norms=True,
-        rotary_share=0.25,
-    ),
+    "Qwen3NextForCausalLM": replace(QWEN35, experts=qwen_next_experts, num_kv_heads=2, delta_net=read_delta_net),
+    # Qwen3.5 and 3.6, the text part.
+    "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5MoeForCausalLM": replace(QWEN35, experts=qwen35_experts, num_kv_heads=2),
+}
+# Multimodal models, of which the text part is served, and its architecture.
+TEXT_PARTS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

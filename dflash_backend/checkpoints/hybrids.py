@@ -5,6 +5,8 @@ A field that is missing takes the value that `transformers` 5 gives it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import DeltaNetSpec
 
@@ -13,6 +15,11 @@ MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 # A request keeps these inputs of the convolution, so they must be few.
 MAX_CONV_WIDTH = 64
+
+
+def read_plain_delta_net(config: JsonReader, num_layers: int) -> DeltaNetSpec:
+    """The gated delta net layers of Qwen3.5. Raises `CheckpointError`."""
+    return replace(read_delta_net(config, num_layers), grouped=False)
 
 
 def read_delta_net(config: JsonReader, num_layers: int) -> DeltaNetSpec:

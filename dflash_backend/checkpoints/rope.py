@@ -31,7 +31,7 @@ def read_rope(
 ) -> RopeSpec:
     """Read the rotary embedding of a decoder. `max_positions` is its `max_position_embeddings`; `default` is the
     embedding where no field is about it, its theta where none gives it. partial: a part of the head may be rotated,
-    whose size `head_dim` is.
+    whose size `head_dim` is, and sections of a multimodal embedding make no difference, since positions of text agree.
 
     An object nested by layer type is one embedding for each type: a drafter takes the `sliding_attention` entry, as the
     speculators library does; a target is refused unless all entries are the same. Raises `CheckpointError` on a kind
@@ -41,7 +41,7 @@ def read_rope(
         _check_whole_head(config)
     scaling, parameters = (
         [
-            _read_entry(entry, config, head_dim, max_positions, default.theta)
+            _read_entry(entry, config, head_dim, max_positions, default.theta, partial)
             for entry in _entries(config.object(field), drafter, partial)
         ]
         for field in ("rope_scaling", "rope_parameters")
@@ -123,21 +123,23 @@ def _entries(parameters: JsonReader, drafter: bool, partial: bool) -> list[JsonR
     return readers
 
 
-def _kind(entry: JsonReader) -> str:
+def _kind(entry: JsonReader, text_alone: bool) -> str:
     names = {field: entry.string(field) for field in ("rope_type", "type") if entry.given(field)}
     for field, name in names.items():
         if name not in KINDS:
             raise entry.fail(field, "one of " + ", ".join(KINDS) + "; other rotary scaling is not supported")
     if len(set(names.values())) > 1:
         raise entry.fail("rope_type", f"the same as 'type' ({names['type']})")
-    if entry.given("mrope_section"):
+    if entry.given("mrope_section") and not text_alone:
         raise entry.fail("mrope_section", "no such field: multimodal rotary embedding (mrope) is not supported")
     return next(iter(names.values()), "default")
 
 
-def _read_entry(entry: JsonReader, config: JsonReader, head_dim: int, max_positions: int, theta: float) -> RopeSpec:
+def _read_entry(
+    entry: JsonReader, config: JsonReader, head_dim: int, max_positions: int, theta: float, text_alone: bool
+) -> RopeSpec:
     theta = _theta(entry, _theta(config, theta))
-    kind = _kind(entry)
+    kind = _kind(entry, text_alone)
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind == "linear":

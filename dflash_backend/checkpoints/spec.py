@@ -54,7 +54,7 @@ class MoeSpec:
     scaled to sum to 1. `intermediate_size` is that of one expert. `swiglu`: gpt-oss's experts and router, which have
     biases; None for Qwen3-MoE's, which have none and SiLU for their gate. `mxfp4`: experts are stored in MXFP4.
     `shared_size`: the intermediate size of one more expert that runs over every token, times a gate of its own; None
-    where there is none.
+    where there is none. `stacked`: files hold the experts of a layer in one tensor for each projection.
     """
 
     num_experts: int
@@ -65,6 +65,7 @@ class MoeSpec:
     swiglu: ClampedSwiglu | None = None
     mxfp4: bool = False
     shared_size: int | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class DeltaNetSpec:
 
     Such a layer keeps of a request one state `[num_value_heads, key_head_dim, value_head_dim]`, and the last
     `conv_width - 1` inputs of its convolution. Each key head serves `num_value_heads / num_key_heads` value heads.
+    `grouped`: its projections are stored key head by key head (Qwen3-Next), else one after the other (Qwen3.5).
     """
 
     layers: tuple[bool, ...]
@@ -81,6 +83,7 @@ class DeltaNetSpec:
     key_head_dim: int
     value_head_dim: int
     conv_width: int
+    grouped: bool = True
 
     @property
     def key_size(self) -> int:
@@ -206,7 +209,8 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """A target model. `dtype` is the name of the checkpoint's own dtype (`bfloat16`, ...)."""
+    """A target model. `dtype` is the name of the checkpoint's own dtype (`bfloat16`, ...). prefix: how the names of the
+    decoder's tensors begin. left_out: how those of parts begin that are not served."""
 
     path: Path
     architecture: str
@@ -215,3 +219,5 @@ class TargetSpec:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    prefix: str = "model."
+    left_out: tuple[str, ...] = ()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dflash_backend.checkpoints.decoder_fields import check_stack, read_decoder, read_dtype, read_eos
-from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES
+from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, TEXT_PARTS
 from dflash_backend.checkpoints.files import check_files, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
@@ -19,28 +20,41 @@ def read_target(directory: Path) -> TargetSpec:
     config = JsonReader.load(directory / "config.json")
     architecture = _architecture(config)
     read_quantization(config)  # refused before anything else is read
-    decoder = read_decoder(config, FAMILIES[architecture])
+    # A multimodal model has the text part's fields and tensors one level down.
+    nested = config.given("text_config")
+    text = config.object("text_config") if nested else config
+    prefix = "model.language_model." if nested else "model."
+    decoder = read_decoder(text, FAMILIES[architecture])
     headers = read_headers(directory)
-    check_stack(config, decoder, "model.layers.", headers)
+    check_stack(text, decoder, f"{prefix}layers.", headers)
+    if decoder.moe is not None and any(name.endswith(".mlp.experts.gate_up_proj") for name in headers):
+        decoder = replace(decoder, moe=replace(decoder.moe, stacked=True))
     return TargetSpec(
         path=directory,
         architecture=architecture,
         decoder=decoder,
-        vocab_size=config.integer("vocab_size", low=2),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
-        dtype=read_dtype(config, embedding=headers.get("model.embed_tokens.weight")),
+        vocab_size=text.integer("vocab_size", low=2),
+        tie_word_embeddings=_is_tied(config, text),
+        dtype=read_dtype(text, config, embedding=headers.get(f"{prefix}embed_tokens.weight")),
         eos_token_ids=read_eos(directory),
+        prefix=prefix,
+        left_out=("model.visual.",) if nested else (),
     )
+
+
+def _is_tied(config: JsonReader, text: JsonReader) -> bool:
+    """Whether the head is the embedding: as the file says, else as its text part does."""
+    return config.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=False))
 
 
 def _architecture(config: JsonReader) -> str:
     architectures = config.strings("architectures")
     for name in architectures:
-        if name in FAMILIES:
-            return name
+        if TEXT_PARTS.get(name, name) in FAMILIES:
+            return TEXT_PARTS.get(name, name)
     code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(
         f"{config.where}: architectures is {shown(list(architectures))}; this server runs "
-        + ", ".join(TARGET_ARCHITECTURES)
+        + ", ".join([*TARGET_ARCHITECTURES, *TEXT_PARTS])
         + code
     )

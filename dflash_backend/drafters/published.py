@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "Llama 3": "LlamaForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "Qwen3-Next": "Qwen3NextForCausalLM",
+    "Qwen3.5": "Qwen3_5ForCausalLM",
 }
 NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 ZLAB = "github.com/z-lab/dflash, README"

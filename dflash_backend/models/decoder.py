@@ -40,12 +40,12 @@ class TargetWeights:
         """Read every tensor of a target."""
         decoder = spec.decoder
         hidden, vocab = decoder.hidden_size, spec.vocab_size
-        embedding = source.tensor("model.embed_tokens.weight", vocab, hidden)
+        embedding = source.tensor(f"{spec.prefix}embed_tokens.weight", vocab, hidden)
         read_layer = LayerWeights.read if decoder.delta_net is None else read_hybrid_layer
         return cls(
             embedding,
-            [read_layer(source, f"model.layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
-            read_norm(source, "model.norm.weight", decoder, hidden),
+            [read_layer(source, f"{spec.prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
+            read_norm(source, f"{spec.prefix}norm.weight", decoder, hidden),
             Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
         )
 
@@ -151,7 +151,10 @@ def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
 
 def is_unused(spec: TargetSpec, name: str) -> bool:
     """Whether a tensor of the checkpoint is left out: frequencies, which follow from config.json and which some older
-    exports store, a tied head, which repeats the embedding, and a hybrid's own layers for drafting (MTP)."""
+    exports store, a tied head, which repeats the embedding, a hybrid's own layers for drafting (MTP), and parts that
+    are not served."""
+    if name.startswith(spec.left_out):
+        return True
     if spec.decoder.delta_net is not None and name.startswith("mtp."):
         return True
     return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == "lm_head.weight")

@@ -1,8 +1,8 @@
-"""The gated delta net of Qwen3-Next (arXiv 2412.06464) in the place of attention: a short causal convolution over
-queries, keys and values, the delta rule, and a norm times a gate.
+"""The gated delta net of Qwen3-Next and Qwen3.5 (arXiv 2412.06464) in the place of attention: a short causal
+convolution over queries, keys and values, the delta rule, and a norm times a gate.
 
-Its projections are stored key head by key head. They are brought into the order queries, keys, values, gate, beta,
-decay, of all heads each, so that they are one product.
+Qwen3-Next's projections are stored key head by key head. They are brought into the order queries, keys, values, gate,
+beta, decay, of all heads each, so that they are one product.
 """
 
 from __future__ import annotations
@@ -38,16 +38,9 @@ class DeltaNetWeights:
     def read(cls, source: WeightSource, prefix: str, decoder: DecoderSpec, net: DeltaNetSpec) -> DeltaNetWeights:
         """The layer whose tensors' names begin with `prefix`."""
         hidden = decoder.hidden_size
-        qkvz = source.empty(net.conv_size + net.value_size, hidden)
-        source.read_projection(f"{prefix}in_proj_qkvz.weight", qkvz)
-        ba = source.empty(2 * net.num_value_heads, hidden)
-        source.read_projection(f"{prefix}in_proj_ba.weight", ba)
-        values = net.value_size // net.num_key_heads
-        parts = [*_ungrouped(qkvz, net, (net.key_head_dim,) * 2 + (values,) * 2)]
-        parts += _ungrouped(ba, net, (net.num_value_heads // net.num_key_heads,) * 2)
         decay, bias = (source.tensor(f"{prefix}{name}", net.num_value_heads).float() for name in ("A_log", "dt_bias"))
         return cls(
-            inputs=Linear(torch.cat(parts)),
+            inputs=(_read_grouped if net.grouped else _read_plain)(source, prefix, hidden, net),
             conv=source.tensor(f"{prefix}conv1d.weight", net.conv_size, 1, net.conv_width)[:, 0],
             decay=decay.exp(),
             decay_bias=bias,
@@ -126,6 +119,25 @@ class DeltaNet:
         exact = x.float()
         exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
         return ((self.weights.norm * exact.to(x.dtype)).float() * F.silu(gate.float())).to(x.dtype)
+
+
+def _read_plain(source: WeightSource, prefix: str, hidden: int, net: DeltaNetSpec) -> Linear:
+    """The projections of Qwen3.5."""
+    heads = net.num_value_heads
+    sizes = {"in_proj_qkv": net.conv_size, "in_proj_z": net.value_size, "in_proj_b": heads, "in_proj_a": heads}
+    return Linear.read(source, prefix, sizes, hidden)
+
+
+def _read_grouped(source: WeightSource, prefix: str, hidden: int, net: DeltaNetSpec) -> Linear:
+    """The projections of Qwen3-Next, in the same order."""
+    qkvz = source.empty(net.conv_size + net.value_size, hidden)
+    source.read_projection(f"{prefix}in_proj_qkvz.weight", qkvz)
+    ba = source.empty(2 * net.num_value_heads, hidden)
+    source.read_projection(f"{prefix}in_proj_ba.weight", ba)
+    values = net.value_size // net.num_key_heads
+    parts = [*_ungrouped(qkvz, net, (net.key_head_dim,) * 2 + (values,) * 2)]
+    parts += _ungrouped(ba, net, (net.num_value_heads // net.num_key_heads,) * 2)
+    return Linear(torch.cat(parts))
 
 
 def _ungrouped(weight: torch.Tensor, net: DeltaNetSpec, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

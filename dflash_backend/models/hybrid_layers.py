@@ -89,9 +89,10 @@ def read_hybrid_layer(
 
 
 def read_norm(source: WeightSource, name: str, spec: DecoderSpec, size: int) -> torch.Tensor:
-    """What an RMSNorm multiplies by: `[size]`, the tensor `name`, and 1 more where norms are zero-centred."""
+    """What an RMSNorm multiplies by: `[size]`, the tensor `name`, and where norms are zero-centred 1 more, in float32:
+    in 16 bits the sum would lose what the weight has behind its first digits."""
     weight = source.tensor(name, size)
-    return (1.0 + weight.float()).to(weight.dtype) if spec.centred_norms else weight
+    return 1.0 + weight.float() if spec.centred_norms else weight
 
 
 def _read_qk_norm(source: WeightSource, prefix: str, spec: DecoderSpec) -> torch.Tensor:

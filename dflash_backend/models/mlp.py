@@ -60,7 +60,10 @@ class SparseMlp:
         router = Linear.read(source, prefix, {"gate": moe.num_experts}, hidden)
         gate_up = source.empty(moe.num_experts, 2 * inner, hidden)
         down = source.empty(moe.num_experts, hidden, inner)
-        for expert in range(moe.num_experts):
+        if moe.stacked:
+            source.read(f"{prefix}experts.gate_up_proj", gate_up)
+            source.read(f"{prefix}experts.down_proj", down)
+        for expert in range(0 if moe.stacked else moe.num_experts):
             for name, out in zip(("gate", "up", "down"), (*gate_up[expert].split(inner), down[expert]), strict=True):
                 source.read_projection(f"{prefix}experts.{expert}.{name}_proj.weight", out)
         return cls(moe, router, gate_up, down)

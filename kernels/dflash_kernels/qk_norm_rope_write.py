@@ -21,7 +21,9 @@ except ImportError:  # a machine without a GPU needs the reference only
 
 def head_norm_reference(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over each head, rounded before and after the weight: `[..., heads, head_dim]` with a weight for each head
-    that broadcasts to it."""
+    that broadcasts to it. A weight in float32 is multiplied by before the one rounding of heads in another dtype."""
+    if weight.dtype != heads.dtype:
+        return (F.rms_norm(heads.float(), heads.shape[-1:], None, eps) * weight).to(heads.dtype)
     return F.rms_norm(heads, heads.shape[-1:], None, eps) * weight
 
 

@@ -18,7 +18,9 @@ except ImportError:  # a machine without a GPU needs the reference only
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension: `[n, size]` -> the same shape and dtype,
-    computed in float32 at least and rounded once. weight: `[size]`."""
+    computed in float32 at least and rounded once. weight: `[size]`, in that dtype or in float32."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -28,7 +30,7 @@ def add_rms_norm_reference(
     """The norm of `x + residual` and the sum itself, all `[n, size]`. The norm reads the sum as it is stored, rounded
     to the dtype."""
     total = residual + x
-    return F.rms_norm(total, weight.shape, weight, eps), total
+    return rms_norm_reference(total, weight, eps), total
 
 
 if triton is not None:

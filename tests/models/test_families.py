@@ -30,7 +30,8 @@ WINDOW = 7
 
 LLAMA, MISTRAL, MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"
 GPT_OSS = "GptOssForCausalLM"
-NEXT = "Qwen3NextForCausalLM"
+NEXT, QWEN35, QWEN35_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+HYBRIDS = (NEXT, QWEN35, QWEN35_MOE)
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -102,6 +103,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         NEXT,
         {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 6},
     ),
+    "qwen3.5": (QWEN35, {}),
+    "qwen3.5 attention first": (
+        QWEN35,
+        {"layer_types": ["full_attention", "linear_attention"] * 2 + ["linear_attention"]},
+    ),
+    "qwen3.5 one head": (QWEN35, {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "num_key_value_heads": 1}),
+    "qwen3.5-moe": (QWEN35_MOE, {}),
     "qwen3-next whole heads rotated": (
         NEXT,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
@@ -185,11 +193,13 @@ FORMS = (
     "qwen3-next",
     "qwen3-next one head",
     "qwen3-next other rotation",
+    "qwen3.5",
+    "qwen3.5-moe",
 )
 of_every_case = pytest.mark.parametrize("pair", CASES, indirect=True, scope="module")
 of_every_form = pytest.mark.parametrize("pair", FORMS, indirect=True, scope="module")
 # What a prefix hit restores is KV, not a recurrent state.
-KV_FORMS = tuple(form for form in FORMS if CASES[form][0] != NEXT)
+KV_FORMS = tuple(form for form in FORMS if CASES[form][0] not in HYBRIDS)
 of_every_form_of_kv = pytest.mark.parametrize("pair", KV_FORMS, indirect=True, scope="module")
 
 
@@ -309,7 +319,7 @@ def test_half_precision_is_as_near_to_float32_as_that_of_transformers(
 ) -> None:
     directory = tmp_path_factory.mktemp("target")
     # Every expert is asked, so that rounding cannot change which ones are.
-    changes = {"num_experts_per_tok": 6} if architecture in (MOE, GPT_OSS, NEXT) else {}
+    changes = {"num_experts_per_tok": 6} if architecture in (MOE, GPT_OSS, NEXT, QWEN35_MOE) else {}
     model = make_target(directory, architecture=architecture, dtype=dtype, **changes)
     spec = read_target(directory)
     assert spec.dtype == str(dtype).removeprefix("torch.")

@@ -102,8 +102,8 @@ HYBRID_MUTANTS = (
         ),
         (
             "zero-centred norms multiply by their weight",
-            "return (1.0 + weight.float())",
-            "return (0.0 + weight.float())",
+            "return 1.0 + weight.float()",
+            "return 0.0 + weight.float()",
         ),
     ),
     Mutant(

@@ -1,0 +1,104 @@
+"""Of a multimodal checkpoint the text part is served, and its weights may lie as published ones do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+from dflash_backend.checkpoints import read_target
+from dflash_backend.checkpoints.describe import target_facts
+from dflash_backend.models import load_target
+from tests.paged import block_tables, caches, context, noisy_pool
+from tests.tiny_models import VOCAB_SIZE, target_config
+
+pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+# As Qwen publishes it, for the four rotated numbers of a head of 16.
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_interleaved": True,
+    "mrope_section": [1, 1, 0],
+}
+
+
+def save(directory: Path, experts: bool) -> PreTrainedModel:
+    """A random multimodal checkpoint."""
+    torch.manual_seed(0)
+    architecture = "Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"
+    text = target_config(architecture, rope_parameters=MROPE).to_dict()
+    config, model = Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    if experts:
+        config, model = Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+    whole = model(config(text_config=text, vision_config=VISION, tie_word_embeddings=True)).eval()
+    whole.save_pretrained(directory)
+    return whole
+
+
+def check(directory: Path, model: PreTrainedModel) -> None:
+    spec = read_target(directory)
+    target = load_target(spec, 64, torch.float32, torch.device("cpu"))
+    ids = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(0))
+    paged = context(block_tables(1), [0], [40], target.patterns, pool=noisy_pool(spec.decoder))
+    output = target.forward(ids, paged, caches(spec.decoder), ())
+    torch.testing.assert_close(target.logits(output.hidden), model(ids[None]).logits[0], atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_text_part_gives_the_logits_of_transformers(tmp_path: Path, experts: bool) -> None:
+    model = save(tmp_path, experts)
+    assert "text_config" in json.loads((tmp_path / "config.json").read_text())
+    check(tmp_path, model)
+    spec = read_target(tmp_path)
+    assert spec.architecture == ("Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM")
+    assert spec.tie_word_embeddings
+    assert dict(target_facts(spec))["not served"].startswith("model.visual.")
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights with the experts of a layer in one tensor for each projection."""
+    stacked: dict[str, Any] = {}
+    of_expert = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    for name, tensor in tensors.items():
+        found = of_expert.fullmatch(name)
+        if found is None:
+            stacked[name] = tensor
+        else:
+            stacked.setdefault(found[1], {})[int(found[2]), found[3]] = tensor
+    for name in [name for name, value in stacked.items() if isinstance(value, dict)]:
+        parts = stacked.pop(name)
+        experts = range(len(parts) // 3)
+        gate_up = [torch.cat([parts[expert, "gate"], parts[expert, "up"]]) for expert in experts]
+        stacked[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{name}.down_proj"] = torch.stack([parts[expert, "down"] for expert in experts])
+    return stacked
+
+
+def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path: Path) -> None:
+    model = save(tmp_path, experts=True)
+    file = tmp_path / "model.safetensors"
+    tensors = stack_experts(load_file(file))
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors)
+    save_file(tensors, file)
+    check(tmp_path, model)
