@@ -151,6 +151,13 @@ FORMATS = st.builds(
 )
 
 
+def test_an_open_mark_in_the_reasoning_that_the_prompt_opens_is_text() -> None:
+    output = OutputFormat(None, REASONING_FORMATS["qwen3"])
+    for texts in (["<think></think><think>"], list("<think></think><think>")):
+        events = parse(texts, output, PROMPT + "<think>\n")
+        assert events == [ReasoningDelta("<think>"), ContentDelta("<think>", 22)]
+
+
 @given(FORMATS, st.lists(PIECES, max_size=12).map("".join), st.sampled_from([PROMPT, PROMPT + "<think>\n"]), st.data())
 @settings(max_examples=300, deadline=None)
 def test_no_text_depends_on_where_it_is_split(

@@ -65,6 +65,8 @@ class RegionParser:
         self._body: list[str] = []
         # White space that belongs to the text so far if more of the same text follows.
         self._space = ""
+        # Whether the next region that opens does so by a mark in the prompt, which is not in the answer.
+        self._opens_in_prompt = in_prompt
         # Whether nothing but white space came since a region ended, or since the reasoning began.
         self._at_start = in_prompt
         self._num_calls = 0
@@ -130,6 +132,8 @@ class RegionParser:
         num_chars = 0
         if kind == "region_chunk":
             num_chars = len(region["text"])
+        elif kind == "region_open" and self._opens_in_prompt:
+            self._opens_in_prompt = False
         elif region["field"] != _CONTENT and marks is not None:
             mark = marks.open if kind == "region_open" else marks.close
             num_spaces = len(self._ahead) - len(self._ahead.lstrip()) if kind == "region_open" else 0
