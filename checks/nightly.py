@@ -59,6 +59,18 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "random traffic, distributions and damaged checkpoints at four times the counts of make test",
     ),
+    "examples": (
+        (
+            "pytest",
+            "-q",
+            "tests/text/test_detokenizer.py",
+            "tests/frontend/test_parsing.py",
+            "tests/frontend/test_harmony.py",
+            "tests/core/test_prefix_cache.py",
+            "tests/demo/test_pair.py",
+        ),
+        "examples of hypothesis that no run has had before",
+    ),
     "overlap": (
         ("pytest", "-q", "-n", "logical", "tests/worker/test_random_overlap.py"),
         "1,000 random workloads with steps in flight yield what the engine without overlap yields",
@@ -70,7 +82,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
 # tests/scale.py
-ENVIRON = {"tests": {"TEST_SCALE": "4"}, "overlap": {"TEST_SCALE": "40"}}
+ENVIRON = {"examples": {"TEST_RANDOM": "1"}, "tests": {"TEST_SCALE": "4"}, "overlap": {"TEST_SCALE": "40"}}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from hypothesis import settings
 
 from tests.allowed_skips import is_allowed
+
+# The same examples in each run, so that a red one is about the change; `make nightly` looks at others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("default" if os.environ.get("TEST_RANDOM") else "same")
 
 # A shell starts what runs in its background with Ctrl-C ignored, and processes inherit that: those of the tests, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
