@@ -6,6 +6,8 @@ from dflash_backend.checkpoints.describe import Facts, decoder_facts, file_facts
 from dflash_backend.drafters.layer_ids import to_boundary_ids
 from dflash_backend.drafters.spec import DraftModelSpec, DraftSpec
 
+UNKNOWN = "its own or the target's: only the weights say it"
+
 
 def draft_facts(spec: DraftSpec, dtype: str = "") -> Facts:
     """Label and text of what is known of a drafter. dtype: what it is loaded in, if not in its own. Raises
@@ -15,7 +17,8 @@ def draft_facts(spec: DraftSpec, dtype: str = "") -> Facts:
 
 def _model_facts(spec: DraftModelSpec, dtype: str) -> Facts:
     return [
-        ("directory", str(spec.path)),
+        ("config" if spec.config_alone else "directory", str(spec.path)),
+        ("method", spec.kind),
         ("format", spec.format),
         ("made for", _made_for(spec)),
         *decoder_facts(spec.decoder),
@@ -23,10 +26,10 @@ def _model_facts(spec: DraftModelSpec, dtype: str) -> Facts:
         ("features", _features(spec)),
         ("speculative tokens", f"{spec.num_speculative_tokens}, as the checkpoint asks"),
         ("vocabulary", _vocabulary(spec)),
-        ("embedding", "its own" if spec.has_embedding else "the target's"),
+        ("embedding", _embedding(spec)),
         ("LM head", _lm_head(spec)),
         *spec.facts(),
-        *file_facts(spec.path, spec.dtype, dtype),
+        *([("weights", f"{spec.dtype}; not read")] if spec.config_alone else file_facts(spec.path, spec.dtype, dtype)),
         # Each with a label of its own, as facts become an object in JSON.
         *((f"warning {i}" if i > 1 else "warning", note) for i, note in enumerate(spec.notes, 1)),
     ]
@@ -46,7 +49,15 @@ def _features(spec: DraftModelSpec) -> str:
     return f"layer ids {list(spec.target_layer_ids)} of the target, which are boundary ids {boundaries}{last}"
 
 
+def _embedding(spec: DraftModelSpec) -> str:
+    if spec.config_alone:
+        return UNKNOWN
+    return "its own" if spec.has_embedding else "the target's"
+
+
 def _lm_head(spec: DraftModelSpec) -> str:
+    if spec.config_alone:
+        return UNKNOWN
     if spec.has_lm_head:
         return "its own"
     return f"the target's, {spec.draft_vocab_size} rows of it" if spec.maps_vocabulary else "the target's"

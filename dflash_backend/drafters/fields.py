@@ -9,9 +9,9 @@ from pathlib import Path
 from dflash_backend.checkpoints.decoder_fields import UNSUPPORTED, check_stack
 from dflash_backend.checkpoints.files import TensorHeader, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization import load_quantization, read_quantization
 from dflash_backend.checkpoints.quantization.stored import holds_weight
-from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
 from dflash_backend.error_text import shown
 
 EMBEDDING = "embed_tokens.weight"
@@ -43,15 +43,22 @@ KNOWN = frozenset([*DECODER.split(), *DRAFTER.split(), *HARMLESS.split(), *UNSUP
 def read_tensors(directory: Path, config: JsonReader, decoder: DecoderSpec) -> Mapping[str, TensorHeader]:
     """As `tensor_headers`, checked against the stack that the drafter's config describes."""
     tensors = tensor_headers(directory)
-    check_stack(config, decoder, "layers.", tensors)
+    if tensors:
+        check_stack(config, decoder, "layers.", tensors)
     return tensors
 
 
 def tensor_headers(directory: Path) -> dict[str, TensorHeader]:
-    """The headers of a drafter's tensors; a quantised LM head is there under the name of a plain one as well. Raises
-    `CheckpointError`, first on quantised weights that are not supported."""
+    """The headers of a drafter's tensors; a quantised LM head is there under the name of a plain one as well. They are
+    empty where `directory` is the file of a config alone, and only there. Raises `CheckpointError`, first on quantised
+    weights that are not supported."""
+    if directory.is_file():
+        read_quantization(JsonReader.load(directory))
+        return {}
     load_quantization(directory)
     tensors = read_headers(directory)
+    if not tensors:
+        raise CheckpointError(f"{directory} has no tensors in its .safetensors files; download or copy it again")
     head = LM_HEAD.removesuffix(".weight")
     if LM_HEAD not in tensors and holds_weight(tensors, head):
         first = next(header for name, header in tensors.items() if name.startswith(f"{head}."))
@@ -59,9 +66,12 @@ def tensor_headers(directory: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def check_own_head(config: JsonReader, has_lm_head: bool) -> None:
-    """Raise `CheckpointError` where `has_own_lm_head` says otherwise than the weights."""
-    if config.given("has_own_lm_head") and config.boolean("has_own_lm_head", default=False) != has_lm_head:
+def check_own_head(config: JsonReader, tensors: Mapping[str, TensorHeader]) -> None:
+    """Raise `CheckpointError` where `has_own_lm_head` says otherwise than the weights, if there are any."""
+    has_lm_head = LM_HEAD in tensors
+    if not tensors:
+        config.boolean("has_own_lm_head", default=False)
+    elif config.given("has_own_lm_head") and config.boolean("has_own_lm_head", default=False) != has_lm_head:
         found = f"a tensor '{LM_HEAD}'" if has_lm_head else f"no tensor '{LM_HEAD}'"
         raise config.fail("has_own_lm_head", f"{str(has_lm_head).lower()}, as the weights beside it have {found}")
 

@@ -66,8 +66,8 @@ class PublishedDrafter:
     def unsupported(self) -> str | None:
         """Why it is not supported; None where it is."""
         method = METHODS.get(self.method)
-        if ARCHITECTURES.get(self.target.family) not in FAMILIES:
-            return f"targets of the family {self.target.family} are not supported"
+        if (reason := _unsupported_family(self.target)) is not None:
+            return reason
         if method is None or method.formats is None:
             return f"{self.kind} drafters are not supported"
         architectures = [name for each in METHODS.values() if each.formats for name in each.formats.architectures]
@@ -173,6 +173,18 @@ def published_for(target: str, directory: Path | None = None) -> tuple[Published
         except CheckpointError:
             pass  # the error is told where the checkpoint is read
     return tuple(each for each in DRAFTERS if each.target.name.lower() in names and each.unsupported is None)
+
+
+def unsupported_target(name: str) -> str | None:
+    """Why a target that the table knows by this hub id is not supported; None where it is, or is not known."""
+    known = next((each.target for each in DRAFTERS if each.target.name.lower() == name.lower()), None)
+    return None if known is None else _unsupported_family(known)
+
+
+def _unsupported_family(target: Target) -> str | None:
+    if ARCHITECTURES.get(target.family) in FAMILIES:
+        return None
+    return f"targets of the family {target.family} are not supported"
 
 
 def published_like(words: str) -> tuple[PublishedDrafter, ...]:

@@ -110,18 +110,26 @@ def read_draft(directory: Path, causal: bool | None = None) -> DraftModelSpec:
     """Read a drafter of any method and format. `causal` is the server's setting, None for auto. Raises
     `CheckpointError`."""
     check_files(directory)
-    config = JsonReader.load(directory / "config.json")
+    return _read(directory, JsonReader.load(directory / "config.json"), causal)
+
+
+def read_draft_config(file: Path) -> DraftModelSpec:
+    """Read a drafter's config alone, without weights: to be described, not to be run. Raises `CheckpointError`."""
+    return _read(file, JsonReader.load(file), None)
+
+
+def _read(path: Path, config: JsonReader, causal: bool | None) -> DraftModelSpec:
     by_method = _formats()
     names = ", ".join(f"'{name}'" for name in by_method)
     if is_speculators(config):
         formats = by_method.get(config.string(MODEL_TYPE))
         if formats is None:
             raise config.fail(MODEL_TYPE, f"{names}: drafters of other methods are not supported")
-        return formats.read_speculators(directory, config, causal)
+        return formats.read_speculators(path, config, causal)
     architectures = config.strings("architectures")
     for formats in by_method.values():
         if _names(formats, architectures):
-            return formats.read(directory, config, causal)
+            return formats.read(path, config, causal)
     known = ", ".join(f"'{formats.architectures[0]}'" for formats in by_method.values())
     code = "; the code that the checkpoint brings along (auto_map) is not run" if config.given("auto_map") else ""
     raise CheckpointError(

@@ -35,7 +35,8 @@ class DraftSpec(ABC):
 class DraftModelSpec(DraftSpec):
     """A drafter that is a model, with a checkpoint, weights and KV of its own.
 
-    format: of its files. num_speculative_tokens: k that the checkpoint asks for.
+    path: its directory, or the file of its config, read alone. format: of its files.
+    num_speculative_tokens: k that the checkpoint asks for.
     target_layer_ids: in the layer-id convention: i is the output of target decoder layer i, 0-based. Empty where the
     checkpoint leaves it to the target (`for_target`).
     causal: per drafter layer, whether a query sees only positions up to its own.
@@ -63,6 +64,16 @@ class DraftModelSpec(DraftSpec):
     dtype: str
     normed_last_layer: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The method in the field's words."""
+
+    @property
+    def config_alone(self) -> bool:
+        """Whether `path` is the file of a config, read without weights: what they say is not known, then."""
+        return self.path.is_file()
 
     @property
     @abstractmethod

@@ -15,8 +15,10 @@ import torch
 from dflash_backend.attention import AttentionPattern, Requirements
 from dflash_backend.attention.selection import BACKENDS, lacking
 from dflash_backend.checkpoints.describe import target_facts
+from dflash_backend.checkpoints.families import FAMILIES
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.find import find_model
+from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec, TargetSpec
@@ -27,9 +29,10 @@ from dflash_backend.drafters.base import draft_patterns
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.ngram.config import read_ngram
 from dflash_backend.drafters.pairing import check_pair
-from dflash_backend.drafters.published import published_for
-from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft
+from dflash_backend.drafters.published import published_for, unsupported_target
+from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft, read_draft_config
 from dflash_backend.drafters.spec import DraftModelSpec
+from dflash_backend.drafters.speculators import is_speculators
 from dflash_backend.models import decoder
 
 BLOCK_SIZE = EngineConfig().kv_block_size
@@ -74,13 +77,13 @@ class AttentionReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint. `facts` are names and values, in the order to show them."""
+    """One checkpoint. `facts` are names and values, in the order to show them. weights: None of a config alone."""
 
     kind: Literal["target", "drafter"]
     path: Path
     format: str
     facts: tuple[tuple[str, str], ...]
-    weights: WeightsReport
+    weights: WeightsReport | None
     kv: KVReport
     attention: AttentionReport
 
@@ -114,9 +117,25 @@ class Inspection:
     published: tuple[str, ...] = ()
 
 
+def inspect_config(name: str) -> Inspection:
+    """What the file of a drafter's config says without weights, and why its target is not supported where the config
+    names one of the published table. Raises `CheckpointError`."""
+    path = Path(name).expanduser()
+    config = JsonReader.load(path)
+    if not is_speculators(config) and not FAMILIES.keys().isdisjoint(config.strings("architectures")):
+        raise CheckpointError(f"{path} is a target's config, whose weights are read, too; give its directory")
+    spec = read_draft_config(path)
+    facts = draft_facts(spec)
+    if spec.target_name is not None and (reason := unsupported_target(spec.target_name)) is not None:
+        facts.append(("target", reason))
+    return Inspection((_draft_report(spec, tuple(facts), None),))
+
+
 def inspect(name: str, draft_name: str | None = None) -> Inspection:
     """Read the checkpoint `name` (directory or hub id), and with `draft_name`, which is as the setting `draft_model`, a
-    drafter for it. Raises `CheckpointError`."""
+    drafter for it. A drafter's `config.json` by its own name is read alone. Raises `CheckpointError`."""
+    if draft_name is None and Path(name).name == "config.json" and Path(name).expanduser().is_file():
+        return inspect_config(name)
     directory = find_model(name, "the checkpoint")
     first_is_drafter = is_drafter(directory)
     if draft_name is None:
@@ -155,12 +174,19 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
 
 def inspect_draft(spec: DraftModelSpec) -> CheckpointReport:
     """Raises `CheckpointError` when the weights are not those that the config asks for."""
+    weights = _weights(spec.path, drafter_class(spec).check_weights(spec))
+    return _draft_report(spec, tuple(draft_facts(spec)), weights)
+
+
+def _draft_report(
+    spec: DraftModelSpec, facts: tuple[tuple[str, str], ...], weights: WeightsReport | None
+) -> CheckpointReport:
     return CheckpointReport(
         kind="drafter",
         path=spec.path,
         format=spec.format,
-        facts=tuple(draft_facts(spec)),
-        weights=_weights(spec.path, drafter_class(spec).check_weights(spec)),
+        facts=facts,
+        weights=weights,
         kv=_kv(spec.decoder, spec.dtype),
         attention=_attention(spec.decoder, set(draft_patterns(spec)), spec.dtype),
     )

@@ -26,7 +26,12 @@ def add_parser(commands: Any) -> None:
         "loaded. With --draft it also says whether the two fit together. With --list it shows the published drafters "
         "that are known, and whether they are supported (docs/checkpoints.md).",
     )
-    parser.add_argument("checkpoint", metavar="DIR|ID", nargs="?", help="model directory or hub id")
+    parser.add_argument(
+        "checkpoint",
+        metavar="DIR|ID",
+        nargs="?",
+        help="model directory or hub id, or the config.json of a drafter alone",
+    )
     parser.add_argument("--draft", metavar="DIR|ID|ngram", help="a drafter for it")
     parser.add_argument(
         "--list",
@@ -128,7 +133,9 @@ def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
         "path": str(report.path),
         "format": report.format,
         "facts": dict(report.facts),
-        "weights": {
+        "weights": None
+        if weights is None
+        else {
             "num_files": weights.num_files,
             "num_tensors": weights.num_tensors,
             "num_parameters": weights.num_parameters,
@@ -176,8 +183,7 @@ def as_text(found: Inspection) -> str:
 
 
 def _checkpoint_text(report: CheckpointReport) -> str:
-    weights, kv, attention = report.weights, report.kv, report.attention
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in weights.dtypes.items())
+    kv, attention = report.kv, report.attention
     cache = f"{_size(kv.bytes_per_token)} a token, {_size(kv.bytes_per_block)}"
     kinds = [
         *(["causal"] if attention.causal else []),
@@ -188,12 +194,7 @@ def _checkpoint_text(report: CheckpointReport) -> str:
     ]
     rows = [
         *report.facts[1:],  # the first is the path, in the heading
-        (
-            "tensors",
-            f"{weights.num_tensors} ({dtypes}) in {weights.num_files} file{'s' if weights.num_files > 1 else ''}, "
-            f"{weights.num_parameters:,} parameters, {_size(weights.num_bytes)}; names, shapes and types are as "
-            "config.json asks",
-        ),
+        ("tensors", _tensors(report)),
         ("KV cache", f"{cache} a block of {kv.block_size}, in {kv.dtype}"),
         ("attention needed", ", ".join(kinds)),
     ]
@@ -201,6 +202,18 @@ def _checkpoint_text(report: CheckpointReport) -> str:
         verdict = f"lacks {', '.join(lacks)}" if lacks else "would do"
         rows.append((f"backend {name}", f"{verdict} ({attention.device}, {attention.dtype})"))
     return "\n".join([f"{report.kind} {report.path}", *_lines(rows)])
+
+
+def _tensors(report: CheckpointReport) -> str:
+    weights = report.weights
+    if weights is None:
+        return "not read: of a config alone, names, shapes and size of the weights are not known"
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in weights.dtypes.items())
+    return (
+        f"{weights.num_tensors} ({dtypes}) in {weights.num_files} file{'s' if weights.num_files > 1 else ''}, "
+        f"{weights.num_parameters:,} parameters, {_size(weights.num_bytes)}; names, shapes and types are as "
+        "config.json asks"
+    )
 
 
 def _backends(report: CheckpointReport) -> list[tuple[str, tuple[str, ...]]]:

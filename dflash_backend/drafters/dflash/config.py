@@ -95,6 +95,10 @@ class DFlashSpec(DraftModelSpec):
     logits: LogitsSpec = LogitsSpec()
 
     @property
+    def kind(self) -> str:
+        return "DFlash"
+
+    @property
     def max_speculative_tokens(self) -> int:
         return self.block_size - 1
 

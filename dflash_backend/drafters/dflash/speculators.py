@@ -42,7 +42,7 @@ def read_speculators(directory: Path, config: JsonReader, causal: bool | None = 
     vocab_size = layer.integer("vocab_size", low=2)
     layers = _layers(config)
     tensors = read_tensors(directory, layer, decoder)
-    check_own_head(config, LM_HEAD in tensors)
+    check_own_head(config, tensors)
     k, k_notes = speculative_tokens(config, block_size, block_size - 1)
     configs = (("", config), ("transformer_layer_config.", layer), ("dflash_config.", dflash))
     return DFlashSpec(

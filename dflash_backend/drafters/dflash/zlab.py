@@ -44,7 +44,7 @@ def read_zlab(directory: Path, config: JsonReader, causal: bool | None = None) -
     vocab_size = config.integer("vocab_size", low=2)
     tensors = read_tensors(directory, config, decoder)
     for reader in (config, dflash):
-        check_own_head(reader, LM_HEAD in tensors)
+        check_own_head(reader, tensors)
     configs = (("", config), ("dflash_config.", dflash), ("eagle_config.", eagle))
     return DFlashSpec(
         path=directory,

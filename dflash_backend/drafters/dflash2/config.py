@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_backend.checkpoints.describe import Facts
-from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.speculators import read_speculators as read_dflash_speculators
 from dflash_backend.drafters.dflash.zlab import read_zlab as read_dflash_zlab
+from dflash_backend.drafters.fields import tensor_headers
 
 DFLASH2 = "dflash2"
 ARCHITECTURE = "DFlash2DraftModel"
@@ -53,6 +53,10 @@ class DFlash2Spec(DFlashSpec):
 
     conv: ConvSpec
     selector: SelectorSpec
+
+    @property
+    def kind(self) -> str:
+        return "DFlash2"
 
     def facts(self) -> Facts:
         conv, selector = self.conv, self.selector
@@ -107,7 +111,7 @@ def _with_own_fields(
         raise holder.fail("conv_group_size", f"a number that divides hidden_size ({hidden})")
     if spec.draft_vocab_size != vocab:
         raise config.fail("draft_vocab_size", f"vocab_size ({vocab}): the selector's tables are of all tokens")
-    suffix = ".weight" if f"{CODEBOOK}.weight" in read_headers(spec.path) else ""
+    suffix = ".weight" if f"{CODEBOOK}.weight" in tensor_headers(spec.path) else ""
     selector = SelectorSpec(
         integer("selector_rank", MAX_RANK), integer("selector_top_k", min(MAX_CANDIDATES, vocab)), suffix
     )

@@ -60,6 +60,11 @@ class DSparkSpec(DFlashSpec):
     confidence_reads_markov: bool
 
     @property
+    def kind(self) -> str:
+        # DeepSpec saves its DFlash drafters in DSpark's format, without the two heads.
+        return "DSpark" if self.markov is not None or self.has_confidence_head else "DFlash"
+
+    @property
     def max_speculative_tokens(self) -> int:
         return max_drafts(self.block_size, self.from_anchor)
 

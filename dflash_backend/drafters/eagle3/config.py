@@ -102,6 +102,10 @@ class Eagle3Spec(DraftModelSpec):
         return len(self.target_layer_ids) or DEFAULT_FEATURES
 
     @property
+    def kind(self) -> str:
+        return "EAGLE-3"
+
+    @property
     def max_speculative_tokens(self) -> int:
         return MAX_DRAFTS
 
@@ -191,8 +195,8 @@ def _read(
     vocab_size = layer.integer("vocab_size", low=2)
     tensors = tensor_headers(directory)
     prefix = _layer_prefix(layer, decoder, tensors)
-    check_own_head(config, LM_HEAD in tensors)
-    if config.boolean("has_lm_head", default=LM_HEAD in tensors) != (LM_HEAD in tensors):
+    check_own_head(config, tensors)
+    if config.boolean("has_lm_head", default=LM_HEAD in tensors) != (LM_HEAD in tensors) and tensors:
         raise config.fail("has_lm_head", "what the weights beside it have")
     return Eagle3Spec(
         path=directory,
@@ -232,7 +236,8 @@ def _read_decoder(layer: JsonReader) -> DecoderSpec:
 def _layer_prefix(layer: JsonReader, decoder: DecoderSpec, tensors: Mapping[str, TensorHeader]) -> str:
     """What the layer's tensors are called, which are held to the config."""
     if not any(name.startswith(MIDLAYER) for name in tensors):
-        check_stack(layer, decoder, "layers.", tensors)
+        if tensors:
+            check_stack(layer, decoder, "layers.", tensors)
         return "layers.0."
     for part, rows in (("q_proj", decoder.query_size), ("k_proj", decoder.kv_size)):
         tensor = tensors.get(name := f"{MIDLAYER}self_attn.{part}.weight")
