@@ -14,8 +14,8 @@ from dflash_backend.drafters.published import DRAFTERS, PublishedDrafter, unsupp
 from dflash_backend.engine.inspection import CheckpointReport, inspect
 from tests.tiny_models import make_draft, make_target
 
-# Hidden size, layers and vocabulary of each target, as its own config has them; of a target that is not supported a
-# stand-in, as only the drafter's method and format matter there.
+# Hidden size, layers and vocabulary of each target that is supported; of another a stand-in, as only the drafter's
+# method and format matter there.
 SHAPES = {
     "Qwen/Qwen3-4B": (2560, 36, 151936),
     "Qwen/Qwen3-8B": (4096, 36, 151936),
@@ -27,6 +27,13 @@ SHAPES = {
     "Qwen/Qwen3-235B-A22B-Instruct-2507": (4096, 94, 151936),
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": (2048, 48, 151936),
     "Qwen/Qwen3-Coder-Next": (2048, 48, 151936),
+    "Qwen/Qwen3.5-4B": (2560, 32, 248320),
+    "Qwen/Qwen3.5-9B": (4096, 32, 248320),
+    "Qwen/Qwen3.5-27B": (5120, 64, 248320),
+    "Qwen/Qwen3.5-35B-A3B": (2048, 40, 248320),
+    "Qwen/Qwen3.5-122B-A10B": (3072, 48, 248320),
+    "Qwen/Qwen3.6-27B": (5120, 64, 248320),
+    "Qwen/Qwen3.6-35B-A3B": (2048, 40, 248320),
     "meta-llama/Llama-3.1-8B-Instruct": (4096, 32, 128256),
     "meta-llama/Llama-3.3-70B-Instruct": (8192, 80, 128256),
     "openai/gpt-oss-20b": (2880, 24, 201088),
@@ -67,7 +74,8 @@ def decoder(each: PublishedDrafter, layers: int, kind: str) -> dict[str, Any]:
 
 
 def config_of(each: PublishedDrafter) -> dict[str, Any]:
-    """The config of a published drafter in its format, rebuilt from public facts."""
+    """The config of a published drafter, rebuilt: the fields of its format and method, the sizes of its target, and the
+    method's default layers."""
     if each.format == "speculators":
         return _speculators(each)
     own = {"architectures": [each.architecture], "torch_dtype": "bfloat16"}
