@@ -12,6 +12,7 @@ LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_autho
 FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
 READ = "tests/drafters/test_dflash_config.py::"
 LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
+CONFIG_ALONE = ("tests/cli/test_inspect_config.py",)
 SEAM = "tests/drafters/test_seam.py::"
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
 LOOKUP = "kernels/dflash_kernels/prompt_lookup.py"
@@ -49,6 +50,34 @@ DRAFTERS_MUTANTS = (
         "chosen, name = found[0]",
         "chosen, name = found[-1]",
         LAYER_IDS,
+    ),
+    Mutant(
+        "boundary ids are taken for layer ids",
+        f"{DRAFTERS_PACKAGE}/layer_ids.py",
+        "tuple(boundary - 1 for boundary in boundary_ids)",
+        "tuple(boundary_ids)",
+        LAYER_IDS,
+    ),
+    Mutant(
+        "the layers that a drafter reads are captured one further on",
+        DRAFTER,
+        "i + 1 if i == last and spec.normed_last_layer else i for",
+        "min(i + 1, last + 1) for",
+        FEATURES,
+    ),
+    Mutant(
+        "what DeepSpec saves as DFlash is called DSpark",
+        f"{DRAFTERS_PACKAGE}/dspark/config.py",
+        'return "DSpark" if self.markov is not None or self.has_confidence_head else "DFlash"',
+        'return "DSpark"',
+        CONFIG_ALONE,
+    ),
+    Mutant(
+        "a config alone says whose the embedding is",
+        f"{DRAFTERS_PACKAGE}/spec.py",
+        "return self.path.is_file()",
+        "return False",
+        CONFIG_ALONE,
     ),
     Mutant(
         "dflash_config.layer_ids are read as layer ids",
