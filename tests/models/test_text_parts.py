@@ -47,7 +47,7 @@ def save(directory: Path, experts: bool) -> PreTrainedModel:
     """A random multimodal checkpoint."""
     torch.manual_seed(0)
     architecture = "Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"
-    text = target_config(architecture, rope_parameters=MROPE).to_dict()
+    text = target_config(architecture, rope_parameters=MROPE, tie_word_embeddings=False).to_dict()
     config, model = Qwen3_5Config, Qwen3_5ForConditionalGeneration
     if experts:
         config, model = Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration

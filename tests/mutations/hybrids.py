@@ -141,4 +141,18 @@ HYBRID_MUTANTS = (
         "config.enable_prefix_caching",
         ("tests/worker/test_recurrent_engines.py::test_a_hybrid_claims_no_prefix_hit_and_says_so",),
     ),
+    Mutant(
+        "zero-centred norms are rounded to 16 bits",
+        LAYERS,
+        "return 1.0 + weight.float() if spec.centred_norms else weight",
+        "return (1.0 + weight.float()).to(weight.dtype) if spec.centred_norms else weight",
+        ("tests/models/test_families.py::test_half_precision_is_as_near_to_float32_as_that_of_transformers",),
+    ),
+    Mutant(
+        "a head of a text part is tied as its text part alone says",
+        "dflash_backend/checkpoints/targets.py",
+        'return config.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=False))',
+        'return text.boolean("tie_word_embeddings", default=False)',
+        ("tests/models/test_text_parts.py",),
+    ),
 )
