@@ -115,12 +115,14 @@ def read_dtype(*configs: JsonReader, embedding: TensorHeader | None = None) -> s
 
 def read_eos(directory: Path) -> tuple[int, ...]:
     """Every id that a checkpoint calls the end of a sequence, those of `generation_config.json` before those of
-    `config.json`; either file may be missing."""
+    `config.json` and of its text part; either file may be missing."""
+    readers = [
+        JsonReader.load(directory / name)
+        for name in ("generation_config.json", "config.json")
+        if (directory / name).is_file()
+    ]
     found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if not (directory / name).is_file():
-            continue
-        reader = JsonReader.load(directory / name)
+    for reader in (*readers, *(reader.object("text_config") for reader in readers)):
         value = reader.data.get("eos_token_id")
         if isinstance(value, list):
             found += reader.integers("eos_token_id") or ()

@@ -102,3 +102,12 @@ def test_experts_of_a_layer_may_lie_in_one_tensor(tmp_path: Path) -> None:
     assert any(name.endswith("experts.gate_up_proj") for name in tensors)
     save_file(tensors, file)
     check(tmp_path, model)
+
+
+def test_the_ends_of_a_sequence_may_be_in_the_text_part(tmp_path: Path) -> None:
+    save(tmp_path, experts=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["eos_token_id"], config["eos_token_id"] = [7, 5], 5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert read_target(tmp_path).eos_token_ids == (3, 5, 7)
