@@ -32,8 +32,9 @@ from dflash_client.grpc_messages import decode
 
 # How long the server has to settle: a second, and one more since the metrics page is brought up to date once a second.
 SETTLE_S = 2.0
-# Moments at which a client goes away, in seconds after it has sent its request.
-LATEST_DROP_S = 2.0
+# Moments at which a client goes away, in seconds after it has sent its request: at most this, and at most so much for
+# each request, since few are answered sooner.
+LATEST_DROP_S, LATEST_DROP_OF_EACH_S = 2.0, 0.01
 LONGEST, LONGEST_DROPPED = 40, 400
 # The share of the clients that go away which must still have been waiting when they did.
 LEAST_DROPPED = 0.5
@@ -52,8 +53,10 @@ class Case:
     drop_s: float | None
 
     @classmethod
-    def draw(cls, rng: random.Random, dropped: bool) -> Case:
-        """A random request; the seed is always given, so that its answer is settled."""
+    def draw(cls, rng: random.Random, latest_drop_s: float | None) -> Case:
+        """A random request; the seed is always given, so that its answer is settled. latest_drop_s: when its client
+        goes away at the latest; None: it stays."""
+        dropped = latest_drop_s is not None
         parameters: dict[str, Any] = {
             "max_tokens": rng.randint(1, LONGEST_DROPPED if dropped else LONGEST),
             "temperature": rng.choice([0, 0, 0.7, 1.0, 1.5]),
@@ -79,7 +82,7 @@ class Case:
         parameters |= {name: options[name] for name in rng.sample(list(options), rng.randint(0, 5))}
         # Prefixes in common, so that the cache has hits.
         prompt = " ".join([*WORDS[: rng.randrange(len(WORDS))], *rng.choices(WORDS, k=rng.randint(1, 30))])
-        drop_s = rng.uniform(0, LATEST_DROP_S) if dropped else None
+        drop_s = None if latest_drop_s is None else rng.uniform(0, latest_drop_s)
         stream, over_http = rng.random() < 0.6, rng.random() < 0.4
         # Triton notices that an HTTP client is gone when it writes to it, so a request for one response at the end runs
         # on to its end.
@@ -280,7 +283,8 @@ def draw(count: int, dropped: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
     goes = [True] * dropped + [False] * (count - dropped)
     rng.shuffle(goes)
-    return [Case.draw(rng, gone) for gone in goes]
+    latest_drop_s = min(LATEST_DROP_S, len(goes) * LATEST_DROP_OF_EACH_S)
+    return [Case.draw(rng, latest_drop_s if gone else None) for gone in goes]
 
 
 def main() -> int:

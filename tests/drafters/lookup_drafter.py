@@ -42,6 +42,7 @@ class LookupSpec(DraftModelSpec):
     method = LOOKUP
     max_speculative_tokens = 6
     limit_in_words = "drafts at most 6 tokens"
+    kind = "lookup"
 
 
 def read(directory: Path, config: JsonReader, causal: bool | None) -> LookupSpec:
