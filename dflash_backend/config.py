@@ -92,6 +92,12 @@ class EngineConfig:
         "a request's logits are the same to the bit alone and in any batch, with any number of drafts, chunks and "
         "prefix hits; slower (docs/batch-invariance.md)",
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "processes that share each layer of the target, on a CPU (docs/tensor-parallel.md)",
+        low=1,
+        high=64,
+    )
     kv_block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     gpu_memory_utilization: float = setting(
         0.9,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +54,10 @@ class WeightSource(ABC):
         `name` ends in `.weight`."""
         self.read(name, out)
 
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, part: int, num_parts: int) -> None:
+        """As `read`, of one of `num_parts` parts of equal size along `dim`, 0 or 1: `out` has the part's shape."""
+        raise NotImplementedError(f"{type(self).__name__} has no slices")
+
     def empty(self, *shape: int) -> torch.Tensor:
         """Memory for a parameter."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -83,6 +88,11 @@ class _Listing(WeightSource):
 
     def read(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
+
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, part: int, num_parts: int) -> None:
+        shape = list(out.shape)
+        shape[dim] *= num_parts
+        self.tensors[name] = self.empty(*shape)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
@@ -115,6 +125,11 @@ class _CheckpointFiles(WeightSource):
         out.copy_(self._stored(name))
         self._count(name)
 
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, part: int, num_parts: int) -> None:
+        rows = slice(part * out.shape[dim], (part + 1) * out.shape[dim])
+        out.copy_(self._stored(name, (slice(None),) * dim + (rows,)))
+        self._count(name)
+
     def read_projection(self, name: str, out: torch.Tensor) -> None:
         stored = self._quantised.get(name.removesuffix(".weight"))
         if stored is None:
@@ -124,13 +139,14 @@ class _CheckpointFiles(WeightSource):
         for part in stored.tensors.values():
             self._count(part)
 
-    def _stored(self, name: str) -> torch.Tensor:
-        """A tensor as its file has it. It looks into the file's mapping, which ends with the last look into it."""
+    def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
+        """A tensor as its file has it, or what `index` takes of it. It looks into the file's mapping, which ends with
+        the last look into it."""
         header = self._headers[name]
         try:
             if header.file != self._file:
                 self._file, self._reader = header.file, safe_open(header.file, framework="pt", device="cpu")
-            tensor: torch.Tensor = self._reader.get_slice(name)[...]
+            tensor: torch.Tensor = self._reader.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise broken_file(header.file, error) from None
         return tensor

@@ -14,6 +14,7 @@ import torch
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.describe import target_facts
+from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
@@ -26,6 +27,7 @@ from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.device import choose_device
+from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
 from dflash_backend.engine.recurrent import check_recurrent
 from dflash_backend.engine.sizing import (
     Sizes,
@@ -41,6 +43,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
+from dflash_backend.models.parallel import Shard, SharedTarget, load_shard
 from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
@@ -110,13 +113,15 @@ def build_engine(
     dtype = _dtype(config, pair.target, device)
     _report_pair(pair, dtype, report)
     check_recurrent(config, pair, dtype, device, report)
+    quantised = load_quantization(pair.target.path) is not None
+    check_tensor_parallel(config, pair.target, device, quantised)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
     budget = gpu_budget(config, expected_use(probe, model_bytes(pair, dtype))) if probe else cpu_budget(config)
     sizes = settle_sizes(config, pair, budget, dtype)
     try:
-        models = _load_models(config, pair, sizes.max_model_len, dtype, device, report)
+        models = _load_models(config, pair, sizes, dtype, device, report)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the models do not fit the GPU's memory while they are loaded: free memory that other programs hold, or "
@@ -125,7 +130,8 @@ def build_engine(
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
-    runner = _runner(config, models, sizes, allocate_kv(config, models.pair, sizes.num_blocks, dtype, device), grammars)
+    own = _own_part(config, models.pair)
+    runner = _runner(config, models, sizes, allocate_kv(config, own, sizes.num_blocks, dtype, device), grammars)
     # The guard looks at a step while it runs, which a graph does not let it.
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
     shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
@@ -148,27 +154,24 @@ def build_engine(
 def _load_models(
     config: EngineConfig,
     pair: ModelPair,
-    max_model_len: int,
+    sizes: Sizes,
     dtype: torch.dtype,
     device: torch.device,
     report: Progress,
 ) -> LoadedModels:
-    pair = at_length(pair, max_model_len)
+    pair = at_length(pair, sizes.max_model_len)
     needs = dataclasses.replace(
         _requirements(pair.target, pair.draft_model, dtype, device), batch_invariant=config.batch_invariant
     )
     backend = select_backend(config.attention_backend, needs, config.kv_block_size)
-    num_positions = max_positions(max_model_len, pair.num_speculative_tokens)
+    num_positions = max_positions(sizes.max_model_len, pair.num_speculative_tokens)
     ops = select_ops(device, _wanted_ops(backend))
     target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant)
-    target = load_target(
-        pair.target,
-        num_positions,
-        dtype,
-        device,
-        lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done),
-        target_ops,
-    )
+    progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
+    if config.tensor_parallel_size > 1:
+        target = _shared_target(config, pair, num_positions, sizes.num_blocks, dtype, progress)
+    else:
+        target = load_target(pair.target, num_positions, dtype, device, progress, target_ops)
     make_drafter = None
     if pair.draft is not None:
         options = LoadOptions(
@@ -178,6 +181,23 @@ def _load_models(
     # What the drafter proposes changes no text, so its attention stays the fast one.
     target_backend = backend.batch_invariant() if config.batch_invariant else backend
     return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype)
+
+
+def _shared_target(
+    config: EngineConfig,
+    pair: ModelPair,
+    num_positions: int,
+    num_blocks: int,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> TargetModel:
+    """The target with its layers shared by `tensor_parallel_size` processes, of which this is the first."""
+    ranks = RankGroup(config.tensor_parallel_size)
+    ranks.start(pair.target, num_positions, num_blocks, config, dtype)
+    device = torch.device("cpu")
+    local = load_shard(pair.target, ranks.shard, ranks.reduce, num_positions, dtype, device, progress)
+    ranks.connect()
+    return SharedTarget(pair.target, local, ranks.send, ranks.num_threads)
 
 
 def _measured_sizes(
@@ -241,8 +261,17 @@ def _runner(
         pool=pool,
     )
     size = loaded_bytes(pair, models.dtype)
-    threads = BatchThreads(num_batch_threads(size), config.batch_invariant, size)
+    # Passes over all ranks come one after the other.
+    num_threads = num_batch_threads(size) if config.tensor_parallel_size == 1 else 1
+    threads = BatchThreads(num_threads, config.batch_invariant, size)
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
+
+
+def _own_part(config: EngineConfig, pair: ModelPair) -> ModelPair:
+    """The pair with what rank 0 has of the target, whose KV it keeps."""
+    if config.tensor_parallel_size == 1:
+        return pair
+    return dataclasses.replace(pair, target=Shard(0, config.tensor_parallel_size).spec(pair.target))
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:

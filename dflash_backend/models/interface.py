@@ -22,7 +22,8 @@ class PagedContext:
     metadata: what `backend.prepare` made of the rows, for each pattern that a layer of the model has.
     padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any case; torch
     on a CPU pays for looking.) row_index: int64 `[num_tokens]`, each token's place in its row; None where no layer
-    reads it. states: what layers with a state need; None where there are none.
+    reads it. states: what layers with a state need; None where there are none. layout: the rows; None where the
+    context was not made by `prepare`.
     """
 
     positions: torch.Tensor
@@ -32,6 +33,7 @@ class PagedContext:
     padded: bool = False
     row_index: torch.Tensor | None = None
     states: StateRows | None = None
+    layout: AttentionBatch | None = None
 
     @classmethod
     def prepare(
@@ -47,7 +49,7 @@ class PagedContext:
     ) -> PagedContext:
         """The context of a pass over `layout` through a model whose layers have `patterns`."""
         metadata = {p: backend.prepare(layout, p, dtype) for p in set(patterns)}
-        return cls(positions, slots, backend, metadata, padded, states=states)
+        return cls(positions, slots, backend, metadata, padded, states=states, layout=layout)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from dflash_backend.core.plan import (
     StepResult,
 )
 from dflash_backend.messages import TokenLogprobs
+from dflash_backend.models.parallel import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
@@ -304,12 +305,13 @@ def evenly_truncated(rows: Sequence[ScheduledRequest], budget: DraftBudget) -> l
 def step_errors(plan: StepPlan, device: torch.device) -> Iterator[None]:
     """Turn an error within the block, which runs `plan`, into `StepFailed`.
 
-    Three kinds pass unchanged: `StepOutOfMemory`, which the core answers otherwise; `KVWriteError`, since other
-    requests' KV may be damaged; and the error of a GPU whose context is lost, which `torch.cuda.synchronize` raises.
+    Four kinds pass unchanged: `StepOutOfMemory`, which the core answers otherwise; `KVWriteError`, since other
+    requests' KV may be damaged; `RankLostError`, since no step can follow; and the error of a GPU whose context is
+    lost, which `torch.cuda.synchronize` raises.
     """
     try:
         yield
-    except (StepOutOfMemory, KVWriteError):
+    except (StepOutOfMemory, KVWriteError, RankLostError):
         raise
     except Exception as error:
         if device.type == "cuda":

@@ -1,0 +1,126 @@
+"""Engines whose target two processes share: the same text, and an end when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine.build import BuiltEngine, build_engine
+from dflash_backend.engine.ranks import HANG_S
+from dflash_backend.models.parallel import RankLostError, SharedTarget
+from tests.tiny_models import make_pair
+from tests.waiting import wait_until
+from tests.worker.engines import Outputs, engine
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+PROMPTS = [[5, 6, 7, 8, 9], [3] * 21, [i % 50 + 1 for i in range(70)], [3] * 17 + [8, 4]]
+SETTINGS: dict[str, Any] = {"kv_block_size": 4, "max_num_batched_tokens": 48, "max_model_len": 128}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_pair(tmp_path_factory.mktemp("models"), {"tie_word_embeddings": False})
+
+
+@pytest.fixture(scope="module")
+def shared(pair: dict[str, str]) -> Iterator[BuiltEngine]:
+    """An engine of two ranks, for tests that leave it as it was."""
+    built = engine(**pair, **SETTINGS, tensor_parallel_size=2)
+    pids = rank_pids(built)
+    yield built
+    end(built)
+    assert not any(lives(pid) for pid in pids)
+
+
+def group(built: BuiltEngine) -> Any:
+    """What holds the other ranks."""
+    assert isinstance(built.runner.step.target, SharedTarget)
+    return built.runner.step.target._send.__self__  # type: ignore[attr-defined]
+
+
+def rank_pids(built: BuiltEngine) -> list[int]:
+    return list(group(built).pids)
+
+
+def end(built: BuiltEngine) -> None:
+    group(built)._end()
+
+
+def lives(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def texts(built: BuiltEngine, **sampling: Any) -> list[list[int]]:
+    outputs = Outputs(built)
+    for index, prompt in enumerate(PROMPTS):
+        outputs.add(str(index), prompt, max_tokens=24, ignore_eos=True, **sampling)
+        outputs.step()
+    return list(outputs.finish().values())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.8, "seed": 4, "top_k": 9, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+    ],
+)
+def test_two_ranks_give_the_text_of_one(pair: dict[str, str], shared: BuiltEngine, sampling: dict[str, Any]) -> None:
+    alone = engine(**pair, **SETTINGS)
+    assert texts(shared, **sampling) == texts(alone, **sampling)
+    assert shared.core.stats().prefix_cache_hits > 0
+    assert shared.core.stats().spec_decoding.num_accepted_tokens == shared.core.stats().spec_decoding.num_accepted_tokens
+
+
+def test_each_rank_keeps_its_part_of_the_kv(pair: dict[str, str], shared: BuiltEngine) -> None:
+    alone = engine(**pair, **SETTINGS)
+    own, whole = shared.runner.step.kv, alone.runner.step.kv
+    assert own.target[0].data.shape[3] * 2 == whole.target[0].data.shape[3]
+    assert own.draft[0].data.shape == whole.draft[0].data.shape
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered")])
+def test_a_rank_that_is_lost_ends_the_engine(pair: dict[str, str], number: signal.Signals, words: str) -> None:
+    built = engine(**pair, **SETTINGS, tensor_parallel_size=2)
+    texts(built, temperature=0.0)
+    (pid,) = rank_pids(built)
+    os.kill(pid, number)
+    since = time.monotonic()
+    with pytest.raises(RankLostError, match=words):
+        while True:
+            texts(built, temperature=0.0)
+    assert time.monotonic() - since < HANG_S + 1.5
+    wait_until(lambda: not lives(pid))
+    end(built)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_invariant": True}, "turn batch_invariant off"),
+        ({"attention_backend": "triton"}, "ranks run 'torch' alone"),
+        ({"tensor_parallel_size": 3}, "4 attention heads are no multiple"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_at_the_start(
+    pair: dict[str, str], settings: dict[str, Any], words: str
+) -> None:
+    config = EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2, **settings})
+    with pytest.raises(ConfigError, match=words):
+        build_engine(config)
+
+
+def test_a_rank_that_cannot_load_says_why(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "no_such_folder"))
+    monkeypatch.setattr("dflash_backend.engine.ranks.sys.executable", "/bin/false")
+    with pytest.raises(ConfigError, match="rank 1 of 2 could not start"):
+        build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
