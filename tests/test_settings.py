@@ -53,6 +53,7 @@ ELSEWHERE = {
     "draft_revision": "tests/checkpoints/test_hub.py",
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/engine/test_build.py",
+    "tensor_parallel_size": "tests/engine/test_ranks.py",
     "engine_hang_timeout_s": "tests/engine_client/test_supervisor.py",
     **dict.fromkeys(
         (

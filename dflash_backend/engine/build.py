@@ -14,7 +14,6 @@ import torch
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
 from dflash_backend.checkpoints.describe import target_facts
-from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
@@ -113,8 +112,7 @@ def build_engine(
     dtype = _dtype(config, pair.target, device)
     _report_pair(pair, dtype, report)
     check_recurrent(config, pair, dtype, device, report)
-    quantised = load_quantization(pair.target.path) is not None
-    check_tensor_parallel(config, pair.target, device, quantised)
+    check_tensor_parallel(config, pair.target, device)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
@@ -130,10 +128,9 @@ def build_engine(
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
-    own = _own_part(config, models.pair)
-    runner = _runner(config, models, sizes, allocate_kv(config, own, sizes.num_blocks, dtype, device), grammars)
-    # The guard looks at a step while it runs, which a graph does not let it.
-    use_graphs = config.enable_cuda_graphs and not config.kv_write_guard
+    kv = allocate_kv(config, _own_part(config, models.pair), sizes.num_blocks, dtype, device)
+    runner = _runner(config, models, sizes, kv, grammars)
+    use_graphs = config.enable_cuda_graphs and not config.kv_write_guard  # a graph does not let the guard look
     shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
     runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
     ready = EngineReady(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.models.parallel import Reduce, Shard, SharedPass, unsupported
@@ -65,7 +66,7 @@ class Beat:
     """A rank lives."""
 
 
-def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.device, quantised: bool) -> None:
+def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.device) -> None:
     """Raises `ConfigError` for what cannot be served with `tensor_parallel_size` ranks, with what can."""
     size = config.tensor_parallel_size
     if size == 1:
@@ -77,7 +78,7 @@ def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.
         reason = f"attention_backend is '{config.attention_backend}', and ranks run 'torch' alone: set that, or auto"
     elif config.batch_invariant:
         reason = "sums over ranks are not batch-invariant: turn batch_invariant off, or take 1"
-    elif quantised:
+    elif load_quantization(spec.path) is not None:
         reason = "quantised weights cannot be read by slice yet: take a checkpoint that is not quantised, or 1"
     if reason is not None:
         raise ConfigError(

@@ -75,9 +75,7 @@ def test_shared_layers_compute_what_the_whole_target_does(tmp_path: Path, name: 
     total = ThreadSum(size)
 
     def of_rank(rank: int) -> tuple[DecoderTarget, TargetOutput]:
-        part = load_shard(
-            spec, Shard(rank, size), lambda x: total.reduce(rank, x), MAX_POSITIONS, torch.float32, CPU
-        )
+        part = load_shard(spec, Shard(rank, size), lambda x: total.reduce(rank, x), MAX_POSITIONS, torch.float32, CPU)
         return part, run(part, token_ids, capture)
 
     with ThreadPoolExecutor(size) as threads:
@@ -98,7 +96,12 @@ def test_shared_layers_compute_what_the_whole_target_does(tmp_path: Path, name: 
         ("Qwen3_5ForCausalLM", 2, {}, "recurrent state"),
         ("Qwen3ForCausalLM", 3, {}, "4 attention heads are no multiple"),
         ("Qwen3ForCausalLM", 4, {"intermediate_size": 50}, "50 inner numbers of its MLP"),
-        ("LlamaForCausalLM", 4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 K/V heads are neither"),
+        (
+            "LlamaForCausalLM",
+            4,
+            {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
+            "6 K/V heads are neither",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_named(

@@ -13,6 +13,7 @@ from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.hybrids import HYBRID_MUTANTS
 from tests.mutations.invariance import INVARIANCE_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
+from tests.mutations.parallel import PARALLEL_MUTANTS
 from tests.mutations.parsing import PARSING_MUTANTS
 from tests.mutations.quantised import QUANTISED_MUTANTS
 from tests.mutations.routing import ROUTING_MUTANTS
@@ -26,7 +27,7 @@ from tests.mutations.worker import WORKER_MUTANTS
 MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS + SAMPLING_MUTANTS
 MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS + GRAMMAR_MUTANTS
 MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTANTS + EAGLE3_MUTANTS + INVARIANCE_MUTANTS
-MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS
+MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
