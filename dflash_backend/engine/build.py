@@ -100,9 +100,9 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
 
-    `progress` is called with `(message, fraction)`: what was read of each checkpoint, line by line, then the files
-    that are loaded. `probe` measures the memory that the KV cache must fit beside the models; None: on a
-    GPU that GPU's, on a CPU, whose memory is not measured, none. Raises one of `LOAD_ERRORS`.
+    `progress` is called with `(message, fraction)`: what was read of each checkpoint, then the files that are loaded.
+    `probe` measures the memory that the KV cache must fit beside the models; None: on a GPU that GPU's, on a CPU none.
+    Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)

@@ -58,7 +58,7 @@ class Shard:
         )
 
     def part(self, num_parts: int) -> int:
-        """Which of so many parts is this rank's; fewer than ranks are each that of several."""
+        """Which of `num_parts` parts is this one's; fewer than ranks are each that of several."""
         return self.rank * num_parts // self.size
 
 
@@ -209,7 +209,7 @@ class SharedTarget(TargetModel):
 
 @contextmanager
 def num_threads(number: int) -> Iterator[None]:
-    """So many threads within operations, for the calling thread."""
+    """This many threads within operations, for the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

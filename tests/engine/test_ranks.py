@@ -65,7 +65,8 @@ def texts(built: BuiltEngine, **sampling: Any) -> list[list[int]]:
 
 
 def texts_until_lost(built: BuiltEngine) -> None:
-    while True:
+    deadline = time.monotonic() + 3 * HANG_S
+    while time.monotonic() < deadline:
         texts(built, temperature=0.0)
 
 

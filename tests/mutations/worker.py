@@ -153,7 +153,7 @@ WORKER_MUTANTS = (
     Mutant(
         "an error of a step ends the engine",
         f"{WORKER}/runner.py",
-        "    except (StepOutOfMemory, KVWriteError):",
+        "    except (StepOutOfMemory, KVWriteError, RankLostError):",
         "    except (StepOutOfMemory, KVWriteError, Exception):",
         ("tests/worker/test_step_errors.py",),
     ),
