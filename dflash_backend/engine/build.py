@@ -100,9 +100,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the models that `config` names and build the engine around them.
 
-    `progress` is called with `(message, fraction)`: what was read of each checkpoint, then the files that are loaded.
-    `probe` measures the memory that the KV cache must fit beside the models; None: on a GPU that GPU's, on a CPU none.
-    Raises one of `LOAD_ERRORS`.
+    `progress` is called with `(message, fraction)`: what was read of each checkpoint, then its files. `probe` measures
+    the memory that KV must fit beside the models; None: a GPU's own, on a CPU none. Raises one of `LOAD_ERRORS`.
     """
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)
