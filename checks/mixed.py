@@ -58,7 +58,7 @@ class Case:
         goes away at the latest; None: it stays."""
         dropped = latest_drop_s is not None
         parameters: dict[str, Any] = {
-            "max_tokens": rng.randint(1, LONGEST_DROPPED if dropped else LONGEST),
+            "max_tokens": rng.randint(LONGEST_DROPPED // 2, LONGEST_DROPPED) if dropped else rng.randint(1, LONGEST),
             "temperature": rng.choice([0, 0, 0.7, 1.0, 1.5]),
             "seed": rng.randrange(10**9),
         }
@@ -80,6 +80,8 @@ class Case:
             "cache_salt": rng.choice(["red", "blue"]),
         }
         parameters |= {name: options[name] for name in rng.sample(list(options), rng.randint(0, 5))}
+        if dropped:
+            parameters["ignore_eos"] = True
         # Prefixes in common, so that the cache has hits.
         prompt = " ".join([*WORDS[: rng.randrange(len(WORDS))], *rng.choices(WORDS, k=rng.randint(1, 30))])
         drop_s = None if latest_drop_s is None else rng.uniform(0, latest_drop_s)
