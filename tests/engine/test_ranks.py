@@ -88,6 +88,15 @@ def test_two_ranks_give_the_text_of_one(pair: dict[str, str], shared: BuiltEngin
     assert shared.core.stats().prefix_cache_hits > 0
 
 
+def test_four_ranks_preempt_and_adapt_as_one_does(pair: dict[str, str]) -> None:
+    settings = SETTINGS | {"adaptive_speculation": True, "kv_cache_gb": 0.00028, "max_model_len": 100}
+    alone, shared = engine(**pair, **settings), engine(**pair, **settings, tensor_parallel_size=4)
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 2}):
+        assert texts(shared, **sampling) == texts(alone, **sampling)
+    assert shared.core.stats().num_preemptions > 0
+    end(shared)
+
+
 def test_each_rank_keeps_its_part_of_the_kv(pair: dict[str, str], shared: BuiltEngine) -> None:
     alone = engine(**pair, **SETTINGS)
     own, whole = shared.runner.step.kv, alone.runner.step.kv
