@@ -173,7 +173,8 @@ class RankGroup:
             with theirs:
                 self._links.processes.append(subprocess.Popen(command, stdin=theirs.fileno(), stdout=2))
             self._links.connections.append(Connection(ours.detach()))
-            self._links.connections[-1].send_bytes(pickle.dumps(setup))
+            with suppress(OSError):  # `connect` says that it has ended
+                self._links.connections[-1].send_bytes(pickle.dumps(setup))
 
     def connect(self) -> None:
         """Wait until all ranks have loaded. Raises `ConfigError` when one has not."""
@@ -203,8 +204,11 @@ class RankGroup:
         if self._links.lost:
             raise RuntimeError(self._links.lost)
         data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
-        for connection in self._links.connections:
-            connection.send_bytes(data)
+        try:
+            for connection in self._links.connections:
+                connection.send_bytes(data)
+        except OSError as error:
+            raise RuntimeError(self._links.lost or f"a rank has ended ({error})") from error
 
     @property
     def pids(self) -> Sequence[int]:
