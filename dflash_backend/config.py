@@ -39,6 +39,20 @@ NGRAM = "ngram"
 # In a model.json of that backend.
 DISABLE_LOG_STATS = "disable_log_stats"
 
+# Values of `quantization` that other servers know, and what would work here.
+_NOT_READ = (
+    "weights in {0} are not supported: take a checkpoint in FP8, in INT4 or in bfloat16, the last one also with fp8"
+)
+_FROM_FILES = "a checkpoint in {0} says so itself: leave the setting on auto"
+_OTHER_QUANTIZATION = {
+    **{name: _NOT_READ.format(name.upper()) for name in ("nvfp4", "mxfp8", "gguf")},
+    "mxfp4": "MXFP4 is for gpt-oss alone, whose checkpoint says so itself: leave the setting on auto. Of other targets "
+    "take a checkpoint in FP8, in INT4 or in bfloat16, the last one also with fp8",
+    "modelopt": _NOT_READ.format("modelopt's formats"),
+    "bitsandbytes": _NOT_READ.format("bitsandbytes"),
+    **{name: _FROM_FILES.format(name) for name in ("gptq", "awq", "compressed-tensors", "fbgemm_fp8")},
+}
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -83,6 +97,14 @@ class EngineConfig:
     device: str | None = setting(None, "auto: cuda where there is one", choices=("cpu", "cuda"))
     dtype: str | None = setting(
         None, "auto: float32 on cpu, the checkpoint's own on cuda", choices=("float32", "bfloat16", "float16")
+    )
+    quantization: str | None = setting(
+        None,
+        "auto: the target's weights are as its checkpoint holds them; fp8: those of a checkpoint that is not quantised "
+        "become what FP8 (e4m3, a scale for each row) would hold, at the load and in `dtype`: it shows what FP8 costs, "
+        "and saves nothing yet; the drafter stays as it is",
+        choices=("fp8",),
+        refused=_OTHER_QUANTIZATION,
     )
     attention_backend: str | None = setting(
         None, "auto: the first one that can run both models", choices=("torch", "triton", "flash_attn")
@@ -293,7 +315,6 @@ _OTHER_NAMES = {
 _NOT_HERE = {
     "enable_lora": "there are no adapters",
     "lora_modules": "there are no adapters",
-    "quantization": "weights are bfloat16, float16 or float32",
     "kv_cache_dtype": "the KV cache has the dtype of the weights",
     "tensor_parallel_size": "a model runs on one GPU; run a server for each",
     "pipeline_parallel_size": "a model runs on one GPU; run a server for each",

@@ -11,7 +11,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Setting:
 
     help: what it does, for the docs and config.pbtxt.
     choices: the allowed values; empty for any.
+    refused: values that are not allowed and likely to be given, each with why and what would work.
     low, high: bounds of a number; `low_open` excludes `low` itself.
     check: raises ValueError, with a sentence, for a text that is not allowed.
     name, kind, auto, default: filled in from the field. `kind` is `str`, `int`, `float` or `bool`; with `auto` the word
@@ -37,6 +38,7 @@ class Setting:
 
     help: str
     choices: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     low: float | None = None
     high: float | None = None
     low_open: bool = False
@@ -75,7 +77,11 @@ class Setting:
         else:
             parsed = _parse_number(text, self.kind)
         if parsed is None or not self._within_bounds(parsed):
-            raise ConfigError(f"setting '{self.name}' has the value {value!r} ({source}); allowed: {self.allowed}")
+            reason = self.refused.get(str(text).lower())
+            raise ConfigError(
+                f"setting '{self.name}' has the value {value!r} ({source}); allowed: {self.allowed}"
+                + (f"; {reason}" if reason else "")
+            )
         if self.check is not None:
             try:
                 self.check(parsed)

@@ -56,6 +56,20 @@ def test_drafts_change_no_token_of_a_quantised_target(
         assert sum(map(len, tokens)) > 4 * drafts, "drafts are accepted"
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"])
+def test_drafts_change_no_token_of_a_target_made_fp8_at_load(sampling: dict[str, Any]) -> None:
+    prompts = [row.prompt for row in load_prompts(NUM_PROMPTS)]
+    settings = {"max_model_len": 512, "kv_cache_gb": 0.25, "quantization": "fp8"}
+    plain, drafted = (
+        [
+            output.token_ids
+            for output in load(TARGET, draft, **settings).generate(prompts, max_tokens=NUM_TOKENS, **sampling)
+        ]
+        for draft in ("", DRAFT)
+    )
+    assert drafted == plain
+
+
 @pytest.fixture(scope="module")
 def as_published() -> Evaluation:
     """The pair as it is."""
@@ -74,6 +88,16 @@ def test_a_quantised_pair_is_about_as_accurate_and_accepts_about_as_much(
     quantised: dict[str, Path], as_published: Evaluation, scheme: str
 ) -> None:
     found = measure(load(quantised[scheme], quantised["drafter"]), held_out(PER_SET))
+    assert_about_as_good(scheme, found, as_published)
+
+
+@pytest.mark.slow
+def test_a_target_made_fp8_at_load_is_about_as_accurate_and_accepts_about_as_much(as_published: Evaluation) -> None:
+    found = measure(load(TARGET, DRAFT, quantization="fp8"), held_out(PER_SET))
+    assert_about_as_good("fp8 at load", found, as_published)
+
+
+def assert_about_as_good(scheme: str, found: Evaluation, as_published: Evaluation) -> None:
     acceptance = [evaluation.overall.counts.acceptance_length for evaluation in (found, as_published)]
     print(scheme, accuracy(found), accuracy(as_published), acceptance)
     assert accuracy(found) >= LEAST_ACCURACY * accuracy(as_published)

@@ -10,10 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dflash_backend.checkpoints.quantization.at_load import round_to_fp8
 from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.runner import ModelRunner
 from tests.tiny_models import make_pair, make_target
+
+
+def is_fp8(weight: torch.Tensor) -> bool:
+    """Whether no number changes where each row `[out, in]` is made FP8."""
+    round_to_fp8("", again := weight.clone())
+    return torch.allclose(again, weight, rtol=1e-6)
+
 
 # One observable of the engine for each setting, a value that is not the default, and what the observable is with it.
 Observe = Callable[[BuiltEngine], Any]
@@ -27,6 +35,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "adaptive_speculation": (False, lambda built: built.core.config.adaptive_speculation, False),
     "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
+    "quantization": ("fp8", lambda built: is_fp8(built.runner.step.target.layers[0].weights.qkv.weight), True),
     "batch_invariant": (True, lambda built: built.runner.step.target._head.product is not F.linear, True),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),
     "kv_block_size": (8, lambda built: built.core.config.block_size, 8),

@@ -58,6 +58,12 @@ def check_files(directory: Path) -> None:
     """Check that every file that may be read is a plain file in the directory or in the hub's cache, whose snapshots
     are links to its blobs. Raises `CheckpointError` with the link and where it leads."""
     home = directory.resolve()
+    gguf = sorted(path.name for path in directory.glob("*.gguf"))
+    if gguf and not any(directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{directory} has weights in GGUF ({gguf[0]}), which is not supported; take a checkpoint of the same model "
+            "in safetensors, in FP8, in INT4 (compressed-tensors, GPTQ or AWQ) or in bfloat16"
+        )
     for path in _readable(directory):
         try:
             real = path.resolve()

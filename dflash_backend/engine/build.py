@@ -26,6 +26,7 @@ from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.device import choose_device
+from dflash_backend.engine.quantised import check_quantization
 from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
 from dflash_backend.engine.recurrent import check_recurrent
 from dflash_backend.engine.sizing import (
@@ -110,8 +111,7 @@ def build_engine(
     pair = resolve_pair(config)
     dtype = _dtype(config, pair.target, device)
     _report_pair(pair, dtype, report)
-    check_recurrent(config, pair, dtype, device, report)
-    check_tensor_parallel(config, pair.target, device)
+    _check_pair(config, pair, dtype, device, report)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
@@ -167,7 +167,8 @@ def _load_models(
     if config.tensor_parallel_size > 1:
         target = _shared_target(config, pair, num_positions, sizes.num_blocks, dtype, progress)
     else:
-        target = load_target(pair.target, num_positions, dtype, device, progress, target_ops)
+        fp8 = config.quantization == "fp8"
+        target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
     make_drafter = None
     if pair.draft is not None:
         options = LoadOptions(
@@ -276,6 +277,15 @@ def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:
         return 0
     longest = max_positions(sizes.max_model_len, pair.num_speculative_tokens)
     return longest if pair.draft_model is None else min(pair.draft_model.decoder.max_len, longest)
+
+
+def _check_pair(
+    config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device, report: Progress
+) -> None:
+    """Raises `ConfigError` for settings that this pair cannot have."""
+    check_recurrent(config, pair, dtype, device, report)
+    check_tensor_parallel(config, pair.target, device)
+    check_quantization(config, pair.target, report)
 
 
 def _report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:

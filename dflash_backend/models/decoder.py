@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.checkpoints.quantization.at_load import Fp8Source
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
 from dflash_backend.models.hybrid_layers import (
@@ -129,12 +130,14 @@ def load_target(
     device: torch.device,
     progress: Progress | None = None,
     ops: LayerOps | None = None,
+    *,
+    fp8: bool = False,
 ) -> TargetModel:
     """Load the target in `spec.path`, able to run positions below `max_positions`. `ops`: by default those for the
-    device. Raises `CheckpointError`."""
+    device. fp8: with the weights that FP8 would hold in place of its own. Raises `CheckpointError`."""
     weights = load_weights(
         spec.path,
-        lambda source: TargetWeights.read(source, spec),
+        lambda source: TargetWeights.read(Fp8Source(source) if fp8 else source, spec),
         dtype,
         device,
         ignored=lambda name: is_unused(spec, name),

@@ -57,6 +57,7 @@ _SETTINGS = {
     "max_num_batched_tokens": "max_num_batched_tokens",
     "gpu_memory_utilization": "gpu_memory_utilization",
     "enable_prefix_caching": "enable_prefix_caching",
+    "quantization": "quantization",
 }
 # Those that are no settings, with the values that are taken. All but the first change nothing here.
 _NO_SETTINGS: dict[str, tuple[Any, ...]] = {

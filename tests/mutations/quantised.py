@@ -12,6 +12,7 @@ LOADING = "tests/checkpoints/test_quantised_loading.py"
 LAYOUTS = (f"{PUBLISHED}::test_a_published_layout_gives_the_logits_of_its_weights",)
 LIBRARY = (f"{COMPRESSED}::test_what_the_library_writes_gives_the_logits_of_its_weights",)
 MIXED = (f"{COMPRESSED}::test_each_projection_has_the_scheme_of_its_group_and_fused_ones_of_several",)
+AT_LOAD = ("tests/checkpoints/test_fp8_at_load.py",)
 ENDS = (f"{PUBLISHED}::test_zero_points_at_both_ends_of_their_codes",)
 
 QUANTISED_MUTANTS = (
@@ -101,5 +102,22 @@ QUANTISED_MUTANTS = (
         f"{FOLDER}/stored.py",
         (f"{LOADING}::test_sizes_count_weights_and_not_words",),
         ("an int32 of packed weights counts as one", "numbers * WORD_BITS // scheme.bits", "numbers"),
+    ),
+    *mutants_of(
+        f"{FOLDER}/at_load.py",
+        AT_LOAD,
+        ("FP8 at load has one scale for several rows", "amax(dim=1, keepdim=True)", "amax().expand(len(part), 1)"),
+        ("codes at load are not rounded to e4m3", ".to(CODE).float() * scale", "* scale"),
+        ("scales at load are left out", ".to(CODE).float() * scale", ".to(CODE).float()"),
+        ("the LM head is made FP8", '("lm_head", "gate",', '("gate",'),
+        ("routers are made FP8", '"lm_head", "gate",', '"lm_head",'),
+        ("experts in one tensor stay as they are", "if name.endswith(STACKED):", "if False:"),
+        ("a row of zeros becomes no numbers", ".clamp(min=SMALLEST_SCALE)", ""),
+        ("weights that are not finite become FP8", "if not bool(largest.isfinite().all()):", "if False:"),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/quantised.py",
+        AT_LOAD,
+        ("a quantised checkpoint is quantised again", "if method is not None:", "if False:"),
     ),
 )

@@ -100,6 +100,7 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
                 "gpu_memory_utilization": 0.5,
                 "enforce_eager": True,
                 "block_size": 32,
+                "quantization": None,
                 "tensor_parallel_size": 1,
                 "enable_lora": "false",
                 "disable_log_requests": "true",
@@ -161,7 +162,7 @@ def test_vllms_metrics_are_there_only_where_its_parameter_and_the_model_json_bot
         ("{", "it is not JSON"),
         ('{"disable_log_stats": "perhaps"}', "'disable_log_stats' is \"perhaps\"; allowed: true or false"),
         ("[]", "it must be a JSON object"),
-        ('{"quantization": "awq"}', "'quantization' has no counterpart here; remove it"),
+        ('{"kv_transfer_config": {}}', "'kv_transfer_config' has no counterpart here; remove it"),
         ('{"tensor_parallel_size": 2}', "'tensor_parallel_size' is 2; allowed: 1"),
         ('{"enable_lora": "true"}', "'enable_lora' is \"true\"; allowed: false"),
         (
