@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from dflash_backend.config import ConfigError, EngineConfig, environment_settings
+from dflash_backend.config import NGRAM, ConfigError, EngineConfig, environment_settings
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.build import LOAD_ERRORS, CheckpointError
 from dflash_backend.engine.llm import LLM, RequestError, RequestOutput
@@ -18,6 +19,9 @@ from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.text.chat import pop_options
 from dflash_backend.text.sampling_params import ParameterError
 from dflash_backend.text.tokenizer import PromptError, Tokenizer
+
+# Tokens of a text that are read as one, as its perplexity depends on how many come before a token.
+TEXT_PIECE = 2048
 
 
 class EngineAnswerer:
@@ -44,15 +48,33 @@ class EngineAnswerer:
         )
 
 
+def perplexity(llm: LLM, text: str) -> tuple[float, int]:
+    """The perplexity of a text, and how many tokens it has. It is read in pieces of what one request holds, and each
+    token but the first of a piece counts. Raises `EvaluationError` for a text of fewer than two tokens."""
+    ids = llm.tokenizer.encode(text)
+    longest = min(llm.engine.ready.max_model_len - 1, TEXT_PIECE)
+    pieces = [ids[first : first + longest] for first in range(0, len(ids), longest)]
+    outputs = llm.generate(
+        [piece for piece in pieces if len(piece) > 1], max_tokens=1, temperature=0, prompt_logprobs=0
+    )
+    logprobs = [entry.logprobs[0] for output in outputs for entry in output.prompt_logprobs or () if entry is not None]
+    if not logprobs:
+        raise EvaluationError(f"the text has {len(ids)} tokens; its perplexity needs at least 2")
+    return math.exp(-math.fsum(logprobs) / len(logprobs)), len(ids)
+
+
 @contextmanager
 def engine_model(
-    given: Mapping[str, Any], say: Callable[[str], None], template_options: Mapping[str, Any] = NO_THINKING
+    given: Mapping[str, Any],
+    say: Callable[[str], None],
+    template_options: Mapping[str, Any] = NO_THINKING,
+    text: str | None = None,
 ) -> Iterator[Model]:
     """The engine in this process, with the settings of the environment and over them those `given` on the command line.
     Unless they say otherwise it always drafts k tokens: the drafter is measured, and not what pays on this machine.
 
-    `say` gets a line on how the load goes; `template_options` are variables of the chat template. Raises `ConfigError`,
-    `InvalidSetting` and `EvaluationError`.
+    `say` gets a line on how the load goes; `template_options` are variables of the chat template; `text` is what the
+    perplexity is taken of. Raises `ConfigError`, `InvalidSetting` and `EvaluationError`.
     """
     environment = environment_settings(os.environ)
     # Each layer is checked with the name of where it comes from; `LLM` only knows arguments.
@@ -65,14 +87,18 @@ def engine_model(
     except LOAD_ERRORS as error:
         raise EvaluationError(str(error)) from None
     ready = llm.engine.ready
+    pair = llm.engine.pair
+    drafter = str(pair.draft_model.path) if pair.draft_model else NGRAM if pair.draft else ""
+    about: dict[str, Any] = {
+        "engine": ready.description,
+        "draft_model": drafter,
+        "num_speculative_tokens": ready.num_speculative_tokens,
+    }
     try:
-        yield (
-            EngineAnswerer(llm, template_options),
-            {
-                "engine": ready.description,
-                "num_speculative_tokens": ready.num_speculative_tokens,
-            },
-        )
+        if text is not None:
+            say("reading the text")
+            about["perplexity"], about["text_tokens"] = perplexity(llm, text)
+        yield EngineAnswerer(llm, template_options), about
     except ParameterError as error:
         raise InvalidSetting(str(error)) from None
     except (RequestError, CheckpointError) as error:

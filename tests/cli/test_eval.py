@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
+from dflash_backend.config import asset_path
 from dflash_backend.evaluation import ModelRequest
 from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_cli.commands.progress import Progress
@@ -217,3 +219,50 @@ def test_help_names_every_option(cli) -> None:
     assert ended.status == 0
     for option in ("--target", "--draft", "--set", "--dataset", "--limit", "--max-tokens", "--seed", "--out", "--url"):
         assert option in ended.out
+
+
+def test_a_second_target_is_measured_on_the_same_questions_with_the_same_drafter(cli, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("Sam fills 4 bags with 6 marbles each.")
+    other = tmp_path / "other"
+    shutil.copytree(asset_path("demo", "pair", "target"), other)
+    options = [*FAST, "--dataset", "math", "--limit", LIMIT, "--json", "--text", text]
+    ended = cli("eval", *options, "--against", other, "--against-set", "quantization=fp8", "--out", tmp_path / "report")
+    assert ended.status == 0, ended.err
+    data = json.loads(ended.out)
+    assert json.loads((tmp_path / "report" / "eval.json").read_text()) == data
+    first, against = data["first"], data["against"]
+    assert first["about"]["draft_model"] == against["about"]["draft_model"] != ""
+    assert first["overall"]["num_prompts"] == against["overall"]["num_prompts"] == LIMIT
+    compared = data["comparison"]
+    assert compared["acceptance_length"]["against"] == against["overall"]["acceptance_length"] > 8
+    assert compared["perplexity"]["first"] != compared["perplexity"]["against"]
+    assert compared["perplexity"]["first"] == first["about"]["perplexity"] > 1
+    assert "quantised at load" in ended.err
+
+
+def test_settings_of_the_second_are_its_own(cli) -> None:
+    ended = cli(
+        "eval", *FAST, "--dataset", "math", "--limit", "1", "--json", "--against-set", "num_speculative_tokens=3"
+    )
+    data = json.loads(ended.out)
+    assert [data[side]["about"]["num_speculative_tokens"] for side in ("first", "against")] == [15, 3]
+    assert data["comparison"]["num_same_answers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (["--url", "localhost", "--against", "x"], 2, "--against needs the models in this process"),
+        (["--url", "localhost", "--against-set", "seed=1"], 2, "--against-set needs the models"),
+        (["--url", "localhost", "--text", "x"], 2, "--text needs the models"),
+        (["--against-set", "quantization=nvfp4", "--limit", "1"], 2, "weights in NVFP4 are not supported"),
+        (["--against", "/no/such/model", "--limit", "1"], 1, "/no/such/model"),
+        (["--text", "/no/such/text", "--limit", "1"], 1, "/no/such/text cannot be read"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(cli, options: list[str], status: int, words: str) -> None:
+    ended = cli("eval", "--dataset", "math", *options)
+    assert " answers" not in ended.err, "before anything is measured"
+    assert (ended.status, ended.out, "Traceback" in ended.err) == (status, "", False)
+    assert words in ended.err.splitlines()[-1]

@@ -120,4 +120,19 @@ QUANTISED_MUTANTS = (
         AT_LOAD,
         ("a quantised checkpoint is quantised again", "if method is not None:", "if False:"),
     ),
+    *mutants_of(
+        "dflash_backend/evaluation/compare.py",
+        ("tests/evaluation/test_compare.py",),
+        ("the second model's questions are not those of the first", "if each in both)", "if own)"),
+        ("perplexities of other tokens are compared", "found[1][PERPLEXITY] = None", "pass"),
+    ),
+    *mutants_of(
+        "dflash_backend/evaluation/engine.py",
+        ("tests/evaluation/test_compare.py",),
+        (
+            "a text's perplexity is of its first piece",
+            "for output in outputs for entry",
+            "for output in outputs[:1] for entry",
+        ),
+    ),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.commands.arguments import (
     add_settings_option,
+    assignment,
     json_object,
     non_negative_float,
     non_negative_int,
@@ -23,7 +25,7 @@ from dflash_cli.commands.packages import engine_missing
 from dflash_cli.commands.progress import Progress
 
 if TYPE_CHECKING:
-    from dflash_backend.evaluation.measure import Model
+    from dflash_backend.evaluation.measure import EvaluationSettings, Model
 
 SERVER_CONCURRENCY = 16
 
@@ -44,6 +46,7 @@ def add_parser(commands: Any) -> None:
         "--draft", metavar="DIR|ID|ngram", help="DFlash drafter, or prompt lookup; '' for no speculation"
     )
     add_settings_option(parser)
+    _add_comparison_options(parser)
     parser.add_argument(
         "--dataset",
         dest="datasets",
@@ -68,6 +71,25 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the tables")
     add_connection_options(parser, url_needed=False, timeout=600.0)
     parser.set_defaults(run=run)
+
+
+def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
+    """What else is measured."""
+    parser.add_argument(
+        "--against",
+        metavar="DIR|ID",
+        help="measure this target too, after the first, with the same drafter and settings, and show both side by side",
+    )
+    parser.add_argument(
+        "--against-set",
+        dest="against_settings",
+        metavar="NAME=VALUE",
+        type=assignment,
+        action="append",
+        default=[],
+        help="as --set, for the second one alone; without --against it is the same target; may be repeated",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text whose perplexity is taken")
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +131,8 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_usage(arguments)
     sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
     settings = EvaluationSettings(arguments.datasets, arguments.limit, arguments.shuffle, sampling)
+    if arguments.against is not None or arguments.against_settings:
+        return _compare(arguments, settings)
     model = _server(arguments) if arguments.url is not None else _engine(arguments)
     evaluation, about = measure(settings, model, Progress("answers", say).step, arguments.out)
     if arguments.out is not None:
@@ -120,23 +144,72 @@ def _run(arguments: argparse.Namespace) -> int:
     return fail("cancelled; this is what was answered until then", INTERRUPTED) if evaluation.num_left_out else 0
 
 
+def _compare(arguments: argparse.Namespace, settings: EvaluationSettings) -> int:
+    """Measure two models and show both. Raises `ConfigError` or `EvaluationError`."""
+    from dflash_backend.evaluation import report
+    from dflash_backend.evaluation.compare import Comparison, Measured
+    from dflash_backend.evaluation.measure import measure
+
+    # What is wrong is said before the first model, which may take hours.
+    if arguments.against is not None:
+        _local().encoder(arguments.against)
+    if arguments.out is not None:
+        report.prepare(arguments.out)
+    first = Measured.of(*measure(settings, _engine(arguments), Progress("answers", say).step, None))
+    if first.evaluation.num_left_out:
+        return fail("cancelled before the second model was measured", INTERRUPTED)
+    gc.collect()  # the first model's memory
+    other = dict(arguments.against_settings)
+    if arguments.against is not None:
+        other = {"target_model": arguments.against, "draft_model": first.about["draft_model"]} | other
+    against = Measured.of(*measure(settings, _engine(arguments, other), Progress("answers", say).step, None))
+    comparison = Comparison.of(first, against)
+    if arguments.out is not None:
+        comparison.write(arguments.out)
+        say(f"wrote eval.json, eval.md and eval.png to {arguments.out}")
+    text = json.dumps(comparison.as_dict(), ensure_ascii=False) if arguments.json else comparison.text().rstrip("\n")
+    show(text)
+    cancelled = against.evaluation.num_left_out > 0
+    return fail("cancelled; this is what both had answered until then", INTERRUPTED) if cancelled else 0
+
+
 def _check_usage(arguments: argparse.Namespace) -> None:
+    from dflash_backend.config import EngineConfig
     from dflash_backend.evaluation import InvalidSetting
 
+    EngineConfig.from_values(dict(arguments.against_settings), "command line")
     if arguments.url is not None and (arguments.draft is not None or arguments.settings):
         option = "--set" if arguments.settings else "--draft"
         raise InvalidSetting(f"{option} is for an engine in this process, --url names one that runs; give one of them")
+    comparing = [name for name in ("against", "against_settings", "text") if getattr(arguments, name)]
+    if arguments.url is not None and comparing:
+        option = {"against_settings": "--against-set"}.get(comparing[0], f"--{comparing[0]}")
+        raise InvalidSetting(f"{option} needs the models in this process, --url names a server; give one of them")
     if arguments.concurrency is not None and any(name == "max_num_seqs" for name, _ in arguments.settings):
         raise InvalidSetting("--concurrency sets max_num_seqs; give one of them")
 
 
 @contextmanager
-def _engine(arguments: argparse.Namespace) -> Iterator[Model]:
-    """The engine in this process. Settings come from the environment as a server's do, the command line over it."""
+def _engine(arguments: argparse.Namespace, other: Mapping[str, str] | None = None) -> Iterator[Model]:
+    """The engine in this process. Settings come from the environment as a server's do, the command line over it, and
+    over that those of the `other` model."""
     options = {"target_model": arguments.target, "draft_model": arguments.draft, "max_num_seqs": arguments.concurrency}
     given = dict(arguments.settings) | {name: value for name, value in options.items() if value is not None}
-    with _local().engine_model(given, say, arguments.chat_template_kwargs) as model:
+    given |= other or {}
+    text = None if arguments.text is None else _read_text(arguments.text)
+    with _local().engine_model(given, say, arguments.chat_template_kwargs, text) as model:
         yield model
+
+
+def _read_text(path: Path) -> str:
+    from dflash_backend.evaluation import EvaluationError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EvaluationError(f"{path} cannot be read: {error.strerror}; --text takes a file of plain text") from None
+    except ValueError:
+        raise EvaluationError(f"{path} is not UTF-8; --text takes a file of plain text") from None
 
 
 @contextmanager
