@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -19,11 +20,13 @@ NUM_BLOCKS = 80
 
 
 def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[KVLayer]:
-    """Empty KV of every layer, one allocation, filled with noise: whatever is read without having been written
+    """Empty KV of every layer, one allocation for each shape, filled with noise: whatever is read without having been written
     shows."""
-    shape = (len(spec.caches), NUM_BLOCKS, BLOCK_SIZE, 2, spec.num_kv_heads, spec.head_dim)
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 10
-    return [KVLayer(layer) for layer in noise.to(device, dtype)]
+    generator, layers = torch.Generator().manual_seed(7), {}
+    for shape, count in Counter(cache.token_shape for cache in spec.caches).items():
+        noise = torch.randn((count, NUM_BLOCKS, BLOCK_SIZE, *shape), generator=generator) * 10
+        layers[shape] = iter(noise.to(device, dtype))
+    return [KVLayer(next(layers[cache.token_shape])) for cache in spec.caches]
 
 
 def noisy_pool(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> StatePool | None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -67,6 +69,20 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[st
     "Qwen3NextForCausalLM": (Qwen3NextForCausalLM, Qwen3NextConfig, HYBRID | SHARED_EXPERT),
     "Qwen3_5ForCausalLM": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, HYBRID),
     "Qwen3_5MoeForCausalLM": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, HYBRID | SHARED_EXPERT),
+    "Gemma4ForCausalLM": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 20.0,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "GptOssForCausalLM": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -130,6 +146,9 @@ def make_target(
                 parameter.uniform_(-0.5, 0.5)
             else:
                 parameter.normal_(std=0.06 if "linear_attn.out_proj" in name else 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model = model.to(dtype)
     model.save_pretrained(directory)
     return model

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_backend.checkpoints.families import Family
+from dflash_backend.checkpoints.families import SLIDING, Family
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.hybrids import read_rotary_dim
 from dflash_backend.checkpoints.json_reader import JsonReader
-from dflash_backend.checkpoints.rope import addressable_positions, read_rope
+from dflash_backend.checkpoints.rope import addressable_positions, read_layer_rope, read_rope
 from dflash_backend.checkpoints.spec import CheckpointError, DecoderSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 FLOAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by what safetensors calls them
-ACTIVATIONS = ("silu", "swish")  # two names of one function
 MAX_LAYERS = 1024
 MAX_POSITIONS = 2**24  # more than any model has; tables are sized by it
 
@@ -40,15 +39,20 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
     """Read and check the shape of the decoder stack. Raises `CheckpointError`."""
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     moe = family.experts(config, num_layers) if family.experts else None
-    refuse_unsupported(config, UNSUPPORTED if drafter else TARGET_UNSUPPORTED)
-    if config.string("hidden_act", default="silu") not in ACTIVATIONS:
-        raise config.fail("hidden_act", "'silu'; other activations are not supported")
+    refuse_unsupported(config, UNSUPPORTED if drafter or family.gemma4 else TARGET_UNSUPPORTED)
+    field, *activations = family.activation
+    if config.string(field, default=activations[0]) not in activations:
+        raise config.fail(field, f"'{activations[0]}'; other activations are not supported")
     hidden_size = config.integer("hidden_size")
     num_heads, num_kv_heads, head_dim = _read_heads(config, family, hidden_size)
     max_positions = config.integer("max_position_embeddings", default=family.max_positions, high=MAX_POSITIONS)
     partial = family.rotary_share != 1.0
     rotary_dim = read_rotary_dim(config, head_dim, family.rotary_share) if partial else head_dim
-    rope = read_rope(config, rotary_dim, max_positions, drafter, family.rope, partial)
+    gemma4 = family.gemma4(config, num_layers, max_positions) if family.gemma4 else None
+    if gemma4 is not None:
+        rope = read_layer_rope(config, SLIDING, head_dim, max_positions, family.rope)
+    else:
+        rope = read_rope(config, rotary_dim, max_positions, drafter, family.rope, partial)
     attention_bias = family.reads_attention_bias and config.boolean("attention_bias", default=family.attention_bias)
     return DecoderSpec(
         num_layers=num_layers,
@@ -71,6 +75,7 @@ def read_decoder(config: JsonReader, family: Family, drafter: bool = False) -> D
         attention_gate=family.attention_gate,
         centred_norms=family.centred_norms,
         rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+        gemma4=gemma4,
     )
 
 
@@ -141,8 +146,9 @@ def check_stack(config: JsonReader, decoder: DecoderSpec, prefix: str, tensors: 
             f"{len(found)} layers"
         )
     first = next(index for index in range(decoder.num_layers) if decoder.has_attention(index))
-    query_rows = decoder.query_size * (2 if decoder.attention_gate else 1)
-    for part, rows in (("q_proj", query_rows), ("k_proj", decoder.kv_size)):
+    heads = decoder.of_layer(first)
+    query_rows = heads.query_size * (2 if decoder.attention_gate else 1)
+    for part, rows in (("q_proj", query_rows), ("k_proj", heads.kv_size)):
         # Quantised weights have other tensors; GPTQ and AWQ have theirs transposed.
         for kind, axis in (("weight", 0), ("weight_packed", 0), ("scales", 1)):
             name = f"{prefix}{first}.self_attn.{part}.{kind}"

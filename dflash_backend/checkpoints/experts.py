@@ -78,6 +78,22 @@ def _mlp_only_layers(config: JsonReader, num_layers: int) -> frozenset[int]:
     return layers
 
 
+def gemma4_experts(config: JsonReader, num_layers: int) -> MoeSpec | None:
+    """The experts of Gemma 4, beside the MLP in every layer; None without `enable_moe_block`."""
+    if not config.boolean("enable_moe_block", default=False):
+        return None
+    num_experts = config.integer("num_experts", high=MAX_EXPERTS)
+    per_token = config.integer("top_k_experts", high=num_experts)
+    return MoeSpec(
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        norm_topk_prob=True,
+        sparse_layers=(True,) * num_layers,
+        gelu=True,
+    )
+
+
 def gpt_oss_experts(config: JsonReader, num_layers: int) -> MoeSpec:
     """The experts of gpt-oss, in every layer. Their router's softmax is over the chosen experts alone: the same as one
     over all whose chosen weights are scaled to sum to 1."""

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dflash_backend.checkpoints.experts import gpt_oss_experts, qwen35_experts, qwen_moe_experts, qwen_next_experts
+from dflash_backend.checkpoints.experts import (
+    gemma4_experts,
+    gpt_oss_experts,
+    qwen35_experts,
+    qwen_moe_experts,
+    qwen_next_experts,
+)
+from dflash_backend.checkpoints.gemma4 import gemma4_windows, read_gemma4
 from dflash_backend.checkpoints.hybrids import read_delta_net, read_plain_delta_net
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.rope import DEFAULT_ROPE, scaled_by_yarn
-from dflash_backend.checkpoints.spec import DeltaNetSpec, MoeSpec, RopeSpec
+from dflash_backend.checkpoints.spec import DeltaNetSpec, Gemma4Spec, MoeSpec, RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -30,7 +37,9 @@ class Family:
     from the hidden size and the query heads. rope: the rotary embedding where no field is about it; its theta where
     none gives it. reads_attention_bias, reads_mlp_bias: whether the fields `attention_bias` (all four projections of
     attention) and `mlp_bias` count. delta_net: reads which layers are gated delta nets, and their sizes.
-    attention_gate, centred_norms: as in `DecoderSpec`. rotary_share: the share of a head that is rotated where no field
+    gemma4: reads what Gemma 4 has of its own. attention_gate, centred_norms: as in `DecoderSpec`. activation: of the
+    MLP, the field that names it and the names it may have; missing, it is the first. tied: whether the head is the
+    embedding where no field says it. rotary_share: the share of a head that is rotated where no field
     says it.
     """
 
@@ -48,9 +57,12 @@ class Family:
     attention_bias: bool = False
     reads_mlp_bias: bool = False
     delta_net: Callable[[JsonReader, int], DeltaNetSpec] | None = None
+    gemma4: Callable[[JsonReader, int, int], Gemma4Spec] | None = None
     attention_gate: bool = False
     centred_norms: bool = False
     rotary_share: float = 1.0
+    activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
+    tied: bool = False
 
 
 def read_layer_types(config: JsonReader, num_layers: int) -> tuple[str, ...] | None:
@@ -171,10 +183,26 @@ FAMILIES = {
     # Qwen3.5 and 3.6, the text part.
     "Qwen3_5ForCausalLM": QWEN35,
     "Qwen3_5MoeForCausalLM": replace(QWEN35, experts=qwen35_experts, num_kv_heads=2),
+    # Gemma 4, the text part, without embeddings of each layer's own and without KV that layers share.
+    "Gemma4ForCausalLM": Family(
+        windows=gemma4_windows,
+        qk_norm=True,
+        experts=gemma4_experts,
+        num_kv_heads=4,
+        head_dim=256,
+        max_positions=131072,
+        reads_attention_bias=True,
+        gemma4=read_gemma4,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        tied=True,
+    ),
 }
 # Multimodal models, of which the text part is served, and its architecture.
 TEXT_PARTS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
 }
 TARGET_ARCHITECTURES = tuple(FAMILIES)

@@ -13,6 +13,7 @@ from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.spec import CheckpointError, RopeSpec
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+PROPORTIONAL = "proportional"
 DEFAULT_ROPE = RopeSpec(theta=10000.0)
 # Beyond these a float32 frequency would be 0 or infinite.
 MAX_THETA = 1e12
@@ -60,11 +61,37 @@ def read_rope(
     return found[0]
 
 
+def read_layer_rope(
+    config: JsonReader, layer_type: str, head_dim: int, max_positions: int, default: RopeSpec
+) -> RopeSpec:
+    """The rotary embedding of the layers of one type, by `rope_parameters`, an object for each type; `default` where it
+    says nothing of this one. Raises `CheckpointError`."""
+    parameters = config.object("rope_parameters")
+    if not parameters.given(layer_type):
+        if parameters.data and not any(isinstance(value, dict) for value in parameters.data.values()):
+            raise config.fail("rope_parameters", f"an object for each layer type, of which one is '{layer_type}'")
+        return default
+    entry = parameters.object(layer_type)
+    if entry.data.get("rope_type") != PROPORTIONAL:
+        return _read_entry(entry, config, head_dim, max_positions, default.theta, text_alone=False)
+    share = entry.number("partial_rotary_factor", default=1.0, high=1.0)
+    if int(share * head_dim // 2) < 1:
+        raise entry.fail("partial_rotary_factor", f"a share of head_dim ({head_dim}) that is one pair at least")
+    return RopeSpec(
+        theta=_theta(entry, default.theta),
+        kind=PROPORTIONAL,
+        factor=entry.number("factor", default=1.0, low=1.0, high=MAX_FACTOR),
+        share=share,
+    )
+
+
 def rope_in_words(rope: RopeSpec) -> str:
     """A rotary embedding as it was read, for people."""
     text = f"theta {rope.theta:g}"
     if rope.kind == "default":
         return text
+    if rope.kind == PROPORTIONAL:
+        return f"{text}, of {rope.share:g} of a head's pairs" + (f", scaled by {rope.factor:g}" * (rope.factor != 1))
     text += f", {rope.kind} scaling by {rope.factor:g}"
     if rope.kind in ("yarn", "llama3"):
         text += f" from {rope.original_max_positions} positions"
@@ -91,7 +118,7 @@ def addressable_positions(rope: RopeSpec, max_positions: int) -> int:
     default and llama3: that number (published Llama 3 configs give the scaled length). linear and dynamic: times the
     factor. yarn: `original_max_positions * factor` when that is more, since configs give either length.
     """
-    if rope.kind in ("linear", "dynamic"):
+    if rope.kind in ("linear", "dynamic", PROPORTIONAL):
         return int(max_positions * rope.factor)
     if rope.kind == "yarn":
         return max(max_positions, int(rope.original_max_positions * rope.factor))

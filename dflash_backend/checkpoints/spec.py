@@ -4,7 +4,7 @@ used."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -18,7 +18,8 @@ class RopeSpec:
 
     kind: `default`; `linear` and `dynamic` (NTK) by `factor`; `yarn` (arXiv 2309.00071) by `factor`, with `beta_fast`,
     `beta_slow` and `truncate`; `llama3` (Llama 3.1) by `factor`, `low_freq_factor` and `high_freq_factor`. The last two
-    start from `original_max_positions`. `attention_factor` multiplies cosine and sine.
+    start from `original_max_positions`. `attention_factor` multiplies cosine and sine. `proportional` (Gemma 4) divides
+    by `factor` and turns the first `share` of the pairs alone, which have the frequencies of the whole head.
 
     `dynamic` depends on the length of the sequence, but KV that other sequences share must not: `length` is the one
     length that frequencies are computed for. Up to `original_max_positions` they are unscaled.
@@ -35,6 +36,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     length: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class MoeSpec:
     scaled to sum to 1. `intermediate_size` is that of one expert. `swiglu`: gpt-oss's experts and router, which have
     biases; None for Qwen3-MoE's, which have none and SiLU for their gate. `mxfp4`: experts are stored in MXFP4.
     `shared_size`: the intermediate size of one more expert that runs over every token, times a gate of its own; None
-    where there is none. `stacked`: files hold the experts of a layer in one tensor for each projection.
+    where there is none. `stacked`: files hold the experts of a layer in one tensor for each projection. `gelu`: their
+    gate is GELU, and the router and the norms are Gemma 4's.
     """
 
     num_experts: int
@@ -66,6 +69,25 @@ class MoeSpec:
     mxfp4: bool = False
     shared_size: int | None = None
     stacked: bool = False
+    gelu: bool = False
+
+
+@dataclass(frozen=True)
+class Gemma4Spec:
+    """What a decoder of Gemma 4 has of its own, beside norms on both sides of each sublayer, GELU, and embeddings times
+    the square root of the hidden size.
+
+    global_layers: which layers see everything. These have `num_kv_heads` key heads, all heads of size `head_dim`, and
+    the rotary embedding `rope`; with `keys_are_values` their values are the keys before norm and rotation. softcap:
+    logits are `softcap * tanh(logits / softcap)`; None for no such cap.
+    """
+
+    global_layers: tuple[bool, ...]
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    keys_are_values: bool
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +171,8 @@ class DecoderSpec:
     positions that a query sees, its own included, or None for all. max_len is the number of positions that the model
     can address, rotary scaling included. delta_net: the layers that have no attention; None: all have. attention_gate:
     the output of attention is multiplied by the sigmoid of one more projection. centred_norms: an RMSNorm multiplies by
-    1 plus its weight. rotary_dim: numbers of a head that are rotated, the first ones; 0 for all.
+    1 plus its weight. rotary_dim: numbers of a head that are rotated, the first ones; 0 for all. gemma4: what Gemma 4
+    has of its own; None for other families. Heads and rope are then those of the layers with a window.
     """
 
     num_layers: int
@@ -172,6 +195,19 @@ class DecoderSpec:
     attention_gate: bool = False
     centred_norms: bool = False
     rotary_dim: int = 0
+    gemma4: Gemma4Spec | None = None
+
+    def of_layer(self, index: int) -> DecoderSpec:
+        """The same decoder with the heads and the rotary embedding of this layer."""
+        own = self.gemma4
+        if own is None or not own.global_layers[index]:
+            return self
+        return replace(self, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim, rope=own.rope)
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """The sizes that heads have."""
+        return frozenset(cache.head_dim for cache in self.caches)
 
     def has_attention(self, index: int) -> bool:
         """Whether the layer with this index has attention, and so a KV cache."""
@@ -185,8 +221,9 @@ class DecoderSpec:
     @property
     def caches(self) -> tuple[AttentionCache, ...]:
         """What each layer that has attention keeps of a request."""
+        own = [self.of_layer(index) for index in range(self.num_layers)]
         return tuple(
-            AttentionCache(self.num_kv_heads, self.head_dim, window)
+            AttentionCache(own[index].num_kv_heads, own[index].head_dim, window)
             for index, window in enumerate(self.sliding_windows)
             if self.has_attention(index)
         )

@@ -13,6 +13,15 @@ from dflash_backend.checkpoints.quantization import read_quantization
 from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
 from dflash_backend.error_text import shown
 
+# How the tensors of images and sound begin in multimodal checkpoints.
+OTHER_PARTS = (
+    "model.visual.",
+    "model.vision_tower.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
+)
+
 
 def read_target(directory: Path) -> TargetSpec:
     """Read a target's `config.json`. Raises `CheckpointError`."""
@@ -34,17 +43,17 @@ def read_target(directory: Path) -> TargetSpec:
         architecture=architecture,
         decoder=decoder,
         vocab_size=text.integer("vocab_size", low=2),
-        tie_word_embeddings=_is_tied(config, text),
+        tie_word_embeddings=_is_tied(config, text, FAMILIES[architecture].tied),
         dtype=read_dtype(text, config, embedding=headers.get(f"{prefix}embed_tokens.weight")),
         eos_token_ids=read_eos(directory),
         prefix=prefix,
-        left_out=("model.visual.",) if nested else (),
+        left_out=OTHER_PARTS if nested else (),
     )
 
 
-def _is_tied(config: JsonReader, text: JsonReader) -> bool:
+def _is_tied(config: JsonReader, text: JsonReader, missing: bool) -> bool:
     """Whether the head is the embedding: as the file says, else as its text part does."""
-    return config.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=False))
+    return config.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=missing))
 
 
 def _architecture(config: JsonReader) -> str:

@@ -369,13 +369,13 @@ def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> to
 def _requirements(
     target: TargetSpec, draft: DraftModelSpec | None, dtype: torch.dtype, device: torch.device
 ) -> Requirements:
-    head_dims = {target.decoder.head_dim} | ({draft.decoder.head_dim} if draft else set())
+    head_dims = target.decoder.head_dims | (draft.decoder.head_dims if draft else frozenset())
     patterns = set(target_patterns(target))
     if draft is not None:
         patterns |= set(draft_patterns(draft))
     return Requirements(
         patterns=frozenset(patterns),
-        head_dims=frozenset(head_dims),
+        head_dims=head_dims,
         dtype=dtype,
         device=device.type,
     )

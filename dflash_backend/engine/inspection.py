@@ -220,7 +220,7 @@ def _attention(spec: DecoderSpec, patterns: set[AttentionPattern], dtype: str) -
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # As the server chooses with both settings on auto.
     chosen = "float32" if device == "cpu" else dtype
-    needs = Requirements(frozenset(patterns), frozenset({spec.head_dim}), TORCH_DTYPES[chosen], device)
+    needs = Requirements(frozenset(patterns), spec.head_dims, TORCH_DTYPES[chosen], device)
     return AttentionReport(
         causal=any(pattern.causal for pattern in patterns),
         non_causal=not all(pattern.causal for pattern in patterns),

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.quantization.at_load import Fp8Source
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
+from dflash_backend.models.gemma4 import Gemma4Target, Gemma4Weights
 from dflash_backend.models.hybrid_layers import (
     DeltaNetLayer,
     DeltaNetLayerWeights,
@@ -19,11 +22,13 @@ from dflash_backend.models.hybrid_layers import (
     read_hybrid_layer,
     read_norm,
 )
-from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
+from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
+
+Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
@@ -135,21 +140,20 @@ def load_target(
 ) -> TargetModel:
     """Load the target in `spec.path`, able to run positions below `max_positions`. `ops`: by default those for the
     device. fp8: with the weights that FP8 would hold in place of its own. Raises `CheckpointError`."""
-    weights = load_weights(
-        spec.path,
-        lambda source: TargetWeights.read(Fp8Source(source) if fp8 else source, spec),
-        dtype,
-        device,
-        ignored=lambda name: is_unused(spec, name),
-        progress=progress,
-    )
-    return DecoderTarget(spec, weights, max_positions, ops)
 
+    def load(read: Callable[[WeightSource, TargetSpec], Weights]) -> Weights:
+        return load_weights(
+            spec.path,
+            lambda source: read(Fp8Source(source) if fp8 else source, spec),
+            dtype,
+            device,
+            ignored=lambda name: is_unused(spec, name),
+            progress=progress,
+        )
 
-def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
-    """What the queries of each layer that has attention see."""
-    sinks = spec.decoder.sinks
-    return tuple(AttentionPattern(True, cache.sliding_window, sinks) for cache in spec.decoder.caches)
+    if spec.decoder.gemma4 is not None:
+        return Gemma4Target(spec, load(Gemma4Weights.read), max_positions, ops)
+    return DecoderTarget(spec, load(TargetWeights.read), max_positions, ops)
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:

@@ -87,3 +87,9 @@ class TargetModel(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head: `[n, hidden_size]` -> `[n, vocab_size]`."""
         ...
+
+
+def target_patterns(spec: TargetSpec) -> tuple[AttentionPattern, ...]:
+    """What the queries of each layer that has attention see."""
+    sinks = spec.decoder.sinks
+    return tuple(AttentionPattern(True, cache.sliding_window, sinks) for cache in spec.decoder.caches)

@@ -1,4 +1,4 @@
-"""The MLPs of a decoder layer: SiLU-gated (Shazeer, arXiv 2002.05202), and a mixture of experts, as Qwen3-MoE has it
+"""The MLPs of a decoder layer: gated (Shazeer, arXiv 2002.05202), and a mixture of experts, as Qwen3-MoE has it
 (arXiv 2505.09388), with a shared expert Qwen3-Next and, with tensors of its own (`gpt_oss.py`), gpt-oss."""
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from dflash_backend.models.ops import LayerOps
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """gate_up: hidden -> 2 * intermediate, gate before up; down: intermediate -> hidden."""
+    """gate_up: hidden -> 2 * intermediate, gate before up; down: intermediate -> hidden. is_gelu: the gate is GELU, by
+    its tanh form, else SiLU."""
 
     gate_up: Linear
     down: Linear
+    is_gelu: bool = False
 
     @classmethod
-    def read(cls, source: WeightSource, prefix: str, hidden: int, inner: int, bias: bool) -> DenseMlp:
+    def read(
+        cls, source: WeightSource, prefix: str, hidden: int, inner: int, bias: bool, is_gelu: bool = False
+    ) -> DenseMlp:
         """The MLP whose tensors' names begin with `prefix`. hidden, inner: size of a token, outside and inside."""
         return cls(
             gate_up=Linear.read(source, prefix, {"gate_proj": inner, "up_proj": inner}, hidden, bias),
             down=Linear.read(source, prefix, {"down_proj": hidden}, inner, bias),
+            is_gelu=is_gelu,
         )
 
     def with_product(self, product_of: ProductOf) -> DenseMlp:
         """The same weights, multiplied by what `product_of` chooses for each."""
-        return DenseMlp(self.gate_up.with_product(product_of), self.down.with_product(product_of))
+        return replace(self, gate_up=self.gate_up.with_product(product_of), down=self.down.with_product(product_of))
 
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        gated = ops.gelu_mul if self.is_gelu else ops.silu_mul
+        return self.down(gated(self.gate_up(x)))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dflash_backend.models.linear import Product
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
     context_write,
+    gelu_mul,
     grouped_conv,
     invariant_linear,
     invariant_moe,
@@ -51,6 +52,7 @@ class LayerOps:
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
     silu_mul = staticmethod(silu_mul.silu_mul_reference)
+    gelu_mul = staticmethod(gelu_mul.gelu_mul_reference)
     route = staticmethod(moe_routing.route_reference)
     experts_mlp = staticmethod(moe.experts_mlp_reference)
     prompt_lookup = staticmethod(prompt_lookup.prompt_lookup_reference)
@@ -103,6 +105,7 @@ class InvariantLayerOps(LayerOps):
     other tokens are there. What is not replaced computes each row, or each number, by itself."""
 
     silu_mul = staticmethod(silu_mul.invariant_silu_mul_reference)
+    gelu_mul = staticmethod(gelu_mul.invariant_gelu_mul_reference)
     experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
 
     @staticmethod
@@ -126,6 +129,7 @@ if norms.triton is not None:
         rms_norm = staticmethod(norms.rms_norm)
         add_rms_norm = staticmethod(norms.add_rms_norm)
         silu_mul = staticmethod(silu_mul.silu_mul)
+        gelu_mul = staticmethod(gelu_mul.gelu_mul)
         route = staticmethod(moe_routing.route)
         experts_mlp = staticmethod(moe.experts_mlp)
         prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)

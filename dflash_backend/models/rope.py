@@ -51,6 +51,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         return llama3_frequencies(rope, head_dim)
     if rope.kind == "yarn":
         return yarn_frequencies(rope, head_dim)
+    if rope.kind == "proportional":
+        turned = int(rope.share * head_dim // 2)
+        return F.pad(base_frequencies(rope.theta, head_dim)[:turned], (0, head_dim // 2 - turned)) / rope.factor
     raise ValueError(f"no rotary frequencies for kind '{rope.kind}'")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +34,13 @@ class PagedKVCache:
         device: torch.device,
     ) -> PagedKVCache:
         """Zeroed tensors: an unwritten position must hold finite numbers, since padding is read and masked. A model's
-        layers are one tensor: the drafter's context goes to all of its layers in one launch."""
+        layers of one shape are one tensor: the drafter's context goes to all of its layers in one launch."""
 
         def layers(spec: DecoderSpec) -> list[KVLayer]:
-            (token_shape,) = {cache.token_shape for cache in spec.caches}
-            shape = (len(spec.caches), num_blocks, block_size, *token_shape)
-            return [KVLayer(layer) for layer in _zeros(shape, dtype, device)]
+            counts = Counter(cache.token_shape for cache in spec.caches)
+            shapes = {shape: (count, num_blocks, block_size, *shape) for shape, count in counts.items()}
+            tensors = {shape: iter(_zeros(whole, dtype, device)) for shape, whole in shapes.items()}
+            return [KVLayer(next(tensors[cache.token_shape])) for cache in spec.caches]
 
         return cls(layers(target), layers(draft) if draft is not None else [], block_size)
 

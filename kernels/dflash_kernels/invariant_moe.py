@@ -6,6 +6,7 @@ import torch
 
 from dflash_kernels import moe
 from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
+from dflash_kernels.gelu_mul import invariant_gelu_mul_reference
 from dflash_kernels.invariant_linear import invariant_linear_reference
 from dflash_kernels.silu_mul import invariant_silu_mul_reference
 
@@ -18,6 +19,7 @@ def invariant_experts_mlp_reference(
     experts: torch.Tensor,
     biases: moe.Biases | None = None,
     clamp: Clamp | None = None,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """As `moe.experts_mlp_reference`, the same bits for a token whatever other tokens go to its experts. A token's
     results are added up in float32, one expert after the other, and rounded once."""
@@ -30,7 +32,8 @@ def invariant_experts_mlp_reference(
         if len(entries):
             of_gate_up, of_down = moe.biases_of(biases, expert)
             inner = invariant_linear_reference(x[entries // per_token], gate_up[expert], of_gate_up)
-            inner = clamped_swiglu_reference(inner, clamp) if clamp else invariant_silu_mul_reference(inner)
+            gate = invariant_gelu_mul_reference if is_gelu else invariant_silu_mul_reference
+            inner = clamped_swiglu_reference(inner, clamp) if clamp else gate(inner)
             outputs[entries] = invariant_linear_reference(inner, down[expert], of_down)
     weighted = (outputs.view(num_tokens, per_token, -1) * weights[:, :, None]).float()
     total = weighted[:, 0].clone()
@@ -51,7 +54,8 @@ if moe.triton is not None:
         experts: torch.Tensor,
         biases: moe.Biases | None = None,
         clamp: Clamp | None = None,
+        is_gelu: bool = False,
         tile: moe.Tile | None = None,
     ) -> torch.Tensor:
         """As `moe.experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `TILE`."""
-        return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, tile or TILE)
+        return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, is_gelu, tile or TILE)

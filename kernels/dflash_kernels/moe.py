@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from dflash_kernels import moe_routing
 from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
+from dflash_kernels.gelu_mul import CUBE, SCALE, gelu_mul_reference
 
 try:
     import triton
@@ -34,11 +35,13 @@ def experts_mlp_reference(
     experts: torch.Tensor,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
+    is_gelu: bool = False,
 ) -> torch.Tensor:
     """The sum over each token's experts of `weight * down(silu(gate(x)) * up(x))`, in the order of its experts.
 
     x: `[n, hidden]`. gate_up: `[num_experts, 2 * inner, hidden]`, gate above up. down: `[num_experts, hidden, inner]`.
-    weights, in x's dtype, and experts, integer: `[n, per_token]`. clamp: `clamped_swiglu` in place of the SiLU's gate.
+    weights, in x's dtype, and experts, integer: `[n, per_token]`. clamp: `clamped_swiglu` in place of the SiLU's gate;
+    is_gelu: GELU, by its tanh form.
     Returns `[n, hidden]` in x's dtype. Each chosen expert runs once over all of its tokens, whose number is read back
     to the host.
     """
@@ -49,7 +52,7 @@ def experts_mlp_reference(
     # Entry i of the sorted list belongs to token order[i] // per_token.
     chunks = enumerate(x[order // per_token].split(counts))
     done = [
-        _run_expert(chunk, gate_up[expert], down[expert], biases_of(biases, expert), clamp)
+        _run_expert(chunk, gate_up[expert], down[expert], biases_of(biases, expert), clamp, is_gelu)
         for expert, chunk in chunks
         if len(chunk)
     ]
@@ -71,11 +74,14 @@ def _run_expert(
     down: torch.Tensor,
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     clamp: Clamp | None,
+    is_gelu: bool,
 ) -> torch.Tensor:
     """`[n, hidden]` -> `[n, hidden]`, one expert alone."""
     inner = F.linear(x, gate_up, biases[0])
     if clamp is not None:
         return F.linear(clamped_swiglu_reference(inner, clamp), down, biases[1])
+    if is_gelu:
+        return F.linear(gelu_mul_reference(inner), down, biases[1])
     gate, up = inner.chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, down, biases[1])
 
@@ -116,6 +122,7 @@ def tile_for(num_entries: int, num_experts: int) -> Tile:
 
 if triton is not None:
     from dflash_kernels.clamped_swiglu import clamped_swiglu
+    from dflash_kernels.gelu_mul import gelu
 
     # One compiled kernel serves all numbers of entries: a step must not wait for a compiler.
     @triton.jit(do_not_specialize=["num_entries"])
@@ -123,9 +130,10 @@ if triton is not None:
         x_ptr, weight_ptr, bias_ptr, entries_ptr, block_experts_ptr, out_ptr, num_entries,
         PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr, BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+        GELU: tl.constexpr, GELU_SCALE: tl.constexpr, GELU_CUBE: tl.constexpr,
     ):  # fmt: skip
         """One program: `silu(gate) * up` of one block's entries in BLOCK_N columns, to `out[entry]`; with a limit above
-        0 `clamped_swiglu`."""
+        0 `clamped_swiglu`; with GELU that in place of SiLU."""
         block = tl.program_id(0)
         expert = tl.load(block_experts_ptr + block)
         if expert < 0:
@@ -162,6 +170,8 @@ if triton is not None:
             up += tl.load(bias_ptrs + INNER, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if LIMIT > 0:
             activated = clamped_swiglu(gate, up, ALPHA, LIMIT)
+        elif GELU:
+            activated = gelu(gate, GELU_SCALE, GELU_CUBE) * up
         else:
             activated = gate * tl.sigmoid(gate) * up
         out_ptrs = out_ptr + entries.to(tl.int64)[:, None] * INNER + columns[None, :]
@@ -242,6 +252,7 @@ if triton is not None:
         experts: torch.Tensor,
         biases: Biases | None = None,
         clamp: Clamp | None = None,
+        is_gelu: bool = False,
         tile: Tile | None = None,
     ) -> torch.Tensor:
         """As `experts_mlp_reference`, without a wait for the device; `experts` is int32, `gate_up`, `down` and `biases`
@@ -269,6 +280,7 @@ if triton is not None:
         _gate_up_kernel[(num_blocks, triton.cdiv(inner, block_n))](
             x.contiguous(), gate_up, of_gate_up, blocks.entries, blocks.experts, activated, num_entries,
             PER_TOKEN=per_token, HIDDEN=hidden, INNER=inner, ALPHA=alpha, LIMIT=limit,
+            GELU=is_gelu, GELU_SCALE=SCALE, GELU_CUBE=CUBE,
             BLOCK_M=tile.rows, BLOCK_N=block_n, **launch,
         )  # fmt: skip
         parts = x.new_empty(num_entries, hidden)

@@ -43,6 +43,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA = "Gemma4ForCausalLM"
+GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (QWEN3, {}),
     "qwen3 untied": (QWEN3, {"tie_word_embeddings": False}),
@@ -113,6 +115,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next whole heads rotated": (
         NEXT,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}},
+    ),
+    "gemma 4": (GEMMA, {}),
+    "gemma 4 untied, no softcap": (GEMMA, {"tie_word_embeddings": False, "final_logit_softcapping": None}),
+    "gemma 4 experts": (GEMMA, GEMMA_EXPERTS),
+    "gemma 4 values of their own": (GEMMA, {"attention_k_eq_v": False, "attention_bias": True}),
+    "gemma 4 one window": (GEMMA, {"layer_types": ["sliding_attention"] * 5, "sliding_window": 1}),
+    "gemma 4 other rotations": (
+        GEMMA,
+        {
+            "global_head_dim": 16,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 3000.0,
+                    "partial_rotary_factor": 0.6,
+                    "factor": 1.5,
+                },
+            },
+        },
     ),
     "gpt-oss truncated ramp": (GPT_OSS, {"rope_parameters": YARN | {"rope_theta": 150000.0}}),
 }
@@ -195,6 +217,8 @@ FORMS = (
     "qwen3-next other rotation",
     "qwen3.5",
     "qwen3.5-moe",
+    "gemma 4",
+    "gemma 4 experts",
 )
 of_every_case = pytest.mark.parametrize("pair", CASES, indirect=True, scope="module")
 of_every_form = pytest.mark.parametrize("pair", FORMS, indirect=True, scope="module")

@@ -1,0 +1,259 @@
+"""Gemma 4's decoder, the text part: norms on both sides of each sublayer, and layers of two kinds, those with a window
+and those that see everything, which have heads of their own and values that may be their keys.
+
+Scores are not divided by the root of the head size, as backends do it: the query norm's weight makes up for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from dflash_backend.attention import AttentionPattern, KVLayer
+from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
+from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
+from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.mlp import DenseMlp
+from dflash_backend.models.ops import LayerOps, Rotation, select_ops
+from dflash_backend.models.rope import Rotary
+
+
+@dataclass(frozen=True)
+class Gemma4Experts:
+    """The experts of a layer, which run beside its MLP over the same hidden states.
+
+    router: hidden -> num_experts. router_norm: what the normed hidden state is multiplied by before it, its learned
+    scale over the root of the hidden size, float32. expert_scale: `[num_experts]`, times an expert's weight. gate_up:
+    `[num_experts, 2 * intermediate, hidden]`; down: `[num_experts, hidden, intermediate]`. norm: of what experts read;
+    mlp_norm and own_norm: of what the MLP and the experts give.
+    """
+
+    moe: MoeSpec
+    router: Linear
+    router_norm: torch.Tensor
+    expert_scale: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    own_norm: torch.Tensor
+
+    @classmethod
+    def read(cls, source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> Gemma4Experts:
+        """The experts of the layer whose tensors' names begin with `prefix`."""
+        inner = moe.intermediate_size
+        gate_up = source.empty(moe.num_experts, 2 * inner, hidden)
+        down = source.empty(moe.num_experts, hidden, inner)
+        source.read(f"{prefix}experts.gate_up_proj", gate_up)
+        source.read(f"{prefix}experts.down_proj", down)
+        scale = source.tensor(f"{prefix}router.scale", hidden)
+        return cls(
+            moe,
+            Linear.read(source, f"{prefix}router.", {"proj": moe.num_experts}, hidden),
+            scale.float() * hidden**-0.5,
+            source.tensor(f"{prefix}router.per_expert_scale", moe.num_experts),
+            gate_up,
+            down,
+            norm=source.tensor(f"{prefix}pre_feedforward_layernorm_2.weight", hidden),
+            mlp_norm=source.tensor(f"{prefix}post_feedforward_layernorm_1.weight", hidden),
+            own_norm=source.tensor(f"{prefix}post_feedforward_layernorm_2.weight", hidden),
+        )
+
+    def with_product(self, product_of: ProductOf) -> Gemma4Experts:
+        """The same weights, the router's multiplied by what `product_of` chooses; experts are an operation."""
+        return replace(self, router=self.router.with_product(product_of))
+
+    def forward(self, hidden: torch.Tensor, ops: LayerOps, eps: float) -> torch.Tensor:
+        """`[n, hidden]` -> `[n, hidden]`, before `own_norm`."""
+        logits = self.router(ops.rms_norm(hidden, self.router_norm, eps))
+        weights, experts = ops.route(logits, self.moe.experts_per_token, self.moe.norm_topk_prob)
+        weights = weights * self.expert_scale[experts.long()]
+        x = ops.rms_norm(hidden, self.norm, eps)
+        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts, is_gelu=True)
+
+
+@dataclass(frozen=True)
+class Gemma4LayerWeights:
+    """The parameters of one layer.
+
+    input_norm and post_norm: before and after attention; mlp_norm and post_mlp_norm: before and after the MLP. qkv:
+    hidden -> query_size + 2 * kv_size. qk_norm: `[num_heads + num_kv_heads, head_dim]`, float32. value_norm:
+    `[head_dim]`, ones. scalar: `[1]`, what the layer's output is multiplied by. experts: None where there are none.
+    """
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    post_mlp_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor
+    value_norm: torch.Tensor
+    output: Linear
+    mlp: DenseMlp
+    scalar: torch.Tensor
+    experts: Gemma4Experts | None
+
+    @classmethod
+    def read(cls, source: WeightSource, prefix: str, spec: DecoderSpec, index: int) -> Gemma4LayerWeights:
+        """Layer `index` of a decoder, whose tensors' names begin with `prefix`."""
+        heads, hidden, attention = spec.of_layer(index), spec.hidden_size, f"{prefix}self_attn."
+        moe = spec.layer(index).moe
+
+        def norm(name: str) -> torch.Tensor:
+            return source.tensor(f"{prefix}{name}_layernorm.weight", hidden)
+
+        return cls(
+            input_norm=norm("input"),
+            post_norm=norm("post_attention"),
+            mlp_norm=norm("pre_feedforward"),
+            post_mlp_norm=norm("post_feedforward"),
+            qkv=_read_qkv(source, attention, heads, index, spec.qkv_bias),
+            qk_norm=_read_qk_norm(source, attention, heads),
+            value_norm=source.empty(heads.head_dim).fill_(1.0),
+            output=Linear.read(source, attention, {"o_proj": hidden}, heads.query_size, spec.output_bias),
+            mlp=DenseMlp.read(source, f"{prefix}mlp.", hidden, spec.intermediate_size, bias=False, is_gelu=True),
+            scalar=source.tensor(f"{prefix}layer_scalar", 1),
+            experts=Gemma4Experts.read(source, prefix, hidden, moe) if moe is not None else None,
+        )
+
+    def with_product(self, product_of: ProductOf) -> Gemma4LayerWeights:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        return replace(
+            self,
+            qkv=self.qkv.with_product(product_of),
+            output=self.output.with_product(product_of),
+            mlp=self.mlp.with_product(product_of),
+            experts=self.experts.with_product(product_of) if self.experts is not None else None,
+        )
+
+
+def _read_qkv(source: WeightSource, prefix: str, heads: DecoderSpec, index: int, bias: bool) -> Linear:
+    """hidden -> queries, keys and values. Where keys are values too, their rows are there twice."""
+    assert heads.gemma4 is not None
+    sizes = {"q_proj": heads.query_size, "k_proj": heads.kv_size}
+    if not (heads.gemma4.keys_are_values and heads.gemma4.global_layers[index]):
+        return Linear.read(source, prefix, sizes | {"v_proj": heads.kv_size}, heads.hidden_size, bias)
+    joint = Linear.read(source, prefix, sizes, heads.hidden_size, bias)
+    return Linear.stacked([joint, joint.rows(slice(heads.query_size, None))])
+
+
+def _read_qk_norm(source: WeightSource, prefix: str, heads: DecoderSpec) -> torch.Tensor:
+    query, key = (source.tensor(f"{prefix}{kind}_norm.weight", heads.head_dim).float() for kind in "qk")
+    query = query * heads.head_dim**0.5
+    return torch.cat([query.expand(heads.num_heads, -1), key.expand(heads.num_kv_heads, -1)])
+
+
+class Gemma4Layer:
+    """One decoder layer. heads: the decoder with this layer's heads."""
+
+    def __init__(
+        self, heads: DecoderSpec, weights: Gemma4LayerWeights, pattern: AttentionPattern, ops: LayerOps
+    ) -> None:
+        self.eps = heads.rms_norm_eps
+        self.kv_size, self.head_dim = heads.kv_size, heads.head_dim
+        self.pattern = pattern
+        self.weights = weights
+        self.ops = ops
+
+    def forward(self, hidden: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` -> the same shape. Writes the tokens' KV to `context.slots` first."""
+        w, ops = self.weights, self.ops
+        attended = self._attend(ops.rms_norm(hidden, w.input_norm, self.eps), context, cache, rotation)
+        attended = ops.rms_norm(attended, w.post_norm, self.eps)
+        normed, hidden = ops.add_rms_norm(attended, hidden, w.mlp_norm, self.eps)
+        added = w.mlp.forward(normed, ops)
+        if w.experts is not None:
+            own = ops.rms_norm(w.experts.forward(hidden, ops, self.eps), w.experts.own_norm, self.eps)
+            added = ops.rms_norm(added, w.experts.mlp_norm, self.eps) + own
+        return (hidden + ops.rms_norm(added, w.post_mlp_norm, self.eps)) * w.scalar
+
+    def _attend(self, normed: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
+        """Attention over normed values, and its projection."""
+        w = self.weights
+        qkv = w.qkv(normed)
+        values = qkv[:, -self.kv_size :]
+        heads = values.reshape(-1, self.head_dim)
+        values.copy_(self.ops.rms_norm(heads, w.value_norm, self.eps).view(values.shape))
+        query = self.ops.qk_norm_rope_write(qkv, w.qk_norm, self.eps, rotation, context.slots, cache, context.padded)
+        return w.output(context.backend.attend(query, cache, context.metadata[self.pattern]))
+
+
+@dataclass(frozen=True)
+class Gemma4Weights:
+    """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
+    tied."""
+
+    embedding: torch.Tensor
+    layers: list[Gemma4LayerWeights]
+    final_norm: torch.Tensor
+    lm_head: Linear
+
+    @classmethod
+    def read(cls, source: WeightSource, spec: TargetSpec) -> Gemma4Weights:
+        """Read every tensor of a target."""
+        decoder, prefix = spec.decoder, spec.prefix
+        hidden, vocab = decoder.hidden_size, spec.vocab_size
+        embedding = source.tensor(f"{prefix}embed_tokens.weight", vocab, hidden)
+        return cls(
+            embedding,
+            [Gemma4LayerWeights.read(source, f"{prefix}layers.{i}.", decoder, i) for i in range(decoder.num_layers)],
+            source.tensor(f"{prefix}norm.weight", hidden),
+            Linear(embedding) if spec.tie_word_embeddings else Linear.read(source, "", {"lm_head": vocab}, hidden),
+        )
+
+
+class Gemma4Target(TargetModel):
+    """A target of the family."""
+
+    def __init__(
+        self, spec: TargetSpec, weights: Gemma4Weights, max_positions: int, ops: LayerOps | None = None
+    ) -> None:
+        """Able to run positions below `max_positions`. `ops`: by default those for the weights' device."""
+        decoder = spec.decoder
+        assert decoder.gemma4 is not None
+        self.spec = spec
+        self.eps = decoder.rms_norm_eps
+        self.softcap = decoder.gemma4.softcap
+        self.embedding = weights.embedding
+        self.final_norm = weights.final_norm
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        # In the model's dtype, as the family was trained.
+        self.embedding_scale = float(torch.tensor(decoder.hidden_size**0.5, dtype=dtype))
+        self.ops = ops or select_ops(device)
+        self.lm_head = weights.lm_head
+        self._head = weights.lm_head.with_product(self.ops.product_of)
+        self.patterns = target_patterns(spec)
+        heads = [decoder.of_layer(index) for index in range(decoder.num_layers)]
+        self.rotaries = {
+            (own.rope, own.head_dim): Rotary(own, max_positions, device, dtype) for own in dict.fromkeys(heads)
+        }
+        self._kinds: list[tuple[RopeSpec, int]] = [(own.rope, own.head_dim) for own in heads]
+        self.layers = [
+            Gemma4Layer(own, layer.with_product(self.ops.product_of), pattern, self.ops)
+            for own, layer, pattern in zip(heads, weights.layers, self.patterns, strict=True)
+        ]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.embedding) * self.embedding_scale
+
+    def forward(
+        self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
+    ) -> TargetOutput:
+        hidden = self.embed(token_ids)
+        rotations = {kind: self.ops.rotation(rotary, context.positions) for kind, rotary in self.rotaries.items()}
+        captured: dict[int, torch.Tensor] = {}
+        for index, (layer, kind) in enumerate(zip(self.layers, self._kinds, strict=True)):
+            hidden = layer.forward(hidden, context, caches[index], rotations[kind])
+            if index in capture:
+                captured[index] = hidden
+        if len(self.layers) in capture:
+            captured[len(self.layers)] = self.ops.rms_norm(hidden, self.final_norm, self.eps)
+        features = torch.cat([captured[index] for index in capture], dim=-1) if capture else None
+        return TargetOutput(hidden, features)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._head(self.ops.rms_norm(hidden, self.final_norm, self.eps))
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
