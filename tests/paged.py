@@ -20,8 +20,8 @@ NUM_BLOCKS = 80
 
 
 def caches(spec: DecoderSpec, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[KVLayer]:
-    """Empty KV of every layer, one allocation for each shape, filled with noise: whatever is read without having been written
-    shows."""
+    """Empty KV of every layer, one allocation for each shape, filled with noise: whatever is read without having been
+    written shows."""
     generator, layers = torch.Generator().manual_seed(7), {}
     for shape, count in Counter(cache.token_shape for cache in spec.caches).items():
         noise = torch.randn((count, NUM_BLOCKS, BLOCK_SIZE, *shape), generator=generator) * 10

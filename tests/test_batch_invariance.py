@@ -12,7 +12,7 @@ import torch
 from dflash_backend.attention import BackendError
 from tests.batch_invariance import differing, random_prompts, run
 from tests.scale import SCALE
-from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
+from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import engine
 
 # Rows that run together, k, and the most tokens of a step: whole prompts, or chunks of them.
@@ -26,6 +26,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("MistralForCausalLM", {"sliding_window": 9}),
     ("Qwen3MoeForCausalLM", {}),
     ("GptOssForCausalLM", {}),
+    ("Gemma4ForCausalLM", {}),
+    ("Gemma4ForCausalLM", GEMMA4_EXPERTS),
 ]
 
 

@@ -17,7 +17,7 @@ from dflash_backend import LLM
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.messages import FinishReason
 from dflash_backend.worker.graphs import capture_shapes
-from tests.tiny_models import make_pair
+from tests.tiny_models import GEMMA4_EXPERTS, make_pair
 from tests.worker.engines import Outputs, engine, on_device_runner, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -175,11 +175,18 @@ def test_processed_logits_and_logprobs_are_those_of_a_cpu(prompts: list[list[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "GptOssForCausalLM"])
-def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Qwen3ForCausalLM", {}),
+        ("GptOssForCausalLM", {}),
+        ("Gemma4ForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]} | GEMMA4_EXPERTS),
+    ],
+)
+def test_kernels_throughout_yield_the_same_tokens(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
     """Two requests on a model of two layers and a drafter of one: a prefill step and three padded decode steps."""
     layers = {"target_layer_ids": [0, 1], "mask_token_id": 96}
-    target = {"architecture": architecture, "num_hidden_layers": 2}
+    target = {"architecture": architecture, "num_hidden_layers": 2, **changes}
     models = make_pair(tmp_path, target, block_size=3, num_target_layers=2, dflash_config=layers)
     settings = {**models, "kv_block_size": 4, "max_model_len": 24, "max_num_seqs": 2}
     sampling = [{"temperature": 0.0, "max_tokens": 4}, {"temperature": 0.8, "seed": 3, "max_tokens": 4}]

@@ -55,6 +55,7 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 # Each family's model, its config, and what that has beyond the fields below.
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig], dict[str, Any]]] = {
     "Qwen3ForCausalLM": (Qwen3ForCausalLM, Qwen3Config, {}),

@@ -14,7 +14,7 @@ from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.stored import quantised, weights_of
 from dflash_backend.checkpoints.rope import rope_in_words
-from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec, TargetSpec
+from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec, Gemma4Spec, TargetSpec
 
 Facts = list[tuple[str, str]]
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,7 +58,8 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
         ("hidden size", f"{decoder.hidden_size}, MLP {decoder.intermediate_size}"),
         (
             "heads",
-            f"{decoder.num_heads} for queries, {decoder.num_kv_heads} for keys and values, of size {decoder.head_dim}",
+            f"{decoder.num_heads} for queries, {decoder.num_kv_heads} for keys and values, of size {decoder.head_dim}"
+            + (" in layers with a window" if decoder.gemma4 else ""),
         ),
         (
             "rotary embedding",
@@ -70,6 +71,10 @@ def decoder_facts(decoder: DecoderSpec) -> Facts:
     ]
     if decoder.delta_net is not None:
         facts.append(("gated delta net", _delta_net_in_words(decoder.delta_net)))
+    if decoder.gemma4 is not None:
+        facts.append(("layers that see everything", _global_layers_in_words(decoder.gemma4)))
+        if decoder.gemma4.softcap is not None:
+            facts.append(("logits", f"soft-capped at {decoder.gemma4.softcap:g}"))
     if decoder.sinks:
         facts.append(("attention sinks", "a learned logit of each query head"))
     if biases:
@@ -95,6 +100,14 @@ def _attention_in_words(decoder: DecoderSpec) -> list[str]:
         (f"window of {window}" if window else "full") + gated if decoder.has_attention(index) else "gated delta net"
         for index, window in enumerate(decoder.sliding_windows)
     ]
+
+
+def _global_layers_in_words(own: Gemma4Spec) -> str:
+    values = "whose values are their keys" if own.keys_are_values else "with values of their own"
+    return (
+        f"{sum(own.global_layers)}, with {own.num_kv_heads} heads of size {own.head_dim} for keys, {values}; rotary "
+        f"embedding: {rope_in_words(own.rope)}"
+    )
 
 
 def _delta_net_in_words(net: DeltaNetSpec) -> str:

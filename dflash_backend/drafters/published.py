@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "Qwen3-Next": "Qwen3NextForCausalLM",
     "Qwen3.5": "Qwen3_5ForCausalLM",
+    "Gemma 4": "Gemma4ForCausalLM",
 }
 NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 ZLAB = "github.com/z-lab/dflash, README"

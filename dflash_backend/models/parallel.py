@@ -67,6 +67,8 @@ def unsupported(spec: TargetSpec, size: int) -> str | None:
     decoder = spec.decoder
     if decoder.moe is not None:
         return "its experts are not split over ranks yet; targets without experts are"
+    if decoder.gemma4 is not None:
+        return "layers of Gemma 4 are not split yet; those of Qwen3, Qwen2, Llama and Mistral are"
     if decoder.delta_net is not None or decoder.attention_gate or decoder.sinks:
         return "layers with a recurrent state, gated attention or attention sinks are not split yet; others are"
     for count, name in (

@@ -19,6 +19,7 @@ def invariant_experts_mlp_reference(
     experts: torch.Tensor,
     biases: moe.Biases | None = None,
     clamp: Clamp | None = None,
+    *,
     is_gelu: bool = False,
 ) -> torch.Tensor:
     """As `moe.experts_mlp_reference`, the same bits for a token whatever other tokens go to its experts. A token's
@@ -54,8 +55,9 @@ if moe.triton is not None:
         experts: torch.Tensor,
         biases: moe.Biases | None = None,
         clamp: Clamp | None = None,
-        is_gelu: bool = False,
         tile: moe.Tile | None = None,
+        *,
+        is_gelu: bool = False,
     ) -> torch.Tensor:
         """As `moe.experts_mlp`, in tiles that do not follow the number of tokens. tile: other than `TILE`."""
-        return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, is_gelu, tile or TILE)
+        return moe.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, tile or TILE, is_gelu=is_gelu)

@@ -35,6 +35,7 @@ def experts_mlp_reference(
     experts: torch.Tensor,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
+    *,
     is_gelu: bool = False,
 ) -> torch.Tensor:
     """The sum over each token's experts of `weight * down(silu(gate(x)) * up(x))`, in the order of its experts.
@@ -252,8 +253,9 @@ if triton is not None:
         experts: torch.Tensor,
         biases: Biases | None = None,
         clamp: Clamp | None = None,
-        is_gelu: bool = False,
         tile: Tile | None = None,
+        *,
+        is_gelu: bool = False,
     ) -> torch.Tensor:
         """As `experts_mlp_reference`, without a wait for the device; `experts` is int32, `gate_up`, `down` and `biases`
         are contiguous. `tile`: other than `tile_for` would choose.

@@ -12,10 +12,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from dflash_backend.checkpoints import TARGET_ARCHITECTURES, CheckpointError, TargetSpec, read_target
+from dflash_backend.checkpoints.describe import target_facts
 from tests.tiny_models import FAMILIES
 
 MODEL_TYPES = {architecture: config.model_type for architecture, (_, config, _) in FAMILIES.items()}
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA, PLAIN = "Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6}
 
 
 def read(directory: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> TargetSpec:
@@ -42,7 +45,8 @@ def test_the_cases_are_of_every_architecture() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "head_dim"),
-    [(name, ...) for name in MODEL_TYPES] + [("LlamaForCausalLM", None), ("MistralForCausalLM", None)],
+    [(name, ...) for name in MODEL_TYPES if name != "Gemma4ForCausalLM"]
+    + [("LlamaForCausalLM", None), ("MistralForCausalLM", None)],
 )
 def test_missing_fields_take_the_defaults_of_transformers(tmp_path: Path, architecture: str, head_dim: Any) -> None:
     heads = {"num_attention_heads": 32, "hidden_size": 256}
@@ -177,6 +181,61 @@ def test_gpt_oss_is_read_as_openai_publishes_it(tmp_path: Path) -> None:
     assert decoder.max_len == 131072
 
 
+def test_gemma_4_takes_the_defaults_of_transformers(tmp_path: Path) -> None:
+    theirs = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, allow_global_per_layer_attribute_access=True)
+    missing = {"num_key_value_heads": ..., "head_dim": ...}
+    plain = {"hidden_size_per_layer_input": 0, "num_attention_heads": 8, "num_hidden_layers": 4}
+    spec = read(tmp_path, "Gemma4ForCausalLM", **plain, **missing)
+    decoder = spec.decoder
+    assert decoder.gemma4 is not None
+    assert spec.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (decoder.num_kv_heads, decoder.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert (decoder.max_len, decoder.rms_norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    assert decoder.sliding_windows == (theirs.sliding_window,) * 3 + (None,)
+    assert decoder.gemma4.global_layers == (False, False, False, True)
+    whole = theirs.per_layer_config["full_attention"]
+    assert (decoder.gemma4.num_kv_heads, decoder.gemma4.head_dim) == (whole.num_key_value_heads, whole.head_dim)
+    assert (decoder.gemma4.keys_are_values, decoder.gemma4.softcap, decoder.moe) == (False, None, None)
+    sliding, own = (theirs.rope_parameters[kind] for kind in (SLIDING, FULL))
+    assert (decoder.rope.theta, decoder.rope.kind) == (sliding["rope_theta"], sliding["rope_type"])
+    rope = decoder.gemma4.rope
+    assert (rope.theta, rope.kind) == (own["rope_theta"], own["rope_type"])
+    assert rope.share == own["partial_rotary_factor"]
+    # Layers of two kinds keep KV of two shapes.
+    assert [cache.token_shape for cache in decoder.caches] == [(2, 4, 256)] * 3 + [(2, 4, 512)]
+    assert decoder.head_dims == {256, 512}
+
+
+def test_gemma_4_is_read_as_google_publishes_it(tmp_path: Path) -> None:
+    """The fields of a 31B that matter, with fewer layers, and as `transformers` saves the same heads."""
+    fields = {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+    }
+    published = read(tmp_path, "Gemma4ForCausalLM", **fields, global_head_dim=512, num_global_key_value_heads=4)
+    own = published.decoder.gemma4
+    assert own is not None
+    assert (own.num_kv_heads, own.head_dim, own.keys_are_values, own.softcap) == (4, 512, True, 30.0)
+    # The last layer sees everything, whatever the file says.
+    assert own.global_layers == (False, False, True, True)
+    heads = {"head_dim": 512, "num_key_value_heads": 4}
+    saved = read(tmp_path, "Gemma4ForCausalLM", **fields, per_layer_config={"2": heads, "3": heads})
+    assert saved.decoder == published.decoder
+    described = dict(target_facts(published))
+    assert "in layers with a window" in described["heads"]
+    assert described["layers that see everything"].startswith("2, with 4 heads of size 512 for keys, whose values are")
+    assert described["logits"] == "soft-capped at 30"
+
+
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.int32, "float32")])
 def test_a_dtype_that_no_field_says_is_that_of_the_embedding(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     """openai/gpt-oss-20b says none."""
@@ -225,6 +284,30 @@ def test_code_of_a_checkpoint_is_ignored_where_the_architecture_is_known(tmp_pat
         ("GptOssForCausalLM", {"num_local_experts": 3}, "'num_experts_per_tok' is missing"),
         ("GptOssForCausalLM", {"quantization_config": {"quant_method": "hqq"}}, "quantised weights are not supported"),
         ("Qwen3MoeForCausalLM", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights are not"),
+        (GEMMA, {}, "'hidden_size_per_layer_input' is missing; expected 0: embeddings of each layer's own"),
+        (GEMMA, {"hidden_size_per_layer_input": 256}, "'hidden_size_per_layer_input' is 256; expected 0"),
+        (GEMMA, PLAIN | {"num_kv_shared_layers": 2}, "'num_kv_shared_layers' is 2; expected 0: KV that layers share"),
+        (GEMMA, PLAIN | {"use_bidirectional_attention": "all"}, "a target's text is causal"),
+        (GEMMA, PLAIN | {"hidden_activation": "silu"}, "'hidden_activation' is 'silu'; expected 'gelu_pytorch_tanh'"),
+        (GEMMA, PLAIN | {"attn_logit_softcapping": 50.0}, "soft-capping of attention scores"),
+        (GEMMA, PLAIN | {"layer_types": [SLIDING, "linear_attention"] * 2}, "for each of the 4 layers"),
+        (GEMMA, PLAIN | {"global_head_dim": 33}, "'global_head_dim' is 33; expected an even number"),
+        (
+            GEMMA,
+            PLAIN | {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "a divisor of num_attention_heads",
+        ),
+        (GEMMA, PLAIN | {"rope_parameters": {"rope_type": "default"}}, "an object for each layer type"),
+        (
+            GEMMA,
+            PLAIN | {"rope_parameters": {FULL: PROPORTIONAL | {"partial_rotary_factor": 1e-4}}},
+            "one pair at least",
+        ),
+        (GEMMA, PLAIN | {"rope_parameters": {SLIDING: {"rope_type": "longrope"}}}, "'rope_type' is 'longrope'"),
+        (GEMMA, PLAIN | {"per_layer_config": {"0": {"head_dim": 8}}}, "the same for each layer of 'full_attention'"),
+        (GEMMA, PLAIN | {"per_layer_config": {"3": {"num_attention_heads": 8}}}, "only heads may differ"),
+        (GEMMA, PLAIN | {"enable_moe_block": True}, "'num_experts' is missing"),
+        (GEMMA, PLAIN | {"final_logit_softcapping": -1}, "'final_logit_softcapping' is -1"),
         ("Qwen3ForCausalLM", {"head_dim": 15}, "an even number"),
         ("LlamaForCausalLM", {"head_dim": None, "num_attention_heads": 6}, "a multiple of num_attention_heads"),
         ("Qwen3ForCausalLM", {"num_hidden_layers": 5}, "'num_hidden_layers' is 5; the weights beside it hold 4"),

@@ -38,12 +38,14 @@ SHAPES = {
     "meta-llama/Llama-3.3-70B-Instruct": (8192, 80, 128256),
     "openai/gpt-oss-20b": (2880, 24, 201088),
     "openai/gpt-oss-120b": (2880, 36, 201088),
+    "google/gemma-4-26B-A4B-it": (2816, 30, 262144),
+    "google/gemma-4-31B-it": (5376, 60, 262144),
 }
 STAND_IN = (5120, 64, 248320)
 MASK, EAGLE_VOCAB = 100, 32000
 # What a drafter says where its own target is not: the drafter is read, or it is not.
 READ_BUT_FOR_ITS_TARGET = "targets of the family"
-WORDS_OF_REFUSAL = {"P-EAGLE": "'peagle'", "its format": "Qwen3Eagle3Model", READ_BUT_FOR_ITS_TARGET: "Gemma4"}
+WORDS_OF_REFUSAL = {"P-EAGLE": "'peagle'", "its format": "Eagle3Model", "its format (Gemma4DSpark": "Gemma4DSparkModel"}
 BY_NAME = {each.name: each for each in DRAFTERS}
 
 

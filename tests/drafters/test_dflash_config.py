@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_backend.checkpoints import CheckpointError, RopeSpec
+from dflash_backend.checkpoints import CheckpointError, RopeSpec, read_target
 from dflash_backend.drafters.dflash.config import LogitsSpec
 from dflash_backend.drafters.registry import read_draft
 from tests.drafters.drafts import DRAFT_VOCAB_SIZE, edit, make_speculators, put
-from tests.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft
+from tests.tiny_models import MASK_TOKEN_ID, VOCAB_SIZE, make_draft, make_target
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 FORMATS = {"z-lab": make_draft, "speculators": make_speculators}
@@ -301,3 +302,18 @@ def test_reading_a_drafter_imports_no_torch() -> None:
     script = "import sys, dflash_backend.checkpoints; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
+
+
+def test_a_drafter_without_a_soft_cap_has_that_of_its_target_as_in_vllm(tmp_path: Path) -> None:
+    """Where it multiplies by the target's head."""
+    make_target(tmp_path / "gemma", architecture="Gemma4ForCausalLM")
+    make_target(tmp_path / "plain")
+    gemma, plain = read_target(tmp_path / "gemma"), read_target(tmp_path / "plain")
+    make_draft(tmp_path / "draft")
+    draft = read_draft(tmp_path / "draft")
+    assert draft.for_target(gemma).logits == LogitsSpec(softcap=20.0)
+    assert draft.for_target(plain) is draft
+    make_draft(tmp_path / "capped", final_logit_softcapping=5.0)
+    assert read_draft(tmp_path / "capped").for_target(gemma).logits == LogitsSpec(softcap=5.0)
+    own_head = dataclasses.replace(draft, has_lm_head=True)
+    assert own_head.for_target(gemma) is own_head

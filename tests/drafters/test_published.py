@@ -37,7 +37,9 @@ def test_what_is_supported_follows_from_the_code(monkeypatch: pytest.MonkeyPatch
     assert named("RedHatAI/Qwen3-8B-speculator.peagle") == ["P-EAGLE drafters are not supported"]
     assert named("deepseek-ai/eagle3_qwen3_4b_ttt7") == ["its format (Qwen3Eagle3Model) is not supported"]
     assert named("z-lab/Qwen3.5-4B-DFlash", "z-lab/Qwen3-Coder-Next-DFlash") == [None, None]
-    assert named("z-lab/gemma-4-26B-A4B-it-DFlash") == ["targets of the family Gemma 4 are not supported"]
+    assert named("z-lab/gemma-4-26B-A4B-it-DFlash", "RedHatAI/gemma-4-31B-it-speculator.eagle3") == [None, None]
+    assert named("deepseek-ai/dspark_gemma4_12b_block7") == ["its format (Gemma4DSparkModel) is not supported"]
+    assert named("z-lab/Kimi-K2.6-DFlash") == ["targets of the family Kimi K2 are not supported"]
     assert named("z-lab/gpt-oss-20b-DFlash") == [None]
     monkeypatch.delitem(FAMILIES, "GptOssForCausalLM")
     assert named("z-lab/gpt-oss-20b-DFlash") == ["targets of the family gpt-oss are not supported"]

@@ -8,6 +8,7 @@ import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.context_write import context_write
+from dflash_kernels.gelu_mul import gelu_mul
 from dflash_kernels.grouped_conv import grouped_conv
 from dflash_kernels.invariant_attention import invariant_attention, plan_pieces, with_tiles
 from dflash_kernels.invariant_linear import invariant_linear
@@ -32,6 +33,7 @@ def launches() -> None:
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
     silu_mul(zeros(16, 2 * INNER))
+    gelu_mul(zeros(16, 2 * INNER))
 
     table, numbers = zeros(NUM_SLOTS, HEAD_DIM), torch.zeros(16, dtype=torch.int64)
     qkv, cache = zeros(16, (HEADS + 2 * KV_HEADS) * HEAD_DIM), zeros(NUM_SLOTS, 2, KV_HEADS, HEAD_DIM)

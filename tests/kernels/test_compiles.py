@@ -16,6 +16,7 @@ FILES = {
         "attention_merge",
         "attention_schedule",
         "context_write",
+        "gelu_mul",
         "grouped_conv",
         "invariant_attention",
         "invariant_linear",

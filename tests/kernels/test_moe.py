@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dflash_kernels.clamped_swiglu import Clamp
+from dflash_kernels.invariant_moe import invariant_experts_mlp_reference
 from dflash_kernels.moe import TILES, Biases, Tile, experts_mlp, experts_mlp_reference, tile_for
 from dflash_kernels.moe_routing import group, max_blocks, route, route_reference
 from tests.kernels.inputs import DEVICE
@@ -81,6 +82,24 @@ def test_the_experts_of_gpt_oss_have_biases_and_a_clamped_gate(sizes: tuple[int,
             output += weight * (case.down[expert] @ gated + case.form[0][1][expert])
         outputs.append(output)
     torch.testing.assert_close(case.run(), torch.stack(outputs), **FLOAT32)
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (19, 8), (5, 2, 33, 70)])
+def test_the_experts_of_gemma_have_gelu_for_their_gate(sizes: tuple[int, ...]) -> None:
+    case = Case(*sizes)
+    inputs = case.x, case.gate_up, case.down, case.weights, case.experts
+    found = experts_mlp(*inputs, is_gelu=True)
+    torch.testing.assert_close(found, experts_mlp_reference(*inputs, is_gelu=True), **FLOAT32)
+    invariant = invariant_experts_mlp_reference(*inputs, is_gelu=True)
+    torch.testing.assert_close(invariant, found, **FLOAT32)
+    x, expert = case.x[0], int(case.experts[0, 0])
+    gate, up = (case.gate_up[expert] @ x).chunk(2)
+    assert not torch.allclose(found, case.run())
+    alone = experts_mlp(
+        x[None], case.gate_up, case.down, torch.ones_like(case.weights[:1, :1]), case.experts[:1, :1], is_gelu=True
+    )
+    gated = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    torch.testing.assert_close(alone[0], case.down[expert] @ gated, **FLOAT32)
 
 
 @pytest.mark.parametrize("experts", [(0, 1), (5, 0), (4, 2)])

@@ -18,7 +18,7 @@ from dflash_backend.checkpoints import TARGET_ARCHITECTURES, read_target
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.recurrent_state import StatePool
 from tests.paged import BLOCK_SIZE, block_tables, caches, context, noisy_pool
-from tests.tiny_models import TARGET_LAYERS, VOCAB_SIZE, make_target
+from tests.tiny_models import GEMMA4_EXPERTS, TARGET_LAYERS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 CPU = torch.device("cpu")
@@ -44,7 +44,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 GEMMA = "Gemma4ForCausalLM"
-GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": (QWEN3, {}),
     "qwen3 untied": (QWEN3, {"tie_word_embeddings": False}),
@@ -118,7 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma 4": (GEMMA, {}),
     "gemma 4 untied, no softcap": (GEMMA, {"tie_word_embeddings": False, "final_logit_softcapping": None}),
-    "gemma 4 experts": (GEMMA, GEMMA_EXPERTS),
+    "gemma 4 experts": (GEMMA, GEMMA4_EXPERTS),
     "gemma 4 values of their own": (GEMMA, {"attention_k_eq_v": False, "attention_bias": True}),
     "gemma 4 one window": (GEMMA, {"layer_types": ["sliding_attention"] * 5, "sliding_window": 1}),
     "gemma 4 other rotations": (

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -22,7 +24,7 @@ from dflash_backend.checkpoints import read_target
 from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.models import load_target
 from tests.paged import block_tables, caches, context, noisy_pool
-from tests.tiny_models import VOCAB_SIZE, target_config
+from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, target_config
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 VISION = {
@@ -74,6 +76,26 @@ def test_the_text_part_gives_the_logits_of_transformers(tmp_path: Path, experts:
     assert spec.architecture == ("Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM")
     assert spec.tie_word_embeddings
     assert dict(target_facts(spec))["not served"].startswith("model.visual.")
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_text_part_of_gemma_4_gives_the_logits_of_transformers(tmp_path: Path, experts: bool) -> None:
+    torch.manual_seed(0)
+    text = target_config("Gemma4ForCausalLM", **(GEMMA4_EXPERTS if experts else {})).to_dict()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    config = Gemma4Config(text_config=text, vision_config=vision | {"num_key_value_heads": 2}, audio_config=None)
+    whole = Gemma4ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path)
+    check(tmp_path, whole)
+    spec = read_target(tmp_path)
+    assert (spec.architecture, spec.tie_word_embeddings) == ("Gemma4ForCausalLM", True)
+    assert "model.vision_tower." in dict(target_facts(spec))["not served"]
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -125,6 +125,14 @@ class DFlashSpec(DraftModelSpec):
         steps += [f"times {form.scale:g}"] if form.scale != 1 else []
         return facts + ([("logits", ", then ".join(steps))] if steps else [])
 
+    def for_target(self, target: TargetSpec) -> DFlashSpec:
+        """The drafter with the target's soft cap of logits where it multiplies by the target's head and has no cap of
+        its own, as in vLLM. A cap changes no greedy draft, and changes how noise chooses."""
+        gemma4 = target.decoder.gemma4
+        if gemma4 is None or gemma4.softcap is None or self.has_lm_head or self.logits.softcap is not None:
+            return self
+        return dataclasses.replace(self, logits=dataclasses.replace(self.logits, softcap=gemma4.softcap))
+
     def mismatch(self, target: TargetSpec) -> str | None:
         if self.mask_token_id < target.vocab_size:
             return None
