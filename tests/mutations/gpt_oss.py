@@ -86,7 +86,7 @@ GPT_OSS_MUTANTS = (
     ),
     Mutant(
         "a backend without sinks is chosen for layers that have them",
-        "dflash_backend/models/decoder.py",
+        "dflash_backend/models/interface.py",
         "AttentionPattern(True, cache.sliding_window, sinks)",
         "AttentionPattern(True, cache.sliding_window)",
         ("tests/attention/test_selection.py",),
