@@ -151,6 +151,13 @@ class EngineConfig:
         low=1,
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")
+    num_state_snapshots: int | None = setting(
+        None,
+        "for a target with recurrent layers, how many copies of their states the prefix cache keeps, without which it "
+        "has no hits; auto: half of max_num_seqs, 4 at least",
+        low=0,
+        high=65536,
+    )
     max_step_time_ms: float | None = setting(
         None,
         "how long a step with prompts may take while requests of several tenants are served, eight times as long with "

@@ -63,6 +63,7 @@ ELSEWHERE = {
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/engine/test_build.py",
     "tensor_parallel_size": "tests/engine/test_ranks.py",
+    "num_state_snapshots": "tests/worker/test_recurrent_engines.py",
     "engine_hang_timeout_s": "tests/engine_client/test_supervisor.py",
     **dict.fromkeys(
         (

@@ -12,8 +12,8 @@ class CacheGroup:
     There is one such group: the attention layers of target and drafter (TOGETHER). K and V lie by position, in blocks
     of `block_size` positions. Its commit phase, after a step's drafts are accepted, is empty: K and V of a rejected
     draft lie past `num_computed`, where the next step overwrites them. Layers that keep one state for all positions (a
-    recurrence) need nothing of the core: their slot is the worker's request index, and their commit is the worker's
-    (`models/recurrent_state.py`). No blocks are published for such a target: a hit would lack the state.
+    recurrence) have the worker's request index for their slot, and their commit is the worker's
+    (`models/recurrent_state.py`). A hit needs a copy of their state as well (`state_snapshots.py`).
     """
 
     block_size: int

@@ -22,9 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from dflash_backend.core.block_pool import BlockPool
+from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.state_snapshots import StateSnapshots
+
+# A state that covers fewer blocks is not worth a copy: they are soon computed anew.
+MIN_SNAPSHOT_BLOCKS = 4
 
 
 class KVManager:
@@ -36,6 +43,9 @@ class KVManager:
         self._caching = config.enable_prefix_caching
         self._num_behind = int(config.reads_next_tokens)
         self.pool = BlockPool(config.num_blocks)
+        self.snapshots: StateSnapshots | None = None
+        if config.num_state_snapshots is not None and config.enable_prefix_caching:
+            self.snapshots = StateSnapshots(config.num_state_snapshots)
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing
@@ -44,15 +54,20 @@ class KVManager:
         A cached block has the drafter's context KV too (PUBLISH, TOGETHER), so no block of the hit is dropped. At least
         one position is left to compute: a fresh prompt needs the logits of its last token, and a resumed request a row
         after which the drafter runs. So there is a token behind the last block, as the hashes need with a drafter that
-        reads it. A request that wants log-probabilities of its prompt computes all of it.
+        reads it. A request that wants log-probabilities of its prompt computes all of it. With recurrent layers a hit
+        ends where there is a copy of the state.
         """
         if not self._caching or request.wants_prompt_logprobs:
             return []
-        version = self.pool.cache_version
+        version = self.pool.cache_version + (self.snapshots.version if self.snapshots is not None else 0)
         if request.hit is None or request.hit[0] != version:
             num_blocks = (request.prefill_end - 1) // self._block_size
             hashes = request.block_hashes.first(num_blocks, request.token_ids)
-            request.hit = version, self.pool.find_chain(hashes, num_blocks)
+            chain = self.pool.find_chain(hashes, num_blocks)
+            request.num_cached_blocks = len(chain)
+            if self.snapshots is not None:
+                chain = chain[: self.snapshots.longest(hashes, len(chain))]
+            request.hit = version, chain
         return request.hit[1]
 
     def fits(self, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:
@@ -71,6 +86,38 @@ class KVManager:
         request.block_ids = list(hit)
         request.num_published_blocks = len(hit)
         request.num_computed = len(hit) * self._block_size
+        if self.snapshots is not None:
+            self._start_state(request, len(hit))
+
+    def _start_state(self, request: Request, num_blocks: int) -> None:
+        """Choose where the request's recurrent state comes from, and where it is copied: behind the last block before
+        the end of its prompt, where the next turn of a conversation goes on, and where it leaves the text of earlier
+        prompts, of which others will share the beginning too. A resumed request has had its copies."""
+        assert self.snapshots is not None
+        size = self._block_size
+        request.snapshot_slot = None
+        if num_blocks:
+            last = request.block_hashes.first(num_blocks, request.token_ids)[num_blocks - 1]
+            request.snapshot_slot = self.snapshots.use(last)
+        request.snapshot_borders = ()
+        if request.num_preemptions == 0 and self.snapshots.num_slots:
+            ends = {request.num_cached_blocks * size, (request.prefill_end - 1) // size * size}
+            least = max(request.num_computed + 1, MIN_SNAPSHOT_BLOCKS * size)
+            request.snapshot_borders = tuple(sorted(end for end in ends if end >= least))
+
+    def with_snapshot(self, request: Request, row: ScheduledRequest) -> ScheduledRequest:
+        """The row with a slot for its recurrent state if it ends where that is to be copied, and a slot is there."""
+        end = row.num_computed + row.num_new
+        if self.snapshots is None or row.num_draft or end not in request.snapshot_borders:
+            return row
+        block_hash = request.block_hashes.first(end // self._block_size, request.token_ids)[end // self._block_size - 1]
+        if (end, block_hash) in request.pending_snapshots:  # the step that was to write it did not run
+            return msgspec.structs.replace(row, snapshot_slot=self.snapshots.slot_of_pending(block_hash))
+        slot = self.snapshots.reserve(block_hash)
+        if slot is None:
+            return row
+        request.pending_snapshots.append((end, block_hash))
+        return msgspec.structs.replace(row, snapshot_slot=slot)
 
     def reserve(self, request: Request, num_positions: int) -> list[int] | None:
         """Extend the block table to cover `num_positions`; the blocks added, or None when the pool has too few."""
@@ -91,6 +138,8 @@ class KVManager:
         """
         if not self._caching:
             return
+        if request.pending_snapshots:
+            self._publish_snapshots(request)
         num_full = min(request.num_computed, request.num_tokens - self._num_behind) // self._block_size
         if num_full > request.num_published_blocks:
             hashes = request.block_hashes.first(num_full, request.token_ids)
@@ -99,8 +148,19 @@ class KVManager:
                 self.pool.publish(request.block_ids[index], hashes[index], before)
             request.num_published_blocks = num_full
 
+    def _publish_snapshots(self, request: Request) -> None:
+        """Let the copies be found that the steps so far have written."""
+        assert self.snapshots is not None
+        while request.pending_snapshots and request.pending_snapshots[0][0] <= request.num_computed:
+            self.snapshots.publish(request.pending_snapshots.pop(0)[1])
+
     def release(self, request: Request) -> None:
         """Give up all blocks of the request; what it published can still be found."""
+        if self.snapshots is not None:
+            for _, block_hash in request.pending_snapshots:
+                self.snapshots.drop(block_hash)
+            request.pending_snapshots.clear()
+            request.snapshot_borders = ()
         self.pool.free(request.block_ids)
         request.block_ids = []
         request.num_published_blocks = 0
@@ -119,6 +179,8 @@ class KVManager:
     def check(self, running: Iterable[Request]) -> None:
         """Raise AssertionError unless the pool and these requests, all that hold blocks, agree. For tests."""
         requests = list(running)
+        if self.snapshots is not None:
+            self.snapshots.check([each for request in requests for _, each in request.pending_snapshots])
         self.pool.check([request.block_ids for request in requests])
         for request in requests:
             own = set(request.block_ids[request.num_computed // self._block_size :])

@@ -18,7 +18,9 @@ from dflash_backend.messages import SamplingParams, TokenLogprobs
 class NewRequest:
     """A request that the worker does not hold: admitted now, or resumed after preemption.
 
-    `token_ids` are the prompt and every token generated so far; `seed` is resolved (never None).
+    `token_ids` are the prompt and every token generated so far; `seed` is resolved (never None). `snapshot_slot`: the
+    slot of the recurrent state that its first row starts from; None where that starts at position 0, or where there is
+    no such state.
     """
 
     request_id: str
@@ -27,6 +29,7 @@ class NewRequest:
     sampling: SamplingParams
     eos_token_ids: tuple[int, ...]
     seed: int
+    snapshot_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     most this much lower. If the step in flight ends the request, the row runs for nothing: it may then start past
     `num_computed` and reach past its blocks, and a position that no block covers is not written.
     num_positions: the request's blocks cover every position below it (RESERVE).
+    snapshot_slot: where the recurrent state behind the row is copied once the row has run; None: nowhere. Only rows
+    without drafts have one.
     """
 
     request_id: str
@@ -66,6 +71,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     new_block_ids: list[int]
     num_unverified_drafts: int = 0
     num_positions: int = 0
+    snapshot_slot: int | None = None
 
 
 class DraftBudget(msgspec.Struct, frozen=True):

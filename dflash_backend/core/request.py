@@ -75,6 +75,13 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     # The cached blocks that it found, and the version of the cache then; None while it runs.
     hit: tuple[int, list[int]] | None = None
+    # How many blocks of its prompt are cached, those behind the hit as well, for which there is no recurrent state.
+    num_cached_blocks: int = 0
+    # Positions at which a chunk of its prefill ends, for a copy of its recurrent state; the copies that steps are to
+    # write, as position and block hash; and the slot of the one that it starts from.
+    snapshot_borders: tuple[int, ...] = ()
+    pending_snapshots: list[tuple[int, bytes]] = field(default_factory=list)
+    snapshot_slot: int | None = None
     # Blocks that it needs to come to its first decode row, as of its admission.
     num_blocks_to_decode: int = 0
     num_published_blocks: int = 0
@@ -206,6 +213,7 @@ class Request:
             sampling=self.sampling if self.wants_prompt_logprobs else self._without_prompt_logprobs(),
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
+            snapshot_slot=self.snapshot_slot,
         )
 
     def _without_prompt_logprobs(self) -> SamplingParams:

@@ -26,9 +26,14 @@ def decode_row(request: Request, config: SchedulerConfig) -> ScheduledRequest:
 def prefill_row(
     request: Request, start: int, config: SchedulerConfig, budget: int, draft_length: int
 ) -> ScheduledRequest:
-    """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least."""
+    """The next chunk of a request's prefill, from position `start` on, of `budget` tokens at most and one at least. It
+    ends where the recurrent state is to be copied."""
     num_tokens = request.num_tokens
     num_new = min(request.prefill_end - start, budget)
+    for border in request.snapshot_borders:
+        if start < border < start + num_new:
+            num_new = border - start
+            break
     end = start + num_new
     # k follows from the tokens that the whole prefill leaves, so that all chunks of a prompt agree. Drafts that were
     # pending when the request was preempted are proposed again from the same anchor.
@@ -103,8 +108,12 @@ def next_draft_length(request: Request, num_tokens: int, num_draft: int, config:
 
 
 def positions_to_start(request: Request, config: SchedulerConfig) -> int:
-    """Positions that must be free for a request to start: its whole prefill, and the decode row after it."""
-    whole = prefill_row(request, 0, config, sys.maxsize, request.num_speculative_tokens)
+    """Positions that must be free for a request to start: its whole prefill, and the decode row after it, with as many
+    drafts as it may propose: where k do not fit, fewer may."""
+    k = request.num_speculative_tokens
+    if config.adaptive_speculation:
+        k = min(k, max(0, config.max_drafting_len - request.num_tokens - 1))
+    whole = prefill_row(request, 0, config, sys.maxsize, k)
     return min(whole.num_positions + 1 + whole.num_next_draft, peak_positions(request, config))
 
 
@@ -121,7 +130,8 @@ def peak_positions(request: Request, config: SchedulerConfig) -> int:
     longest = min(request.num_prompt_tokens + request.sampling.max_tokens, config.max_model_len)
     target = longest - 1  # the last token of all is never run
     k = request.num_speculative_tokens
-    if next_draft_length(request, request.num_prompt_tokens, 0, config, k) == 0:
+    fewest = min(k, 1) if config.adaptive_speculation else k
+    if next_draft_length(request, request.num_prompt_tokens, 0, config, fewest) == 0:
         return target  # it never drafts
     # The latest verification that is followed by drafts starts from an anchor with two tokens still to come.
     reach = k + config.lookahead(k)

@@ -126,6 +126,8 @@ class Scheduler:
     def _finished_plan(self, builder: PlanBuilder) -> StepPlan:
         self._step_id += 1
         rows = list(builder.rows.values())
+        if self.kv.snapshots is not None and builder.num_prefill_tokens:
+            rows = [self.kv.with_snapshot(self.running[row.request_id], row) for row in rows]
         finished, self._finished_req_ids = self._finished_req_ids, []
         writable = None
         if self._config.kv_write_guard:

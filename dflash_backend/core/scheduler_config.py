@@ -42,6 +42,8 @@ class SchedulerConfig:
     min_prefill_tokens_per_step: the least that the None above comes to.
     max_step_s: seconds that a step with prompts may take while others wait or decode; None: `core.step_time` decides.
     tenant_weights: each tenant's share; a tenant without an entry has weight 1.
+    num_state_snapshots: slots for copies of recurrent states; None: no layer has such a state. Without a slot there are
+    no prefix hits then.
     kv_write_guard: whether plans say which blocks a row may write.
     seed: where the seeds of requests without one come from.
     """
@@ -67,6 +69,7 @@ class SchedulerConfig:
     max_step_s: float | None = None
     max_queue_tokens: int = 2_000_000
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    num_state_snapshots: int | None = None
     kv_write_guard: bool = False
     seed: int = 0
     max_drafting_len: int = field(init=False)

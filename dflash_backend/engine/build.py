@@ -28,7 +28,7 @@ from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.device import choose_device
 from dflash_backend.engine.quantised import check_quantization
 from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
-from dflash_backend.engine.recurrent import check_recurrent
+from dflash_backend.engine.recurrent import check_recurrent, num_snapshots
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -241,7 +241,7 @@ def _runner(
         drafter = models.make_drafter(target, kv.draft, models.draft_backend)
     decoder, pool = pair.target.decoder, None
     if decoder.delta_net is not None:
-        pool = StatePool.allocate(decoder, config.max_num_seqs, models.dtype, device)
+        pool = StatePool.allocate(decoder, config.max_num_seqs + num_snapshots(config), models.dtype, device)
     step = ModelStep(
         target,
         drafter,
@@ -301,6 +301,7 @@ def _report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
 
 def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
     drafter = None if models.pair.draft is None else drafter_class(models.pair.draft)
+    copies = None if models.pair.target.decoder.delta_net is None else num_snapshots(config)
     return SchedulerConfig(
         num_blocks=sizes.num_blocks,
         block_size=config.kv_block_size,
@@ -311,8 +312,8 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         max_queue_tokens=config.max_queue_tokens,
         max_step_s=None if config.max_step_time_ms is None else config.max_step_time_ms / 1e3,
         tenant_weights=parse_tenant_weights(config.tenant_weights),
-        # A hit would need the recurrent state behind it, which is not kept.
-        enable_prefix_caching=config.enable_prefix_caching and models.pair.target.decoder.delta_net is None,
+        enable_prefix_caching=config.enable_prefix_caching and copies != 0,
+        num_state_snapshots=copies,
         num_speculative_tokens=models.pair.num_speculative_tokens,
         adaptive_speculation=config.adaptive_speculation,
         lookahead_base=0 if drafter is None else drafter.lookahead_base,

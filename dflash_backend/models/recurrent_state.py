@@ -8,7 +8,7 @@ known: it replays them from what the pass kept of the rows that may have drafts,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from dflash_backend.models.delta_rule import CHUNK, DeltaBlock, advance
 
 @dataclass(frozen=True)
 class StatePool:
-    """States of S requests, and a last slot that padding rows write to.
+    """States of S slots, first those of requests and behind them copies, and a last slot that padding rows write to.
 
     states: float32 `[layers, S + 1, value_heads, key_dim, value_dim]`. tails: `[layers, S + 1, conv_width - 1,
     channels]`, the last inputs of the convolution, in the model's dtype. lengths: int32 `[S + 1]`, how many positions a
@@ -32,11 +32,11 @@ class StatePool:
     lengths: torch.Tensor
 
     @classmethod
-    def allocate(cls, decoder: DecoderSpec, num_requests: int, dtype: torch.dtype, device: torch.device) -> StatePool:
+    def allocate(cls, decoder: DecoderSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> StatePool:
         """For the gated delta net layers of `decoder`, which has some."""
         net = decoder.delta_net
         assert net is not None
-        layers, slots = sum(net.layers), num_requests + 1
+        layers, slots = sum(net.layers), num_slots + 1
         shape = layers, slots, net.num_value_heads, net.key_head_dim, net.value_head_dim
         return cls(
             torch.zeros(shape, dtype=torch.float32, device=device),
@@ -44,15 +44,23 @@ class StatePool:
             torch.zeros(slots, dtype=torch.int32, device=device),
         )
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states between slots: `(from, to)`, of which no slot occurs twice."""
+        if pairs:
+            source, target = torch.tensor(pairs, dtype=torch.int64).to(self.lengths.device).unbind(1)
+            self.states.index_copy_(1, target, self.states.index_select(1, source))
+            self.tails.index_copy_(1, target, self.tails.index_select(1, source))
+            self.lengths.index_copy_(0, target, self.lengths.index_select(0, source))
+
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that steps change."""
         return self.states, self.tails, self.lengths
 
 
-def pool_bytes(net: DeltaNetSpec, num_requests: int, dtype: torch.dtype) -> int:
-    """Bytes of a pool for that many requests."""
-    return (num_requests + 1) * net.state_bytes(dtype.itemsize)
+def pool_bytes(net: DeltaNetSpec, num_slots: int, dtype: torch.dtype) -> int:
+    """Bytes of a pool of that many slots."""
+    return (num_slots + 1) * net.state_bytes(dtype.itemsize)
 
 
 @dataclass(frozen=True)

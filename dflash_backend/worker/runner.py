@@ -221,6 +221,22 @@ class ModelRunner:
         if self.step.pending is not None:
             for new in plan.new_requests:
                 self.step.pending.drop(self.requests.records[new.request_id].index)
+        if self.step.pool is not None:
+            # What the steps before have yet to write is written first.
+            first = len(self.step.state.tokens)
+            starts = [(new.snapshot_slot, new.request_id) for new in plan.new_requests]
+            self.step.pool.copy(
+                [(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]
+            )
+
+    def _copied_states(self, rows: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+        """The slots of the rows' recurrent states that are copied behind them, and those that they are copied to."""
+        first = len(self.step.state.tokens)
+        return [
+            (self.requests.records[row.request_id].index, first + row.snapshot_slot)
+            for row in rows
+            if row.snapshot_slot is not None
+        ]
 
     def _run(self, plan: StepPlan) -> list[PartInFlight]:
         """Queue a step that has rows. Raises `StepOutOfMemory`."""
@@ -260,7 +276,8 @@ class ModelRunner:
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)
         grammars = self.grammars.of(batch, self._grammars_in_flight())
-        padded = self.graphs.find(batch) if processors is None and grammars is None else None
+        copies = self._copied_states(rows) if self.step.pool is not None else []
+        padded = self.graphs.find(batch) if processors is None and grammars is None and not copies else None
         if padded is not None:
             inputs = padded.inputs
             self.layouts.send_padded(batch, inputs.num_rows, inputs.num_tokens)
@@ -270,11 +287,11 @@ class ModelRunner:
             output = StepOutput(padded.replay())
         elif grammars is not None and grammars.waits:
             forwarded = self.step.forward(inputs, guard, processors, of_prompt)
-            complete = partial(self.step.complete, forwarded, guard, processors, grammars)
+            complete = partial(self.step.complete, forwarded, guard, processors, grammars, copies)
             entries = of_prompt.entries if of_prompt else {}
             return PartInFlight(rows, inputs.num_rows, None, {}, entries, grammars, complete)
         else:
-            output = self.step.run(inputs, guard, processors, of_prompt, grammars)
+            output = self.step.run(inputs, guard, processors, of_prompt, grammars, copies)
         results = self._downloader.begin(output.numbers)
         entries = of_prompt.entries if of_prompt else {}
         return PartInFlight(rows, inputs.num_rows, results, output.logprobs, entries, grammars)

@@ -7,6 +7,7 @@ graphs. `verify` leaves the requests' state as it is, `finish` advances it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from dflash_kernels import timestamp
 PHASES = ("verify", "accept", "inject", "draft")
 # Recorded as the step begins, and as each of its phases ends.
 NUM_TIMESTAMPS = len(PHASES) + 1
+Slots = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,12 @@ class ModelStep:
         processors: LogitsProcessors | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
         grammars: StepGrammars | None = None,
+        copies: Slots = (),
     ) -> StepOutput:
-        """A whole step. Raises `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
+        """A whole step. copies: slots of recurrent states that are copied behind it, and where to. Raises
+        `torch.OutOfMemoryError`, and has changed nothing of the requests' state then."""
         forwarded = self.forward(inputs, guard, processors, prompt_logprobs)
-        return self.complete(forwarded, guard, processors, grammars)
+        return self.complete(forwarded, guard, processors, grammars, copies)
 
     def complete(
         self,
@@ -146,14 +150,15 @@ class ModelStep:
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         grammars: StepGrammars | None = None,
+        copies: Slots = (),
     ) -> StepOutput:
         """What follows the target's forward; waits for the masks of grammars. Raises as `run`."""
         verified = self.choose(forwarded, grammars)
         if self.ops.on_host:  # a CPU never raises this error
-            return self.finish(verified, guard, processors, grammars is not None)
+            return self.finish(verified, guard, processors, grammars is not None, copies)
         before = StateSnapshot(self.state, verified.inputs.batch, verified.prepared)
         try:
-            return self.finish(verified, guard, processors, grammars is not None)
+            return self.finish(verified, guard, processors, grammars is not None, copies)
         except torch.OutOfMemoryError:
             before.restore()
             raise
@@ -247,6 +252,7 @@ class ModelStep:
         guard: WriteGuard | None = None,
         processors: LogitsProcessors | None = None,
         returns_drafts: bool = False,
+        copies: Slots = (),
     ) -> StepOutput:
         """Accept, inject and draft; then bring the states of recurrent layers behind the accepted drafts. They come
         last, so that what fails before leaves them as they were."""
@@ -260,7 +266,7 @@ class ModelStep:
         if self.drafter is not None and inputs.traits.drafts:
             self._draft(self.drafter, inputs, verified.features, accepted.count, guard)
         if verified.states is not None:
-            self._commit(verified.states, inputs.batch.num_new + accepted.count)
+            self._commit(verified.states, inputs.batch.num_new + accepted.count, copies)
         record(timestamps, 4)
         confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
         counts = [accepted.count, inputs.batch.num_draft]
@@ -270,11 +276,12 @@ class ModelStep:
         return StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
 
     @staticmethod
-    def _commit(states: StateRows, num_kept: torch.Tensor) -> None:
+    def _commit(states: StateRows, num_kept: torch.Tensor, copies: Slots) -> None:
         """Raises `RuntimeError` where memory does not suffice: some states may be ahead of others then, so the step
         must not be tried again, and its requests are computed anew."""
         try:
             states.commit(num_kept)
+            states.pool.copy(copies)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(f"no memory to bring recurrent states up to date: {first_line(error)}") from None
 

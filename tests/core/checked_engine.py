@@ -16,6 +16,7 @@ from toy_model import expected_output, prefix_states, root_state
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.state_snapshots import StateSnapshots
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.messages import GenerationRequest, RequestRejected
 
@@ -37,6 +38,13 @@ def give_any_budget(history: StepHistory) -> None:
         return DraftBudget(num_drafts, 0.5, [1.0] * 8, [hash((20, i)) % 3 - 1.0 for i in range(len(rows))])
 
     history.choose_budget = budget  # type: ignore[method-assign]
+
+
+def snapshot_of(snapshots: StateSnapshots | None, block_hash: bytes) -> int | None:
+    """The slot of the copy that can be found behind a block."""
+    if snapshots is None:
+        return None
+    return snapshots._used.get(block_hash, snapshots._unused.get(block_hash))
 
 
 class CheckedEngine(Engine):
@@ -135,6 +143,10 @@ class CheckedEngine(Engine):
             states = self._states[request.request_id]
             states += prefix_states(request.token_ids[len(states) - 1 :], states[-1])
             for index, block_hash in enumerate(request.block_hashes.first(0, ())):
+                slot = snapshot_of(self.scheduler.kv.snapshots, block_hash)
+                if slot is not None:
+                    behind = states[(index + 1) * block_size]
+                    assert worker.snapshots[slot] == behind, f"the copy behind block {index} is of another prefix"
                 block_id = lookup(pool, block_hash)
                 if block_id is None:
                     continue

@@ -31,6 +31,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "max_prefill_tokens_per_step": st.sampled_from([None, 1, 5]),
                 "drafter_max_len": st.sampled_from([MAX_MODEL_LEN, 20, 500]),
                 "enable_prefix_caching": st.sampled_from([True, True, False]),
+                "num_state_snapshots": st.sampled_from([None, None, 0, 1, 3]),
                 "tenant_weights": st.sampled_from([{}, {"a": 3.0, "b": 0.25}]),
                 "max_step_s": st.sampled_from([None, 0.5]),
             }

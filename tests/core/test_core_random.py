@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from checked_engine import CheckedEngine
@@ -23,6 +23,7 @@ from dflash_backend.messages import GenerationRequest
 from tests.scale import scaled
 
 NUM_STEPS = scaled(12_000, at_least=4_000)  # of each of the four parts
+NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
 NUM_REQUESTS = 60
 
 
@@ -49,6 +50,7 @@ def _random_config(rng: random.Random) -> SchedulerConfig:
         kv_write_guard=rng.random() < 0.5,
         max_step_s=rng.choice([None, 0.5, 2.0]),
         tenant_weights=rng.choice([{}, {"a": 3.0}, {"": 0.5, "b": 0.1}]),
+        num_state_snapshots=rng.choice([None, None, None, None, 1, 3, 12]),
     )
 
 
@@ -125,9 +127,13 @@ def _failures(rng: random.Random) -> Callable[[StepPlan], bool]:
     return fails
 
 
-def _run_traffic(seed: int, overlap: bool) -> CheckedEngine:
+def _run_traffic(seed: int, overlap: bool, num_snapshots: tuple[int, ...] = ()) -> CheckedEngine:
+    """num_snapshots: slots for copies of recurrent states to choose from, with the prefix cache on; by default the
+    config has any or none."""
     rng = random.Random(seed)
     config = _random_config(rng)
+    if num_snapshots:
+        config = replace(config, num_state_snapshots=rng.choice(num_snapshots), enable_prefix_caching=True)
     engine = CheckedEngine(config, (lambda: rng.randrange(3)) if overlap else None)
     token_s = rng.choice([0.0, 0.0002, 0.01])
     engine.worker.target_s = lambda plan: token_s * (10 + plan.num_tokens)
@@ -174,3 +180,19 @@ def test_random_traffic_keeps_every_invariant_and_every_output(part: int) -> Non
     assert num_preemptions > NUM_STEPS // 133
     # Few steps are few configurations, half of which draft little.
     assert min(num_hits, num_accepted, num_evicted) > NUM_STEPS // (8 if NUM_STEPS >= 12_000 else 16)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_of_states_hold_what_they_are_found_for_in_random_traffic(overlap: bool) -> None:
+    """The worker checks each state that a row starts from, and after each step every copy that can be found is looked
+    at."""
+    num_steps = num_hits = num_copied = 0
+    seed = 9_000_000 + overlap
+    while num_steps < NUM_SNAPSHOT_STEPS:
+        engine = _run_traffic(seed, overlap, num_snapshots=(1, 2, 5, 20))
+        num_steps += engine.worker.num_steps
+        num_hits += engine.core.stats().prefix_cache_hits
+        num_copied += len(engine.worker.snapshots)
+        seed += 2
+    assert num_hits > num_steps // 30
+    assert num_copied > num_steps // 200

@@ -52,6 +52,8 @@ class _Held:
     num_computed: int | None = None
     drafts: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+    # Of the layers that keep one state for all positions: the prefix state that it is behind.
+    recurrent: int = EMPTY
 
     def extend(self, token_ids: list[int]) -> None:
         self.token_ids += token_ids
@@ -84,6 +86,8 @@ class ToyWorker:
         self._max_positions = config.max_model_len + config.num_speculative_tokens + 1
         self.target_kv = [EMPTY] * num_slots
         self.drafter_kv = [EMPTY] * num_slots
+        # Copies of recurrent states, by slot.
+        self.snapshots: dict[int, int] = {}
         self.pool: BlockPool | None = None
         self.keep_plans = True
         self.plans: list[StepPlan] = []
@@ -148,7 +152,9 @@ class ToyWorker:
             assert new.request_id not in self._held, f"{new.request_id} is new and already held"
             states = prefix_states(new.token_ids, root_state(new.sampling.cache_salt))
             plain = prefix_states(new.token_ids, root_state())[-1]
-            self._held[new.request_id] = _Held(new, list(new.token_ids), states, plain)
+            self._held[new.request_id] = held = _Held(new, list(new.token_ids), states, plain)
+            if new.snapshot_slot is not None:
+                held.recurrent = self.snapshots[new.snapshot_slot]
         assert len(self._held) <= self._config.max_num_seqs, "more requests than the worker has rows for"
         for row in plan.rows:
             self._held[row.request_id].block_ids += row.new_block_ids
@@ -159,6 +165,8 @@ class ToyWorker:
         work = [(row, self._held[row.request_id], self._start_of(row)) for row in plan.rows]
         for row, held, start in work:
             self._check_row(row, held, start)
+            if self._config.num_state_snapshots is not None and start:
+                assert held.recurrent == held.states[start - 1], f"{row} starts from the state of another prefix"
         self._check_owners(plan, work)
         if plan.budget is not None:
             self._keep_likeliest(plan.budget, [held for _, held, _ in work])
@@ -174,6 +182,10 @@ class ToyWorker:
             held.extend(result.token_ids)
             held.drafts, held.confidences = [], []
             held.num_computed = final
+            held.recurrent = held.states[final - 1]
+            if row.snapshot_slot is not None:
+                assert row.num_draft == 0
+                self.snapshots[row.snapshot_slot] = held.recurrent
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
             self._write(held, self.drafter_kv, start, held.states[start + self._shift : final + self._shift])
         for row, held, _ in work:

@@ -22,6 +22,7 @@ from tests.mutations.sampling import SAMPLING_MUTANTS
 from tests.mutations.scheduling import SCHEDULING_MUTANTS
 from tests.mutations.security import SECURITY_MUTANTS
 from tests.mutations.serving import SERVING_MUTANTS
+from tests.mutations.snapshots import SNAPSHOT_MUTANTS
 from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
 
@@ -29,6 +30,7 @@ MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS +
 MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS + GRAMMAR_MUTANTS
 MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTANTS + EAGLE3_MUTANTS + INVARIANCE_MUTANTS
 MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS + GEMMA4_MUTANTS
+MUTANTS += SNAPSHOT_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -152,16 +152,6 @@ def test_random_overlapped_workloads_yield_the_text_of_one_request_after_the_oth
     assert overlapped.reasons == alone.reasons
 
 
-def test_a_hybrid_claims_no_prefix_hit_and_says_so(
-    settings: dict[str, Any], texts: list[tuple[list[int], list[int]]]
-) -> None:
-    built = engine(**settings, enable_prefix_caching=True)
-    check(built, [texts[2], texts[2], texts[2]], stagger=8)
-    stats = built.core.stats()
-    assert stats.prefix_cache_hits == 0
-    assert not built.core.config.enable_prefix_caching
-
-
 def test_a_row_elsewhere_than_its_state_ends_is_an_error_under_the_guard(settings: dict[str, Any]) -> None:
     built = engine(**settings)
     outputs = Outputs(built)
@@ -179,7 +169,10 @@ def test_a_row_elsewhere_than_its_state_ends_is_an_error_under_the_guard(setting
     [
         ({"batch_invariant": True}, "batch_invariant"),
         ({"draft_model": "ngram", "num_speculative_tokens": 64}, "at most 63"),
-        ({"max_num_seqs": 4096, "kv_cache_gb": MACHINE_GIB - 0.01}, "lower max_num_seqs or kv_cache_gb"),
+        (
+            {"max_num_seqs": 4096, "kv_cache_gb": MACHINE_GIB - 0.01},
+            "lower max_num_seqs, num_state_snapshots or kv_cache_gb",
+        ),
     ],
 )
 def test_settings_that_a_hybrid_cannot_be_served_with_are_refused(
@@ -189,18 +182,39 @@ def test_settings_that_a_hybrid_cannot_be_served_with_are_refused(
         engine(**settings | changes)
 
 
-def test_the_log_says_what_states_take_and_that_the_prefix_cache_is_off(
-    settings: dict[str, Any],
-) -> None:
+def test_the_log_says_what_states_take(settings: dict[str, Any]) -> None:
     lines: list[str] = []
-    values = {"device": "cpu", **settings, "max_num_seqs": 4}
+    values = {"device": "cpu", **settings, "max_num_seqs": 4, "num_state_snapshots": 7}
     built = build_engine(EngineConfig.from_values(values), lambda message, done: lines.append(message))
     pool = built.runner.step.pool
     assert pool is not None
+    assert pool.states.shape[1] == 4 + 7 + 1
     size = sum(tensor.numel() * tensor.element_size() for tensor in (pool.states, pool.tails))
     (line,) = (line for line in lines if "recurrent state" in line)
-    assert f"{size / 2**20:.1f} MiB for 4 requests" in line
-    assert any(line.startswith("prefix cache: off") for line in lines)
+    assert f"{size / 2**20:.1f} MiB for 4 requests and 7 copies" in line
+    assert not any(line.startswith("prefix cache") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_copies", "is_said"),
+    [
+        ({"num_state_snapshots": 0}, 0, True),
+        ({"enable_prefix_caching": False, "num_state_snapshots": 9}, 0, False),
+        ({"max_num_seqs": 2}, 4, False),
+        ({"max_num_seqs": 30}, 15, False),
+    ],
+)
+def test_how_many_copies_there_are(
+    settings: dict[str, Any], changes: dict[str, Any], num_copies: int, is_said: bool
+) -> None:
+    lines: list[str] = []
+    values = {"device": "cpu", **settings, "max_num_seqs": 4} | changes
+    built = build_engine(EngineConfig.from_values(values), lambda message, done: lines.append(message))
+    pool = built.runner.step.pool
+    assert pool is not None
+    assert pool.states.shape[1] == values["max_num_seqs"] + num_copies + 1
+    assert built.core.config.enable_prefix_caching == (num_copies > 0)
+    assert any(line.startswith("prefix cache: off") for line in lines) == is_said
 
 
 @pytest.mark.slow

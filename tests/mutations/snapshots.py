@@ -1,0 +1,102 @@
+"""Defects of the copies of recurrent states: a hit then goes on from the state of another text, which shows in no
+error."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+CORE = "dflash_backend/core/state_snapshots.py"
+MANAGER = "dflash_backend/core/kv_manager.py"
+STATE = "dflash_backend/models/recurrent_state.py"
+RUNNER = "dflash_backend/worker/runner.py"
+OF_CORE = ("tests/core/test_state_snapshots.py", "tests/core/test_core_random.py")
+OF_HITS = ("tests/worker/test_recurrent_hits.py",)
+
+SNAPSHOT_MUTANTS = (
+    *mutants_of(
+        MANAGER,
+        OF_CORE,
+        (
+            "a hit goes on behind its copy, to the last cached block",
+            "chain = chain[: self.snapshots.longest(hashes, len(chain))]",
+            "chain = chain if self.snapshots.longest(hashes, len(chain)) else []",
+        ),
+        (
+            "a copy is taken for one that is a block behind",
+            "hashes, len(chain))]",
+            "hashes, len(chain)) and max(1, self.snapshots.longest(hashes, len(chain)) - 1)]",
+        ),
+        (
+            "a copy is found before its step has run",
+            "request.pending_snapshots[0][0] <= request.num_computed",
+            "request.pending_snapshots[0][0] <= request.num_tokens",
+        ),
+        (
+            "a copy that was to be written by a step that did not run is never written",
+            "snapshot_slot=self.snapshots.slot_of_pending(block_hash)",
+            "snapshot_slot=None",
+        ),
+        (
+            "copies that are not written yet are kept by requests that are gone",
+            "                self.snapshots.drop(block_hash)\n",
+            "                self.snapshots.publish(block_hash)\n",
+        ),
+        (
+            "a waiting request is cut where it was cut before it was preempted",
+            "            request.snapshot_borders = ()\n        self.pool.free",
+            "        self.pool.free",
+        ),
+        (
+            "a prompt is not cut where it leaves earlier ones",
+            "ends = {request.num_cached_blocks * size, ",
+            "ends = {",
+        ),
+        (
+            "a prompt is not cut before its end",
+            ", (request.prefill_end - 1) // size * size}",
+            "}",
+        ),
+    ),
+    *mutants_of(
+        CORE,
+        OF_CORE,
+        (
+            "copies that were used are given away first",
+            "copies = self._unused or self._used",
+            "copies = self._used or self._unused",
+        ),
+        (
+            "a slot that is given away is still found for its old block",
+            "self._free.append(copies.popitem(last=False)[1])",
+            "self._free.append(next(iter(copies.values())))",
+        ),
+    ),
+    *mutants_of(
+        STATE,
+        OF_HITS,
+        (
+            "a copy has the convolution's tail of its slot's last owner",
+            "            self.tails.index_copy_(1, target, self.tails.index_select(1, source))\n",
+            "",
+        ),
+        (
+            "a copy has the length of its slot's last owner",
+            "            self.lengths.index_copy_(0, target, self.lengths.index_select(0, source))\n",
+            "",
+        ),
+    ),
+    Mutant(
+        "a hit starts from the state that its slot has",
+        RUNNER,
+        "[(first + slot, self.requests.records[name].index) for slot, name in starts if slot is not None]",
+        "[]",
+        OF_HITS,
+    ),
+    Mutant(
+        "the state is copied before the step's tokens are in it",
+        "dflash_backend/worker/step.py",
+        "            states.commit(num_kept)\n            states.pool.copy(copies)\n",
+        "            states.pool.copy(copies)\n            states.commit(num_kept)\n",
+        OF_HITS,
+    ),
+)
