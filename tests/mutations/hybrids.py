@@ -130,16 +130,16 @@ HYBRID_MUTANTS = (
     Mutant(
         "states are brought up to date without the accepted drafts",
         "dflash_backend/worker/step.py",
-        "self._commit(verified.states, inputs.batch.num_new + accepted.count)",
-        "self._commit(verified.states, inputs.batch.num_new)",
+        "self._commit(verified.states, inputs.batch.num_new + accepted.count, copies)",
+        "self._commit(verified.states, inputs.batch.num_new, copies)",
         OF_ENGINE,
     ),
     Mutant(
-        "a hybrid claims prefix hits",
+        "a hybrid without copies of its states has a prefix cache",
         "dflash_backend/engine/build.py",
-        "config.enable_prefix_caching and models.pair.target.decoder.delta_net is None",
+        "config.enable_prefix_caching and copies != 0",
         "config.enable_prefix_caching",
-        ("tests/worker/test_recurrent_engines.py::test_a_hybrid_claims_no_prefix_hit_and_says_so",),
+        ("tests/worker/test_recurrent_engines.py::test_how_many_copies_there_are",),
     ),
     Mutant(
         "zero-centred norms are rounded to 16 bits",
