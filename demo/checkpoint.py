@@ -1,4 +1,5 @@
-"""Write and read the pair in the formats that serving loads: Hugging Face Qwen3 and z-lab DFlash, in bf16."""
+"""Write and read the pair, in bf16, in the formats that serving loads: Hugging Face Qwen3, and that of the drafter's
+kind."""
 
 import json
 from pathlib import Path
@@ -9,10 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from demo.data import SPECIAL_TOKEN_IDS
-from demo.dflash2 import TAPS, make_drafter
-from demo.model import DFLASH, DFLASH2, DraftModel, PairConfig, TargetModel
-
-ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel"}
+from demo.kinds import KINDS, make_drafter, read_config
+from demo.model import DraftModel, PairConfig, TargetModel
 
 
 def qwen3_fields(config: PairConfig, layers: int) -> dict[str, Any]:
@@ -58,41 +57,18 @@ def save_target(model: TargetModel, folder: Path) -> None:
 
 
 def save_draft(model: DraftModel, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` in the z-lab format: no embedding and no LM head."""
+    """Write `config.json` and `model.safetensors` in the format of its kind: no embedding and no LM head."""
     folder.mkdir(parents=True, exist_ok=True)
     config = model.config
-    fields = {
-        "architectures": [ARCHITECTURES[config.drafter]],
-        **qwen3_fields(config, config.draft_layers),
-        "block_size": config.block_size,
-        "num_target_layers": config.target_layers,
-        "dflash_config": {
-            "target_layer_ids": list(config.target_layer_ids),
-            "mask_token_id": SPECIAL_TOKEN_IDS["<|mask|>"],
-            "causal": False,
-            **_dflash2_fields(config),
-        },
-    }
+    kind = KINDS[config.drafter]
+    fields = {"architectures": [kind.architecture], **kind.fields(config, qwen3_fields(config, config.draft_layers))}
     _write_json(folder / "config.json", fields)
     _write_weights(model, folder)
 
 
-def is_of_kind(folder: Path, drafter: str) -> bool:
-    """Whether the drafter in a folder is of the kind `drafter`."""
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return bool(fields["architectures"] == [ARCHITECTURES[drafter]])
-
-
-def _dflash2_fields(config: PairConfig) -> dict[str, int]:
-    """What `dflash_config` has for a DFlash2 drafter alone."""
-    if config.drafter != DFLASH2:
-        return {}
-    return {
-        "conv_kernel_size": TAPS,
-        "conv_group_size": config.conv_group_size,
-        "selector_rank": config.selector_rank,
-        "selector_top_k": config.selector_top_k,
-    }
+def read_draft_config(folder: Path) -> PairConfig:
+    """The sizes of a saved drafter."""
+    return read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def load_target(folder: Path, config: PairConfig) -> TargetModel:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo.model import DFLASH2, DraftModel, PairConfig, layers_of
+from demo.model import DraftModel, PairConfig, layers_of, token_losses
 
 TAPS = 2
 CODEBOOK_STD = 0.02
@@ -70,6 +70,12 @@ class DFlash2DraftModel(DraftModel):
         out: Tensor = getattr(self.layers[index], f"{name}_conv")(normed, block, run)
         return out
 
+    def losses(self, embedding: Tensor, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.outputs(embedding, features, anchors, labels[..., 0])[:, :, 1:]
+        logits = F.linear(hidden, embedding).float()
+        chosen = selector_loss(self.candidate_selector, logits, hidden, labels, self.config.selector_top_k)
+        return token_losses(logits, labels[..., 1:]) + chosen
+
     def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
         """A walk from the anchor: the candidate with the largest sum of its logit and its edge."""
         tokens, previous = [], torch.tensor(anchor)
@@ -93,9 +99,4 @@ def selector_loss(edges: Callable[..., Tensor], logits: Tensor, hidden: Tensor, 
     candidates = torch.cat((candidates[..., :-1], torch.where(missing, right, candidates[..., -1:])), dim=-1)
     place = (candidates == right).int().argmax(dim=-1)
     scores = logits.gather(-1, candidates) + edges(hidden, labels[..., :-1], candidates).float()
-    return F.cross_entropy(scores.flatten(0, -2), place.flatten(), reduction="none").view(place.shape)
-
-
-def make_drafter(config: PairConfig) -> DraftModel:
-    """A drafter of the kind that the config names, before training."""
-    return DFlash2DraftModel(config) if config.drafter == DFLASH2 else DraftModel(config)
+    return token_losses(scores, place)

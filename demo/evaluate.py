@@ -10,7 +10,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from demo.checkpoint import load_draft
+from demo.checkpoint import load_draft, read_draft_config
 from demo.data import CATEGORIES, render_chat
-from demo.model import DFLASH, DFLASH2, DraftModel, PairConfig, Shape
+from demo.model import DraftModel
 from demo.prose import document
 
 HERE = Path(__file__).parent
@@ -59,10 +59,8 @@ class ReferencePair:
     def __init__(self, pair: Path, shift_layer_ids: int = 0) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(str(pair / "target"))
         self.target = AutoModelForCausalLM.from_pretrained(str(pair / "target"), dtype=torch.float32)
-        fields = json.loads((pair / "draft" / "config.json").read_text(encoding="utf-8"))
-        self.config = pair_config(fields)
+        self.config = read_draft_config(pair / "draft")
         self.draft: DraftModel = load_draft(pair / "draft", self.config)
-        self.mask_token: int = fields["dflash_config"]["mask_token_id"]
         self.outputs: dict[int, Tensor] = {}
         self.layer_ids = [i + shift_layer_ids for i in self.config.target_layer_ids]
         for layer_id in self.layer_ids:
@@ -79,24 +77,16 @@ class ReferencePair:
         logits = self.target(tokens, past_key_values=cache, use_cache=True).logits
         return logits[0].argmax(-1), torch.cat([self.outputs[i] for i in self.layer_ids], dim=-1)
 
-    def _propose(self, features: Tensor, anchor: int) -> list[int]:
-        """Draft tokens after the anchor, whose position is the number of features."""
-        block = torch.tensor([[anchor] + [self.mask_token] * (self.config.block_size - 1)])
-        embedding = self.target.get_input_embeddings()
-        hidden = self.draft(features, embedding(block)[None], torch.tensor([[features.shape[1]]]))
-        hidden = hidden[0, 0, 1:]
-        return self.draft.choose(self.target.lm_head(hidden), hidden, anchor)
-
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], max_new_tokens: int = 200) -> tuple[list[int], Acceptance]:
         """Greedy tokens up to and including end of sequence, and the draft steps that made them."""
         acceptance = Acceptance()
-        cache = DynamicCache()
+        cache, embedding = DynamicCache(), self.target.model.embed_tokens.weight
         greedy, features = self._run_target(torch.tensor([list(prompt)]), cache)
         out = [int(greedy[-1])]
         end = self.tokenizer.eos_token_id
         while out[-1] != end and len(out) < max_new_tokens:
-            drafts = self._propose(features, out[-1])
+            drafts = self.draft.propose(embedding, features, [*prompt, *out])
             greedy, new_features = self._run_target(torch.tensor([[out[-1], *drafts]]), cache)
             accepted, new_tokens = verify(drafts, greedy.tolist(), end)
             acceptance.add(accepted)
@@ -117,22 +107,6 @@ def verify(drafts: Sequence[int], greedy: Sequence[int], end: int) -> tuple[int,
         accepted += 1
     ends_with_draft = accepted < len(drafts) and drafts[accepted] == greedy[accepted] == end
     return accepted + ends_with_draft, list(greedy[: accepted + 1])
-
-
-def pair_config(fields: dict[str, Any]) -> PairConfig:
-    """The sizes in a drafter's `config.json`."""
-    names = Shape.__dataclass_fields__
-    dflash = fields["dflash_config"]
-    own = {name: dflash[name] for name in ("conv_group_size", "selector_rank", "selector_top_k") if name in dflash}
-    return PairConfig(
-        shape=replace(Shape(), **{name: fields[name] for name in names if name in fields}),
-        target_layers=fields["num_target_layers"],
-        draft_layers=fields["num_hidden_layers"],
-        block_size=fields["block_size"],
-        target_layer_ids=tuple(dflash["target_layer_ids"]),
-        drafter=DFLASH2 if own else DFLASH,
-        **own,
-    )
 
 
 def read_rows(category: str, limit: int | None) -> list[dict[str, Any]]:
@@ -172,7 +146,7 @@ def evaluate(pair: ReferencePair, limit: int | None, prefix: str = "") -> dict[s
         if category == "math":
             result["math_accuracy"] = right / len(rows)
     result["acceptance_length"] = total.length
-    positions = range(pair.config.block_size - 1)
+    positions = range(pair.config.num_drafts)
     result["accepted_by_position"] = [total.survived[i] / max(total.steps, 1) for i in positions]
     return result
 

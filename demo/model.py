@@ -4,7 +4,7 @@
 as their checkpoints do, so that saving is a cast and a write. Neither has a KV cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DFLASH, DFLASH2 = "dflash", "dflash2"
+from demo.data import MASK, SPECIAL_TOKEN_IDS
+
+DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
+MASK_TOKEN = SPECIAL_TOKEN_IDS[MASK]
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,21 @@ class PairConfig:
     target_layers: int = 8
     draft_layers: int = 3
     block_size: int = 16
+    """An anchor and its drafts."""
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
     """Features are the outputs of these decoder layers, counted from 0 (the z-lab convention)."""
     drafter: str = DFLASH
-    """Its kind; the sizes below are of DFlash2 alone."""
+    """Its kind. The sizes below are of DFlash2, of DSpark and of EAGLE-3."""
     conv_group_size: int = 16
     selector_rank: int = 64
     selector_top_k: int = 16
+    markov_rank: int = 64
+    eagle_drafts: int = 7
+
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens behind an anchor that the drafter is trained to propose."""
+        return self.eagle_drafts if self.drafter == EAGLE3 else self.block_size - 1
 
 
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
@@ -91,16 +102,18 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, per-head norms and rotary embedding of Qwen3; the two models attend differently."""
+    """Projections, per-head norms and rotary embedding of Qwen3; the models attend differently. It reads vectors of
+    `input_size`, by default the hidden size."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, input_size: int | None = None) -> None:
         super().__init__()
         self.shape = shape
         query_size = shape.num_attention_heads * shape.head_dim
         kv_size = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        size = input_size or shape.hidden_size
+        self.q_proj = nn.Linear(size, query_size, bias=False)
+        self.k_proj = nn.Linear(size, kv_size, bias=False)
+        self.v_proj = nn.Linear(size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
@@ -130,9 +143,9 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """One pre-norm decoder layer; who calls it decides what is attended to."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, input_size: int | None = None) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, input_size)
         self.mlp = Mlp(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -204,6 +217,8 @@ class DraftModel(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    anchor_factor = 1
+    """How many times as many blocks of a row it is trained on as this one."""
 
     def __init__(self, config: PairConfig) -> None:
         super().__init__()
@@ -253,9 +268,38 @@ class DraftModel(nn.Module):
         """What a sublayer of layer `index` adds to blocks of this length: [batch, blocks * block, hidden]."""
         return run(normed)
 
+    def losses(self, embedding: Tensor, features: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        """What each draft of training blocks costs: `[batch, blocks, drafts]`.
+
+        embedding: `[vocab, hidden]`, the target's, which is its LM head too. features: as `forward` has them. tokens:
+        int64 `[batch, length]`, those of the rows. anchors: int64 `[batch, blocks]`. labels: int64
+        `[batch, blocks, block]`, the true tokens from the anchor on.
+        """
+        hidden = self.outputs(embedding, features, anchors, labels[..., 0])[:, :, 1:]
+        return token_losses(F.linear(hidden, embedding).float(), labels[..., 1:])
+
+    def outputs(
+        self, embedding: Tensor, features: Tensor, anchors: Tensor, first: Tensor, masks: int | None = None
+    ) -> Tensor:
+        """`forward` of blocks that begin with the tokens `first` [batch, blocks], masks behind them."""
+        inputs = F.pad(first[..., None], (0, masks or self.config.block_size - 1), value=MASK_TOKEN)
+        out: Tensor = self(features, F.embedding(inputs, embedding), anchors)
+        return out
+
+    def propose(self, embedding: Tensor, features: Tensor, tokens: Sequence[int]) -> list[int]:
+        """The drafts behind the last of `tokens`, before which features [1, length, layers * hidden] are known."""
+        anchors, first = torch.tensor([[features.shape[1]]]), torch.tensor([[tokens[-1]]])
+        hidden = self.outputs(embedding, features, anchors, first)[0, 0, 1:]
+        return self.choose(F.linear(hidden, embedding), hidden, tokens[-1])
+
     def choose(self, logits: Tensor, hidden: Tensor, anchor: int) -> list[int]:
         """The drafts behind an anchor, from their logits [k, vocab] and final hidden states [k, hidden]."""
         return logits.argmax(-1).tolist()
+
+
+def token_losses(logits: Tensor, right: Tensor) -> Tensor:
+    """Cross-entropy of right tokens, int64 [...], by logits [..., vocab]; returns [...]."""
+    return F.cross_entropy(logits.flatten(0, -2), right.flatten(), reduction="none").view(right.shape)
 
 
 def _attend(

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from demo.checkpoint import is_of_kind
+from demo.checkpoint import read_draft_config
 from demo.data import write_held_out
-from demo.model import DFLASH, DFLASH2, PairConfig, Shape
+from demo.kinds import KINDS
+from demo.model import DFLASH, PairConfig, Shape
 from demo.parallel import run_workers
 from demo.tokenizer import extend_tokenizer, train_tokenizer, write_tokenizer_config
 from demo.train_drafter import train_drafter
@@ -88,7 +89,9 @@ def _build(run: Run, built: Path) -> None:
         write_tokenizer_config(built / "target")
     if run.target_steps:
         run_workers(run.workers, train_target, run.config, built / "target", run.target_steps, run.seed, old_target)
-    if old_draft is not None and not (old_draft.exists() and is_of_kind(old_draft, run.config.drafter)):
+    if old_draft is not None and not (
+        old_draft.exists() and read_draft_config(old_draft).drafter == run.config.drafter
+    ):
         old_draft = None
     if old_draft is not None and not run.drafter_steps:
         shutil.copytree(old_draft, built / "draft")
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter-steps", type=int, default=Run.drafter_steps, help="likewise (%(default)s)")
     parser.add_argument(
         "--drafter",
-        choices=(DFLASH, DFLASH2),
+        choices=KINDS,
         default=DFLASH,
         help="its kind (%(default)s); one of another kind is not resumed",
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from demo.checkpoint import load_draft, load_target, save_draft
-from demo.data import MASK, SPECIAL_TOKEN_IDS, training_documents
-from demo.dflash2 import DFlash2DraftModel, make_drafter, selector_loss
+from demo.data import training_documents
+from demo.kinds import make_drafter
 from demo.model import DraftModel, PairConfig, TargetModel
 from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PackedRows
@@ -70,37 +70,28 @@ def draw_blocks(tokens: Tensor, is_answer: Tensor, anchors: int, block: int, gen
     return DraftBatch(tokens, anchor_positions, padded[row, positions], inside * decay)
 
 
-def draft_loss(draft: DraftModel) -> Callable[..., Tensor]:
-    """Weighted cross-entropy of the mask positions, with the logits of the target's own embedding and LM head."""
-    mask_token = SPECIAL_TOKEN_IDS[MASK]
+class DraftLoss(nn.Module):
+    """The weighted mean of a drafter's losses over a batch of blocks."""
 
-    def loss(
-        parameters: dict[str, Tensor],
-        embedding: Tensor,
-        features: Tensor,
-        anchors: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
-        inputs = torch.cat((labels[..., :1], torch.full_like(labels[..., 1:], mask_token)), dim=-1)
-        blocks = F.embedding(inputs, embedding)
-        hidden = torch.func.functional_call(draft, parameters, (features, blocks, anchors))
-        logits = F.linear(hidden[:, :, 1:], embedding).float()
-        each = F.cross_entropy(logits.flatten(0, 2), labels[..., 1:].flatten(), reduction="none").view(weights.shape)
-        if isinstance(draft, DFlash2DraftModel):
-            each = each + selector_loss(
-                edges_of(draft, parameters), logits, hidden[:, :, 1:], labels, draft.config.selector_top_k
-            )
+    def __init__(self, draft: DraftModel) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, embedding: Tensor, features: Tensor, batch: DraftBatch) -> Tensor:
+        each = self.draft.losses(embedding, features, batch.tokens, batch.anchors, batch.labels)
+        weights = batch.weights[..., : each.shape[-1]]
         return (each * weights).sum() / weights.sum()
 
+
+def draft_loss(whole: DraftLoss) -> Callable[[dict[str, Tensor], Tensor, Tensor, DraftBatch], Tensor]:
+    """`whole` as a function of its parameters, the target's embedding [vocab, hidden], features [rows, length,
+    layers * hidden] and a batch."""
+
+    def loss(parameters: dict[str, Tensor], embedding: Tensor, features: Tensor, batch: DraftBatch) -> Tensor:
+        found: Tensor = torch.func.functional_call(whole, parameters, (embedding, features, batch))
+        return found
+
     return loss
-
-
-def edges_of(draft: DFlash2DraftModel, parameters: dict[str, Tensor]) -> Callable[..., Tensor]:
-    """The drafter's candidate selector with these of its parameters."""
-    prefix = "candidate_selector."
-    own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
-    return lambda *inputs: torch.func.functional_call(draft.candidate_selector, own, inputs)
 
 
 @torch.no_grad()
@@ -126,7 +117,8 @@ def train_drafter(
     if resume is not None:
         draft.load_state_dict(load_draft(resume, config).state_dict())
     optimizer = Optimizer(draft, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)
-    fast_loss = eager_loss = draft_loss(draft)
+    whole = DraftLoss(draft)
+    fast_loss = eager_loss = draft_loss(whole)
     fast_features = target_features
     if steps >= FEWEST_STEPS_TO_COMPILE:
         fast_loss, fast_features = compiled(eager_loss), compiled(target_features)
@@ -140,9 +132,9 @@ def train_drafter(
             if progress.steps // LONG_ROWS_EVERY % LONGEST_ROWS_EVERY == 0:
                 shape, loss, features_of = LONGEST, eager_loss, target_features
         tokens, is_answer = rows.batch(shape.rows, shape.length)
-        batch = draw_blocks(tokens, is_answer, shape.anchors, config.block_size, generator)
+        batch = draw_blocks(tokens, is_answer, shape.anchors * draft.anchor_factor, config.num_drafts + 1, generator)
         features = features_of(target, batch.tokens).to(torch.bfloat16)
-        value = loss(bf16_parameters(draft), embedding, features, batch.anchors, batch.labels, batch.weights)
+        value = loss(bf16_parameters(whole), embedding, features, batch)
         torch.autograd.backward(value)
         optimizer.step(progress.share)
         progress.tick(batch.labels.numel(), value.item())

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.checkpoint import load_target
 from demo.data import SPECIAL_TOKEN_IDS, held_out_rows
-from demo.evaluate import ReferencePair, pair_config
+from demo.evaluate import ReferencePair
+from demo.kinds import read_config
 from tests.scale import scaled
 from tests.tiny_models import layer_shapes
 
@@ -64,7 +65,7 @@ def test_draft_config_is_non_causal_with_block_16_and_layer_ids_that_can_be_shif
 
 
 def test_own_target_and_features_equal_transformers():
-    config = pair_config(DRAFT_FIELDS)
+    config = read_config(DRAFT_FIELDS)
     tokens = torch.tensor([TOKENIZER.encode(held_out_rows("math", 1)[0]["prompt"])])
     reference = AutoModelForCausalLM.from_pretrained(str(PAIR / "target"), dtype=torch.float32)
     own = load_target(PAIR / "target", config)
