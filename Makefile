@@ -117,8 +117,8 @@ gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine wit
 load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
 	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)
 
-demo-model: setup ## Train the demo pair again; with DRAFTER=dflash2, dspark or eagle3 that kind for its target, in demo/pair-KIND
-	$(BIN)/python -m demo.train $(if $(DRAFTER),--out demo/pair-$(DRAFTER) --resume demo/pair --target-steps 0 --drafter $(DRAFTER),--out demo/pair)
+demo-model: setup ## Train the demo pair again; DRAFTER=dflash2, dspark, eagle3 or HYBRID=1: another pair, in demo/pair-...
+	$(BIN)/python -m demo.train $(if $(HYBRID),--out demo/pair-hybrid --resume demo/pair --hybrid,$(if $(DRAFTER),--out demo/pair-$(DRAFTER) --resume demo/pair --target-steps 0 --drafter $(DRAFTER),--out demo/pair))
 
 # Their own pins (an older transformers, numpy 2) are not ours, so they come without dependencies; the extra has those that
 # they import.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from benchmarks.measure import Measurement, run_engine, run_transformers
 from benchmarks.workload import load_prompts
 from dflash_backend import LLM
+from dflash_backend.checkpoints import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.worker.kv_cache import bytes_per_block
@@ -75,12 +77,13 @@ def cases() -> list[Case]:
     ]
 
 
-def reference(prompts: list[list[int]], max_tokens: int, batch: int = 8) -> Measurement:
-    """`transformers` `generate` in float32, in small batches."""
+def reference(prompts: list[list[int]], max_tokens: int, batch: int = 8, target: Path | None = None) -> Measurement:
+    """`transformers` `generate` in float32, in small batches. target: by default the demo's."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(asset_path("demo", "pair", "target"), dtype=torch.float32).eval()
-    eos = resolve_pair(EngineConfig.from_values({})).target.eos_token_ids[0]
+    directory = target or asset_path("demo", "pair", "target")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    eos = read_target(directory).eos_token_ids[0]
     return run_transformers(model, prompts, batch, max_tokens, eos)
 
 

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.progress import progress
 from benchmarks.workload import HeldOutPrompt, load_prompts
@@ -60,14 +61,17 @@ def measure_prefix(
     repeats: int = 12,
     prefix_tokens: int = 1500,
     on_prefix: Callable[[int, int], None] = lambda done, total: None,
+    num_others: int = 1,
+    **settings: Any,
 ) -> PrefixMeasurement:
     """For each of `repeats` prefixes, ask one question twice: with an empty cache (a miss), and after another question
-    has brought the prefix into the cache (a hit on the prefix alone).
+    has brought the prefix into the cache (a hit on the prefix alone). num_others: how many questions have to, 2 where a
+    target's recurrent state is copied once a second prompt leaves the first. settings: of the engine.
 
     The question is the same, so output and acceptance must be too. `cache_salt` keeps the two apart. A prefix is other
     held-out conversations in a random order, cut to `prefix_tokens`.
     """
-    llm = LLM(max_num_seqs=1, adaptive_speculation=False)
+    llm = LLM(max_num_seqs=1, adaptive_speculation=False, **settings)
     llm.generate(prompts[0].prompt, max_tokens=8, temperature=0)  # warm-up
     rng = random.Random(0)
     miss: list[RequestOutput] = []
@@ -80,9 +84,10 @@ def measure_prefix(
     for repeat in range(repeats):
         history = "".join(prompt.prompt for prompt in rng.sample(prompts, len(prompts)))
         prefix = llm.tokenizer.encode(history)[:prefix_tokens]
-        question, other = rng.sample(prompts, 2)
+        question, *others = rng.sample(prompts, 1 + num_others)
         miss.append(ask(prefix, question, f"miss {repeat}"))
-        ask(prefix, other, f"hit {repeat}")
+        for other in others:
+            ask(prefix, other, f"hit {repeat}")
         hit.append(ask(prefix, question, f"hit {repeat}"))
         on_prefix(repeat + 1, repeats)
     return PrefixMeasurement(

@@ -127,13 +127,15 @@ def answers(way: Way, asked: Sequence[Request]) -> tuple[list[list[int]], LLM]:
     return [output.token_ids for output in outputs], llm
 
 
-def target_alone(asked: Sequence[Request]) -> list[list[int]]:
+def target_alone(asked: Sequence[Request], target: Path = TARGET) -> list[list[int]]:
     """The output tokens of each request without drafter and prefix cache."""
-    return answers(Way("target alone", {"draft": "", "enable_prefix_caching": False}), asked)[0]
+    return answers(Way("target alone", {"target": str(target), "draft": "", "enable_prefix_caching": False}), asked)[0]
 
 
-def partings(asked: Sequence[Request], expected: Sequence[list[int]], found: Sequence[list[int]]) -> list[Parting]:
-    """The first difference of each answer that differs."""
+def partings(
+    asked: Sequence[Request], expected: Sequence[list[int]], found: Sequence[list[int]], target: Path = TARGET
+) -> list[Parting]:
+    """The first difference of each answer that differs. target: where the answers come from."""
     different = []
     for index, (request, one, other) in enumerate(zip(asked, expected, found, strict=True)):
         if one != other:
@@ -141,24 +143,24 @@ def partings(asked: Sequence[Request], expected: Sequence[list[int]], found: Seq
             if position is None:
                 different.append(Parting(index, min(len(one), len(other)), float("inf")))
             else:
-                distance = _distance(request, one[:position], (one[position], other[position]))
+                distance = _distance(request, one[:position], (one[position], other[position]), target)
                 different.append(Parting(index, position, distance))
     return different
 
 
 @cache
-def _target_in_float64() -> Any:
+def _target_in_float64(target: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float64).eval()
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
 
 
-def _distance(request: Request, output: list[int], tokens: tuple[int, int]) -> float:
+def _distance(request: Request, output: list[int], tokens: tuple[int, int], target: Path) -> float:
     """How far the `tokens` that two runs chose after `output` are from being equally good: the difference of their
     scores or, where a filter keeps one of them only, its logit's distance from the edge in units of the temperature."""
     sampling, ids = request.sampling, [*request.prompt, *output]
     with torch.inference_mode():
-        logits = _target_in_float64()(torch.tensor([ids]), logits_to_keep=1).logits[:, -1]
+        logits = _target_in_float64(target)(torch.tensor([ids]), logits_to_keep=1).logits[:, -1]
     temperature = torch.tensor([sampling.temperature])
     seed, position = torch.tensor([sampling.seed]), torch.tensor([len(ids)])
     noise = gumbel_reference(seed, position, torch.arange(logits.shape[1])).double()

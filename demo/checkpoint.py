@@ -10,8 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from demo.data import SPECIAL_TOKEN_IDS
+from demo.hybrid import ARCHITECTURE, HybridTarget, hybrid_config
 from demo.kinds import KINDS, make_drafter, read_config
 from demo.model import DraftModel, PairConfig, TargetModel
+
+Target = TargetModel | HybridTarget
 
 
 def qwen3_fields(config: PairConfig, layers: int) -> dict[str, Any]:
@@ -46,10 +49,12 @@ def qwen3_fields(config: PairConfig, layers: int) -> dict[str, Any]:
     }
 
 
-def save_target(model: TargetModel, folder: Path) -> None:
+def save_target(model: Target, folder: Path) -> None:
     """Write `config.json`, `generation_config.json` and `model.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"architectures": ["Qwen3ForCausalLM"], **qwen3_fields(model.config, model.config.target_layers)}
+    if isinstance(model, HybridTarget):
+        fields = hybrid_config(model.config).to_dict()
     _write_json(folder / "config.json", fields)
     generation = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", {**generation, "do_sample": False})
@@ -71,16 +76,28 @@ def read_draft_config(folder: Path) -> PairConfig:
     return read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
-def load_target(folder: Path, config: PairConfig) -> TargetModel:
+def load_target(folder: Path, config: PairConfig) -> Target:
     """The saved target in float32, its weights rounded to bf16 as serving sees them."""
-    model = TargetModel(config)
+    model: Target = HybridTarget(config) if is_hybrid(folder) else TargetModel(config)
     model.load_state_dict(_read_weights(folder))
     return model
 
 
-def load_extended_target(folder: Path, config: PairConfig, parts: dict[int, tuple[int, int]]) -> TargetModel:
-    """As `load_target`, with more ids than were saved; a new id's embedding is the mean of its two parts'."""
-    model = TargetModel(config)
+def is_hybrid(folder: Path) -> bool:
+    """Whether the saved target has Qwen3.5's layers."""
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return bool(fields["architectures"] == [ARCHITECTURE])
+
+
+def make_target(config: PairConfig) -> Target:
+    """A target before training."""
+    return HybridTarget(config) if config.is_hybrid else TargetModel(config)
+
+
+def load_extended_target(folder: Path, config: PairConfig, parts: dict[int, tuple[int, int]]) -> Target:
+    """As `load_target`, with more ids than were saved; a new id's embedding is the mean of its two parts'. A hybrid
+    target begins with what it shares with a saved one that is not."""
+    model = make_target(config)
     weights = _read_weights(folder)
     name = "model.embed_tokens.weight"
     rows = list(weights[name])
@@ -89,7 +106,10 @@ def load_extended_target(folder: Path, config: PairConfig, parts: dict[int, tupl
         if token >= len(weights[name]):
             rows[token] = (rows[first] + rows[second]) / 2
     weights[name] = torch.stack(rows)
-    model.load_state_dict(weights)
+    if isinstance(model, HybridTarget) and not is_hybrid(folder):
+        model.begin_from(weights)
+    else:
+        model.load_state_dict(weights)
     return model
 
 

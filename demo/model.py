@@ -44,6 +44,8 @@ class PairConfig:
     """An anchor and its drafts."""
     target_layer_ids: tuple[int, ...] = (1, 3, 5)
     """Features are the outputs of these decoder layers, counted from 0 (the z-lab convention)."""
+    is_hybrid: bool = False
+    """Whether the target has Qwen3.5's layers in place of Qwen3's."""
     drafter: str = DFLASH
     """Its kind. The sizes below are of DFlash2, of DSpark and of EAGLE-3."""
     conv_group_size: int = 16

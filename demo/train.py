@@ -122,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=DFLASH,
         help="its kind (%(default)s); one of another kind is not resumed",
     )
+    parser.add_argument(
+        "--hybrid", action="store_true", help="a target with gated delta nets (Qwen3.5), begun from that of --resume"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (%(default)s)")
@@ -142,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out, options.target_steps, options.drafter_steps, options.seed, options.workers, resume=options.resume
     )
     run = replace(run, **SMOKE) if options.smoke else run
-    train_pair(replace(run, config=replace(run.config, drafter=options.drafter)))
+    train_pair(replace(run, config=replace(run.config, drafter=options.drafter, is_hybrid=options.hybrid)))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo.checkpoint import load_draft, load_target, save_draft
+from demo.checkpoint import Target, load_draft, load_target, save_draft
 from demo.data import training_documents
+from demo.hybrid import HybridTarget
 from demo.kinds import make_drafter
-from demo.model import DraftModel, PairConfig, TargetModel
+from demo.model import DraftModel, PairConfig
 from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PackedRows
 from demo.parallel import rank
@@ -95,7 +96,7 @@ def draft_loss(whole: DraftLoss) -> Callable[[dict[str, Tensor], Tensor, Tensor,
 
 
 @torch.no_grad()
-def target_features(target: TargetModel, tokens: Tensor) -> Tensor:
+def target_features(target: Target, tokens: Tensor) -> Tensor:
     """What serving computes: float32 features of the bf16-rounded target, [rows, length, layers * hidden]."""
     features: Tensor = target(tokens)[1]
     return features
@@ -121,7 +122,8 @@ def train_drafter(
     fast_loss = eager_loss = draft_loss(whole)
     fast_features = target_features
     if steps >= FEWEST_STEPS_TO_COMPILE:
-        fast_loss, fast_features = compiled(eager_loss), compiled(target_features)
+        fast_loss = compiled(eager_loss)
+        fast_features = target_features if isinstance(target, HybridTarget) else compiled(target_features)
     embedding = target.model.embed_tokens.weight.detach().to(torch.bfloat16)
     short = PackedRows(tokenizer, training_documents(f"{seed}/draft/short/{rank()}"))
     long = PackedRows(tokenizer, training_documents(f"{seed}/draft/long/{rank()}", long_share=0.08))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.checkpoint import load_extended_target, save_target
+from demo.checkpoint import Target, load_extended_target, make_target, save_target
 from demo.data import training_documents
-from demo.model import PairConfig, TargetModel
+from demo.model import PairConfig
 from demo.optim import Optimizer, Progress, bf16_parameters
 from demo.packing import PROMPT_WEIGHT, PackedRows
 from demo.parallel import rank
@@ -36,7 +36,7 @@ R = TypeVar("R")
 LossFunction = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
 
 
-def target_loss(model: TargetModel) -> LossFunction:
+def target_loss(model: Target) -> LossFunction:
     """Next-token cross-entropy of tokens [batch, length] with one weight for each predicted token."""
 
     def loss(parameters: dict[str, Tensor], tokens: Tensor, weights: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ def train_target(config: PairConfig, out: Path, steps: int, seed: int, resume: P
     torch.manual_seed(seed)
     tokenizer = load_tokenizer(out)
     progress = Progress(steps)
-    model = TargetModel(config)
+    model = make_target(config)
     if resume is not None:
         model = load_extended_target(resume, config, merged_ids(out))
     optimizer = Optimizer(model, LEARNING_RATE if resume is None else RESUMED_LEARNING_RATE)
     eager = target_loss(model)
-    fast = compiled(eager) if steps >= FEWEST_STEPS_TO_COMPILE else eager
+    fast = compiled(eager) if steps >= FEWEST_STEPS_TO_COMPILE and not config.is_hybrid else eager
     short = PackedRows(
         tokenizer, training_documents(f"{seed}/target/short/{rank()}", sum_share=SUM_SHARE, copy_share=COPY_SHARE)
     )

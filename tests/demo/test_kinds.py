@@ -7,18 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from demo.checkpoint import load_draft, load_target, read_draft_config, save_draft
+from demo.checkpoint import (
+    load_draft,
+    load_extended_target,
+    load_target,
+    make_target,
+    read_draft_config,
+    save_draft,
+    save_target,
+)
 from demo.evaluate import ReferencePair
 from demo.kinds import KINDS, make_drafter
 from demo.model import DFLASH, DFLASH2, DSPARK, EAGLE3, DraftModel, PairConfig
 from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
 from demo.train_drafter import DraftBatch, DraftLoss
 from dflash_backend import LLM
+from dflash_backend.checkpoints import read_target
 from dflash_backend.config import asset_path
 from dflash_backend.drafters.registry import read_draft
+from dflash_backend.models import load_target as serving_target
 from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.oracle.ours import drafts
+from tests.paged import block_tables, caches, context, noisy_pool
 
 ANCHORS = [10, 25]
 LENGTH = 40
@@ -145,3 +156,43 @@ def test_a_drafter_of_the_other_kind_is_not_resumed(tmp_path: Path) -> None:
     first, second = ((tmp_path / name / "target" / "model.safetensors").read_bytes() for name in ("first", "second"))
     assert first == second
     assert read_draft_config(tmp_path / "second" / "draft").drafter == DFLASH2
+
+
+def test_a_hybrid_target_begins_with_what_it_shares_with_the_other(tmp_path: Path) -> None:
+    config = replace(PairConfig(), is_hybrid=True)
+    other = load_target(asset_path("demo", "pair", "target"), PairConfig())
+    hybrid = load_extended_target(asset_path("demo", "pair", "target"), config, {})
+    own, theirs = hybrid.state_dict(), other.state_dict()
+    for name in ("model.embed_tokens.weight", "model.layers.5.mlp.down_proj.weight"):
+        assert torch.equal(own[name], theirs[name])
+    name = "model.layers.2.post_attention_layernorm.weight"
+    torch.testing.assert_close(1 + own[name], theirs[name])
+
+
+@torch.inference_mode()
+def test_a_hybrid_target_is_served_as_it_was_trained(tmp_path: Path) -> None:
+    """And its drafter reads the outputs that it was trained on."""
+    torch.manual_seed(0)
+    save_target(make_target(replace(SMOKE_CONFIG, is_hybrid=True)), tmp_path)
+    model = load_target(tmp_path, replace(SMOKE_CONFIG, is_hybrid=True))
+    ids = torch.randint(0, SMOKE_CONFIG.shape.vocab_size, (70,))
+    hidden, features = model(ids[None])
+    spec = read_target(tmp_path)
+    assert spec.decoder.delta_net is not None
+    served = serving_target(spec, 128, torch.float32, torch.device("cpu"))
+    paged = context(block_tables(1), [0], [70], served.patterns, pool=noisy_pool(spec.decoder))
+    output = served.forward(ids, paged, caches(spec.decoder), SMOKE_CONFIG.target_layer_ids)
+    torch.testing.assert_close(served.logits(output.hidden), model.logits(hidden)[0], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(output.features, features[0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_smoke_training_writes_a_hybrid_pair_that_drafts(tmp_path: Path) -> None:
+    train_pair(Run(tmp_path / "first", **SMOKE))
+    own = {**SMOKE, "config": replace(SMOKE_CONFIG, is_hybrid=True)}
+    train_pair(Run(tmp_path / "pair", **own, resume=tmp_path / "first"))
+    pair = tmp_path / "pair"
+    llm = LLM(target=str(pair / "target"), draft=str(pair / "draft"), adaptive_speculation=False)
+    output = llm.generate(["What is 2 + 3?\n"], max_tokens=8, temperature=0, ignore_eos=True)[0]
+    assert output.stats is not None
+    assert output.stats.spec_decoding.num_draft_tokens > 0
