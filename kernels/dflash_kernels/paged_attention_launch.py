@@ -69,7 +69,7 @@ class Launch:
 
 def max_block_m(shape: HeadShape) -> int:
     """The tallest tile whose accumulator of `[block_m, head_dim]` float32 stays in registers."""
-    tallest = 128 if shape.head_dim <= 128 else 64
+    tallest = 128 if shape.head_dim <= 128 else 64 if shape.head_dim <= 256 else 32
     if shape.itemsize > 2:  # products of float32 run without tensor cores, from registers
         tallest = 16
     return max(tallest, power_of_two(shape.group))
@@ -88,7 +88,7 @@ def tiling_of(shape: HeadShape, num_queries: int, shared_bytes: int = HOPPER_SHA
     block_m = next((size for size in (16, 64) if lines <= size <= tallest), tallest)
     if shape.itemsize > 2:
         return Tiling(block_m, 32 if shape.head_dim <= 128 else 16, num_warps=8, num_stages=2, programs_per_sm=1)
-    block_n = 128 if shape.head_dim <= 64 else 64 if shape.head_dim <= 128 else 32
+    block_n = 128 if shape.head_dim <= 64 else 64 if shape.head_dim <= 128 else 32 if shape.head_dim <= 256 else 16
     if block_m > 64 or shape.head_dim > 128:
         # Two pieces of K and V, the queries, and what reductions pass between warps.
         needed = (block_m + 4 * block_n) * shape.head_dim * shape.itemsize + SCRATCH_BYTES * shape.head_dim

@@ -6,7 +6,8 @@ of its own, since a kernel is either interpreted or compiled from its definition
     python -m tests.kernels.compile_only MODULE
 
 imports MODULE, whose `launches()` calls the kernels' functions with tensors on the CPU, and prints each kernel's name
-once it has been compiled for Hopper. What the functions return is as undefined as any memory that was not written.
+once it has been compiled for Hopper, whose shared memory it must fit. What the functions return is as undefined as any
+memory that was not written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dflash_kernels.paged_attention_launch import HOPPER_SHARED_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {
@@ -61,7 +64,9 @@ def compile_launch(kernel: Any, *args: Any, grid: object = None, warmup: bool = 
         else:
             signature[param.name] = "i1" if isinstance(value, bool) else "fp32"
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    shared = compiled.metadata.shared
+    assert shared <= HOPPER_SHARED_BYTES, f"{kernel.__name__} takes {shared} bytes of shared memory"
     print(kernel.__name__)
 
 

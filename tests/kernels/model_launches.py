@@ -23,6 +23,9 @@ from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.silu_mul import silu_mul
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
+HEAD_SHAPE = HeadShape(HEADS, KV_HEADS, HEAD_DIM, 2)
+# Of Gemma 4 31B: its layers with a window, and those that see everything.
+LARGE_HEADS = (HeadShape(32, 16, 256, 2), HeadShape(32, 4, 512, 2))
 NUM_SLOTS, BLOCK_SIZE, VOCAB = 64, 16, 151936
 MOE_HIDDEN, MOE_INNER, NUM_EXPERTS, PER_TOKEN = 2048, 768, 128, 8
 
@@ -49,6 +52,8 @@ def launches() -> None:
     attend([16] * 128, causal=False)
     attend([2048, 16, 0], causal=True)
     attend([8192], causal=True)
+    for shape in LARGE_HEADS:
+        attend([2048, 16, 0], causal=True, shape=shape)
     route_to_experts()
     in_any_batch([16], 32768)
     in_any_batch([300, 16, 0], 2000)
@@ -88,18 +93,17 @@ def step_from_token_to_token(num_rows: int = 8, rank: int = 256) -> None:
     markov_step(previous, table, zeros(num_rows, 3 * rank), zeros(3 * rank, 2 * rank), state)
 
 
-def attend(query_lens: list[int], causal: bool) -> None:
+def attend(query_lens: list[int], causal: bool, shape: HeadShape = HEAD_SHAPE) -> None:
     """One layer's attention over contexts of up to 32k, without sinks and with them."""
     num_rows = len(query_lens)
-    planned = plan_launches(
-        np.array(query_lens), np.full(num_rows, 32768), HeadShape(HEADS, KV_HEADS, HEAD_DIM, 2), causal, None, 132
-    )
+    planned = plan_launches(np.array(query_lens), np.full(num_rows, 32768), shape, causal, None, 132)
     tiled = [(launch, None if launch.tiles is None else torch.from_numpy(launch.tiles)) for launch in planned]
     numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
     rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
-    query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
-    prepared = prepare_launches(tiled, rows, HEADS // KV_HEADS, BLOCK_SIZE, causal, None)
-    for sinks in (None, zeros(HEADS)):
+    query = zeros(sum(query_lens), shape.num_heads, shape.head_dim)
+    cache = zeros(4, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim)
+    prepared = prepare_launches(tiled, rows, shape.group, BLOCK_SIZE, causal, None)
+    for sinks in (None, zeros(shape.num_heads)):
         paged_attention(query, cache, rows, prepared, causal, None, sinks=sinks)
 
 
