@@ -32,6 +32,8 @@ BEAT_S = 0.5
 """How often a rank says that it lives."""
 HANG_S = 4.0
 """The longest silence of a rank that serves."""
+CAUSE_S = 1.0
+"""How long a rank's end may take to show once a sum with it has failed."""
 CONNECT_S = 60.0
 """How long ranks that have loaded may take to find one another."""
 # Above what any pass takes: a rank that hangs is noticed by its silence.
@@ -197,7 +199,7 @@ class RankGroup:
         try:
             return self._reduce(x)
         except RuntimeError as error:
-            raise RuntimeError(self._links.lost or str(error)) from error
+            raise RuntimeError(self._cause() or str(error)) from error
 
     def send(self, step: SharedPass) -> None:
         """Give a pass to all other ranks. Raises `RuntimeError` when one is lost."""
@@ -208,7 +210,14 @@ class RankGroup:
             for connection in self._links.connections:
                 connection.send_bytes(data)
         except OSError as error:
-            raise RuntimeError(self._links.lost or f"a rank has ended ({error})") from error
+            raise RuntimeError(self._cause() or f"a rank has ended ({error})") from error
+
+    def _cause(self) -> str:
+        """Which rank is lost, once something has failed: that may show before its end does. Empty when none is."""
+        deadline = time.monotonic() + CAUSE_S
+        while not self._links.lost and time.monotonic() < deadline:
+            time.sleep(CAUSE_S / 50)
+        return self._links.lost
 
     @property
     def pids(self) -> Sequence[int]:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +25,6 @@ from dflash_backend.models.layers import DecoderLayer, LayerWeights
 from dflash_backend.models.linear import Linear
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
-
-Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
@@ -140,20 +136,22 @@ def load_target(
 ) -> TargetModel:
     """Load the target in `spec.path`, able to run positions below `max_positions`. `ops`: by default those for the
     device. fp8: with the weights that FP8 would hold in place of its own. Raises `CheckpointError`."""
+    weights = load_weights(
+        spec.path,
+        lambda source: read_weights(Fp8Source(source) if fp8 else source, spec),
+        dtype,
+        device,
+        ignored=lambda name: is_unused(spec, name),
+        progress=progress,
+    )
+    if isinstance(weights, Gemma4Weights):
+        return Gemma4Target(spec, weights, max_positions, ops)
+    return DecoderTarget(spec, weights, max_positions, ops)
 
-    def load(read: Callable[[WeightSource, TargetSpec], Weights]) -> Weights:
-        return load_weights(
-            spec.path,
-            lambda source: read(Fp8Source(source) if fp8 else source, spec),
-            dtype,
-            device,
-            ignored=lambda name: is_unused(spec, name),
-            progress=progress,
-        )
 
-    if spec.decoder.gemma4 is not None:
-        return Gemma4Target(spec, load(Gemma4Weights.read), max_positions, ops)
-    return DecoderTarget(spec, load(TargetWeights.read), max_positions, ops)
+def read_weights(source: WeightSource, spec: TargetSpec) -> TargetWeights | Gemma4Weights:
+    """Read every tensor of a target of any family."""
+    return (TargetWeights if spec.decoder.gemma4 is None else Gemma4Weights).read(source, spec)
 
 
 def is_unused(spec: TargetSpec, name: str) -> bool:

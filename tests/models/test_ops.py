@@ -46,7 +46,7 @@ class Outcome:
     kv: list[KVLayer]
 
     def assert_close(self, other: Outcome) -> None:
-        ours, theirs = ([*outcome.returned, stacked(outcome.kv)] for outcome in (self, other))
+        ours, theirs = ([*each.returned, *(layer.data for layer in each.kv)] for each in (self, other))
         for actual, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(actual, expected, atol=TOLERANCE * expected.abs().max().item(), rtol=0.0)
 
