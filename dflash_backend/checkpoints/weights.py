@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -54,8 +54,8 @@ class WeightSource(ABC):
         `name` ends in `.weight`."""
         self.read(name, out)
 
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, part: int, num_parts: int) -> None:
-        """As `read`, of one of `num_parts` parts of equal size along `dim`, 0 or 1: `out` has the part's shape."""
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
+        """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
         raise NotImplementedError(f"{type(self).__name__} has no slices")
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -89,10 +89,10 @@ class _Listing(WeightSource):
     def read(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
 
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, part: int, num_parts: int) -> None:
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         shape = list(out.shape)
-        shape[dim] *= num_parts
-        self.tensors[name] = self.empty(*shape)
+        shape[dim] = shape[dim] // len(parts) * num_parts
+        self.tensors[name] = torch.empty(shape, dtype=out.dtype, device=self.device)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
@@ -125,9 +125,11 @@ class _CheckpointFiles(WeightSource):
         out.copy_(self._stored(name))
         self._count(name)
 
-    def read_slice(self, name: str, out: torch.Tensor, dim: int, part: int, num_parts: int) -> None:
-        rows = slice(part * out.shape[dim], (part + 1) * out.shape[dim])
-        out.copy_(self._stored(name, (slice(None),) * dim + (rows,)))
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
+        size = out.shape[dim] // len(parts)
+        for index, part in enumerate(parts):
+            stored = self._stored(name, (slice(None),) * dim + (slice(part * size, (part + 1) * size),))
+            out.narrow(dim, index * size, size).copy_(stored)
         self._count(name)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,16 @@ from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.ops import LayerOps
+
+
+class Mlp(Protocol):
+    """What a decoder layer has behind its attention."""
+
+    def with_product(self, product_of: ProductOf) -> Mlp:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+
+    def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        """`[n, hidden]` -> `[n, hidden]`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,3 @@ class SharedExpertMlp:
     def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         """`[n, hidden]` -> `[n, hidden]`."""
         return self.sparse.forward(x, ops) + self.gate(x).sigmoid() * self.shared.forward(x, ops)
-
-
-Mlp = DenseMlp | SparseMlp | SharedExpertMlp

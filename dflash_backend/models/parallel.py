@@ -1,9 +1,9 @@
 """A target whose layers are shared by several processes, its ranks (Megatron's scheme, arXiv 1909.08053).
 
-Each rank has some of the query heads with the K/V heads that they read, and some of the MLP's inner numbers. The
-products into them give a rank its own outputs, those out of them a term of a sum over all ranks: two sums for each
-layer. Rank 0 alone chooses tokens, drafts, and keeps requests: the others run the layers on what it sends them, so
-nothing is ever decided by two.
+Each rank has some of the query heads with the K/V heads that they read, and some of the MLP's inner numbers, of every
+expert where there are experts. The products into them give a rank its own outputs, those out of them a term of a sum
+over all ranks: two sums for each layer. Rank 0 alone chooses tokens, drafts, and keeps requests: the others run the
+layers on what it sends them. Only experts are chosen by every rank, by the whole router, from the same bits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from dflash_backend.attention import AttentionBackend, AttentionBatch, KVLayer
+from dflash_backend.checkpoints.experts import MXFP4_GROUP
 from dflash_backend.checkpoints.spec import DecoderSpec, TargetSpec
 from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weights
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights, is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
 from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, ProductOf
-from dflash_backend.models.mlp import DenseMlp
+from dflash_backend.models.mlp import Mlp
 from dflash_backend.models.ops import LayerOps
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -29,6 +30,16 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
+# Along which dimension gpt-oss's tensors of all experts of a layer are cut; gate and up lie side by side there.
+GPT_OSS_EXPERTS = {
+    "gate_up_proj": 2,
+    "gate_up_proj_bias": 1,
+    "gate_up_proj_blocks": 1,
+    "gate_up_proj_scales": 1,
+    "down_proj": 1,
+    "down_proj_blocks": 2,
+    "down_proj_scales": 2,
+}
 
 
 class RankLostError(Exception):
@@ -50,8 +61,10 @@ class Shard:
 
     def decoder(self, spec: DecoderSpec) -> DecoderSpec:
         """The layers' shape as this rank has them. With fewer K/V heads than ranks several ranks have the same one."""
+        moe = spec.moe
         return replace(
             spec,
+            moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // self.size),
             num_heads=spec.num_heads // self.size,
             num_kv_heads=max(1, spec.num_kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
@@ -64,48 +77,78 @@ class Shard:
 
 def unsupported(spec: TargetSpec, size: int) -> str | None:
     """Why a target cannot be shared by `size` ranks; None if it can."""
-    decoder = spec.decoder
-    if decoder.moe is not None:
-        return "its experts are not split over ranks yet; targets without experts are"
+    decoder, moe = spec.decoder, spec.decoder.moe
     if decoder.gemma4 is not None:
-        return "layers of Gemma 4 are not split yet; those of Qwen3, Qwen2, Llama and Mistral are"
-    if decoder.delta_net is not None or decoder.attention_gate or decoder.sinks:
-        return "layers with a recurrent state, gated attention or attention sinks are not split yet; others are"
+        return "layers of Gemma 4 are not split yet; those of Qwen3, Qwen2, Llama, Mistral and gpt-oss are"
+    if decoder.delta_net is not None or decoder.attention_gate:
+        return "layers with a recurrent state or gated attention are not split yet; others are"
+    is_dense = moe is None or not all(moe.sparse_layers)
     for count, name in (
         (decoder.num_heads, "attention heads"),
-        (decoder.intermediate_size, "inner numbers of its MLP"),
+        (decoder.intermediate_size if is_dense else 0, "inner numbers of its MLP"),
+        (0 if moe is None else moe.intermediate_size, "inner numbers of an expert"),
     ):
         if count % size:
             return f"its {count} {name} are no multiple of that; take a size that divides them"
+    if moe is not None and moe.mxfp4 and moe.intermediate_size % (size * MXFP4_GROUP):
+        groups = moe.intermediate_size // MXFP4_GROUP
+        return f"the {groups} MXFP4 groups of an expert are no multiple of that; take a size that divides them"
     heads = decoder.num_kv_heads
     if heads % size and size % heads:
         return f"its {heads} K/V heads are neither a multiple nor a divisor of that; take a size that is one"
     return None
 
 
-class SlicedSource(WeightSource):
-    """What one rank reads of a target: of the layers' projections its part, of the rest all. The bias of a sum over
-    ranks is rank 0's."""
+@dataclass(frozen=True)
+class _Cut:
+    """Which parts of a tensor are read, of `num_parts` along `dim`."""
 
-    def __init__(self, whole: WeightSource, shard: Shard, num_kv_heads: int) -> None:
-        """num_kv_heads: of the whole target."""
+    dim: int
+    parts: tuple[int, ...]
+    num_parts: int
+
+
+class SlicedSource(WeightSource):
+    """What one rank reads of a target: of the layers' projections, experts and sinks its part, of the rest all. The
+    bias of a sum over ranks is rank 0's."""
+
+    def __init__(self, whole: WeightSource, shard: Shard, spec: DecoderSpec) -> None:
+        """spec: of the whole target."""
         super().__init__(whole.dtype, whole.device)
         self._whole = whole
         self._shard = shard
-        self._kv_parts = min(shard.size, num_kv_heads)
+        self._kv_parts = min(shard.size, spec.num_kv_heads)
+        self._is_gpt_oss = spec.moe is not None and spec.moe.swiglu is not None
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        _, _, tail = name.rpartition("layers.")
-        *_, projection, kind = ["", *tail.split(".")]
-        if projection in BY_ROWS:
-            num_parts = self._kv_parts if projection in ("k_proj", "v_proj") else self._shard.size
-            self._whole.read_slice(name, out, 0, self._shard.part(num_parts), num_parts)
-        elif projection in BY_COLUMNS and kind == "weight":
-            self._whole.read_slice(name, out, 1, self._shard.rank, self._shard.size)
-        else:
-            self._whole.read(name, out)
-            if projection in BY_COLUMNS and self._shard.rank > 0:
-                out.zero_()
+        *_, owner, kind = ["", *name.split(".")]
+        cut = self._cut_of_experts(kind) if owner == "experts" else self._cut(owner, kind)
+        if cut is not None:
+            self._whole.read_slice(name, out, cut.dim, cut.parts, cut.num_parts)
+            return
+        self._whole.read(name, out)
+        is_of_sum = kind == "down_proj_bias" or (owner in BY_COLUMNS and kind == "bias")
+        if is_of_sum and self._shard.rank > 0:
+            out.zero_()
+
+    def _cut(self, owner: str, kind: str) -> _Cut | None:
+        """Of a tensor `kind` of the module `owner`; None for all of it."""
+        shard = self._shard
+        if owner in BY_ROWS:
+            num_parts = self._kv_parts if owner in ("k_proj", "v_proj") else shard.size
+            return _Cut(0, (shard.part(num_parts),), num_parts)
+        if owner in BY_COLUMNS and kind == "weight":
+            return _Cut(1, (shard.rank,), shard.size)
+        return _Cut(0, (shard.rank,), shard.size) if kind == "sinks" else None
+
+    def _cut_of_experts(self, kind: str) -> _Cut | None:
+        """Of the tensor `kind` that has all experts of a layer. Single experts are projections as others are."""
+        rank, size = self._shard.rank, self._shard.size
+        if self._is_gpt_oss:
+            return _Cut(GPT_OSS_EXPERTS[kind], (rank,), size) if kind in GPT_OSS_EXPERTS else None
+        if kind == "gate_up_proj":  # all of gate before all of up
+            return _Cut(1, (rank, size + rank), 2 * size)
+        return _Cut(2, (rank,), size)
 
 
 class SummedLinear(Linear):
@@ -124,6 +167,22 @@ class SummedLinear(Linear):
         return SummedLinear(super().with_product(product_of), self._reduce)
 
 
+@dataclass(frozen=True)
+class SummedMlp:
+    """An MLP, or experts, whose inner numbers are shared by the ranks: the sum of what each has of its outputs."""
+
+    part: Mlp
+    reduce: Reduce
+
+    def with_product(self, product_of: ProductOf) -> SummedMlp:
+        """The same weights, multiplied by what `product_of` chooses for each."""
+        return replace(self, part=self.part.with_product(product_of))
+
+    def forward(self, x: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        """`[n, hidden]` -> `[n, hidden]`."""
+        return self.reduce(self.part.forward(x, ops))
+
+
 def load_shard(
     spec: TargetSpec,
     shard: Shard,
@@ -138,7 +197,7 @@ def load_shard(
     local = shard.spec(spec)
     weights = load_weights(
         spec.path,
-        lambda source: TargetWeights.read(SlicedSource(source, shard, spec.decoder.num_kv_heads), local),
+        lambda source: TargetWeights.read(SlicedSource(source, shard, spec.decoder), local),
         dtype,
         device,
         ignored=lambda name: is_unused(local, name),
@@ -149,9 +208,7 @@ def load_shard(
 
 
 def _summed(layer: LayerWeights, reduce: Reduce) -> LayerWeights:
-    assert isinstance(layer.mlp, DenseMlp), "see `unsupported`"
-    mlp = replace(layer.mlp, down=SummedLinear(layer.mlp.down, reduce))
-    return replace(layer, output=SummedLinear(layer.output, reduce), mlp=mlp)
+    return replace(layer, output=SummedLinear(layer.output, reduce), mlp=SummedMlp(layer.mlp, reduce))
 
 
 @dataclass(frozen=True)

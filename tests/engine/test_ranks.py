@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,8 +90,29 @@ def test_two_ranks_give_the_text_of_one(pair: dict[str, str], shared: BuiltEngin
 
 
 def test_four_ranks_preempt_and_adapt_as_one_does(pair: dict[str, str]) -> None:
+    check_four_ranks(pair)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+def test_ranks_share_experts_and_give_the_text_of_one(tmp_path: Path, architecture: str) -> None:
+    models = make_pair(tmp_path, {"architecture": architecture})
+    alone, shared = engine(**models, **SETTINGS), engine(**models, **SETTINGS, tensor_parallel_size=2)
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+        assert texts(shared, **sampling) == texts(alone, **sampling)
+    for built in (alone, shared):
+        assert built.core.stats().prefix_cache_hits > 0
+    end(shared)
+
+
+def test_four_ranks_with_experts_preempt_and_adapt_as_one_does(tmp_path: Path) -> None:
+    models = make_pair(tmp_path, {"architecture": "Qwen3MoeForCausalLM"})
+    check_four_ranks(models)
+
+
+def check_four_ranks(models: dict[str, str]) -> None:
+    """In a pool that is too small for all requests."""
     settings = SETTINGS | {"adaptive_speculation": True, "kv_cache_gb": 0.00028, "max_model_len": 100}
-    alone, shared = engine(**pair, **settings), engine(**pair, **settings, tensor_parallel_size=4)
+    alone, shared = engine(**models, **settings), engine(**models, **settings, tensor_parallel_size=4)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 2}):
         assert texts(shared, **sampling) == texts(alone, **sampling)
     assert shared.core.stats().num_preemptions > 0
