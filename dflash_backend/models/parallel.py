@@ -30,7 +30,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
-# Along which dimension gpt-oss's tensors of all experts of a layer are cut; gate and up lie side by side there.
+# Along which dimension gpt-oss's tensors of all experts of a layer are split; gate and up lie side by side there.
 GPT_OSS_EXPERTS = {
     "gate_up_proj": 2,
     "gate_up_proj_bias": 1,
@@ -100,7 +100,7 @@ def unsupported(spec: TargetSpec, size: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Slice:
     """Which parts of a tensor are read, of `num_parts` along `dim`."""
 
     dim: int
@@ -122,33 +122,33 @@ class SlicedSource(WeightSource):
 
     def read(self, name: str, out: torch.Tensor) -> None:
         *_, owner, kind = ["", *name.split(".")]
-        cut = self._cut_of_experts(kind) if owner == "experts" else self._cut(owner, kind)
-        if cut is not None:
-            self._whole.read_slice(name, out, cut.dim, cut.parts, cut.num_parts)
+        taken = self._slice_of_experts(kind) if owner == "experts" else self._slice(owner, kind)
+        if taken is not None:
+            self._whole.read_slice(name, out, taken.dim, taken.parts, taken.num_parts)
             return
         self._whole.read(name, out)
         is_of_sum = kind == "down_proj_bias" or (owner in BY_COLUMNS and kind == "bias")
         if is_of_sum and self._shard.rank > 0:
             out.zero_()
 
-    def _cut(self, owner: str, kind: str) -> _Cut | None:
+    def _slice(self, owner: str, kind: str) -> _Slice | None:
         """Of a tensor `kind` of the module `owner`; None for all of it."""
         shard = self._shard
         if owner in BY_ROWS:
             num_parts = self._kv_parts if owner in ("k_proj", "v_proj") else shard.size
-            return _Cut(0, (shard.part(num_parts),), num_parts)
+            return _Slice(0, (shard.part(num_parts),), num_parts)
         if owner in BY_COLUMNS and kind == "weight":
-            return _Cut(1, (shard.rank,), shard.size)
-        return _Cut(0, (shard.rank,), shard.size) if kind == "sinks" else None
+            return _Slice(1, (shard.rank,), shard.size)
+        return _Slice(0, (shard.rank,), shard.size) if kind == "sinks" else None
 
-    def _cut_of_experts(self, kind: str) -> _Cut | None:
+    def _slice_of_experts(self, kind: str) -> _Slice | None:
         """Of the tensor `kind` that has all experts of a layer. Single experts are projections as others are."""
         rank, size = self._shard.rank, self._shard.size
         if self._is_gpt_oss:
-            return _Cut(GPT_OSS_EXPERTS[kind], (rank,), size) if kind in GPT_OSS_EXPERTS else None
+            return _Slice(GPT_OSS_EXPERTS[kind], (rank,), size) if kind in GPT_OSS_EXPERTS else None
         if kind == "gate_up_proj":  # all of gate before all of up
-            return _Cut(1, (rank, size + rank), 2 * size)
-        return _Cut(2, (rank,), size)
+            return _Slice(1, (rank, size + rank), 2 * size)
+        return _Slice(2, (rank,), size)
 
 
 class SummedLinear(Linear):

@@ -164,6 +164,6 @@ def test_what_cannot_be_shared_is_named(
     assert words in str(unsupported(read_target(tmp_path), size))
 
 
-def test_groups_of_mxfp4_are_not_cut(tmp_path: Path) -> None:
+def test_groups_of_mxfp4_are_not_split(tmp_path: Path) -> None:
     make_mxfp4_target(tmp_path)
     assert "the 3 MXFP4 groups of an expert are no multiple" in str(unsupported(read_target(tmp_path), 2))

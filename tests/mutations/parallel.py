@@ -24,8 +24,8 @@ PARALLEL_MUTANTS = (
         ("each rank adds the biases of experts", 'kind == "down_proj_bias" or (', "("),
         (
             "each rank has the sinks of the first heads",
-            '_Cut(0, (shard.rank,), shard.size) if kind == "sinks"',
-            '_Cut(0, (0,), shard.size) if kind == "sinks"',
+            '_Slice(0, (shard.rank,), shard.size) if kind == "sinks"',
+            '_Slice(0, (0,), shard.size) if kind == "sinks"',
         ),
         ("the outputs of attention are not summed", "output=SummedLinear(layer.output, reduce)", "output=layer.output"),
     ),
@@ -39,8 +39,8 @@ PARALLEL_MUTANTS = (
     Mutant(
         "a rank takes the first parts of experts in place of its own",
         "dflash_backend/models/parallel.py",
-        "_Cut(GPT_OSS_EXPERTS[kind], (rank,), size)",
-        "_Cut(GPT_OSS_EXPERTS[kind], (0,), size)",
+        "_Slice(GPT_OSS_EXPERTS[kind], (rank,), size)",
+        "_Slice(GPT_OSS_EXPERTS[kind], (0,), size)",
         ("tests/models/test_parallel.py::test_experts_in_mxfp4_are_shared",),
     ),
     Mutant(
