@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dflash_backend.settings import ConfigError as ConfigError
 from dflash_backend.settings import as_text, parse_bool, setting, settings_of
@@ -119,6 +119,19 @@ class EngineConfig:
         "processes that share each layer of the target, on a CPU (docs/tensor-parallel.md)",
         low=1,
         high=64,
+    )
+    data_parallel_size: int = setting(
+        1,
+        "engines behind the model, each with its own KV cache and on its own GPU; on a CPU they share the cores. Other "
+        "settings hold for each of them (docs/scale.md)",
+        low=1,
+        high=64,
+    )
+    routing: str = setting(
+        "prefix",
+        "with data_parallel_size, which engine gets a request: prefix: where most of its prompt is cached, against the "
+        "load; round_robin: the next one in turn, for comparison",
+        choices=("prefix", "round_robin"),
     )
     kv_block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     gpu_memory_utilization: float = setting(
@@ -292,6 +305,12 @@ class EngineConfig:
         """What REPORT_CUSTOM_METRICS in config.pbtxt says; None where it is not there."""
         return parse_bool(self.triton_parameters.get(REPORT_CUSTOM_METRICS, ""))
 
+    @property
+    def reported_kv_events(self) -> Literal["off", "hashes"]:
+        """What an engine reports of its prefix cache."""
+        routes = self.data_parallel_size > 1 and self.routing == "prefix" and self.enable_prefix_caching
+        return "hashes" if routes else "off"
+
     def as_strings(self) -> dict[str, str]:
         """Every effective setting as text, for the log line at start."""
         return {name: as_text(getattr(self, name)) for name in _BY_NAME}
@@ -323,9 +342,7 @@ _NOT_HERE = {
     "enable_lora": "there are no adapters",
     "lora_modules": "there are no adapters",
     "kv_cache_dtype": "the KV cache has the dtype of the weights",
-    "tensor_parallel_size": "a model runs on one GPU; run a server for each",
     "pipeline_parallel_size": "a model runs on one GPU; run a server for each",
-    "data_parallel_size": "a model runs on one GPU; run a server for each",
     "trust_remote_code": "no code of a checkpoint is ever run",
 }
 

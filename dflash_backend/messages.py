@@ -287,6 +287,27 @@ class QueueState(msgspec.Struct, frozen=True, array_like=True):
     crowded: dict[str, int] = {}
 
 
+class BlocksStored(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Blocks of one text that entered the prefix cache, in order, by their hashes (`core/prefix_cache.py`).
+
+    parent: the hash of the block before the first of them, None at the beginning of a text. token_ids: of all of them;
+    empty where they are not asked for.
+    """
+
+    block_hashes: list[bytes]
+    parent: bytes | None = None
+    token_ids: list[int] = []
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Blocks that left the prefix cache, in order."""
+
+    block_hashes: list[bytes]
+
+
+KVEvent = BlocksStored | BlocksRemoved
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """All that came of one engine step, or of the intake before it: what `EngineCore.step` returns.
 
@@ -294,6 +315,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: now and then, and always before the engine goes idle.
     phase_seconds: the step's time by phase (verify, accept, inject, draft); empty when no step was applied.
     queue: filled in by the engine process.
+    kv_events: what entered and left the prefix cache, in order; empty unless the engine reports it.
     """
 
     deltas: list[TokenDelta] = []
@@ -301,6 +323,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None = None
     phase_seconds: dict[str, float] = {}
     queue: QueueState | None = None
+    kv_events: list[KVEvent] = []
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag=True):
@@ -311,7 +334,11 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests. What the stub must know to validate them."""
+    """The engine takes requests. What the stub must know to validate them and to find their blocks.
+
+    hashes_cover_next_token: as `covers_next_token` of `core/prefix_cache.py:BlockHashes`. finds_blocks: whether prompts
+    begin with cached blocks at all.
+    """
 
     max_model_len: int
     num_speculative_tokens: int
@@ -319,6 +346,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     kv_block_size: int
     vocab_size: int
     description: str
+    hashes_cover_next_token: bool = False
+    finds_blocks: bool = True
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

@@ -29,7 +29,14 @@ def read_table() -> dict[str, set[str]]:
 
 ALLOWED = read_table()
 # Modules that count as packages of their own: what others may know of theirs.
-APART = ("core.plan", "core.scheduler_config", "drafters.published", "drafters.registry", "drafters.resolve")
+APART = (
+    "core.plan",
+    "core.prefix_cache",
+    "core.scheduler_config",
+    "drafters.published",
+    "drafters.registry",
+    "drafters.resolve",
+)
 FOLDERS = {
     "kernels": "kernels/dflash_kernels",
     "dflash_client": "client/dflash_client",

@@ -52,6 +52,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "kv_write_guard": (True, lambda built: built.core.config.kv_write_guard, True),
     "enable_cuda_graphs": (False, lambda built: PREPARED[-1], False),
     "enable_overlap": (False, lambda built: built.core._overlap, False),
+    "data_parallel_size": (2, lambda built: built.core.config.kv_events, "hashes"),
     "seed": (11, lambda built: built.core.config.seed, 11),
     "trace_dir": (Path("traces"), lambda built: built.trace is not None, True),
     "trace_steps": (7, lambda built: built.trace is not None and built.trace._max_steps, 7),
@@ -63,6 +64,7 @@ ELSEWHERE = {
     "device": "tests/gpu/test_engine.py",
     "gpu_memory_utilization": "tests/engine/test_build.py",
     "tensor_parallel_size": "tests/engine/test_ranks.py",
+    "routing": "tests/triton/test_replicas.py",
     "num_state_snapshots": "tests/worker/test_recurrent_engines.py",
     "engine_hang_timeout_s": "tests/engine_client/test_supervisor.py",
     **dict.fromkeys(

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from dflash_backend.core.block_lists import BlockLists
+from dflash_backend.core.kv_events import KVEventLog
 
 # The two lists of evictable blocks, by whether a request has reused them since they were cached.
 PROBATIONARY, PROTECTED = 0, 1
@@ -35,8 +36,10 @@ class BlockPool:
     `MAX_PROTECTED_SHARE` of the pool, the longest free first, and when they outlive `PROTECTED_LIFE_IN_POOLS`.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KVEventLog | None = None) -> None:
+        """events: is told of evicted blocks."""
         self.num_blocks = num_blocks
+        self._events = events
         self._ref_counts = array("q", bytes(8 * num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -224,4 +227,6 @@ class BlockPool:
         del self._cached[block_hash]
         self._hashes[block_id] = None
         self.num_evicted += 1
+        if self._events is not None:
+            self._events.removed(block_hash)
         return block_id

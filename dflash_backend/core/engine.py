@@ -164,6 +164,8 @@ class EngineCore:
             plan = self.scheduler.plan(started, in_flight=bool(self._in_flight))
             submitted = plan is not None and self._run(plan, started, outputs)
             self._collect_down_to(1 if self._overlap and submitted else 0, outputs)
+        if (events := self.scheduler.kv.events) is not None:
+            outputs = msgspec.structs.replace(outputs, kv_events=events.take())
         ended = self._clock()
         self._step_seconds += ended - started
         if self.has_unfinished() and ended - self._stats_sent_at < STATS_INTERVAL_S:

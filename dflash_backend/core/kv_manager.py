@@ -25,6 +25,7 @@ from collections.abc import Iterable
 import msgspec
 
 from dflash_backend.core.block_pool import BlockPool
+from dflash_backend.core.kv_events import KVEventLog
 from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
@@ -42,7 +43,10 @@ class KVManager:
         self.blocks_for = config.cache_group.blocks_for
         self._caching = config.enable_prefix_caching
         self._num_behind = int(config.reads_next_tokens)
-        self.pool = BlockPool(config.num_blocks)
+        self.events: KVEventLog | None = None
+        if config.kv_events != "off":
+            self.events = KVEventLog(with_tokens=config.kv_events == "tokens")
+        self.pool = BlockPool(config.num_blocks, self.events)
         self.snapshots: StateSnapshots | None = None
         if config.num_state_snapshots is not None and config.enable_prefix_caching:
             self.snapshots = StateSnapshots(config.num_state_snapshots)
@@ -145,7 +149,10 @@ class KVManager:
             hashes = request.block_hashes.first(num_full, request.token_ids)
             for index in range(request.num_published_blocks, num_full):
                 before = request.block_ids[index - 1] if index else None
-                self.pool.publish(request.block_ids[index], hashes[index], before)
+                is_new = self.pool.publish(request.block_ids[index], hashes[index], before)
+                if is_new and self.events is not None:
+                    tokens = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
+                    self.events.stored(hashes[index], hashes[index - 1] if index else None, tokens)
             request.num_published_blocks = num_full
 
     def _publish_snapshots(self, request: Request) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dflash_backend.core.cache_group import CacheGroup
 from dflash_backend.core.drafter_work import DrafterWork
@@ -45,6 +46,8 @@ class SchedulerConfig:
     num_state_snapshots: slots for copies of recurrent states; None: no layer has such a state. Without a slot there are
     no prefix hits then.
     kv_write_guard: whether plans say which blocks a row may write.
+    kv_events: whether steps report what enters and leaves the prefix cache: "off", "hashes", or "tokens" for hashes and
+    the tokens of stored blocks.
     seed: where the seeds of requests without one come from.
     """
 
@@ -71,6 +74,7 @@ class SchedulerConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     num_state_snapshots: int | None = None
     kv_write_guard: bool = False
+    kv_events: Literal["off", "hashes", "tokens"] = "off"
     seed: int = 0
     max_drafting_len: int = field(init=False)
     drafter_work: DrafterWork = field(init=False)

@@ -4,7 +4,6 @@ parts."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.drafters.spec import DraftModelSpec
-from dflash_backend.engine.device import choose_device
+from dflash_backend.engine.device import choose_device, num_cores, share_cores
 from dflash_backend.engine.quantised import check_quantization
 from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
+from dflash_backend.engine.ready import engine_ready
 from dflash_backend.engine.recurrent import check_recurrent, num_snapshots
 from dflash_backend.engine.sizing import (
     Sizes,
@@ -106,6 +106,7 @@ def build_engine(
     """
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)
+    share_cores(config, device)
     check_installed(config.attention_backend)
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)
@@ -132,16 +133,9 @@ def build_engine(
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard  # a graph does not let the guard look
     shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
     runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
-    ready = EngineReady(
-        max_model_len=sizes.max_model_len,
-        num_speculative_tokens=pair.num_speculative_tokens,
-        num_kv_blocks=sizes.num_blocks,
-        kv_block_size=config.kv_block_size,
-        vocab_size=pair.target.vocab_size,
-        description=_describe(models, sizes, config.kv_block_size),
-    )
     trace = _trace(config)
     scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
+    ready = engine_ready(models.pair, sizes, scheduler_config, device, dtype, models.backend.name)
     core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
     report("ready", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
@@ -189,7 +183,7 @@ def _shared_target(
     progress: Progress,
 ) -> TargetModel:
     """The target with its layers shared by `tensor_parallel_size` processes, of which this is the first."""
-    ranks = RankGroup(config.tensor_parallel_size)
+    ranks = RankGroup(config.tensor_parallel_size, num_cores(config))
     ranks.start(pair.target, num_positions, num_blocks, config, dtype)
     device = torch.device("cpu")
     local = load_shard(pair.target, ranks.shard, ranks.reduce, num_positions, dtype, device, progress)
@@ -259,7 +253,7 @@ def _runner(
     )
     size = loaded_bytes(pair, models.dtype)
     # Passes over all ranks come one after the other.
-    num_threads = num_batch_threads(size) if config.tensor_parallel_size == 1 else 1
+    num_threads = num_batch_threads(size, num_cores(config)) if config.tensor_parallel_size == 1 else 1
     threads = BatchThreads(num_threads, config.batch_invariant, size)
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
@@ -324,6 +318,7 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
         uneven_cost=UNEVEN_COST[models.device.type],
         kv_write_guard=config.kv_write_guard,
+        kv_events=config.reported_kv_events,
         seed=config.seed,
     )
 
@@ -379,19 +374,4 @@ def _requirements(
         head_dims=head_dims,
         dtype=dtype,
         device=device.type,
-    )
-
-
-def _describe(models: LoadedModels, sizes: Sizes, block_size: int) -> str:
-    pair, device = models.pair, models.device
-    drafting = "no speculation" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens)
-    dtype = str(models.dtype).removeprefix("torch.")
-    threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
-    length = f"requests of up to {sizes.max_model_len} tokens"
-    if sizes.limited_from is not None:
-        length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
-    return (
-        f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
-        f"{drafting}; {device.type}, {dtype}, attention {models.backend.name}{threads}; "
-        f"KV cache of {sizes.num_blocks} blocks of {block_size} tokens; {length}"
     )

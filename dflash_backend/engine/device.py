@@ -40,6 +40,18 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def num_cores(config: EngineConfig) -> int:
+    """Cores that this engine may keep busy on a CPU: those of the process, shared out to the engines of
+    `data_parallel_size`."""
+    return max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
+
+
+def share_cores(config: EngineConfig, device: torch.device) -> None:
+    """Give torch's operations this engine's share of the cores, on a CPU with several engines."""
+    if device.type == "cpu" and config.data_parallel_size > 1:
+        torch.set_num_threads(min(torch.get_num_threads(), num_cores(config)))
+
+
 def _driver_is_here() -> bool:
     """Whether there is a GPU that was not hidden on purpose."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(file.exists() for file in DRIVER_FILES)

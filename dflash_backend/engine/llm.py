@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from dflash_backend.config import EngineConfig
+from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine.build import BuiltEngine, Progress, build_engine
@@ -87,6 +87,11 @@ class LLM:
         if draft is not None:
             settings["draft_model"] = str(draft)
         self.config = EngineConfig.from_values(settings)
+        if self.config.data_parallel_size > 1:
+            raise ConfigError(
+                f"setting 'data_parallel_size' is {self.config.data_parallel_size}, and LLM runs one engine: leave it "
+                "at 1, or start a server"
+            )
         self.engine: BuiltEngine = build_engine(self.config, progress)
         trusted = self.config.message_special_tokens == "control"
         self.tokenizer = Tokenizer.load(resolve_target_dir(self.config), trusted)

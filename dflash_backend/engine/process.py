@@ -146,7 +146,8 @@ class EngineLoop:
             if self._core.has_unfinished():
                 outputs = self._core.step()
                 started = time.monotonic()
-                if outputs.deltas or outputs.rejected or outputs.phase_seconds or outputs.stats:
+                work = outputs.deltas or outputs.rejected or outputs.phase_seconds
+                if work or outputs.stats or outputs.kv_events:
                     self._say(msgspec.structs.replace(outputs, queue=self._queue()))
                 if self._trace is not None:
                     self._trace.messages("send", started, len(outputs.deltas))

@@ -146,9 +146,10 @@ class _Links:
 class RankGroup:
     """The other ranks of this process, which is rank 0. They end with this object, or with this process."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, num_cores: int) -> None:
+        """num_cores: those that all ranks share."""
         self.shard = Shard(0, size)
-        self.num_threads = max(1, len(os.sched_getaffinity(0)) // size)
+        self.num_threads = max(1, num_cores // size)
         self._links = _Links(folder=tempfile.mkdtemp(prefix="dflash-ranks-"))
         self._reduce: Reduce | None = None
         self._end = weakref.finalize(self, _end, self._links)

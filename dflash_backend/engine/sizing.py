@@ -55,9 +55,11 @@ def cpu_budget(config: EngineConfig) -> KVCacheBudget:
     """What the settings say. Raises `ConfigError` when `kv_cache_gb` asks for more than the machine has."""
     if config.kv_cache_gb is not None:
         machine_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        if config.kv_cache_gb > machine_gib:
+        num = config.data_parallel_size
+        if config.kv_cache_gb * num > machine_gib:
+            each = f" for each of {num} engines (data_parallel_size)" if num > 1 else ""
             raise ConfigError(
-                f"setting 'kv_cache_gb' is {config.kv_cache_gb:g}, and this machine has {machine_gib:.1f} GiB of "
+                f"setting 'kv_cache_gb' is {config.kv_cache_gb:g}{each}, and this machine has {machine_gib:.1f} GiB of "
                 "memory: lower it, or use auto"
             )
         return _explicit(config.kv_cache_gb)

@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +59,7 @@ FINAL_MESSAGES_MS = 200
 KEEP_STEP_BUFFERS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 # How long a process may take from the end of its lifeline to its exit status.
 REAP_S = 1.0
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 class EngineError(Exception):
@@ -100,9 +102,16 @@ def _interpreter() -> str:
 class EngineClient:
     """One engine process. Any thread may call `send` and `wake`; all else is for one thread at a time."""
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] | None = None, server_pid: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        command: Sequence[str] | None = None,
+        server_pid: int = 0,
+        environ: Mapping[str, str] = _NO_VARIABLES,
+    ) -> None:
         """Start the process; `wait_until_ready` comes next. `command` is `engine_command()` unless given. When the
-        process `server_pid` ends, the engine also ends this process, even one that hangs.
+        process `server_pid` ends, the engine also ends this process, even one that hangs. `environ`: variables of the
+        engine's environment beside this process's.
 
         Raises `EngineError` when the process cannot be started.
         """
@@ -128,12 +137,21 @@ class EngineClient:
         setup = EngineSetup(
             config.as_strings(), self._address("in"), self._address("out"), self._dir, theirs, server_pid
         )
+        self._process = self._start(arguments, environ, theirs)
+        assert self._process.stdin is not None
+        # If it died before it could read, `receive` says so.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
+
+    def _start(self, arguments: list[str], environ: Mapping[str, str], lifeline: int) -> subprocess.Popen[bytes]:
+        """Start the process, which takes over its end of the lifeline."""
         try:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 arguments,
                 stdin=subprocess.PIPE,
-                env=_environment(),
-                pass_fds=(theirs,),
+                env=_environment(environ),
+                pass_fds=(lifeline,),
                 # A session of its own: signals to the server's process group are for the stub.
                 start_new_session=True,
             )
@@ -141,12 +159,7 @@ class EngineClient:
             self._release()
             raise EngineError(f"the engine process could not be started: {error}") from error
         finally:
-            os.close(theirs)
-        assert self._process.stdin is not None
-        # If it died before it could read, `receive` says so.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-            self._process.stdin.flush()
+            os.close(lifeline)
 
     @property
     def pid(self) -> int:
@@ -330,7 +343,7 @@ class EngineClient:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
-def _environment() -> dict[str, str]:
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment, with its import path: Triton's stub has entries that no variable names.
 
     OpenMP's threads sleep while they wait, unless the operator says otherwise: on a CPU they share the cores with the
@@ -340,5 +353,6 @@ def _environment() -> dict[str, str]:
     """
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
     environ = {"OMP_WAIT_POLICY": "PASSIVE", **KEEP_STEP_BUFFERS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environ |= more
     environ.pop("MALLOC_ARENA_MAX", None)
     return environ

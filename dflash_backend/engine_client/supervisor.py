@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from dflash_backend.config import EngineConfig
@@ -39,13 +40,14 @@ class EngineLost(Exception):
     """The engine has died or hangs, and all its requests are lost. The message is for clients and the operator.
 
     engine: its client, which knows which requests had reached it. has_reason: the engine reported an error of its own,
-    which any request that was sent to it may have caused.
+    which any request that was sent to it may have caused. index: the engine's number among several.
     """
 
     def __init__(self, message: str, engine: EngineClient, has_reason: bool = False) -> None:
         super().__init__(message)
         self.engine = engine
         self.has_reason = has_reason
+        self.index = 0
 
 
 class Backoff:
@@ -77,11 +79,15 @@ class EngineSupervisor:
         command: Sequence[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         server_pid: int = 0,
+        name: str = "",
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`command` runs the engine, by default the project's own; `server_pid` as for `EngineClient`. Nothing is
-        started yet."""
+        """`command` runs the engine, by default the project's own; `server_pid` and `environ` as for `EngineClient`.
+        `name` is in each line of the log, for one of several engines. Nothing is started yet."""
         self._config = config
         self._log = log
+        self._name = f"{name}: " if name else ""
+        self._environ = environ
         self._command = command
         self._clock = clock
         self._server_pid = server_pid
@@ -121,7 +127,7 @@ class EngineSupervisor:
     def start(self) -> None:
         """Start the first process. `wait_until_ready` comes next. Raises `EngineError`."""
         self._started_at = self._clock()
-        self._process = EngineClient(self._config, self._command, self._server_pid)
+        self._process = self._new_process()
 
     def wait_until_ready(self) -> None:
         """Wait until the first process has loaded the models. Raises `EngineError`; nothing is running then."""
@@ -165,6 +171,9 @@ class EngineSupervisor:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+    def _new_process(self) -> EngineClient:
+        return EngineClient(self._config, self._command, self._server_pid, self._environ)
 
     def _poll(self, engine: EngineClient, timeout_ms: int) -> list[StepOutputs]:
         outputs: list[StepOutputs] = []
@@ -212,8 +221,8 @@ class EngineSupervisor:
         hung, self._hung = self._hung, False
         if not process.close(hung):
             self._log.error(
-                f"the engine process {process.pid} cannot be ended: it waits in the kernel, such as for the GPU's "
-                "driver; what it holds is free when it ends"
+                f"{self._name}the engine process {process.pid} cannot be ended: it waits in the kernel, such as for "
+                "the GPU's driver; what it holds is free when it ends"
             )
 
     def _wait_or_restart(self, timeout_ms: int) -> None:
@@ -226,7 +235,7 @@ class EngineSupervisor:
         self._served = False
         self._started_at = self._clock()
         try:
-            self._process = EngineClient(self._config, self._command, self._server_pid)
+            self._process = self._new_process()
         except EngineError as error:
             self._plan_restart(str(error), served=False, setup_error=False)
 
@@ -246,14 +255,14 @@ class EngineSupervisor:
         self._ready = ready
         self._take_over(process)
         took = self._clock() - self._started_at
-        self._log.info(f"the engine is ready again after {took:.1f} s (restart {self.num_restarts})")
+        self._log.info(f"{self._name}the engine is ready again after {took:.1f} s (restart {self.num_restarts})")
 
     def _plan_restart(self, reason: str, served: bool, setup_error: bool) -> None:
         delay = self._backoff.delay_s(served, setup_error)
         self._next_start_at = self._clock() + delay
         when = f"in {delay:g} s" if delay else "at once"
         advice = "; correct the settings or the files that it names, or unload the model" if setup_error else ""
-        self._log.error(f"{reason}; the engine is started again {when}{advice}")
+        self._log.error(f"{self._name}{reason}; the engine is started again {when}{advice}")
 
     def _log_progress(self, message: str, fraction: float) -> None:
-        self._log.info(f"loading {fraction:.0%}: {message}")
+        self._log.info(f"loading {fraction:.0%}: {self._name}{message}")

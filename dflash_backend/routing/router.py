@@ -12,7 +12,7 @@ was sent there, corrected by what the engine reports. Nothing is random: the sam
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dflash_backend.routing.block_index import BlockIndex
@@ -40,6 +40,8 @@ class Route(NamedTuple):
     start: int
     num_cached_tokens: int
     num_new_tokens: int
+    # That the request counts as while it is unfinished, in tokens, beside its prompt.
+    num_open_tokens: int = REQUEST_TOKENS
 
 
 class Router:
@@ -91,20 +93,33 @@ class Router:
         self._load[engine] = _DOWN
         self._index.clear(engine)
 
-    def route(self, hashes: Sequence[bytes], num_tokens: int, cache_salt: str = "") -> Route:
+    def route(
+        self,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        cache_salt: str = "",
+        num_completions: int = 1,
+        without: Collection[int] = (),
+    ) -> Route:
         """Choose the engine of a request, and count it as sent there.
 
-        hashes: of the prompt's full blocks, in order. num_tokens: of the prompt. Raises `NoEngineError` when no engine
-        is up.
+        hashes: of the prompt's full blocks, in order. num_tokens: of the prompt. num_completions: of the request, which
+        decode at the same time. without: engines that cannot take it. Raises `NoEngineError` when no other is up.
         """
-        if not self._up:
-            raise NoEngineError("all engines of the model are down or restarting; try again in a few seconds")
+        up, mask, loads = self._up, self._up_mask, self._load
+        if without:
+            up = [engine for engine in up if engine not in without]
+            mask = sum(1 << engine for engine in up)
+            loads = [load if mask >> engine & 1 else _DOWN for engine, load in enumerate(loads)]
+        if not up:
+            raise NoEngineError("no engine of the model takes requests; try again in a few seconds")
         last = self._salts.get(cache_salt, -1) if cache_salt else -1
-        prefixes = self._index.cached_prefixes(hashes, self._up_mask)
-        engine, num_blocks = self._cheapest(prefixes, last)
+        prefixes = self._index.cached_prefixes(hashes, mask)
+        engine, num_blocks = self._cheapest(prefixes, last, up, loads)
         num_cached = min(num_blocks * self._block_size, num_tokens)
-        route = Route(engine, self._starts[engine], num_cached, num_tokens - num_cached)
-        self._load[engine] += route.num_new_tokens + REQUEST_TOKENS
+        num_open = REQUEST_TOKENS * num_completions
+        route = Route(engine, self._starts[engine], num_cached, num_tokens - num_cached, num_open)
+        self._load[engine] += route.num_new_tokens + num_open
         self._sent_tokens[engine] += route.num_new_tokens
         self._index.add(engine, hashes)
         if cache_salt:
@@ -117,7 +132,7 @@ class Router:
 
     def finished(self, route: Route, prefilled: bool = True) -> None:
         """The request has ended, or was aborted. prefilled: whether `prefilled` was called for it."""
-        self._subtract(route, REQUEST_TOKENS + (0 if prefilled else route.num_new_tokens))
+        self._subtract(route, route.num_open_tokens + (0 if prefilled else route.num_new_tokens))
 
     def stored(self, engine: int, hashes: Sequence[bytes]) -> None:
         """The engine reports blocks that are in its prefix cache now. One that is down reports nothing."""
@@ -132,13 +147,15 @@ class Router:
         """The engine reports that its prefix cache is empty."""
         self._index.clear(engine)
 
-    def _cheapest(self, prefixes: list[tuple[int, int]], last: int) -> tuple[int, int]:
-        """The engine of lowest cost, and the blocks that it has. Costs leave out the prompt's tokens, which are the
-        same everywhere. `last`: the engine that served the salt last, or -1."""
-        loads, sent = self._load, self._sent_tokens
+    def _cheapest(
+        self, prefixes: list[tuple[int, int]], last: int, up: Sequence[int], loads: Sequence[int]
+    ) -> tuple[int, int]:
+        """The engine of lowest cost of those that are `up`, and the blocks that it has. Costs leave out the prompt's
+        tokens, which are the same everywhere. `last`: the engine that served the salt last, or -1."""
+        sent = self._sent_tokens
         # Without the cache: the lowest load. One pass over all engines, in C.
         cost = min(loads)
-        engine = min([engine for engine in self._up if loads[engine] == cost], key=sent.__getitem__)
+        engine = min([engine for engine in up if loads[engine] == cost], key=sent.__getitem__)
         cheapest = (cost, sent[engine], engine, 0)
         of_last = 0
         for num_blocks, engines in prefixes:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from dflash_backend.messages import EngineStats
+from dflash_backend.spec_stats import acceptance_length
 
 INTERVAL_S = 10.0
+_NOTHING = EngineStats()
 
 
 class ActivityLog:
     """Turns the engine's running counters into lines. Owned by one thread."""
 
     def __init__(self) -> None:
-        self._latest = EngineStats()
-        self._said = EngineStats()
+        # By the engine's number.
+        self._latest: dict[int, EngineStats] = {}
+        self._said: dict[int, EngineStats] = {}
         self._said_at: float | None = None
 
-    def follow(self, stats: EngineStats) -> None:
-        """Take the engine's newest counters."""
-        self._latest = stats
+    def follow(self, stats: EngineStats, index: int = 0) -> None:
+        """Take an engine's newest counters."""
+        self._latest[index] = stats
 
-    def restart(self) -> None:
+    def restart(self, index: int = 0) -> None:
         """The engine has died: the counters of the next one start at zero."""
-        self._latest = self._said = EngineStats()
+        self._latest.pop(index, None)
+        self._said.pop(index, None)
 
     def line(self, now: float) -> str | None:
         """The line that is due at `now` (seconds of a monotonic clock), or None.
@@ -33,23 +37,29 @@ class ActivityLog:
         seconds = now - self._said_at
         if seconds < INTERVAL_S:
             return None
-        before, stats = self._said, self._latest
-        self._said, self._said_at = stats, now
-        prompt = stats.num_prompt_tokens - before.num_prompt_tokens
-        generated = stats.num_generation_tokens - before.num_generation_tokens
-        present = stats.num_requests_running + stats.num_requests_waiting
-        if not (prompt or generated or present):
+        pairs = [(self._said.get(index, _NOTHING), stats) for index, stats in self._latest.items()]
+        self._said, self._said_at = dict(self._latest), now
+        prompt = sum(stats.num_prompt_tokens - before.num_prompt_tokens for before, stats in pairs)
+        generated = sum(stats.num_generation_tokens - before.num_generation_tokens for before, stats in pairs)
+        running = sum(stats.num_requests_running for _, stats in pairs)
+        waiting = sum(stats.num_requests_waiting for _, stats in pairs)
+        if not (prompt or generated or running or waiting):
             return None
-        drafted = stats.spec_decoding - before.spec_decoding
-        queries = stats.prefix_cache_queries - before.prefix_cache_queries
-        hits = stats.prefix_cache_hits - before.prefix_cache_hits
+        drafts = sum(stats.spec_decoding.num_drafts - before.spec_decoding.num_drafts for before, stats in pairs)
+        accepted = sum(
+            stats.spec_decoding.num_accepted_tokens - before.spec_decoding.num_accepted_tokens
+            for before, stats in pairs
+        )
+        queries = sum(stats.prefix_cache_queries - before.prefix_cache_queries for before, stats in pairs)
+        hits = sum(stats.prefix_cache_hits - before.prefix_cache_hits for before, stats in pairs)
+        usage = sum(stats.kv_cache_usage for _, stats in pairs) / len(pairs)
         parts = [
             f"prompt {prompt / seconds:.1f} tokens/s",
             f"generated {generated / seconds:.1f} tokens/s",
-            f"acceptance length {drafted.acceptance_length:.2f}" if drafted.num_drafts else "no drafts",
+            f"acceptance length {acceptance_length(drafts, accepted):.2f}" if drafts else "no drafts",
             f"prefix hits {hits / queries:.1%}" if queries else "no prefix look-ups",
-            f"running {stats.num_requests_running}",
-            f"waiting {stats.num_requests_waiting}",
-            f"KV blocks in use {stats.kv_cache_usage:.1%}",
+            f"running {running}",
+            f"waiting {waiting}",
+            f"KV blocks in use {usage:.1%}",
         ]
         return "activity: " + ", ".join(parts)

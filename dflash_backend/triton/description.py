@@ -39,5 +39,6 @@ def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, r
             "structured_outputs": True,
             "trust_messages": config.message_special_tokens == "control",
             "description": ready.description,
+            "data_parallel_size": config.data_parallel_size,
         }
     )

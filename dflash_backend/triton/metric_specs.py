@@ -99,6 +99,12 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("dflash:request_errors_total", "counter", "Requests that ended in an error by status", label="status"),
     MetricSpec("dflash:engine_restarts_total", "counter", "Engine processes that were started after one had died"),
+    MetricSpec(
+        "dflash:requests_routed_total",
+        "counter",
+        "Requests that an engine was sent, with data_parallel_size",
+        label="engine",
+    ),
     MetricSpec("dflash:engine_ready", "gauge", "1 while the engine takes requests, else 0", label="engine"),
     MetricSpec("dflash:num_requests_running", "gauge", "Requests that run", label="engine"),
     MetricSpec("dflash:num_requests_waiting", "gauge", "Requests that wait", label="engine"),
@@ -223,3 +229,5 @@ ENGINE_GAUGES = {
     "kv_cache_usage": "dflash:kv_cache_usage_perc",
 }
 CONFIDENCE_WEIGHT = "dflash:spec_decode_confidence_weight"
+# Of the stub: the same for all its engines.
+INSTANCE_GAUGES = frozenset(("dflash:num_requests_in_flight", "dflash:stub_heartbeat_timestamp_seconds"))

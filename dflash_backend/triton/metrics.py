@@ -9,7 +9,8 @@ of few observations costs fewer calls that way. Any other histogram, and on an o
 
 A model with several instances has several stub processes, and Triton gives those that declare the same name and labels
 one value between them. Counters and histograms are added to, so they are the model's sums. A gauge is set, so each
-engine has its own, told apart by the label `engine`.
+engine has its own, told apart by the label `engine`; what one instance with several engines says of itself has the
+instance's name there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, zip_longest
 from types import ModuleType
@@ -30,6 +31,7 @@ from dflash_backend.triton.metric_specs import (
     ENGINE_GAUGES,
     GRAMMAR_COUNTERS,
     INFINITY,
+    INSTANCE_GAUGES,
     METRICS,
     SMALL_FAMILY,
     VLLM_NAMES,
@@ -66,13 +68,16 @@ class Metrics:
         version: str = "1",
         enabled: bool = True,
         vllm_names: bool = False,
+        engines: Sequence[str] = (),
     ) -> None:
-        """`engine` names this instance of the model, `version` is the model's. `log` is called once when Triton takes
+        """`engine` names this instance of the model, `engines` its engines, by default one of the instance's name;
+        `version` is the model's. `log` is called once when Triton takes
         no values. Without `enabled` nothing reaches Triton, and no metric is on its page. With `vllm_names` the metrics
         of `VLLM_NAMES` are there under both names."""
         self._pb = pb_utils
         self._labels = {"model": model_name, "version": version}
-        self._engine = engine
+        self._instance = engine
+        self.engines = engines or (engine,)
         self._log = log
         self._enabled = enabled
         self._has_failed = False
@@ -82,13 +87,14 @@ class Metrics:
         self._metrics: dict[tuple[str, str, str], Any] = {}
         self._counts_lock = threading.Lock()
         self._counts: defaultdict[tuple[str, str, str], float] = defaultdict(float)
-        self._gauges: dict[str, float] = {}
-        self._told_gauges: dict[str, float] = {}
+        # By the gauge's name and its engine's.
+        self._gauges: dict[tuple[str, str], float] = {}
+        self._told_gauges: dict[tuple[str, str], float] = {}
         self._histograms: dict[tuple[str, str], _Histogram] = {}
         # The observations of Triton's own histograms.
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")
-        self._last = EngineStats()
+        self._last = [EngineStats() for _ in self.engines]
         if enabled:
             for spec in METRICS:
                 has_alias = vllm_names and spec.name in VLLM_NAMES
@@ -125,9 +131,9 @@ class Metrics:
         for phase, seconds in phase_seconds.items():
             self.observe("dflash:step_seconds", seconds, phase)
 
-    def follow(self, stats: EngineStats) -> None:
-        """Bring counters and gauges up to the engine's."""
-        last, self._last = self._last, stats
+    def follow(self, stats: EngineStats, index: int = 0) -> None:
+        """Bring counters and gauges up to those of the engine with this number."""
+        last, self._last[index] = self._last[index], stats
         for field, name in ENGINE_COUNTERS.items():
             if increase := getattr(stats, field) - getattr(last, field):
                 self.count(name, increase)
@@ -150,19 +156,24 @@ class Metrics:
                 if now != before:
                     self.count(f"dflash:spec_decode_{field}_total", now - before, str(position))
         for field, name in ENGINE_GAUGES.items():
-            self._gauges[name] = getattr(stats, field)
-        self._gauges[CONFIDENCE_WEIGHT] = stats.speculation.confidence_weight
+            self.set(name, getattr(stats, field), index)
+        self.set(CONFIDENCE_WEIGHT, stats.speculation.confidence_weight, index)
 
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge of this engine."""
-        self._gauges[name] = value
+    def set(self, name: str, value: float, index: int | None = None) -> None:
+        """Set a gauge of the engine with this number; None: of this instance."""
+        self._gauges[name, self._instance if index is None else self.engines[index]] = value
 
-    def reset_engine(self) -> None:
+    def reset_engines(self) -> None:
+        """All engines are gone."""
+        for index in range(len(self.engines)):
+            self.reset_engine(index)
+
+    def reset_engine(self, index: int = 0) -> None:
         """The engine is gone: its gauges fall to 0, and the counters of the next one start there."""
-        self._last = EngineStats()
+        self._last[index] = EngineStats()
         others = (CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
         for name in (*ENGINE_GAUGES.values(), *others):
-            self._gauges[name] = 0.0
+            self.set(name, 0.0, index)
 
     def flush(self) -> None:
         """Hand over what has changed since the last time. What Triton does not take waits for the next time; the log
@@ -174,7 +185,7 @@ class Metrics:
     def flush_requests(self) -> None:
         """Hand over what has changed, but for the metrics of steps, which wait for `flush`."""
         self._flush(of_steps=False)
-        self._tell_gauges({name: value for name, value in self._gauges.items() if self._told_gauges.get(name) != value})
+        self._tell_gauges({key: value for key, value in self._gauges.items() if self._told_gauges.get(key) != value})
 
     def _flush(self, of_steps: bool) -> None:
         """Hand over counters and histograms."""
@@ -201,11 +212,11 @@ class Metrics:
         self._histograms.clear()
         self._observations.clear()
 
-    def _tell_gauges(self, gauges: Mapping[str, float]) -> None:
+    def _tell_gauges(self, gauges: Mapping[tuple[str, str], float]) -> None:
         if self._enabled:
-            for name, value in gauges.items():
-                if self._tell((name, self._engine, ""), "set", value):
-                    self._told_gauges[name] = value
+            for (name, engine), value in gauges.items():
+                if self._tell((name, engine, ""), "set", value):
+                    self._told_gauges[name, engine] = value
 
     def _count_histograms(self, of_steps: bool) -> None:
         """Turn the observations into counts."""
@@ -257,7 +268,8 @@ class Metrics:
         """Make the metrics of a counter or gauge, unless their label has values that come later."""
         bounds = [*map(_number, spec.buckets), INFINITY] if spec.buckets else [""]
         if spec.kind == "gauge":
-            self._metric(spec.name, self._engine)
+            for engine in (self._instance,) if spec.name in INSTANCE_GAUGES else self.engines:
+                self._metric(spec.name, engine)
         elif not spec.label:
             # Of a family of so few Triton's page shows the latest first: thus +Inf is last, as on other servers' pages.
             for bound in reversed(bounds) if len(bounds) <= SMALL_FAMILY else bounds:
@@ -282,6 +294,11 @@ class Metrics:
             buckets = {"buckets": list(spec.buckets)} if spec.kind == "histogram" else {}
             metric = self._metrics[name, label, bound] = self._families[name].Metric(labels=labels, **buckets)
         return metric
+
+
+def engine_names(instance: str, num_engines: int) -> list[str]:
+    """The engines of an instance in the label `engine`: of a single one the instance's own name."""
+    return [instance] if num_engines == 1 else [f"{instance}-{index}" for index in range(num_engines)]
 
 
 def _number(value: float) -> str:

@@ -58,6 +58,7 @@ _SETTINGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "enable_prefix_caching": "enable_prefix_caching",
     "quantization": "quantization",
+    "data_parallel_size": "data_parallel_size",
 }
 # Those that are no settings, with the values that are taken. All but the first change nothing here.
 _NO_SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -69,7 +70,6 @@ _NO_SETTINGS: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (True, False),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
     "distributed_executor_backend": ("mp", "uni"),
     "load_format": ("auto", "safetensors"),
     "generation_config": ("vllm", "auto"),

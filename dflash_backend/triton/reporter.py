@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dflash_backend.engine_client.supervisor import EngineSupervisor
+from dflash_backend.engine_client.engines import Engines
 from dflash_backend.messages import StepOutputs
 from dflash_backend.triton.activity_log import ActivityLog
 from dflash_backend.triton.log import Log
@@ -25,11 +25,12 @@ FINISHED_S = 0.05
 class Reporter:
     """Owned by the output thread; any thread may call `note_change`."""
 
-    def __init__(self, metrics: Metrics, log: Log, engine: EngineSupervisor, is_ready: Callable[[], bool]) -> None:
+    def __init__(self, metrics: Metrics, log: Log, engines: Engines, takes_requests: Callable[[], bool]) -> None:
+        """takes_requests: whether the service does, whatever its engines do."""
         self._metrics = metrics
         self._log = log
-        self._engine = engine
-        self._is_ready = is_ready
+        self._engines = engines
+        self._takes_requests = takes_requests
         self._activity = ActivityLog()
         self._reported_at = self._requests_reported_at = self._next_finished_report_at = 0.0
         self._has_changed = False
@@ -50,18 +51,18 @@ class Reporter:
         """A request has ended: the page is due at once, or nearly so."""
         self.has_finished = True
 
-    def follow(self, outputs: StepOutputs) -> None:
-        """Take the engine's counters and times."""
+    def follow(self, index: int, outputs: StepOutputs) -> None:
+        """Take the counters and times of the engine with this number."""
         self._metrics.observe_step(outputs.phase_seconds)
         if outputs.stats is not None:
-            self._metrics.follow(outputs.stats)
-            self._activity.follow(outputs.stats)
+            self._metrics.follow(outputs.stats, index)
+            self._activity.follow(outputs.stats, index)
 
-    def reset_engine(self) -> None:
+    def reset_engine(self, index: int) -> None:
         """The engine is gone: its gauges fall to 0 at once, and the next engine's counters start there."""
-        self._metrics.reset_engine()
+        self._metrics.reset_engine(index)
         self._metrics.flush()
-        self._activity.restart()
+        self._activity.restart(index)
 
     def report_if_due(self, now: float, num_requests: int) -> None:
         """Report when the page is too old at `now`, in seconds of `time.monotonic`."""
@@ -82,12 +83,14 @@ class Reporter:
     def report(self, now: float, num_requests: int) -> None:
         """Bring the whole metrics page up to date, and write the activity line if it is due. `num_requests` are in
         flight."""
-        restarts = self._engine.num_restarts
+        restarts = self._engines.num_restarts
         if restarts != self._num_restarts:
             self._metrics.count("dflash:engine_restarts_total", restarts - self._num_restarts)
             self._num_restarts = restarts
-        self._metrics.set("dflash:engine_ready", float(self._is_ready()))
-        self._metrics.set("dflash:engine_silence_seconds", self._engine.silence_s)
+        takes_requests = self._takes_requests()
+        for index, engine in enumerate(self._engines.supervisors):
+            self._metrics.set("dflash:engine_ready", float(takes_requests and engine.engine is not None), index)
+            self._metrics.set("dflash:engine_silence_seconds", engine.silence_s, index)
         self._metrics.set("dflash:stub_heartbeat_timestamp_seconds", time.time())
         self._metrics.set("dflash:num_requests_in_flight", float(num_requests))
         self._metrics.flush()

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_backend.config import EngineConfig
-from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor
-from dflash_backend.messages import AbortRequests, RequestRejected, StepOutputs, TokenDelta
+from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, Engines, NoEngineError, Placement
+from dflash_backend.engine_client.supervisor import EngineLost
+from dflash_backend.messages import AbortRequests, GenerationRequest, RequestRejected, TokenDelta
 from dflash_backend.text.output import RequestState, request_id_of
 from dflash_backend.triton.cancellation import CancellationWatch
 from dflash_backend.triton.log import Log
@@ -20,34 +21,40 @@ from dflash_backend.triton.responder import Responder, SendFailed, one_line
 from dflash_backend.triton.responses import ResponseBuilder
 from dflash_backend.triton.server_memory import SMALLEST_STREAM_BYTES, ServerMemory
 
-RESTARTING = "the engine is being restarted after it died; try again in a few seconds"
-
 
 @dataclass(eq=False)
 class TritonRequest:
-    """A request's state, and where its responses go. `answered`: a response was sent. `sent`: the engine was sent all
-    of its completions."""
+    """A request's state, where its responses go, which engine runs it, and what that is sent.
+
+    answered: a response was sent. sent: the engine was sent all of its completions. num_moves: engines that were lost
+    before it reached them. prefilled: it has its first token. released: its engine is done with it.
+    """
 
     state: RequestState
     responder: Responder
+    placement: Placement
+    messages: list[GenerationRequest]
     answered: bool = False
     sent: bool = False
+    num_moves: int = 0
+    prefilled: bool = False
+    released: bool = False
 
 
 class RunningRequests:
-    """Any thread may call `add`, `refuse` and `fail_lost`; the output thread calls all else."""
+    """Any thread may call `start`, `refuse` and `fail_lost`; the output thread calls all else."""
 
     def __init__(
         self,
         config: EngineConfig,
-        engine: EngineSupervisor,
+        engines: Engines,
         responses: ResponseBuilder,
         metrics: Metrics,
         reporter: Reporter,
         log: Log,
         server_memory: ServerMemory,
     ) -> None:
-        self._engine = engine
+        self._engines = engines
         self._responses = responses
         self._metrics = metrics
         self._reporter = reporter
@@ -71,8 +78,18 @@ class RunningRequests:
         self._requests[request_id] = request
         self._cancellations.add(request_id, request.responder)
 
-    def process(self, outputs: list[StepOutputs]) -> None:
-        """Add the engine's outputs and send the responses that are due. Several steps that have arrived share one
+    def start(self, request: TritonRequest) -> None:
+        """Send a request to its engine; from here on the output thread owns it."""
+        self.add(request)
+        for message in request.messages:
+            request.placement.client.send(message)
+        request.sent = True
+        # The engine may have died meanwhile. The thread that removes the request answers it.
+        if self._engines.is_lost(request.placement):
+            self.fail_lost(request, self._engines.how_lost(request.placement))
+
+    def process(self, outputs: list[EngineOutputs]) -> None:
+        """Add the engines' outputs and send the responses that are due. Several steps that have arrived share one
         response."""
         updated: dict[str, TritonRequest] = {}
         for message in outputs:
@@ -85,7 +102,8 @@ class RunningRequests:
         if finished:
             self._finish(finished)
 
-    def _add_outputs(self, outputs: StepOutputs, updated: dict[str, TritonRequest]) -> None:
+    def _add_outputs(self, message: EngineOutputs, updated: dict[str, TritonRequest]) -> None:
+        index, outputs = message
         for rejected in outputs.rejected:
             self._reject(rejected)
         aborted: list[str] = []
@@ -99,12 +117,15 @@ class RunningRequests:
             elif self._add_tokens(request, delta, stopped_at):
                 updated[request.state.request_id] = request
         if aborted or stopped_at:
-            self._engine.send(AbortRequests([*aborted, *stopped_at], stopped_at))
-        self._reporter.follow(outputs)
+            self._engines.send(index, AbortRequests([*aborted, *stopped_at], stopped_at))
+        self._reporter.follow(index, outputs)
 
     def _add_tokens(self, request: TritonRequest, delta: TokenDelta, stopped_at: dict[str, int]) -> bool:
         """Add new tokens to their request; False when that ended it with an error."""
         state = request.state
+        if not request.prefilled and delta.token_ids:
+            request.prefilled = True
+            self._engines.prefilled(request.placement)
         try:
             added = state.add(delta)
         except Exception as error:  # noqa: BLE001 - a fault in one request's text must not reach the others
@@ -141,7 +162,7 @@ class RunningRequests:
         state.clear()
         request.answered = True
         if final:
-            self._requests.pop(state.request_id, None)
+            self._remove(state.request_id)
         else:
             count_tokens(self._metrics, state, new_tokens, first)
 
@@ -150,6 +171,8 @@ class RunningRequests:
         answer finds the request on the page, unless very many requests finish every second."""
         now = time.monotonic()
         for request in requests:
+            # A client that has its answer may send the next request at once.
+            self._release(request)
             count_tokens(self._metrics, request.state, request.state.num_new_tokens, not request.answered)
             count_finished(self._metrics, request.state, now)
         self._reporter.report_finished(now, len(self._requests) - len(requests))
@@ -158,8 +181,8 @@ class RunningRequests:
 
     def _give_up(self, request: TritonRequest, status: str, message: str) -> None:
         """End a request that the engine still runs, with an error. The others go on."""
-        if self._requests.pop(request.state.request_id, None) is not None:
-            self._engine.send(AbortRequests(request.state.engine_ids))
+        if self._remove(request.state.request_id):
+            self._engines.send(request.placement.engine, AbortRequests(request.state.engine_ids))
             self.refuse(request.responder, status, message)
 
     def _reject(self, rejected: RequestRejected) -> None:
@@ -206,18 +229,34 @@ class RunningRequests:
     def fail_all_lost(self, lost: EngineLost) -> None:
         """Answer the requests of an engine that is gone."""
         # A copy, without those that the other thread is sending: it notices afterwards that the engine is gone.
-        for request in [request for request in list(self._requests.values()) if request.sent]:
-            self.fail_lost(request, lost)
+        for request in list(self._requests.values()):
+            if request.sent and request.placement.client is lost.engine:
+                self.fail_lost(request, lost)
 
     def fail_lost(self, request: TritonRequest, lost: EngineLost | None) -> None:
-        """Answer a request whose engine is gone, unless it was answered. A client may send it again only if it never
-        reached the engine: one that may have caused the engine's error would end the next engine as well."""
-        if self._requests.pop(request.state.request_id, None) is None:
+        """Answer a request whose engine is gone, unless it was answered. Another engine gets it, or its client may send
+        it again, only if it never reached the engine: one that may have caused the engine's error would end the next
+        engine as well."""
+        if not self._remove(request.state.request_id):
             return
         if lost is not None and (lost.has_reason or not all(map(lost.engine.is_unconfirmed, request.state.engine_ids))):
             self.refuse(request.responder, "INTERNAL", str(lost))
-        else:
+        elif not self._move(request):
             self.refuse(request.responder, "UNAVAILABLE", RESTARTING)
+
+    def _move(self, request: TritonRequest) -> bool:
+        """Send a request that reached no engine to another one; False when there is none."""
+        request.num_moves += 1
+        if request.num_moves >= len(self._engines):
+            return False
+        parsed = request.state.parsed
+        try:
+            request.placement = self._engines.place(parsed.prompt_token_ids, parsed.sampling)
+        except NoEngineError:
+            return False
+        request.sent = request.released = False
+        self.start(request)
+        return True
 
     def fail_all(self, status: str, message: str) -> None:
         """End every request with an error."""
@@ -229,6 +268,19 @@ class RunningRequests:
         with contextlib.suppress(KeyError):
             while True:
                 yield self._requests.popitem()[1]
+
+    def _remove(self, request_id: str) -> bool:
+        """Take a request out; False when another call has."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._release(request)
+        return request is not None
+
+    def _release(self, request: TritonRequest) -> None:
+        """The request is no load of its engine any more."""
+        if not request.released:
+            request.released = True
+            self._engines.finished(request.placement, request.prefilled)
 
     def refuse(self, responder: Responder, status: str, message: str) -> None:
         """End a request with an error."""

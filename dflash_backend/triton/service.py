@@ -22,9 +22,9 @@ from typing import Any
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_target_dir
-from dflash_backend.engine_client.client import EngineClient
-from dflash_backend.engine_client.supervisor import EngineLost, EngineSupervisor
-from dflash_backend.messages import StepOutputs
+from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, NoEngineError, Placement
+from dflash_backend.engine_client.replicas import make_engines
+from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.text.output import RequestState
 from dflash_backend.text.request import RequestRules
@@ -33,11 +33,11 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.triton.description import asks_for_description, describe_model
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
-from dflash_backend.triton.metrics import Metrics
+from dflash_backend.triton.metrics import Metrics, engine_names
 from dflash_backend.triton.reporter import FINISHED_S, Reporter
 from dflash_backend.triton.responder import Responder, SendFailed, one_line, shared_memory_check
 from dflash_backend.triton.responses import ResponseBuilder
-from dflash_backend.triton.running_requests import RESTARTING, RunningRequests, TritonRequest
+from dflash_backend.triton.running_requests import RunningRequests, TritonRequest
 from dflash_backend.triton.server_memory import ServerMemory, private_memory
 from dflash_backend.triton.submission import Refused, RequestReader
 
@@ -88,27 +88,32 @@ class TritonService:
         self._drained = threading.Event()
         self._load(command, server_pid)
         # Last: Triton 2.51 crashes when a model that has made metrics fails to load while it replaces one that serves.
-        self._metrics = Metrics(
-            pb_utils,
-            model_name,
-            instance or f"{model_name}_0_0",
-            self._log.warning,
-            version,
-            enabled=config.report_custom_metrics is not False,
-            vllm_names=config.report_custom_metrics is True,
-        )
-        self._reporter = Reporter(self._metrics, self._log, self._engine, lambda: self.ready)
+        self._metrics = self._make_metrics(pb_utils, model_name, instance or f"{model_name}_0_0", version)
+        self._reporter = Reporter(self._metrics, self._log, self._engines, lambda: self._stopped() is None)
         max_bytes = int(config.max_server_memory_gb * 1e9) if server_pid else 0
         memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
         self._requests = RunningRequests(
-            config, self._engine, self._responses, self._metrics, self._reporter, self._log, memory
+            config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory
         )
-        self._log.info(f"ready: {self._engine.ready.description}")
+        several = f"{len(self._engines)} engines, each: " if len(self._engines) > 1 else ""
+        self._log.info(f"ready: {several}{self._engines.ready.description}")
         self._reporter.report(time.monotonic(), 0)
         self._thread = threading.Thread(target=self._run, name="dflash-output", daemon=True)
         self._thread.start()
         if server_pid:
             self._end_with(WatchedProcess(server_pid))
+
+    def _make_metrics(self, pb_utils: ModuleType, model_name: str, instance: str, version: str) -> Metrics:
+        return Metrics(
+            pb_utils,
+            model_name,
+            instance,
+            self._log.warning,
+            version,
+            enabled=self._config.report_custom_metrics is not False,
+            vllm_names=self._config.report_custom_metrics is True,
+            engines=engine_names(instance, len(self._engines)),
+        )
 
     def _load(self, command: Sequence[str] | None, server_pid: int) -> None:
         """Start the engine, read the tokenizer meanwhile, and wait until the engine is ready."""
@@ -117,18 +122,18 @@ class TritonService:
         self._log.info("settings: " + " ".join(f"{name}={value}" for name, value in settings))
         target_dir = resolve_target_dir(config, lambda text: self._log.info(f"loading 0%: {text}"))
         self._log.info("loading 0%: starting the engine process")
-        self._engine = EngineSupervisor(config, self._log, command, server_pid=server_pid)
-        self._engine.start()
+        self._engines = make_engines(config, self._log, command, server_pid)
+        self._engines.start()
         try:
             self._tokenizer = Tokenizer.load(target_dir, config.message_special_tokens == "control")
             defaults = read_sampling_defaults(target_dir) if config.generation_config == "auto" else {}
         except ValueError:
-            self._engine.close()
+            self._engines.close()
             raise
         rules = RequestRules(config.max_num_seqs, config.require_cache_salt, defaults)
         self._target_dir, self._rules = target_dir, rules
         self._reader = RequestReader(self._tokenizer, rules, config.max_queue_size, self._log)
-        self._engine.wait_until_ready()
+        self._engines.wait_until_ready()
 
     @property
     def ready(self) -> bool:
@@ -140,64 +145,65 @@ class TritonService:
         responder = Responder(
             request.get_response_sender(), self._responses.error, self._responses.final, self._fits_shared_memory
         )
-        engine = self._engine.engine
-        # The output thread may not have noticed yet that the engine is dead.
-        if (refusal := self._refusal()) is not None or engine is None or not engine.alive:
+        # The output thread may not have noticed yet that an engine is dead.
+        if (refusal := self._refusal()) is not None or not self._engines.any_alive:
             self._requests.refuse(responder, "UNAVAILABLE", refusal or RESTARTING)
             return
         if asks_for_description(request):
             self._describe(responder)
             return
         try:
-            parsed = self._reader.read(request, engine, self._engine.ready)
+            parsed, full = self._reader.read(request, self._engines)
+            placement = self._engines.place(parsed.prompt_token_ids, parsed.sampling, full)
         except Refused as refused:
             self._requests.refuse(responder, refused.status, str(refused))
-            return
-        self._start(TritonRequest(RequestState(next(self._ids), parsed, self._tokenizer), responder), engine)
+        except NoEngineError as error:
+            self._requests.refuse(responder, "UNAVAILABLE", str(error))
+        else:
+            state = RequestState(next(self._ids), parsed, self._tokenizer)
+            self._start(state, responder, placement)
 
     def _describe(self, responder: Responder) -> None:
         """Answer with what a front end must know of the model."""
-        text = describe_model(self._config, self._engine.ready, self._target_dir, self._rules)
+        text = describe_model(self._config, self._engines.ready, self._target_dir, self._rules)
         try:
             responder.send(self._responses.description(text), final=True)
         except SendFailed as error:
             self._log.error(str(error))
 
-    def _start(self, request: TritonRequest, engine: EngineClient) -> None:
-        """Send a request to the engine; from here on the output thread owns it."""
-        state = request.state
-        self._requests.add(request)
+    def _start(self, state: RequestState, responder: Responder, placement: Placement) -> None:
+        """Send a request to its engine."""
         if self._log.debugging:
             token_ids = state.parsed.prompt_token_ids
             prompt = self._tokenizer.decode(token_ids, skip_special_tokens=False)
             self._log.debug(f"request {state.request_id}: {len(token_ids)} tokens: {prompt!r}: {state.parsed.sampling}")
-        for message in state.generation_requests(self._tokenizer.eos_token_ids, self._config.request_timeout_s):
-            engine.send(message)
-        request.sent = True
-        # The engine may have died meanwhile. The thread that removes the request answers it.
-        if self._engine.engine is not engine:
-            self._requests.fail_lost(request, self._engine.lost)
+        if len(self._engines) > 1:
+            self._metrics.count("dflash:requests_routed_total", 1, self._metrics.engines[placement.engine])
+        messages = list(state.generation_requests(self._tokenizer.eos_token_ids, self._config.request_timeout_s))
+        self._requests.start(TritonRequest(state, responder, placement, messages))
 
     def close(self) -> None:
         """Refuse new requests, let running ones finish for a while, then end the engine process."""
         if self._closing:
             return
         self._closing = True
-        self._engine.wake()
+        self._engines.wake()
         if not self._drained.wait(DRAIN_S):
             self._log.warning(f"{len(self._requests)} requests were still running at the shutdown")
         self._ended = True
-        self._engine.wake()
+        self._engines.wake()
         self._thread.join()
 
     def _refusal(self) -> str | None:
         """Why a new request cannot be taken, if it cannot; the status is UNAVAILABLE."""
+        return self._stopped() or (None if self._engines.up else RESTARTING)
+
+    def _stopped(self) -> str | None:
+        """Why no request will be taken any more, if none will."""
         if self._closing:
             return "the server is shutting down; try again later"
         if self._ended:
             return "the model has stopped working; the server's log says why; load it again or restart the server"
-        if self._engine.engine is None:
-            return RESTARTING
         return None
 
     def _run(self) -> None:
@@ -212,7 +218,7 @@ class TritonService:
         self._ended = True
         # The clients first: the engine may take seconds to end.
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
-        for last in (self._engine.close, self._metrics.reset_engine, self._metrics.flush):
+        for last in (self._engines.close, self._metrics.reset_engines, self._metrics.flush):
             try:
                 last()
             except Exception as error:  # noqa: BLE001 - the steps after it must run all the same
@@ -253,13 +259,13 @@ class TritonService:
         if self._closing and not self._requests:
             self._drained.set()
 
-    def _receive(self) -> list[StepOutputs]:
+    def _receive(self) -> list[EngineOutputs]:
         timeout_s = self._requests.poll_s if self._requests else IDLE_S
         if self._reporter.has_finished:
             timeout_s = min(timeout_s, FINISHED_S)
         try:
-            return self._engine.receive(int(timeout_s * 1000))
+            return self._engines.receive(int(timeout_s * 1000))
         except EngineLost as lost:
             self._requests.fail_all_lost(lost)
-            self._reporter.reset_engine()
+            self._reporter.reset_engine(lost.index)
             return []

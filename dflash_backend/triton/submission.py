@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from dflash_backend.engine_client.client import EngineClient
-from dflash_backend.messages import TENANTS_IN_QUEUE, EngineReady, SamplingParams
+from dflash_backend.engine_client.client import QueueLoad
+from dflash_backend.engine_client.engines import Engines
+from dflash_backend.messages import TENANTS_IN_QUEUE, SamplingParams
 from dflash_backend.text.parameter_values import INT64_MAX
 from dflash_backend.text.request import InputError, ParsedRequest, PromptError, RequestRules, parse_request
 from dflash_backend.text.sampling_params import ParameterError
@@ -32,12 +33,13 @@ class RequestReader:
         self._max_queue_size = max_queue_size
         self._log = log
 
-    def read(self, request: Any, engine: EngineClient, ready: EngineReady) -> ParsedRequest:
-        """Check and tokenise a request. Raises `Refused`."""
+    def read(self, request: Any, engines: Engines) -> tuple[ParsedRequest, set[int]]:
+        """Check and tokenise a request; the numbers of the engines whose queues have no place for it come with it.
+        Raises `Refused`, also where that is so of all engines."""
         # Before any work: an overloaded server must refuse at next to no cost.
-        self._check_queue(engine, 1)
+        self._full(engines, 1)
         try:
-            return self._parse(request, engine, ready)
+            return self._parse(request, engines)
         except Refused:
             raise
         except (InputError, PromptError, ParameterError) as error:
@@ -47,9 +49,11 @@ class RequestReader:
             self._log.error(f"a request could not be read: {one_line(error)}")
             raise Refused("INTERNAL", f"the request could not be read: {one_line(error)}") from error
 
-    def _parse(self, request: Any, engine: EngineClient, ready: EngineReady) -> ParsedRequest:
+    def _parse(self, request: Any, engines: Engines) -> tuple[ParsedRequest, set[int]]:
+        full: set[int] = set()
+
         def check_queue(sampling: SamplingParams) -> None:
-            self._check_queue(engine, sampling.n, sampling.tenant)
+            full.update(self._full(engines, sampling.n, sampling.tenant))
 
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
@@ -62,22 +66,29 @@ class RequestReader:
             # Triton does not leave the one of its own protocol among the parameters.
             defaults = {**rules.sampling_defaults, "timeout": min(timeout_us, INT64_MAX)}
             rules = dataclasses.replace(rules, sampling_defaults=defaults)
-        return parse_request(inputs, parameters, self._tokenizer, ready, rules, check_queue)
+        return parse_request(inputs, parameters, self._tokenizer, engines.ready, rules, check_queue), full
 
-    def _check_queue(self, engine: EngineClient, num_completions: int, tenant: str | None = None) -> None:
-        """Raise `Refused` when the queue has no place for a request; a `tenant` of None is not known yet.
+    def _full(self, engines: Engines, num_completions: int, tenant: str | None = None) -> set[int]:
+        """The engines whose queues have no place for a request; a `tenant` of None is not known yet. Raises `Refused`
+        when all of them are full.
 
         The engine would refuse it too, but a step later, and each completion by itself.
         """
-        limit = self._max_queue_size
-        all_waiting, waiting, num_free_rows = engine.queue_load(tenant)
-        num_more = num_completions - num_free_rows
-        is_full = all_waiting + num_more > TENANTS_IN_QUEUE * limit
-        if tenant is not None and all_waiting + num_more > 0:
-            is_full = is_full or waiting + num_more > limit
-        if is_full:
+        loads = engines.queue_loads(tenant)
+        full = {index for index, load in loads.items() if self._is_full(load, num_completions, tenant)}
+        if full and len(full) == len(loads):
+            least = min(load.of_tenant for load in loads.values())
+            each = f" for each of {len(loads)} engines" if len(loads) > 1 else ""
             raise Refused(
                 "UNAVAILABLE",
-                f"{waiting} requests wait already, this one has {num_completions}, and max_queue_size is {limit}; try "
-                "again later",
+                f"{least} requests wait already{each}, this one has {num_completions}, and max_queue_size is "
+                f"{self._max_queue_size}; try again later",
             )
+        return full
+
+    def _is_full(self, load: QueueLoad, num_completions: int, tenant: str | None) -> bool:
+        limit = self._max_queue_size
+        num_more = num_completions - load.num_free_rows
+        if load.all_tenants + num_more > TENANTS_IN_QUEUE * limit:
+            return True
+        return tenant is not None and load.all_tenants + num_more > 0 and load.of_tenant + num_more > limit

@@ -9,7 +9,6 @@ so a core that is busy with something else costs its share and no more.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -39,12 +38,10 @@ INTRA_OP_TOKENS = 256
 DRAFTS_ALIKE = 8
 
 
-def num_batch_threads(weight_bytes: int) -> int:
-    """How many threads share the rows: one for each core that this process may use, for a small model; else 1, which
-    leaves the cores to torch's own threads."""
-    if weight_bytes > MAX_WEIGHT_BYTES:
-        return 1
-    return len(os.sched_getaffinity(0))
+def num_batch_threads(weight_bytes: int, num_cores: int) -> int:
+    """How many threads share the rows: one for each of the `num_cores` that this engine may use, for a small model;
+    else 1, which leaves the cores to torch's own threads."""
+    return 1 if weight_bytes > MAX_WEIGHT_BYTES else num_cores
 
 
 class BatchThreads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dflash_backend.attention import BackendError
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine import device
 from dflash_backend.engine.build import build_engine
-from dflash_backend.engine.device import choose_device
+from dflash_backend.engine.device import choose_device, num_cores, share_cores
 
 
 def _config(**settings: object) -> EngineConfig:
@@ -101,3 +102,17 @@ def test_what_this_machine_lacks_is_said_before_a_checkpoint_is_read(
     with pytest.raises(error, match=match):
         build_engine(_config(target_model="/nowhere", **settings), lambda message, fraction: lines.append(message))
     assert lines == []
+
+
+def test_engines_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    cpu = torch.device("cpu")
+    for size, cores in ((1, 12), (5, 2), (40, 1)):
+        config = EngineConfig(data_parallel_size=size)
+        share_cores(config, cpu)
+        assert num_cores(config) == cores
+    share_cores(EngineConfig(data_parallel_size=5), torch.device("cuda"))
+    assert threads == [2, 1], "a single engine keeps torch's own number, and a GPU's engine too"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_backend import LLM, SamplingParams
+from dflash_backend.config import ConfigError
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.plan import StepOutOfMemory, StepPlan
 from dflash_backend.text.chat import PromptError
@@ -115,3 +116,8 @@ def test_a_prompt_that_does_not_fit_the_devices_memory_is_an_error_and_the_engin
     assert caught.value.status == "INTERNAL"
     assert not llm.engine.core.has_unfinished()
     assert len(llm.generate([[5] * 3], max_tokens=2, num_speculative_tokens=0)[0].token_ids) == 2
+
+
+def test_several_engines_are_for_a_server() -> None:
+    with pytest.raises(ConfigError, match="'data_parallel_size' is 2, and LLM runs one engine: leave it at 1"):
+        LLM(data_parallel_size=2)

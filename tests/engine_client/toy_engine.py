@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from pathlib import Path
 
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
+from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.engine.process import serve
 from dflash_backend.messages import (
+    BlocksRemoved,
     EngineReady,
     EngineStats,
     GenerationRequest,
+    KVEvent,
     RequestRejected,
     RequestStats,
     StepOutputs,
@@ -39,6 +43,9 @@ GIVE_UP = 1005  # the step ends the request with an error
 BREAK_IN_QUEUEING = 1006  # add_request raises what it should not
 DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
+EVICT = 1007  # reports that all blocks have left the prefix cache
+SLOW = 1008  # a step with it takes a hundredth of a second
+BLOCK_SIZE = 16
 NUM_ROWS = 2  # free rows, whatever runs
 
 
@@ -68,6 +75,7 @@ class ToyCore:
     def __init__(self) -> None:
         self._requests: dict[str, ToyRequest] = {}
         self._num_generated = 0
+        self._hashes: list[bytes] = []
 
     def add_request(self, request: GenerationRequest) -> None:
         first = request.prompt_token_ids[0]
@@ -76,6 +84,9 @@ class ToyCore:
         if first == REFUSE or (first == REFUSE_SECOND and request.request_id.endswith("/1")):
             raise RequestError("UNAVAILABLE", "the toy refuses this prompt")
         self._requests[request.request_id] = ToyRequest(request)
+        prompt = request.prompt_token_ids
+        hashes = BlockHashes(request.sampling.cache_salt, BLOCK_SIZE)
+        self._hashes += hashes.first(len(prompt) // BLOCK_SIZE, prompt)
 
     def abort(self, request_ids: Iterable[str], num_output_tokens: Mapping[str, int] | None = None) -> None:
         for request_id in request_ids:
@@ -100,11 +111,15 @@ class ToyCore:
 
     def step(self) -> StepOutputs:
         given_up = [i for i, state in self._requests.items() if state.request.prompt_token_ids[0] == GIVE_UP]
+        if any(state.request.prompt_token_ids[0] == SLOW for state in self._requests.values()):
+            time.sleep(0.01)
+        evicts = any(state.request.prompt_token_ids[0] == EVICT for state in self._requests.values())
+        events: list[KVEvent] = [BlocksRemoved(self._hashes)] if evicts else []
         rejected = [RequestRejected(request_id, "INTERNAL", "the toy gave up") for request_id in given_up]
         self.abort(given_up)
         deltas = [self._advance(request_id, state) for request_id, state in list(self._requests.items())]
         deltas = [delta for delta in deltas if delta is not None]
-        return StepOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125})
+        return StepOutputs(deltas, rejected, self.stats(), {"verify": 0.25, "draft": 0.125}, kv_events=events)
 
     def stats(self) -> EngineStats:
         return EngineStats(num_requests_running=len(self._requests), num_generation_tokens=self._num_generated)
@@ -153,7 +168,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBu
     if config.max_model_len == DIE_AT or life == "die":
         os._exit(7)
     length = config.max_model_len or 512
-    return ToyBuilt(EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, 16, VOCAB, "toy"))
+    return ToyBuilt(EndingCore() if life == "end" else ToyCore(), EngineReady(length, 5, 8, BLOCK_SIZE, VOCAB, "toy"))
 
 
 def next_life() -> str:

@@ -6,6 +6,10 @@ from tests.mutations.mutant import Mutant, mutants_of
 
 ROUTING = "dflash_backend/routing"
 ROUTED = ("tests/routing/test_router.py",)
+CLIENT = "dflash_backend/engine_client"
+TRITON = "dflash_backend/triton"
+REPLICAS = ("tests/triton/test_replicas.py",)
+EVENTS = ("tests/core/test_kv_events.py",)
 
 ROUTING_MUTANTS: tuple[Mutant, ...] = (
     *mutants_of(
@@ -29,5 +33,62 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("the router's index grows", "while len(recency) > self._capacity:", "while False:"),
         ("the beginnings of texts leave the index first", "in reversed(hashes[: self._capacity]):", "in hashes:"),
         ("blocks of all engines end with those of one", "& ~bit\n", "& 0\n"),
+    ),
+    *mutants_of(
+        f"{CLIENT}/replicas.py",
+        REPLICAS,
+        (
+            "the router is not told that an engine has died",
+            "self._of_router.set_down(index)",
+            "pass",
+        ),
+        ("an engine that is back gets no requests", "if not is_up and supervisor.engine is not None:", "if False:"),
+        (
+            "blocks that an engine has evicted draw requests to it",
+            "self._of_router.removed(index, event.block_hashes)",
+            "pass",
+        ),
+        ("engines give requests without a seed the same one", "index * SEED_STEP", "0 * SEED_STEP"),
+        ("a full engine gets requests all the same", "without = set(full)", "without = set()"),
+        (
+            "a request that ends stays a load",
+            "self._of_router.finished(placement.route, prefilled)",
+            "pass",
+        ),
+    ),
+    *mutants_of(
+        f"{TRITON}/running_requests.py",
+        REPLICAS,
+        (
+            "an engine that dies takes the requests of all engines along",
+            "if request.sent and request.placement.client is lost.engine:",
+            "if request.sent:",
+        ),
+        ("a request that never reached a dead engine is refused", "elif not self._move(request):", "else:"),
+        (
+            "a request counts as load until its answer has left",
+            "            self._release(request)\n            count_tokens",
+            "            count_tokens",
+        ),
+    ),
+    Mutant(
+        "engines of one model see each other's GPUs",
+        f"{CLIENT}/gpus.py",
+        "visible[i * each : (i + 1) * each]",
+        "visible",
+        ("tests/engine_client/test_gpus.py",),
+    ),
+    Mutant(
+        "evicted blocks are not reported",
+        "dflash_backend/core/block_pool.py",
+        "if self._events is not None:",
+        "if False:",
+        EVENTS,
+    ),
+    *mutants_of(
+        "dflash_backend/core/kv_events.py",
+        EVENTS,
+        ("events lose their order", "self._removed = None\n\n    def removed", "pass\n\n    def removed"),
+        ("a stored block has the wrong parent", "last.block_hashes[-1] == parent:", "True:"),
     ),
 )

@@ -149,7 +149,7 @@ SERVING_MUTANTS = (
     Mutant(
         "the engine is not told of a cancelled request",
         f"{TRITON}/running_requests.py",
-        "self._engine.send(AbortRequests(request.state.engine_ids))",
+        "self._engines.send(request.placement.engine, AbortRequests(request.state.engine_ids))",
         "pass",
         ("tests/triton/test_isolation.py",),
     ),

@@ -42,8 +42,8 @@ def test_outputs_that_were_asked_for_count_what_is_new_in_each_response(service)
 
 
 def test_a_stop_string_ends_the_request_at_once_with_its_stats_and_no_token_past_it(service, monkeypatch):
-    sent, send = [], service._engine.send
-    monkeypatch.setattr(service._engine, "send", lambda message: (sent.append(message), send(message)))
+    sent, send = [], service._engines.send
+    monkeypatch.setattr(service._engines, "send", lambda index, message: (sent.append(message), send(index, message)))
     asked = returning("finish_reason", "num_output_tokens", "token_ids", "logprobs", "spec_stats")
     responses = submit(service, "abcdef", 10**6, stream=True, sampling={"stop": "de", "logprobs": 0}, **asked).all()
     outputs = [response.outputs for response in responses]
@@ -76,14 +76,14 @@ def test_streamed_completions_have_one_response_a_step_and_one_end(service, monk
     assert texts == ["abc" * 10] * 2
     assert responses[-1].outputs["finish_reason"] == ["length"] * 2
     # The second completion may reach the engine some steps after the first.
-    assert len(responses) <= sum(bool(step.deltas) for step in steps)
+    assert len(responses) <= sum(bool(step.outputs.deltas) for step in steps)
 
 
 @pytest.mark.parametrize(("prompt", "n"), [(toy_engine.REFUSE, 1), (toy_engine.REFUSE_SECOND, 3)])
 def test_what_the_engine_refuses_of_one_or_several_completions_ends_once_with_its_status(service, prompt, n):
     (response,) = submit(service, [prompt], 10**9, sampling={"n": n}).all()
     assert (response.error.code, response.error.message) == ("UNAVAILABLE", "UNAVAILABLE: the toy refuses this prompt")
-    eventually(lambda: service._metrics._last.num_requests_running == 0)
+    eventually(lambda: service._metrics._last[0].num_requests_running == 0)
 
 
 def test_logprobs_are_a_list_with_an_object_for_each_token(service):

@@ -23,7 +23,7 @@ def test_a_cancelled_request_ends_with_all_its_completions_whether_it_yields_tok
     assert sender.all()[-1].error.code == "CANCELLED"
     (after,) = submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()
     assert after.outputs["text_output"] == "aa"
-    eventually(lambda: service._metrics._last.num_requests_running == 0)
+    eventually(lambda: service._metrics._last[0].num_requests_running == 0)
 
 
 def test_a_cancelled_request_is_in_the_log_as_tests_of_the_vllm_backend_look_for_it(serve, triton):
@@ -46,7 +46,7 @@ def test_a_response_that_cannot_be_sent_ends_its_request_with_an_error_and_no_ot
     assert "dflash_1_ab" not in error.message  # the name of the shared memory is the server's
     assert joined(other.all()) == "ab" * 750
     assert submit(service, "a", max_tokens=2, exclude_input_in_output=True).all()[0].outputs["text_output"] == "aa"
-    eventually(lambda: service._metrics._last.num_requests_running == 0)  # the engine was told
+    eventually(lambda: service._metrics._last[0].num_requests_running == 0)  # the engine was told
     service.close()
     assert triton.values["dflash:request_errors_total", "INTERNAL"] == 1
 
@@ -136,7 +136,7 @@ def test_a_request_whose_responses_hold_too_much_ends_with_an_error(serve, strea
     assert responses[-1].error.code == "INVALID_ARG"
     assert "has grown past max_response_mb (0.5 MB)" in responses[-1].error.message
     assert submit(service, "ab", max_tokens=50).all()[0].error is None
-    eventually(lambda: service._metrics._last.num_requests_running == 0)
+    eventually(lambda: service._metrics._last[0].num_requests_running == 0)
 
 
 def test_the_stream_that_was_sent_the_most_ends_when_the_server_holds_too_much(service, triton):

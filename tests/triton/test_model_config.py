@@ -102,6 +102,7 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
                 "block_size": 32,
                 "quantization": None,
                 "tensor_parallel_size": 1,
+                "data_parallel_size": 2,
                 "enable_lora": "false",
                 "disable_log_requests": "true",
                 "speculative_config": {
@@ -115,7 +116,7 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
     config = EngineConfig.load({}, {}, model_json=read_model_json(path))
     assert (config.target_model, config.draft_model) == ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
     assert (config.gpu_memory_utilization, config.enable_cuda_graphs, config.kv_block_size) == (0.5, False, 32)
-    assert config.num_speculative_tokens == 15
+    assert (config.num_speculative_tokens, config.data_parallel_size) == (15, 2)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Page:
 
 @pytest.fixture
 def reports(page: Page) -> Reporter:
-    return Reporter(page, MagicMock(), SimpleNamespace(num_restarts=0, silence_s=0.0), lambda: True)
+    return Reporter(page, MagicMock(), SimpleNamespace(num_restarts=0, supervisors=[]), lambda: True)
 
 
 @pytest.fixture

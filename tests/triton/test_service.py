@@ -19,8 +19,8 @@ from tests.waiting import WAIT_S, eventually
 
 def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_it_is_back(service):
     running = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
-    eventually(lambda: not service._engine.engine._unconfirmed)
-    os.kill(service._engine.engine.pid, signal.SIGKILL)
+    eventually(lambda: not service._engines.supervisors[0].engine._unconfirmed)
+    os.kill(service._engines.supervisors[0].engine.pid, signal.SIGKILL)
     errors = [sender.all()[0].error for sender in running]
     assert [error.code for error in errors] == ["INTERNAL"] * 3
     assert "died (signal 9)" in errors[0].message
@@ -32,7 +32,9 @@ def test_an_error_in_the_engines_step_reaches_the_client_in_words(service, monke
     """A request that may have caused it is not told to come again, although the engine ended before it could say that
     the request had arrived."""
     if not confirmed:
-        monkeypatch.setattr(type(service._engine.engine), "is_unconfirmed", lambda engine, request_id: True)
+        monkeypatch.setattr(
+            type(service._engines.supervisors[0].engine), "is_unconfirmed", lambda engine, request_id: True
+        )
     (response,) = submit(service, [toy_engine.BREAK]).all()
     assert response.error.code == "INTERNAL"
     if confirmed:
@@ -40,12 +42,12 @@ def test_an_error_in_the_engines_step_reaches_the_client_in_words(service, monke
 
 
 def test_an_engine_that_ends_while_a_request_is_handed_over_is_blamed_on_it(service, monkeypatch):
-    engine = service._engine.engine
+    engine = service._engines.supervisors[0].engine
     send = engine.send
 
     def send_slowly(message):
         send(message)
-        eventually(lambda: service._engine.engine is not engine)
+        eventually(lambda: service._engines.supervisors[0].engine is not engine)
 
     monkeypatch.setattr(engine, "send", send_slowly)
     (response,) = submit(service, [toy_engine.BREAK]).all()
@@ -91,7 +93,7 @@ def test_an_output_thread_that_dies_answers_all_requests_logs_why_and_ends_the_p
     service = serve(abandon=ended.set)
     senders = [submit(service, [toy_engine.QUIET]) for _ in range(3)]
     senders[0].failures = 10**9
-    pid = service._engine.engine.pid
+    pid = service._engines.supervisors[0].engine.pid
     service._reporter._activity.line = lambda now: 1 / 0
     assert ended.wait(WAIT_S)
     for sender in senders[1:]:
@@ -111,7 +113,7 @@ def test_a_service_that_is_closed_does_not_end_the_process(serve):
 
 
 def test_a_request_that_never_reached_a_dead_engine_may_be_sent_again(service):
-    os.kill(service._engine.engine.pid, signal.SIGKILL)
+    os.kill(service._engines.supervisors[0].engine.pid, signal.SIGKILL)
     for _ in range(20):
         (response,) = submit(service, "a").all()
         assert (response.error.code, "is being restarted" in response.error.message) == ("UNAVAILABLE", True)
@@ -121,8 +123,8 @@ def test_a_hanging_engine_is_replaced_and_all_requests_are_answered(serve, trito
     service = serve(engine_hang_timeout_s=1.5)
     running = submit(service, "ab", max_tokens=10**9, stream=True)
     running.next()
-    eventually(lambda: not service._engine.engine._unconfirmed)
-    os.kill(service._engine.engine.pid, signal.SIGSTOP)
+    eventually(lambda: not service._engines.supervisors[0].engine._unconfirmed)
+    os.kill(service._engines.supervisors[0].engine.pid, signal.SIGSTOP)
     late = submit(service, "ab", max_tokens=4)
     error = running.all()[-1].error
     assert (error.code, "the engine hangs" in error.message) == ("INTERNAL", True)
@@ -150,7 +152,7 @@ def test_this_process_ends_with_the_server(serve):
     server = subprocess.Popen(["sleep", "600"])
     service = serve(server_pid=server.pid, abandon=ended.set)
     # The engine would kill the process of this test.
-    service._engine.close()
+    service._engines.close()
     server.kill()
     assert ended.wait(WAIT_S)
     service.close()
@@ -159,12 +161,12 @@ def test_this_process_ends_with_the_server(serve):
 
 def test_gauges_tell_of_a_hanging_engine_what_the_service_knows(service, triton):
     eventually(lambda: triton.values["dflash:stub_heartbeat_timestamp_seconds", "dflash_0_0"] > time.time() - 5)
-    os.kill(service._engine.engine.pid, signal.SIGSTOP)
+    os.kill(service._engines.supervisors[0].engine.pid, signal.SIGSTOP)
     sender = submit(service, "ab", max_tokens=6)
     eventually(lambda: triton.values["dflash:num_requests_in_flight", "dflash_0_0"] == 1)
     eventually(lambda: triton.values["dflash:engine_silence_seconds", "dflash_0_0"] > 1)
     assert triton.values["dflash:num_requests_running", "dflash_0_0"] == 0
-    os.kill(service._engine.engine.pid, signal.SIGCONT)
+    os.kill(service._engines.supervisors[0].engine.pid, signal.SIGCONT)
     sender.all()
     eventually(lambda: triton.values["dflash:num_requests_in_flight", "dflash_0_0"] == 0)
     eventually(lambda: triton.values["dflash:engine_silence_seconds", "dflash_0_0"] < 1)

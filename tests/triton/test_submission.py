@@ -34,8 +34,9 @@ READY = EngineReady(
 def test_the_timeout_of_tritons_protocol_holds_where_the_sampling_parameters_have_none(
     tokenizer: Any, timeout_us: int, sampling: dict[str, int], expected: int
 ) -> None:
-    engine: Any = SimpleNamespace(queue_load=lambda tenant: QueueLoad(0, 0, 4))
+    engines: Any = SimpleNamespace(queue_loads=lambda tenant: {0: QueueLoad(0, 0, 4)}, ready=READY)
     request = Request(json.dumps(sampling), text_input="a")
     request.timeout_us = timeout_us
-    parsed = RequestReader(tokenizer, RequestRules(4), 8, SimpleNamespace()).read(request, engine, READY)
+    parsed, full = RequestReader(tokenizer, RequestRules(4), 8, SimpleNamespace()).read(request, engines)
+    assert not full
     assert parsed.sampling == SamplingParams(timeout=expected)

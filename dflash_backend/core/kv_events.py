@@ -1,0 +1,40 @@
+"""What entered and left the prefix cache since it was last asked for, in order: for a router of several engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash_backend.messages import BlocksRemoved, BlocksStored, KVEvent
+
+
+class KVEventLog:
+    """Gathers events between two steps' outputs. `with_tokens`: events name the tokens of blocks too."""
+
+    def __init__(self, with_tokens: bool = False) -> None:
+        self.with_tokens = with_tokens
+        self._events: list[KVEvent] = []
+        self._removed: list[bytes] | None = None
+
+    def stored(self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
+        """A block was published. parent: the hash of the block before it in its text, None for the first. token_ids:
+        the block's; they are ignored unless events name them."""
+        own = list(token_ids) if self.with_tokens else []
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksStored) and parent is not None and last.block_hashes[-1] == parent:
+            last.block_hashes.append(block_hash)
+            last.token_ids.extend(own)
+        else:
+            self._events.append(BlocksStored([block_hash], parent, own))
+        self._removed = None
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block was evicted."""
+        if self._removed is None:
+            self._removed = []
+            self._events.append(BlocksRemoved(self._removed))
+        self._removed.append(block_hash)
+
+    def take(self) -> list[KVEvent]:
+        """The events since the last call."""
+        events, self._events, self._removed = self._events, [], None
+        return events

@@ -1,0 +1,44 @@
+"""What an engine that was built tells the stub: its sizes, and in words what it is."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.engine.sizing import Sizes
+from dflash_backend.messages import EngineReady
+
+
+def engine_ready(
+    pair: ModelPair, sizes: Sizes, scheduler: SchedulerConfig, device: torch.device, dtype: torch.dtype, attention: str
+) -> EngineReady:
+    """The message that the engine takes requests. `attention` names the backend of the target's attention."""
+    return EngineReady(
+        max_model_len=sizes.max_model_len,
+        num_speculative_tokens=pair.num_speculative_tokens,
+        num_kv_blocks=sizes.num_blocks,
+        kv_block_size=scheduler.block_size,
+        vocab_size=pair.target.vocab_size,
+        description=_describe(pair, sizes, scheduler.block_size, device, dtype, attention),
+        hashes_cover_next_token=scheduler.reads_next_tokens,
+        finds_blocks=scheduler.enable_prefix_caching,
+    )
+
+
+def _describe(
+    pair: ModelPair, sizes: Sizes, block_size: int, device: torch.device, dtype: torch.dtype, attention: str
+) -> str:
+    drafting = "no speculation" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens)
+    number_type = str(dtype).removeprefix("torch.")
+    threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
+    length = f"requests of up to {sizes.max_model_len} tokens"
+    if sizes.limited_from is not None:
+        length += f" (the target could do {sizes.limited_from}; the KV cache holds no more, {sizes.more})"
+    return (
+        f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
+        f"{drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
+        f"KV cache of {sizes.num_blocks} blocks of {block_size} tokens; {length}"
+    )
