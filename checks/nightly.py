@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "500 answers over 10 schemas and 5 regular expressions parse, and are the target's own",
     ),
     "acceptance": (("checks.acceptance",), "acceptance and accuracy, and what a wrong layer index costs"),
+    "kv_cache": (("checks.kv_cache",), "a KV cache in FP8: blocks, acceptance, and text without a drafter"),
     "prefix": (("checks.prefix",), "a prefix hit: time to first token and acceptance"),
     "scheduler": (("benchmarks.scheduler",), "planning and lookup with up to a million cached blocks"),
     "adaptive": (("benchmarks.adaptive", "--full"), "speculation that follows the load against none and fixed k"),

@@ -53,6 +53,11 @@ _OTHER_QUANTIZATION = {
     **{name: _FROM_FILES.format(name) for name in ("gptq", "awq", "compressed-tensors", "fbgemm_fp8")},
 }
 
+# And of `kv_cache_dtype`.
+_OTHER_KV = "a KV cache in {0} is not supported: fp8 is e4m3 with a scale for each token and head, auto is `dtype`"
+_OTHER_KV_DTYPES = {name: _OTHER_KV.format(name) for name in ("fp8_e5m2", "int8", "nvfp4", "float16", "float32")}
+_OTHER_KV_DTYPES["fp8_e4m3"] = "fp8 is e4m3 here"
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -115,10 +120,7 @@ class EngineConfig:
         "prefix hits; slower (docs/batch-invariance.md)",
     )
     tensor_parallel_size: int = setting(
-        1,
-        "processes that share each layer of the target, on a CPU (docs/tensor-parallel.md)",
-        low=1,
-        high=64,
+        1, "processes that share each layer of the target, on a CPU (docs/tensor-parallel.md)", low=1, high=64
     )
     data_parallel_size: int = setting(
         1,
@@ -132,6 +134,13 @@ class EngineConfig:
         "with data_parallel_size, which engine gets a request: prefix: where most of its prompt is cached, against the "
         "load; round_robin: the next one in turn, for comparison",
         choices=("prefix", "round_robin"),
+    )
+    kv_cache_dtype: str | None = setting(
+        None,
+        "of the target's KV; auto: `dtype`; fp8: e4m3 with a scale for each token and head, about half of bfloat16's "
+        "memory; the drafter's KV stays in `dtype`",
+        choices=("bfloat16", "bf16", "fp8"),
+        refused=_OTHER_KV_DTYPES,
     )
     kv_block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     gpu_memory_utilization: float = setting(
@@ -341,7 +350,6 @@ _OTHER_NAMES = {
 _NOT_HERE = {
     "enable_lora": "there are no adapters",
     "lora_modules": "there are no adapters",
-    "kv_cache_dtype": "the KV cache has the dtype of the weights",
     "pipeline_parallel_size": "a model runs on one GPU; run a server for each",
     "trust_remote_code": "no code of a checkpoint is ever run",
 }

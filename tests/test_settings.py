@@ -35,6 +35,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "adaptive_speculation": (False, lambda built: built.core.config.adaptive_speculation, False),
     "draft_temperature_ratio": (0.5, lambda built: built.runner.step.draft_temperature_ratio, 0.5),
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
+    "kv_cache_dtype": ("fp8", lambda built: built.runner.step.kv.target[0].data.dtype, torch.uint8),
     "quantization": ("fp8", lambda built: is_fp8(built.runner.step.target.layers[0].weights.qkv.weight), True),
     "batch_invariant": (True, lambda built: built.runner.step.target._head.product is not F.linear, True),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),

@@ -1,6 +1,7 @@
 """Paged attention: one interface, several backends, a declared capability for each."""
 
 from dflash_backend.attention.interface import (
+    FP8,
     AttentionBackend,
     AttentionBatch,
     AttentionMetadata,
@@ -13,6 +14,7 @@ from dflash_backend.attention.interface import (
 from dflash_backend.attention.selection import BackendError, check_installed, select_backend
 
 __all__ = [
+    "FP8",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionMetadata",

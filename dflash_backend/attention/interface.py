@@ -14,6 +14,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from dflash_kernels.fp8_kv import dequantise_kv_reference
+
+FP8 = torch.float8_e4m3fn
+"""The dtype of KV in FP8, whose memory is uint8 with scales beside it (`KVLayer`)."""
+KV_DTYPES = frozenset({FP8, torch.bfloat16})
+"""What the target's KV can be in, whatever the dtype of the model."""
+
 
 @dataclass(frozen=True)
 class AttentionPattern:
@@ -37,7 +44,7 @@ class Capabilities:
     other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` may
     run inside a CUDA graph, since the host waits for nothing in it. batch_invariant: those of `devices` on which it has
     a form whose queries do not depend on one another (`AttentionBackend.batch_invariant`). sinks: it takes the sinks of
-    layers that have them.
+    layers that have them. kv_dtypes: which KV it takes beside that of the queries' own dtype.
     """
 
     causal: bool
@@ -51,17 +58,20 @@ class Capabilities:
     capturable: bool = False
     batch_invariant: frozenset[str] = frozenset()
     sinks: bool = False
+    kv_dtypes: frozenset[torch.dtype] = frozenset()
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the models of a server need of the backend. batch_invariant: with the setting of that name."""
+    """What the models of a server need of the backend. batch_invariant: with the setting of that name. kv_dtype: of the
+    target's KV; None for `dtype`."""
 
     patterns: frozenset[AttentionPattern]
     head_dims: frozenset[int]
     dtype: torch.dtype
     device: str
     batch_invariant: bool = False
+    kv_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -105,14 +115,32 @@ class AttentionMetadata:
 @dataclass(frozen=True)
 class KVLayer:
     """The paged KV of one layer: `data` is `[num_blocks, block_size, 2, num_kv_heads, head_dim]`, K before V, so
-    that one token's K and V lie together and are written and gathered in one piece."""
+    that one token's K and V lie together and are written and gathered in one piece. Its dtype is any floating one, or
+    uint8 for FP8 (`dflash_kernels.fp8_kv`), whose `scales` are float32 `[num_blocks, block_size, 2, num_kv_heads]`."""
 
     data: torch.Tensor
+    scales: torch.Tensor | None = None
 
     @property
     def slots(self) -> torch.Tensor:
         """The same memory by slot: `[num_blocks * block_size, 2, num_kv_heads, head_dim]`."""
         return self.data.flatten(0, 1)
+
+    @property
+    def slot_scales(self) -> torch.Tensor | None:
+        """The scales by slot: `[num_blocks * block_size, 2, num_kv_heads]`; None where there are none."""
+        return None if self.scales is None else self.scales.flatten(0, 1)
+
+    def gather(self, pieces: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """The pieces (int `[n]`) of `length` positions, counted through the whole memory, which must be contiguous:
+        `[n, length, 2, num_kv_heads, head_dim]` in `dtype`."""
+        # A piece is one row of a matrix here, which torch copies several times faster than one of more dimensions.
+        token = self.data.shape[2:]
+        data = self.data.view(-1, length * token.numel()).index_select(0, pieces).view(-1, length, *token)
+        if self.scales is None:
+            return data.to(dtype)
+        scales = self.scales.view(-1, length * token[:-1].numel()).index_select(0, pieces)
+        return dequantise_kv_reference(data, scales.view(data.shape[:-1]), dtype)
 
 
 class AttentionBackend(Protocol):

@@ -84,7 +84,7 @@ class InvariantTorchBackend(AttentionBackend):
         group = query.shape[1] // layer.data.shape[3]
         if group not in metadata.groups:
             metadata.groups[group] = self._groups(metadata.layout, metadata.pattern, max(1, TILE_LINES // group))
-        outputs = [self._attend_group(query, layer.data, tiles, sinks) for tiles in metadata.groups[group]]
+        outputs = [self._attend_group(query, layer, tiles, sinks) for tiles in metadata.groups[group]]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _groups(self, layout: AttentionBatch, pattern: AttentionPattern, per_tile: int) -> list[TileGroup]:
@@ -155,19 +155,18 @@ class InvariantTorchBackend(AttentionBackend):
         return torch.from_numpy(units.reshape(-1))
 
     def _attend_group(
-        self, query: torch.Tensor, data: torch.Tensor, group: TileGroup, sinks: torch.Tensor | None
+        self, query: torch.Tensor, layer: KVLayer, group: TileGroup, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """The output of the group's tokens: `[num_tokens, num_heads * head_dim]`."""
         num_heads, head_dim = query.shape[1:]
-        kv_heads, num_rows, num_tiles, span = data.shape[3], group.num_rows, group.num_tiles, group.span
+        kv_heads, num_rows, num_tiles, span = layer.data.shape[3], group.num_rows, group.num_tiles, group.span
         heads = num_heads // kv_heads
         rows = query.index_select(0, group.source).float() * head_dim**-0.5
         rows = rows.view(num_rows, num_tiles, group.per_tile, kv_heads, heads, head_dim).permute(0, 1, 3, 4, 2, 5)
         num_lines = heads * group.per_tile
         lines = rows.reshape(1, num_rows, num_tiles, kv_heads, num_lines, head_dim)
         lines = F.pad(lines, (0, 0, 0, -num_lines % TILE_LINES))
-        memory = data.view(-1, self.unit * data[0, 0].numel())
-        gathered = memory.index_select(0, group.units).float()
+        gathered = layer.gather(group.units, self.unit, query.dtype).float()
         gathered = gathered.view(num_rows, span, TILE_KEYS, 2, kv_heads, head_dim).permute(3, 1, 0, 4, 2, 5)
         key, value = gathered.contiguous().unsqueeze(3).unbind(0)  # [span, num_rows, 1, kv_heads, TILE_KEYS, head_dim]
         scores = products(lines, key.transpose(-1, -2))

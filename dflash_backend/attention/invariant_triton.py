@@ -69,5 +69,5 @@ class InvariantTritonBackend(TritonBackend):
             out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         pattern = metadata.pattern
         return invariant_attention(
-            query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window, out, sinks
+            query, layer.data, metadata.rows, launches, pattern.causal, pattern.sliding_window, out, sinks, layer.scales
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dflash_backend.attention.interface import AttentionBackend, Capabilities, Requirements
+from dflash_backend.attention.interface import FP8, AttentionBackend, Capabilities, Requirements
 from dflash_backend.attention.torch_backend import TorchBackend
 
 Backends = dict[str, tuple[Capabilities, Callable[[int], AttentionBackend]]]
@@ -54,6 +54,8 @@ def lacking(capabilities: Capabilities, needs: Requirements, block_size: int) ->
         missing += [f"head size {size}" for size in sorted(needs.head_dims - capabilities.head_dims)]
     if needs.dtype not in capabilities.dtypes:
         missing.append(str(needs.dtype).removeprefix("torch."))
+    if needs.kv_dtype not in (None, needs.dtype) and needs.kv_dtype not in capabilities.kv_dtypes:
+        missing.append(f"kv_cache_dtype {'fp8' if needs.kv_dtype == FP8 else 'bfloat16'}")
     if needs.device not in capabilities.devices:
         missing.append(f"device {needs.device}")
     if block_size % capabilities.block_multiple:

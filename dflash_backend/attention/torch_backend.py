@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_backend.attention.interface import (
+    KV_DTYPES,
     AttentionBackend,
     AttentionBatch,
     AttentionMetadata,
@@ -105,6 +106,7 @@ class TorchBackend(AttentionBackend):
         devices=frozenset({"cpu", "cuda"}),
         batch_invariant=frozenset({"cpu"}),
         sinks=True,
+        kv_dtypes=KV_DTYPES,
     )
 
     def __init__(self, block_size: int) -> None:
@@ -222,7 +224,7 @@ class TorchBackend(AttentionBackend):
         self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert isinstance(metadata, TorchMetadata)
-        outputs = [self._attend_group(query, layer.data, group, sinks) for group in metadata.groups]
+        outputs = [self._attend_group(query, layer, group, sinks) for group in metadata.groups]
         targets = [group.tokens.target for group in metadata.groups if group.tokens is not None]
         if targets:
             scattered = query.new_zeros(len(query) + 1, query.shape[1] * query.shape[2])
@@ -230,7 +232,7 @@ class TorchBackend(AttentionBackend):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_group(
-        self, query: torch.Tensor, data: torch.Tensor, group: BatchGroup, sinks: torch.Tensor | None
+        self, query: torch.Tensor, layer: KVLayer, group: BatchGroup, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         num_heads, head_dim = query.shape[1:]
         if group.tokens is None:
@@ -241,9 +243,9 @@ class TorchBackend(AttentionBackend):
             rows = query[group.tokens.source]
         rows = rows.view(group.num_rows, group.query_len, num_heads, head_dim).transpose(1, 2)
         blocks = group.blocks.view(group.num_rows, -1)
-        step = rows_at_once(group, data)
+        step = rows_at_once(group, layer.data, query.itemsize)
         parts = [
-            self._attend_rows(rows, data, blocks, group, slice(first, first + step), sinks)
+            self._attend_rows(rows, layer, blocks, group, slice(first, first + step), sinks)
             for first in range(0, group.num_rows, step)
         ]
         output = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -253,7 +255,7 @@ class TorchBackend(AttentionBackend):
     @staticmethod
     def _attend_rows(
         query: torch.Tensor,
-        data: torch.Tensor,
+        layer: KVLayer,
         blocks: torch.Tensor,
         group: BatchGroup,
         rows: slice,
@@ -262,15 +264,15 @@ class TorchBackend(AttentionBackend):
         """Some rows of a group. query: `[num_rows, num_heads, query_len, head_dim]`, blocks: `[num_rows, num_blocks]`.
         Returns these rows' `[n, num_heads, query_len, head_dim]`."""
         query, blocks, mask = query[rows], blocks[rows], None if group.mask is None else group.mask[rows]
-        # A block is one row of a matrix here, which torch copies several times faster than one of more dimensions.
-        gathered = data.flatten(1).index_select(0, blocks.flatten()).view(len(blocks), -1, *data.shape[2:])
+        gathered = layer.gather(blocks.flatten(), layer.data.shape[1], query.dtype)
+        gathered = gathered.view(len(blocks), -1, *gathered.shape[2:])
         # Padding positions hold what an earlier owner of the block left there, always finite numbers, so that the
         # mask's -inf is enough to hide them.
         key, value = (part.transpose(1, 2) for part in gathered[:, : group.padded_len].unbind(2))
         if sinks is not None:
             assert mask is not None, "prepared for a pattern without sinks"
             return attend_with_sinks(query, key, value, mask, sinks)
-        gqa = query.shape[1] != data.shape[3]
+        gqa = query.shape[1] != gathered.shape[3]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=gqa)
 
 
@@ -304,11 +306,11 @@ def token_index(device_rows: DeviceLengths, rows: slice, offset: torch.Tensor) -
     return TokenIndex((tokens * there).flatten(), ((tokens + 1) * there).flatten())
 
 
-def rows_at_once(group: BatchGroup, data: torch.Tensor) -> int:
-    """How many rows of a group are gathered together from `data` (see `KVLayer`)."""
+def rows_at_once(group: BatchGroup, data: torch.Tensor, itemsize: int) -> int:
+    """How many rows of a group are gathered together from `data` (see `KVLayer`), as numbers of `itemsize` bytes."""
     if data.device.type != "cpu":
         return group.num_rows
-    row_bytes = group.padded_len * data[0, 0].numel() * data.itemsize
+    row_bytes = group.padded_len * data[0, 0].numel() * itemsize
     return max(1, GATHER_BYTES // row_bytes)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention.interface import (
+    KV_DTYPES,
     AttentionBackend,
     AttentionBatch,
     AttentionMetadata,
@@ -84,6 +85,7 @@ class TritonBackend(AttentionBackend):
         capturable=True,
         batch_invariant=frozenset({"cuda", "cpu"}),
         sinks=True,
+        kv_dtypes=KV_DTYPES,
     )
 
     def __init__(self, block_size: int) -> None:
@@ -129,7 +131,7 @@ class TritonBackend(AttentionBackend):
         if out is None:
             out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         causal, window = pattern.causal, pattern.sliding_window
-        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out, sinks)
+        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out, sinks, layer.scales)
 
 
 def exact_rows(layout: AttentionBatch) -> DeviceLengths:

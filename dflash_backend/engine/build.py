@@ -23,9 +23,8 @@ from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patt
 from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
-from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.engine.device import choose_device, num_cores, share_cores
-from dflash_backend.engine.quantised import check_quantization
+from dflash_backend.engine.quantised import check_quantization, report_kv_dtype, target_kv_dtype
 from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
 from dflash_backend.engine.ready import engine_ready
 from dflash_backend.engine.recurrent import check_recurrent, num_snapshots
@@ -135,7 +134,8 @@ def build_engine(
     runner.prepare(use_graphs, lambda message, done: report(message, 0.95 + 0.05 * done), shapes=shapes)
     trace = _trace(config)
     scheduler_config = _with_padded_steps(_scheduler_config(config, models, sizes), runner, shapes)
-    ready = engine_ready(models.pair, sizes, scheduler_config, device, dtype, models.backend.name)
+    kind = (device, dtype, models.backend.name, config.kv_cache_dtype)
+    ready = engine_ready(models.pair, sizes, scheduler_config, *kind)
     core = _core(scheduler_config, runner, trace, config.enable_overlap, grammars)
     report("ready", 1.0)
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
@@ -150,9 +150,7 @@ def _load_models(
     report: Progress,
 ) -> LoadedModels:
     pair = at_length(pair, sizes.max_model_len)
-    needs = dataclasses.replace(
-        _requirements(pair.target, pair.draft_model, dtype, device), batch_invariant=config.batch_invariant
-    )
+    needs = _requirements(config, pair, dtype, device)
     backend = select_backend(config.attention_backend, needs, config.kv_block_size)
     num_positions = max_positions(sizes.max_model_len, pair.num_speculative_tokens)
     ops = select_ops(device, _wanted_ops(backend))
@@ -280,6 +278,7 @@ def _check_pair(
     check_recurrent(config, pair, dtype, device, report)
     check_tensor_parallel(config, pair.target, device)
     check_quantization(config, pair.target, report)
+    report_kv_dtype(config, pair, dtype, report)
 
 
 def _report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
@@ -362,16 +361,13 @@ def _dtype(config: EngineConfig, target: TargetSpec, device: torch.device) -> to
     return TORCH_DTYPES[name]
 
 
-def _requirements(
-    target: TargetSpec, draft: DraftModelSpec | None, dtype: torch.dtype, device: torch.device
-) -> Requirements:
-    head_dims = target.decoder.head_dims | (draft.decoder.head_dims if draft else frozenset())
-    patterns = set(target_patterns(target))
-    if draft is not None:
-        patterns |= set(draft_patterns(draft))
+def _requirements(config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device) -> Requirements:
+    target, draft = pair.target, pair.draft_model
     return Requirements(
-        patterns=frozenset(patterns),
-        head_dims=head_dims,
+        patterns=frozenset({*target_patterns(target), *(draft_patterns(draft) if draft else ())}),
+        head_dims=target.decoder.head_dims | (draft.decoder.head_dims if draft else frozenset()),
         dtype=dtype,
         device=device.type,
+        batch_invariant=config.batch_invariant,
+        kv_dtype=target_kv_dtype(config),
     )

@@ -1,12 +1,43 @@
-"""What the setting `quantization` asks of a target, and where it cannot be had."""
+"""What the settings `quantization` and `kv_cache_dtype` ask of a target, and where it cannot be had."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from dflash_backend.attention import FP8
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.worker.kv_cache import bytes_per_block, bytes_per_token
+
+KV_DTYPES = {"fp8": FP8, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+
+
+def target_kv_dtype(config: EngineConfig) -> torch.dtype | None:
+    """The dtype of the target's KV; None for that of the model."""
+    return None if config.kv_cache_dtype is None else KV_DTYPES[config.kv_cache_dtype]
+
+
+def report_kv_dtype(
+    config: EngineConfig, pair: ModelPair, dtype: torch.dtype, report: Callable[[str, float], None]
+) -> None:
+    """Say what the setting `kv_cache_dtype` makes of the KV's size: how many more blocks fit where there were some."""
+    kv_dtype = target_kv_dtype(config)
+    if kv_dtype in (None, dtype):
+        return
+    target, draft = pair.target.decoder, pair.draft_model.decoder if pair.draft_model else None
+    plain, own = (bytes_per_block(target, draft, config.kv_block_size, dtype, kv) for kv in (None, kv_dtype))
+    name = str(dtype).removeprefix("torch.")
+    form = "FP8 (e4m3), a scale for each token and head" if kv_dtype == FP8 else "bfloat16"
+    report(
+        f"target: KV cache: {form}: {bytes_per_token(target, kv_dtype)} bytes a token in place of "
+        f"{bytes_per_token(target, dtype)} in {name}; with the drafter's, {name}, {own} bytes a block in place of "
+        f"{plain}, so that {plain / own:.2f} times as many fit",
+        0.1,
+    )
 
 
 def check_quantization(config: EngineConfig, target: TargetSpec, report: Callable[[str, float], None]) -> None:

@@ -43,7 +43,9 @@ def run(connection: Connection, setup: RankSetup) -> None:
     threading.Thread(target=_beat, args=(send,), name="beat", daemon=True).start()
     try:
         target = load_shard(setup.spec, setup.shard, lambda x: reduces[0](x), setup.max_positions, setup.dtype, device)
-        kv = PagedKVCache.allocate(target.spec.decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device)
+        kv = PagedKVCache.allocate(
+            target.spec.decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device, setup.kv_dtype
+        )
     except (CheckpointError, RuntimeError, MemoryError) as error:
         send(RankReady(str(error) or type(error).__name__))
         return

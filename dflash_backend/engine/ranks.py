@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine.quantised import target_kv_dtype
 from dflash_backend.models.parallel import Reduce, Shard, SharedPass, unsupported
 
 BEAT_S = 0.5
@@ -50,6 +51,7 @@ class RankSetup:
     num_blocks: int
     block_size: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype | None
     num_threads: int
     log_level: str
     meeting: str
@@ -166,6 +168,7 @@ class RankGroup:
                 num_blocks,
                 config.kv_block_size,
                 dtype,
+                target_kv_dtype(config),
                 self.num_threads,
                 config.log_level,
                 self._meeting,

@@ -13,24 +13,30 @@ from dflash_backend.messages import EngineReady
 
 
 def engine_ready(
-    pair: ModelPair, sizes: Sizes, scheduler: SchedulerConfig, device: torch.device, dtype: torch.dtype, attention: str
+    pair: ModelPair,
+    sizes: Sizes,
+    scheduler: SchedulerConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    kv_dtype: str | None,
 ) -> EngineReady:
-    """The message that the engine takes requests. `attention` names the backend of the target's attention."""
+    """The message that the engine takes requests. `attention` names the backend of the target's attention, `kv_dtype`
+    what its KV is in where that is not `dtype`."""
+    kv = f"{sizes.num_blocks} blocks of {scheduler.block_size} tokens{f' in {kv_dtype}' if kv_dtype else ''}"
     return EngineReady(
         max_model_len=sizes.max_model_len,
         num_speculative_tokens=pair.num_speculative_tokens,
         num_kv_blocks=sizes.num_blocks,
         kv_block_size=scheduler.block_size,
         vocab_size=pair.target.vocab_size,
-        description=_describe(pair, sizes, scheduler.block_size, device, dtype, attention),
+        description=_describe(pair, sizes, kv, device, dtype, attention),
         hashes_cover_next_token=scheduler.reads_next_tokens,
         finds_blocks=scheduler.enable_prefix_caching,
     )
 
 
-def _describe(
-    pair: ModelPair, sizes: Sizes, block_size: int, device: torch.device, dtype: torch.dtype, attention: str
-) -> str:
+def _describe(pair: ModelPair, sizes: Sizes, kv: str, device: torch.device, dtype: torch.dtype, attention: str) -> str:
     drafting = "no speculation" if pair.draft is None else pair.draft.summary(pair.num_speculative_tokens)
     number_type = str(dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads of {os.cpu_count()} cores" if device.type == "cpu" else ""
@@ -40,5 +46,5 @@ def _describe(
     return (
         f"target {pair.target.path.name} ({pair.target.architecture}, {pair.target.decoder.num_layers} layers), "
         f"{drafting}; {device.type}, {number_type}, attention {attention}{threads}; "
-        f"KV cache of {sizes.num_blocks} blocks of {block_size} tokens; {length}"
+        f"KV cache of {kv}; {length}"
     )

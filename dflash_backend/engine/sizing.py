@@ -20,6 +20,7 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.cache_group import CacheGroup
 from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.engine.quantised import target_kv_dtype
 from dflash_backend.error_text import first_line
 from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_backend.worker.memory import GIB, MemoryUse
@@ -152,7 +153,9 @@ def _draft_decoder(pair: ModelPair) -> DecoderSpec | None:
 
 
 def _block_bytes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype) -> int:
-    return bytes_per_block(pair.target.decoder, _draft_decoder(pair), config.kv_block_size, dtype)
+    return bytes_per_block(
+        pair.target.decoder, _draft_decoder(pair), config.kv_block_size, dtype, target_kv_dtype(config)
+    )
 
 
 def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
@@ -190,9 +193,9 @@ def allocate_kv(
     config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKVCache:
     """The KV tensors. Raises `ConfigError` when the device has no space for them."""
-    draft = _draft_decoder(pair)
+    draft, block_size, kv_dtype = _draft_decoder(pair), config.kv_block_size, target_kv_dtype(config)
     try:
-        return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, config.kv_block_size, dtype, device)
+        return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, block_size, dtype, device, kv_dtype)
     except (RuntimeError, MemoryError) as error:  # of torch, or of the system on a CPU
         size = num_blocks * _block_bytes(config, pair, dtype)
         lower = "kv_cache_gb" if device.type == "cpu" else "kv_cache_gb or gpu_memory_utilization"

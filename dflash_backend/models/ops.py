@@ -82,7 +82,7 @@ class LayerOps:
     ) -> torch.Tensor:
         """The rotated queries of a layer's projection; K and V go to `slots`, which with `padded` may be below 0."""
         return qk_norm_rope_write.qk_norm_rope_write_reference(
-            qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded
+            qkv, qk_norm, eps, rotation.cos, rotation.sin, slots, cache.slots, padded, cache.slot_scales
         )
 
     @staticmethod
@@ -155,7 +155,7 @@ if norms.triton is not None:
             """As `LayerOps.qk_norm_rope_write`."""
             assert rotation.rows is not None
             return qk_norm_rope_write.qk_norm_rope_write(
-                qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots
+                qkv, qk_norm, eps, rotation.cos, rotation.sin, rotation.rows, slots, cache.slots, cache.slot_scales
             )
 
         @staticmethod

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from dflash_backend.attention import KVLayer
+from dflash_backend.attention import FP8, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec
 
 CPU_ALIGNMENT = 64  # bytes, that of torch's own tensors
+SCALE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,32 @@ class PagedKVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> PagedKVCache:
         """Zeroed tensors: an unwritten position must hold finite numbers, since padding is read and masked. A model's
-        layers of one shape are one tensor: the drafter's context goes to all of its layers in one launch."""
+        layers of one shape are one tensor: the drafter's context goes to all of its layers in one launch. kv_dtype: of
+        the target's KV, `dtype` by default; FP8 is uint8 and scales. The drafter's is in `dtype`."""
 
-        def layers(spec: DecoderSpec) -> list[KVLayer]:
+        def layers(spec: DecoderSpec, dtype: torch.dtype) -> list[KVLayer]:
             counts = Counter(cache.token_shape for cache in spec.caches)
-            shapes = {shape: (count, num_blocks, block_size, *shape) for shape, count in counts.items()}
-            tensors = {shape: iter(_zeros(whole, dtype, device)) for shape, whole in shapes.items()}
-            return [KVLayer(next(tensors[cache.token_shape])) for cache in spec.caches]
+            tensors: dict[tuple[int, ...], Iterator[KVLayer]] = {}
+            for shape, count in counts.items():
+                whole = (count, num_blocks, block_size, *shape)
+                if dtype == FP8:
+                    codes, scales = _zeros(whole, torch.uint8, device), _zeros(whole[:-1], SCALE_DTYPE, device)
+                    tensors[shape] = iter([KVLayer(*layer) for layer in zip(codes, scales, strict=True)])
+                else:
+                    tensors[shape] = iter([KVLayer(data) for data in _zeros(whole, dtype, device)])
+            return [next(tensors[cache.token_shape]) for cache in spec.caches]
 
-        return cls(layers(target), layers(draft) if draft is not None else [], block_size)
+        return cls(layers(target, kv_dtype or dtype), layers(draft, dtype) if draft is not None else [], block_size)
 
     def claim(self) -> None:
         """Have the system give all the memory now, not page by page as it is first written."""
         for layer in self.target + self.draft:
-            if layer.data.device.type == "cpu":
-                layer.data.zero_()
+            for tensor in (layer.data, layer.scales):
+                if tensor is not None and tensor.device.type == "cpu":
+                    tensor.zero_()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -62,8 +73,21 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
-def bytes_per_block(target: DecoderSpec, draft: DecoderSpec | None, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers of both models."""
-    specs = [target] + ([draft] if draft is not None else [])
-    per_token = sum(spec.kv_elements_per_token for spec in specs)
-    return per_token * block_size * dtype.itemsize
+def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Bytes of one token's KV over all layers of a model; of FP8 with its scales."""
+    size = spec.kv_elements_per_token * dtype.itemsize
+    if dtype == FP8:
+        size += sum(math.prod(cache.token_shape[:-1]) for cache in spec.caches) * SCALE_DTYPE.itemsize
+    return size
+
+
+def bytes_per_block(
+    target: DecoderSpec,
+    draft: DecoderSpec | None,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+) -> int:
+    """Bytes of one block over all layers of both models; kv_dtype: as of `PagedKVCache.allocate`."""
+    per_token = bytes_per_token(target, kv_dtype or dtype)
+    return (per_token + (bytes_per_token(draft, dtype) if draft is not None else 0)) * block_size

@@ -124,9 +124,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_pieces_kernel(
-        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, partial_ptr,
-        lse_ptr, sinks_ptr, scale, first_tile, num_tiles, num_pieces, query_bound, table_width, table_stride,
-        token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
+        query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr,
+        partial_ptr, lse_ptr, sinks_ptr, scale, first_tile, num_tiles, num_pieces, query_bound, table_width,
+        table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr, PIECE: tl.constexpr,
@@ -146,9 +146,9 @@ if triton is not None:
         begin = tl.maximum(begin, piece * PIECE)
         end = tl.minimum(end, (piece + 1) * PIECE)
         acc, top, total, token, head, is_query = _attend_tile(
-            query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end,
-            scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
-            GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+            query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
+            begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
+            kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
         )  # fmt: skip
         if first_piece == last_piece:
             acc = with_sink(acc, top, total, sinks_ptr, head)
@@ -215,17 +215,19 @@ if triton is not None:
         window: int | None,
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention`, in the launches of `plan_pieces` for these rows and heads."""
         if out is None:
             out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for launch in launches:
-            _launch(query, cache, rows, launch, causal, window, out, sinks)
+            _launch(query, cache, scales, rows, launch, causal, window, out, sinks)
         return out
 
     def _launch(
         query: torch.Tensor,
         cache: torch.Tensor,
+        scales: torch.Tensor | None,
         rows: PagedBatch,
         launch: PiecesLaunch,
         causal: bool,
@@ -257,9 +259,10 @@ if triton is not None:
             "enable_fp_fusion": False,
         }
         _attend_pieces_kernel[(launch.num_tiles * kv_heads, launch.num_pieces)](
-            query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, launch.tiles, out,
-            partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.first_tile, total, launch.num_pieces, launch.query_len,
-            rows.block_tables.shape[1], rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
+            query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, launch.tiles,
+            out, partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.first_tile, total, launch.num_pieces,
+            launch.query_len, rows.block_tables.shape[1], rows.block_tables.stride(0), *query.stride()[:2],
+            *cache.stride()[:4],
             **options, WIDEN=INTERPRETED, num_warps=launch.tiling.num_warps, num_stages=launch.tiling.num_stages,
         )  # fmt: skip
         if has_pieces:

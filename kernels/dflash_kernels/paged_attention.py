@@ -16,6 +16,7 @@ import torch
 
 from dflash_kernels.attention_merge import LOG2_E
 from dflash_kernels.attention_schedule import BLOCK, PagedBatch
+from dflash_kernels.fp8_kv import dequantise_kv_reference
 from dflash_kernels.paged_attention_launch import Launch, power_of_two
 
 try:
@@ -47,13 +48,15 @@ def paged_attention_reference(
     causal: bool,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row over its own positions, one row at a time.
 
     query: `[num_tokens, num_heads, head_dim]`. cache: `[num_blocks, block_size, 2, num_kv_heads, head_dim]`. Softmax
     scale `head_dim ** -0.5`. With `causal` a query sees positions up to its own, else all of its row; with `window`
     only those less than `window` away. sinks: `[num_heads]`, a logit that is in each softmax of a head and has no value
-    (`attention_merge`); None for no such logits. Returns `[num_tokens, num_heads * head_dim]` in the query's dtype,
+    (`attention_merge`); None for no such logits. scales: float32 `[num_blocks, block_size, 2, num_kv_heads]` of a cache
+    in FP8 (`fp8_kv`). Returns `[num_tokens, num_heads * head_dim]` in the query's dtype,
     zeros where a token is no row's or sees nothing.
     """
     out = torch.zeros_like(query)
@@ -64,7 +67,10 @@ def paged_attention_reference(
         key = torch.arange(min(length, rows.block_tables.shape[1] * block_size), device=query.device)
         position = torch.arange(length - count, length, device=query.device)[:, None]
         blocks = rows.block_tables[row, key // block_size].clamp(min=0).long()
-        k, v = cache[blocks, key % block_size].repeat_interleave(group, dim=2).unbind(1)
+        kv = cache[blocks, key % block_size]
+        if scales is not None:
+            kv = dequantise_kv_reference(kv, scales[blocks, key % block_size], query.dtype)
+        k, v = kv.to(query.dtype).repeat_interleave(group, dim=2).unbind(1)
         visible = (key <= position) if causal else (key < length).expand(count, -1)
         if window is not None:
             visible = visible & ((key - position).abs() < window)
@@ -80,6 +86,7 @@ def paged_attention_reference(
 if triton is not None:
     from dflash_kernels.attention_merge import merge, store_piece, store_tile, with_sink
     from dflash_kernels.attention_schedule import schedule, tile_span
+    from dflash_kernels.fp8_kv import load_kv
 
     @triton.jit
     def _tile(tile, tiles_ptr, num_tiles, query_len, PER_TILE: tl.constexpr, MAPPED: tl.constexpr):
@@ -121,10 +128,10 @@ if triton is not None:
 
     @triton.jit
     def _attend_keys(
-        q, position, top, total, acc, key, end, keys_ptr, table_ptr, in_head, d, scale, block_stride, slot_stride,
-        value_stride,
-        BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+        q, position, top, total, acc, key, end, keys_ptr, scales_ptr, kv_head, table_ptr, in_head, d, scale,
+        block_stride, slot_stride, value_stride,
+        HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
         """Online softmax over one more block of keys: each line's maximum, sum of weights, and weighted values."""
         inside = key < end
@@ -133,7 +140,9 @@ if triton is not None:
         slot = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
         kv_offsets = slot[:, None] + d[None, :]
         kv_there = inside[:, None] & in_head
-        k = tl.load(keys_ptr + kv_offsets, mask=kv_there, other=0.0)
+        # Scales lie as the heads do.
+        place = slot // HEAD_DIM + kv_head
+        k = load_kv(keys_ptr, scales_ptr, kv_offsets, place, kv_there, inside, q.dtype)
         scores = _dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
         scores = tl.where(_visible(key[None, :], position, end, CAUSAL, WINDOW), scores, float("-inf"))
 
@@ -143,14 +152,15 @@ if triton is not None:
         weights = tl.exp2(scores - finite_top[:, None])
         shrink = tl.exp2(top - finite_top)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(keys_ptr + value_stride + kv_offsets, mask=kv_there, other=0.0)
+        place += value_stride // HEAD_DIM
+        v = load_kv(keys_ptr + value_stride, scales_ptr, kv_offsets, place, kv_there, inside, q.dtype)
         acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None], WIDEN)
         return new_top, total, acc
 
     @triton.jit
     def _attend_tile(
-        query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end, scale,
-        table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
+        query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin,
+        end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
         GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
@@ -173,17 +183,18 @@ if triton is not None:
         keys_ptr = cache_ptr + kv_head * kv_head_stride
         for base in range(begin, end, BLOCK_N):
             top, total, acc = _attend_keys(
-                q, position, top, total, acc, base + tl.arange(0, BLOCK_N), end, keys_ptr, table_ptr, in_head, d, scale,
-                block_stride, slot_stride, value_stride, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+                q, position, top, total, acc, base + tl.arange(0, BLOCK_N), end, keys_ptr, scales_ptr, kv_head,
+                table_ptr, in_head, d, scale, block_stride, slot_stride, value_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_M,
+                BLOCK_N, CAUSAL, WINDOW, WIDEN,
             )  # fmt: skip
         acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
         return acc, top, total, token, head, is_query
 
     @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_kernel(
-        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr, sinks_ptr, scale,
-        num_tiles, query_bound, table_width, table_stride, token_stride, head_stride, block_stride, slot_stride,
-        value_stride, kv_head_stride,
+        query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr,
+        sinks_ptr, scale, num_tiles, query_bound, table_width, table_stride, token_stride, head_stride, block_stride,
+        slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr,
@@ -196,9 +207,9 @@ if triton is not None:
         seq_len = tl.load(seq_lens_ptr + row)
         begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
         acc, top, total, token, head, is_query = _attend_tile(
-            query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end,
-            scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
-            GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+            query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
+            begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
+            kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
         )  # fmt: skip
         acc = with_sink(acc, top, total, sinks_ptr, head)
         store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
@@ -207,9 +218,9 @@ if triton is not None:
         do_not_specialize=STEP_NUMBERS[:1] + STEP_NUMBERS[2:], do_not_specialize_on_alignment=STEP_POINTERS[:-1]
     )
     def _attend_shares_kernel(
-        query_ptr, cache_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr, partial_ptr,
-        lse_ptr, sinks_ptr, scale, num_tiles, table_width, table_stride, token_stride, head_stride, block_stride,
-        slot_stride, value_stride, kv_head_stride,
+        query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr,
+        partial_ptr, lse_ptr, sinks_ptr, scale, num_tiles, table_width, table_stride, token_stride, head_stride,
+        block_stride, slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
         WINDOW: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -240,8 +251,8 @@ if triton is not None:
             end = tl.minimum(end, begin + (piece_end - tile_begin) * BLOCK_N)
             begin += (at - tile_begin) * BLOCK_N
             acc, top, total, token, head, is_query = _attend_tile(
-                query_ptr, cache_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin, end,
-                scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
+                query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
+                begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
                 kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
             )  # fmt: skip
             if (at == tile_begin) & (piece_end == tile_end):
@@ -286,12 +297,14 @@ if triton is not None:
         window: int | None,
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention_reference`, without a wait for the device.
 
         `launches` are those of `prepare_launches` for these rows and heads. Heads and the elements of a head must be
-        contiguous in `cache`, the elements of a head in `query`. out: where the output is written; tokens that are no
-        row's are left as they are there. None: a new tensor, zeros for those.
+        contiguous in `cache`, the elements of a head in `query`; a cache with scales as a whole, and they too.
+        out: where the output is written; tokens that are no row's are left as they are there. None: a new tensor, zeros
+        for those.
         """
         if out is None:
             out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
@@ -317,14 +330,16 @@ if triton is not None:
                 "num_stages": tiling.num_stages,
             }
             if prepared.schedule is not None:
-                _launch_shares(query, cache, rows, prepared.launch, prepared.schedule, out, sinks, heads, options)
+                shared = (prepared.launch, prepared.schedule)
+                _launch_shares(query, cache, scales, rows, *shared, out, sinks, heads, options)
             else:
-                _launch_tiles(query, cache, rows, prepared.launch, prepared.tiles, out, sinks, options)
+                _launch_tiles(query, cache, scales, rows, prepared.launch, prepared.tiles, out, sinks, options)
         return out
 
     def _launch_tiles(
         query: torch.Tensor,
         cache: torch.Tensor,
+        scales: torch.Tensor | None,
         rows: PagedBatch,
         launch: Launch,
         tiles: torch.Tensor | None,
@@ -334,7 +349,7 @@ if triton is not None:
     ) -> None:
         """A program for each tile."""
         _attend_kernel[(launch.num_tiles * cache.shape[3],)](
-            query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
+            query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
             sinks, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len, rows.block_tables.shape[1],
             rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
             **options, MAPPED=tiles is not None,
@@ -343,6 +358,7 @@ if triton is not None:
     def _launch_shares(
         query: torch.Tensor,
         cache: torch.Tensor,
+        scales: torch.Tensor | None,
         rows: PagedBatch,
         launch: Launch,
         schedule: torch.Tensor,
@@ -357,8 +373,8 @@ if triton is not None:
         partial = torch.empty(num_lines, head_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(num_lines, dtype=torch.float32, device=query.device)
         _attend_shares_kernel[(launch.num_workers * num_kv_heads,)](
-            query, cache, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out, partial,
-            lse, sinks, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
+            query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out,
+            partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
             rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
         )  # fmt: skip
         merge(rows, launch, schedule, out, partial, lse, heads, sinks)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.fp8_kv import quantise_kv_reference
+
 try:
     import triton
     import triton.language as tl
@@ -32,16 +34,26 @@ def rotate_reference(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-def kv_write_reference(kv: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, padded: bool = False) -> None:
+def kv_write_reference(
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    padded: bool = False,
+    scales: torch.Tensor | None = None,
+) -> None:
     """Copy `kv[i]` to `cache[slots[i]]`. `padded` says that slots below 0 may be among them.
 
     kv: `[num_tokens, 2, num_kv_heads, head_dim]`. slots: int64 `[num_tokens]`, distinct where not negative; negative
-    ones are skipped. cache: `[num_slots, 2, num_kv_heads, head_dim]`, changed in place.
+    ones are skipped. cache: `[num_slots, 2, num_kv_heads, head_dim]` of any floating dtype, changed in place. scales:
+    with a cache of uint8, float32 `[num_slots, 2, num_kv_heads]`: KV becomes FP8 (`fp8_kv`).
     """
     if padded:
         written = slots >= 0
         kv, slots = kv[written], slots[written]
-    cache.index_copy_(0, slots, kv)
+    if scales is not None:
+        kv, kv_scales = quantise_kv_reference(kv)
+        scales.index_copy_(0, slots, kv_scales)
+    cache.index_copy_(0, slots, kv.to(cache.dtype))
 
 
 def qk_norm_rope_write_reference(
@@ -53,13 +65,15 @@ def qk_norm_rope_write_reference(
     slots: torch.Tensor,
     cache: torch.Tensor,
     padded: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotated queries `[n, num_heads, head_dim]`; K and V go to `cache`.
 
     qkv: `[n, (num_heads + 2 * num_kv_heads) * head_dim]`, queries before keys before values. qk_norm:
     `[num_heads + num_kv_heads, head_dim]`, or None for no norm. cos, sin: `[n, 1, head_dim]`, each token's own row of
     the tables. slots: int64 `[n]`, distinct where not negative; with `padded` there may be negative ones, which are
-    skipped. cache: `[num_slots, 2, num_kv_heads, head_dim]`, changed in place.
+    skipped. cache: `[num_slots, 2, num_kv_heads, head_dim]`, changed in place; its dtype and scales: as of
+    `kv_write_reference`.
     """
     num_kv_heads, head_dim = cache.shape[2:]
     heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
@@ -69,11 +83,12 @@ def qk_norm_rope_write_reference(
         rotated = head_norm_reference(rotated, qk_norm, eps)
     rotated = rotate_reference(rotated, cos, sin)
     kv = torch.stack([rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]], dim=1)
-    kv_write_reference(kv, slots, cache, padded)
+    kv_write_reference(kv, slots, cache, padded, scales)
     return rotated[:, :num_heads]
 
 
 if triton is not None:
+    from dflash_kernels.fp8_kv import store_kv
 
     @triton.jit
     def norm_and_rotate(
@@ -93,7 +108,7 @@ if triton is not None:
 
     @triton.jit
     def _qk_norm_rope_write_kernel(
-        qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr,
+        qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr,
         qkv_stride, table_stride, cache_stride, eps,
         NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
         HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -133,8 +148,10 @@ if triton is not None:
             is_kv = (head >= NUM_HEADS)[:, None] & inside
             # Keys and then values, as they follow the queries in the projection.
             written = cache_ptr + slot * cache_stride + offsets - NUM_HEADS * HEAD_DIM
-            tl.store(written, low, mask=is_kv)
-            tl.store(written + half_dim, high, mask=is_kv)
+            place = slot * (2 * NUM_KV_HEADS) + head - NUM_HEADS
+            is_kv_head = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+            cache_dtype: tl.constexpr = cache_ptr.dtype.element_ty
+            store_kv(low, high, written, half_dim, is_kv, scales_ptr, place, is_kv_head, cache_dtype)
 
     def head_blocks(num_heads: int, head_dim: int) -> tuple[int, int]:
         """How many heads a program takes and the power of two that half a head fits in: about 1,024 numbers, 8 for each
@@ -151,11 +168,12 @@ if triton is not None:
         positions: torch.Tensor,
         slots: torch.Tensor,
         cache: torch.Tensor,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `qk_norm_rope_write_reference` with `padded`, but for the tables: cos, sin are the whole ones,
         `[max_positions, head_dim]`, and `positions` (int64 `[n]`) says which row is each token's.
 
-        Rows of `qkv`, slots of `cache`, and `qk_norm` must be contiguous.
+        Rows of `qkv`, slots of `cache`, `qk_norm` and `scales` must be contiguous.
         """
         num_kv_heads, head_dim = cache.shape[2:]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -165,7 +183,7 @@ if triton is not None:
             heads, half = head_blocks(total, head_dim)
             _qk_norm_rope_write_kernel[(len(qkv), triton.cdiv(total, heads))](
                 qkv, qkv if qk_norm is None else qk_norm, cos, sin, positions, slots, query, cache,
-                qkv.stride(0), cos.stride(0), cache.stride(0), eps,
+                scales, qkv.stride(0), cos.stride(0), cache.stride(0), eps,
                 NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, NORM=qk_norm is not None,
                 HEADS=heads, HALF=half, num_warps=4,
             )  # fmt: skip

@@ -29,6 +29,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.bool: "i1",
     torch.int32: "i32",
     torch.int64: "i64",

@@ -42,6 +42,7 @@ def launches() -> None:
     qkv, cache = zeros(16, (HEADS + 2 * KV_HEADS) * HEAD_DIM), zeros(NUM_SLOTS, 2, KV_HEADS, HEAD_DIM)
     for norm in (None, zeros(HEADS + KV_HEADS, HEAD_DIM)):
         qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, cache)
+        qk_norm_rope_write(qkv, norm, 1e-6, table, table, numbers, numbers, *fp8(cache))
     projected, caches = zeros(16, DRAFT_LAYERS * 2 * KV_HEADS * HEAD_DIM), torch.stack([cache] * DRAFT_LAYERS)
     for norm in (None, zeros(DRAFT_LAYERS, KV_HEADS, HEAD_DIM)):
         context_write(projected, norm, 1e-6, table, table, numbers, numbers, caches)
@@ -72,7 +73,8 @@ def in_any_batch(query_lens: list[int], context: int) -> None:
     query, cache = zeros(sum(query_lens), HEADS, HEAD_DIM), zeros(4, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM)
     tiled = with_tiles(launches, None if table is None else torch.from_numpy(table))
     for sinks in (None, zeros(HEADS)):
-        invariant_attention(query, cache, rows, tiled, causal=True, window=None, sinks=sinks)
+        for kv, scales in ((cache, None), fp8(cache)):
+            invariant_attention(query, kv, rows, tiled, causal=True, window=None, sinks=sinks, scales=scales)
 
 
 def convolve_and_walk(rank: int = 256, num_candidates: int = 16) -> None:
@@ -104,7 +106,8 @@ def attend(query_lens: list[int], causal: bool, shape: HeadShape = HEAD_SHAPE) -
     cache = zeros(4, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim)
     prepared = prepare_launches(tiled, rows, shape.group, BLOCK_SIZE, causal, None)
     for sinks in (None, zeros(shape.num_heads)):
-        paged_attention(query, cache, rows, prepared, causal, None, sinks=sinks)
+        for kv, scales in ((cache, None), fp8(cache)):
+            paged_attention(query, kv, rows, prepared, causal, None, sinks=sinks, scales=scales)
 
 
 def route_to_experts() -> None:
@@ -118,6 +121,11 @@ def route_to_experts() -> None:
         experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, tile=tile)
         experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, biases, (1.702, 7.0), tile)
     group(torch.zeros(FEW_ENTRIES + 1, 1, dtype=torch.int32), NUM_EXPERTS, TILES[-1].rows)
+
+
+def fp8(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of this shape in FP8, and its scales."""
+    return torch.zeros(cache.shape, dtype=torch.uint8), torch.zeros(cache.shape[:-1])
 
 
 def zeros(*shape: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from dflash_kernels import invariant_attention as pieces
 from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.invariant_attention import PIECE, invariant_attention, pieces_variants, plan_pieces, with_tiles
 from dflash_kernels.invariant_linear import invariant_linear, product_tile
 from dflash_kernels.invariant_moe import invariant_experts_mlp
@@ -73,13 +74,18 @@ def test_a_token_has_the_same_bits_whatever_other_tokens_go_to_its_experts(dtype
 class Memory:
     """Rows over scattered blocks that they share with nobody; `width` blocks hold a row."""
 
-    def __init__(self, num_rows: int, dtype: torch.dtype, longest: int = LONGEST, block_size: int = 16) -> None:
+    def __init__(
+        self, num_rows: int, dtype: torch.dtype, longest: int = LONGEST, block_size: int = 16, fp8: bool = False
+    ) -> None:
         self.block_size = block_size
         width = -(-longest // block_size)
         order = np.random.default_rng(3).permutation(num_rows * width)
         self.tables = torch.from_numpy(order.reshape(num_rows, width).astype(np.int32)).to(DEVICE)
         self.cache = random(num_rows * width, block_size, 2, 1, 16).to(dtype)
         self.query = random(num_rows, longest, 2, 16, seed=1).to(dtype)
+        self.scales = None
+        if fp8:
+            self.cache, self.scales = quantise_kv_reference(self.cache)
 
     def batch(self, rows: list[int], lens: list[int], ends: list[int]) -> tuple[torch.Tensor, PagedBatch]:
         """The last `lens` queries of the first `ends` positions of `rows`."""
@@ -103,7 +109,8 @@ class Memory:
         shape = HeadShape(2, 1, 16, query.itemsize)
         launches, table = plan_pieces(np.array(lens), np.array(bounds or ends), shape)
         tiles = None if table is None else torch.from_numpy(table).to(DEVICE)
-        return invariant_attention(query, self.cache, batch, with_tiles(launches, tiles), causal, window, sinks=sinks)
+        tiled = with_tiles(launches, tiles)
+        return invariant_attention(query, self.cache, batch, tiled, causal, window, sinks=sinks, scales=self.scales)
 
 
 def sinks_of(has_sinks: bool) -> torch.Tensor | None:
@@ -122,6 +129,21 @@ def test_pieces_are_attention(dtype: torch.dtype, window: int | None, causal: bo
     tolerance = TOLERANCE[dtype]
     actual = memory.attend(*rows, causal=causal, window=window, sinks=sinks)
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_query_over_fp8_has_the_same_bits_alone_and_in_a_chunk(window: int | None) -> None:
+    memory, sinks = Memory(3, torch.float32, fp8=True), sinks_of(True)
+    first, end = PIECE - 20, PIECE + 30
+    query, batch = memory.batch([1], [end - first], [end])
+    assert memory.scales is not None
+    cache = dequantise_kv_reference(memory.cache, memory.scales, torch.float64)
+    whole = memory.attend([1], [end - first], [end], window=window, sinks=sinks)
+    expected = paged_attention_reference(query.double(), cache, batch, True, window, sinks)
+    torch.testing.assert_close(whole.double(), expected, atol=1e-4, rtol=1e-4)
+    for at in (first, first + 19, first + 20, end - 1):
+        alone = memory.attend([1], [1], [at + 1], window=window, sinks=sinks)
+        assert torch.equal(alone[0], whole[at - first]), at
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
 from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 class Case:
     """Rows over scattered blocks. Bounds of None: the lengths themselves; tokens lie `gap` apart between rows, each
     with room for its bound or, `packed`, behind one another with what is left at the end. sink: the mean of the heads'
-    sinks, None for none."""
+    sinks, None for none. fp8: KV is, with a scale for each token and head."""
 
     query_lens: list[int]
     seq_lens: list[int]
@@ -33,6 +34,7 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     sink: float | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(self.seq_lens) + self.head_dim)
@@ -46,6 +48,11 @@ class Case:
         self.query = torch.randn(num_tokens, self.heads[0], self.head_dim, generator=generator).to(self.dtype)
         shape = (num_blocks, self.block_size, 2, self.heads[1], self.head_dim)
         self.cache = torch.randn(shape, generator=generator).to(self.dtype)
+        self.scales = None
+        if self.fp8:
+            # Heads of very different sizes: the scale of a neighbour, or of K for V, shows.
+            sizes = 10 ** torch.empty(shape[:-1]).uniform_(-1, 1, generator=generator)
+            self.cache, self.scales = quantise_kv_reference(self.cache * sizes[..., None])
         tables = torch.randperm(num_blocks, generator=generator)[: num_rows * width].view(num_rows, width)
         columns = (starts.tolist(), self.query_lens, self.seq_lens)
         self.rows = PagedBatch(*(torch.tensor(column, dtype=torch.int32) for column in columns), tables.int())
@@ -54,9 +61,10 @@ class Case:
             self.sinks = (self.sink + torch.randn(self.heads[0], generator=generator)).to(self.dtype)
 
     def reference(self, causal: bool, window: int | None) -> torch.Tensor:
-        return paged_attention_reference(
-            self.query.double(), self.cache.double(), self.rows, causal, window, self.sinks
-        )
+        cache = self.cache
+        if self.scales is not None:
+            cache = dequantise_kv_reference(cache, self.scales, self.dtype)
+        return paged_attention_reference(self.query.double(), cache.double(), self.rows, causal, window, self.sinks)
 
     def run(
         self,
@@ -83,7 +91,8 @@ class Case:
         prepared = prepare_launches(tiled, rows, shape.group, self.block_size, causal, window)
         sinks = None if self.sinks is None else self.sinks.to(DEVICE)
         query, cache = self.query.to(DEVICE), self.cache.to(DEVICE)
-        return paged_attention(query, cache, rows, prepared, causal, window, sinks=sinks).cpu()
+        scales = None if self.scales is None else self.scales.to(DEVICE)
+        return paged_attention(query, cache, rows, prepared, causal, window, sinks=sinks, scales=scales).cpu()
 
     def check(self, causal: bool, window: int | None, splits: int | None = None, small: bool = True) -> None:
         self.compare(self.run(causal, window, splits, small), causal, window)

@@ -7,6 +7,7 @@ from tests.mutations.dflash2 import DFLASH2_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
 from tests.mutations.dspark import DSPARK_MUTANTS
 from tests.mutations.eagle3 import EAGLE3_MUTANTS
+from tests.mutations.fp8_kv import FP8_KV_MUTANTS
 from tests.mutations.front_end import FRONT_END_MUTANTS
 from tests.mutations.gemma4 import GEMMA4_MUTANTS
 from tests.mutations.gpt_oss import GPT_OSS_MUTANTS
@@ -30,7 +31,7 @@ MUTANTS = CORE_MUTANTS + SCHEDULING_MUTANTS + OVERLAP_MUTANTS + WORKER_MUTANTS +
 MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MUTANTS + GRAMMAR_MUTANTS
 MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTANTS + EAGLE3_MUTANTS + INVARIANCE_MUTANTS
 MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS + GEMMA4_MUTANTS
-MUTANTS += SNAPSHOT_MUTANTS
+MUTANTS += SNAPSHOT_MUTANTS + FP8_KV_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -27,7 +27,8 @@ PACKED_BITS = (4, 8)
 MAX_SIZE = 2**20
 # Weights change under these; null and empty say that there is none.
 OTHER_PARTS = {
-    "kv_cache_scheme": "a quantised KV cache is not supported; without it the same weights are",
+    "kv_cache_scheme": "scales of a KV cache in the files are not supported; without them the same weights are, and "
+    "kv_cache_dtype=fp8 makes scales of its own",
     "transform_config": "transforms of the weights (Hadamard, SpinQuant) are not supported",
 }
 

@@ -23,7 +23,7 @@ def read_fp8(config: JsonReader) -> Quantization:
     if config.string("fmt", default="e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise config.fail("fmt", "'e4m3'; other floats of 8 bits are not supported")
     if config.data.get("kv_cache_scheme"):
-        raise config.fail("kv_cache_scheme", "no such field: a quantised KV cache is not supported")
+        raise config.fail("kv_cache_scheme", "no such field: scales of a KV cache in the files are not supported")
     block = config.integers("weight_block_size", low=1)
     if block is not None and (len(block) != 2 or max(block) > MAX_BLOCK):
         raise config.fail("weight_block_size", "two sizes, rows and columns, or null")
