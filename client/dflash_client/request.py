@@ -117,5 +117,7 @@ def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 def _json(value: Any, what: str) -> str:
     try:
         return json.dumps(value)
+    except RecursionError:
+        raise ValueError(f"the {what} cannot be sent as JSON: they are nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"the {what} cannot be sent as JSON: {error}") from None

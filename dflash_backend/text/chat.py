@@ -126,7 +126,7 @@ class SpecialTokens:
     def marked(self, value: Any) -> tuple[Any, str | None]:
         """`value`, which consists of lists, mappings and texts, with a mark inside each special token that its texts
         spell out, and the character that is the mark; None where nothing had to be marked. Raises `PromptError`."""
-        joined = _BETWEEN.join([*_texts(value), ""])
+        joined = _BETWEEN.join([*texts(value), ""])
         if self._begins is None or self._ends is None or not (self._begins.search(joined) or self._ends.search(joined)):
             return value, None
         mark = next((mark for mark in MARKS if mark not in joined), None)
@@ -164,16 +164,17 @@ class SpecialTokens:
         return self._mark(key, mark) if isinstance(key, str) and self._needs_mark(key) else key
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
+    """The texts that `value` consists of, keys included, beside lists, mappings and what is no text."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
+            yield from texts(key)
+            yield from texts(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from texts(item)
 
 
 def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:

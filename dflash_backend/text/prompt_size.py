@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dflash_backend.text.tokenizer import Tokenizer
 
+# Of messages, with what the chat template gets beside them. JSON may write one character as six, and each message also
+# has a role and field names.
+MAX_MESSAGES_CHARS = 65_536
+MESSAGES_CHARS_PER_TOKEN = 64
+
 
 class InputError(ValueError):
     """An input is malformed. The message is for the client."""

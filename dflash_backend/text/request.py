@@ -16,7 +16,15 @@ from dflash_backend.messages import EngineReady, SamplingParams
 from dflash_backend.text.chat import OPTION_NAMES, PromptError, pop_options
 from dflash_backend.text.client_json import BIAS_CHARS, JsonError, read_json, read_parameters
 from dflash_backend.text.parameter_values import INT64_MAX
-from dflash_backend.text.prompt_size import InputError, check_fits, check_num_tokens, most_chars, too_long
+from dflash_backend.text.prompt_size import (
+    MAX_MESSAGES_CHARS,
+    MESSAGES_CHARS_PER_TOKEN,
+    InputError,
+    check_fits,
+    check_num_tokens,
+    most_chars,
+    too_long,
+)
 from dflash_backend.text.sampling_params import parse_sampling_params
 from dflash_backend.text.structured_outputs import MAX_FORMAT_CHARS, names_format, take_formats
 from dflash_backend.text.token_masks import resolve_token_masks
@@ -40,9 +48,6 @@ RETURN_FLAGS = (
 # Sampling parameters are small, but a logit bias for every token of the vocabulary fits.
 MAX_PARAMETERS_CHARS = 65_536
 MAX_PARAMETERS_BRACKETS = 5000
-# JSON may write one character as six, and each message also has a role and field names.
-MAX_MESSAGES_CHARS = 65_536
-MESSAGES_CHARS_PER_TOKEN = 64
 MESSAGES_BRACKETS_PER_TOKEN = 4
 MAX_MESSAGES_QUOTES = 20_000
 MESSAGES_QUOTES_PER_TOKEN = 4

@@ -29,7 +29,7 @@ async def create_chat_completion(request: Request) -> Response:
     model = frontend.model(body.model)
     use = read_tool_use(body, model.output_format)
     messages, options = template_messages(body.messages), template_options(body)
-    asked = await prepare(model, messages, options, use, sampling_parameters(body))
+    asked = await prepare(model, messages, options, use, sampling_parameters(body, model.description))
     limit = max_tokens(body, len(asked.prompt), model.description)
     stream = bool(body.stream)
     answer = ChatAnswer(body, body.model or model.names[0], asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ async def create_completion(request: Request) -> Response:
         body.max_tokens = 1
     if body.echo and body.stream and (only_echo or body.logprobs is not None):
         raise invalid("'echo' with 'logprobs', or without an answer, cannot be streamed; leave 'stream' out", "stream")
-    sampling = sampling_parameters(body)
+    sampling = sampling_parameters(body, model.description)
     if body.echo and body.logprobs is not None:
         sampling.setdefault("prompt_logprobs", body.logprobs)
     prompts = await _prompts(body, model.prompts)
@@ -90,7 +91,8 @@ class CompletionAnswer(Answer):
         self._begun: set[int] = set()
         self._returns_token_ids = bool(body.return_token_ids)
         as_token_ids = bool(body.return_tokens_as_token_ids)
-        self._logprobs = [LogprobWriter(body.logprobs or 0, as_token_ids) for _ in range(len(prompts) * self.n)]
+        # By place, made as completions come: how many there may be is the model's to say, and `n` may be any number.
+        self._logprobs = defaultdict[int, LogprobWriter](lambda: LogprobWriter(body.logprobs or 0, as_token_ids))
 
     def _prompt_text(self, index: int) -> str:
         """What `echo` puts before the completions of a prompt: its text as it was sent, or that of its token ids."""

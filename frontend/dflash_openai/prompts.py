@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from dflash_backend.error_text import shown
-from dflash_backend.text.chat import PromptError, pop_options
-from dflash_backend.text.prompt_size import InputError, PromptTooLong, check_fits, check_num_tokens
+from dflash_backend.text.chat import PromptError, pop_options, texts
+from dflash_backend.text.prompt_size import (
+    MAX_MESSAGES_CHARS,
+    MESSAGES_CHARS_PER_TOKEN,
+    InputError,
+    PromptTooLong,
+    check_fits,
+    check_num_tokens,
+)
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_openai.errors import ApiError, invalid
 
@@ -94,9 +102,22 @@ class PromptBuilder:
             raise PromptTooLong(
                 f"there are {len(messages)} messages, which are too many tokens: max_model_len is {self.max_model_len}"
             )
+        self._check_size(messages, options)
         chat = self.tokenizer.render_chat(messages, **options)
         check_fits(chat.text, self.tokenizer, self.max_model_len)
         return self.tokenizer.encode_chat(chat)
+
+    def _check_size(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        """Raise `PromptTooLong` for more text than the model's own input of messages may have: looking for special
+        tokens in it would keep other requests waiting, also in what the chat template leaves out."""
+        allowed = MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * self.max_model_len
+        # A text of no characters takes a moment as well.
+        sizes = itertools.accumulate(len(text) + 1 for text in texts([messages, options]))
+        if any(size > allowed for size in sizes):
+            raise PromptTooLong(
+                f"the messages, with tools and variables of the chat template, have more than {allowed} characters, "
+                f"but max_model_len is {self.max_model_len} tokens; shorten them"
+            )
 
     def _text(self, text: str, add_special_tokens: bool) -> list[int]:
         check_fits(text, self.tokenizer, self.max_model_len)

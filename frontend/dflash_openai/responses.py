@@ -38,7 +38,7 @@ async def create_response(request: Request) -> Response:
     chat = as_chat(body)
     use = read_tool_use(chat, model.output_format)
     messages, options = template_messages(chat.messages), template_options(chat)
-    asked = await prepare(model, messages, options, use, sampling_parameters(chat))
+    asked = await prepare(model, messages, options, use, sampling_parameters(chat, model.description))
     limit = max_tokens(chat, len(asked.prompt), model.description, "max_output_tokens")
     answer = ResponseAnswer(body, body.model or model.names[0], asked)
     stream = bool(body.stream)

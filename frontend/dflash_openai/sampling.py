@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dflash_openai.errors import invalid
@@ -30,9 +31,10 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 COMPLETION_TOKENS = 16
 
 
-def sampling_parameters(request: GenerationFields) -> dict[str, Any]:
+def sampling_parameters(request: GenerationFields, description: ModelDescription) -> dict[str, Any]:
     """The model's sampling parameters, but for the number of tokens. Raises `ApiError`."""
     sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
+    _check_sizes(sampling, description.vocab_size)
     sampling |= _structured_outputs(request)
     if request.stream_options is not None and not request.stream:
         raise invalid(
@@ -43,6 +45,14 @@ def sampling_parameters(request: GenerationFields) -> dict[str, Any]:
     if (logprobs := _logprobs(request)) is not None:
         sampling["logprobs"] = logprobs
     return sampling
+
+
+def _check_sizes(sampling: Mapping[str, Any], vocab_size: int) -> None:
+    """Raise `ApiError` for a list or an object that the model would refuse for its size: other requests wait while it
+    is written for the model."""
+    for name, value in sampling.items():
+        if isinstance(value, list | dict) and len(value) > vocab_size:
+            raise invalid(f"'{name}' has {len(value)} items; allowed: at most {vocab_size}, one for each token", name)
 
 
 def _structured_outputs(request: GenerationFields) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import msgspec
 
 from dflash_openai.errors import ApiError, invalid
 
-# A body has at most this many brackets before it is decoded: each costs memory many times its size.
-MAX_BRACKETS = 200_000
+# A body has at most this many brackets before it is decoded: each costs memory many times its size, and time in which
+# no other request is answered. As many as a grammar may have.
+MAX_BRACKETS = 50_000
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _WRONG = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dflash_client import AsyncDFlashClient, AsyncStream, Delta
-from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, Unavailable
+from dflash_client.errors import ClientError, ConnectionFailed, ConnectionLost, InvalidArgument, Unavailable
 from dflash_openai.config import FrontendConfig
 
 
@@ -128,7 +128,10 @@ class PooledRequest:
                     raise
 
     async def _from(self, client: AsyncDFlashClient) -> AsyncGenerator[Delta, None]:
-        self._stream = client.request(*self._arguments)
+        try:
+            self._stream = client.request(*self._arguments)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from None
         if self._cancelled:
             self._stream.cancel()
         self._pool.count(client, 1)

@@ -54,6 +54,14 @@ def test_a_bad_url_is_refused(url: str) -> None:
         parse_url(url, "grpc")
 
 
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("prompt", "messages", "sampling", "words"),
     [
@@ -63,6 +71,7 @@ def test_a_bad_url_is_refused(url: str) -> None:
         *((prompt, None, {}, "at position 0; allowed: token ids, or one text") for prompt in (["a"], [1.5], [2**63])),
         ([None], None, {}, "at position 0; allowed: token ids, or one text"),
         ("x", None, {"stop": {"."}}, "sampling parameters cannot be sent as JSON"),
+        ("x", None, {"structured_outputs": nested(100_000)}, "cannot be sent as JSON: they are nested too deeply"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_before(prompt: Any, messages: Any, sampling: Any, words: str) -> None:

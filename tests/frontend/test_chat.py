@@ -8,6 +8,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from dflash_backend.text.chat import SpecialTokens
+from dflash_backend.text.prompt_size import MAX_MESSAGES_CHARS, MESSAGES_CHARS_PER_TOKEN
 from dflash_client.results import Logprob
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, STATS, Script, ScriptedPool
 
@@ -197,3 +199,25 @@ def test_the_steps_of_the_engine_come_with_the_chunks_that_have_their_text(clien
     choices = [chunk.choices[0].to_dict() for chunk in stream]
     assert [choice.get("steps") for choice in choices] == [None, [[3, 3, 3]], [[2, 3, 2]], [[1, 3, 1]], None]
     assert [len(choice["token_ids"]) for choice in choices[1:4]] == [3, 2, 1]
+
+
+LONG = "a" * (MAX_MESSAGES_CHARS + MESSAGES_CHARS_PER_TOKEN * MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "Hi", "note": LONG}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+        {"messages": HELLO, "chat_template_kwargs": {"unknown": LONG}},
+        {"messages": HELLO, "chat_template_kwargs": {"unknown": [""] * len(LONG)}},
+    ],
+)
+def test_more_text_than_the_models_own_messages_may_have_is_refused_before_it_is_searched(
+    fields: dict[str, Any], http: TestClient, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpecialTokens, "marked", lambda *given: pytest.fail("searched for special tokens"))
+    answer = http.post("/v1/chat/completions", json=fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert not pool.asked

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import openai
 import pytest
 from starlette.testclient import TestClient
 
+from dflash_client.errors import InvalidArgument
 from dflash_client.results import Logprob
 from dflash_openai.completions import MAX_PROMPTS
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, Script, ScriptedPool
@@ -164,3 +166,19 @@ def test_log_probabilities_of_a_prompt_have_vllms_form(http: TestClient, pool: S
     assert answer["choices"][0]["prompt_logprobs"] == expected
     chat = {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 2}
     assert http.post("/v1/chat/completions", json=chat).json()["prompt_logprobs"] == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_model_refuses_a_huge_n_before_anything_is_made_for_each_answer(
+    stream: bool, http: TestClient, pool: ScriptedPool
+) -> None:
+    pool.script = Script(texts=(), error=InvalidArgument("n is too large"))
+    tracemalloc.start()
+    try:
+        answer = http.post("/v1/completions", json={"prompt": "a", "n": 1_000_000, "logprobs": 1, "stream": stream})
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 400
+    assert "n is too large" in answer.json()["error"]["message"]
+    assert peak_bytes < 10_000_000

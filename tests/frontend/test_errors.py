@@ -18,6 +18,9 @@ from dflash_client.errors import (
 from dflash_openai.schemas import MAX_BRACKETS
 from tests.frontend.scripted_pool import Script, ScriptedPool
 
+# More entries than the model has tokens.
+BIASES = ", ".join(f'"{token_id}": 1' for token_id in range(259))
+
 
 @pytest.mark.parametrize(
     ("behind", "status", "raised"),
@@ -74,6 +77,13 @@ def test_a_failure_in_mid_stream_is_an_event(http: TestClient, client: openai.Op
         ("/v1/completions", '{"prompt": ' + "[" * (MAX_BRACKETS + 1), None, "brackets"),
         ("/v1/completions", '{"prompt": "\\ud800"}', None, "not JSON"),
         ("/v1/completions", b'{"prompt": "\xff"}', None, "not"),
+        ("/v1/completions", f'{{"prompt": "a", "logit_bias": {{{BIASES}}}}}', "logit_bias", "allowed: at most 258"),
+        (
+            "/v1/completions",
+            f'{{"prompt": "a", "stop_token_ids": {[1] * 259}}}',
+            "stop_token_ids",
+            "259",
+        ),
         ("/tokenize", "{}", "prompt", "exactly one of"),
     ],
 )

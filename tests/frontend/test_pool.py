@@ -90,6 +90,22 @@ def test_a_request_that_a_server_may_have_begun_does_not(error: ClientError) -> 
         answer(pool_of(ScriptedClient("a", error), ScriptedClient("b")))
 
 
+def test_a_request_that_has_no_json_form_is_wrong_and_no_defect() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+
+    async def run() -> None:
+        pool = TritonPool(FrontendConfig(triton_urls=("grpc://127.0.0.1:1",)))
+        try:
+            _ = [delta async for delta in pool.request(False, [1], {"structured_outputs": {"json": deep}}).deltas()]
+        finally:
+            await pool.close()
+
+    with pytest.raises(InvalidArgument, match="nested too deeply"):
+        asyncio.run(run())
+
+
 def test_a_request_that_was_answered_in_part_does_not() -> None:
     with pytest.raises(Unavailable):
         answer(pool_of(ScriptedClient("a", Unavailable("stopped"), answers=True), ScriptedClient("b")))

@@ -9,6 +9,47 @@ TESTS = "tests/frontend"
 
 FRONT_END_MUTANTS = (
     *mutants_of(
+        f"{FRONTEND}/completions.py",
+        (f"{TESTS}/test_completions.py",),
+        (
+            "a writer is made for each of n answers before the model has agreed to n",
+            "self._logprobs = defaultdict[int, LogprobWriter](lambda: LogprobWriter(body.logprobs or 0, as_token_ids))",
+            "self._logprobs = [LogprobWriter(0, as_token_ids) for _ in range(len(prompts) * self.n)]",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/prompts.py",
+        (f"{TESTS}/test_chat.py",),
+        (
+            "messages of any size are searched for special tokens",
+            "        self._check_size(messages, options)\n",
+            "",
+        ),
+        (
+            "texts without characters cost nothing",
+            "len(text) + 1 for text",
+            "len(text) for text",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/sampling.py",
+        (f"{TESTS}/test_errors.py",),
+        (
+            "a bias of more tokens than there are is written for the model",
+            "len(value) > vocab_size",
+            "len(value) > 2 * vocab_size",
+        ),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/triton_pool.py",
+        (f"{TESTS}/test_pool.py",),
+        (
+            "a request without a JSON form is a defect of the front end",
+            "raise InvalidArgument(str(error)) from None",
+            "raise",
+        ),
+    ),
+    *mutants_of(
         f"{FRONTEND}/responses.py",
         (f"{TESTS}/test_responses.py",),
         (
