@@ -1,7 +1,8 @@
 """Greedy output of every way to run the engine against `transformers`, token for token (invariant LOSSLESS).
 
 `python -m checks.lossless` prints, for each case, how many of the prompts agree, how often requests were preempted
-and the acceptance length. The write guard is on throughout.
+and the acceptance length. The write guard is on throughout. With `--draft DIR` the cases are those of another drafter
+of the demo target, of any kind (`make demo-model DRAFTER=dflash2`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dflash_backend.worker.memory import GIB
 SMALL_POOL_BLOCKS = 48
 # With chunks of 64 tokens fewer requests run at a time, so the pool must be smaller for them to collide.
 TINY_POOL_BLOCKS = 24
+STREAMS = 32
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,20 @@ def cases() -> list[Case]:
     ]
 
 
+def drafter_cases(draft: Path) -> list[Case]:
+    """What must give the same tokens with another drafter of the demo target."""
+    own = {"draft_model": str(draft)}
+    small, tiny = ({"kv_cache_gb": pool_of(size, **own)} for size in (SMALL_POOL_BLOCKS, TINY_POOL_BLOCKS))
+    return [
+        Case("one stream", 1, own),
+        Case("32 streams", STREAMS, own),
+        Case("small KV pool", STREAMS, own | small),
+        Case("small KV pool, chunks of 64 tokens", STREAMS, own | tiny | {"max_num_batched_tokens": 64}),
+        Case("two drafts", STREAMS, own | {"num_speculative_tokens": 2}),
+        Case("as many drafts as pay", STREAMS, own | small | {"adaptive_speculation": True}),
+    ]
+
+
 def reference(prompts: list[list[int]], max_tokens: int, batch: int = 8, target: Path | None = None) -> Measurement:
     """`transformers` `generate` in float32, in small batches. target: by default the demo's."""
     from transformers import AutoModelForCausalLM
@@ -102,13 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--draft", type=Path, help="another drafter of the demo target")
     args = parser.parse_args()
     tokenizer = LLM(draft="").tokenizer
     prompts = [tokenizer.encode(row.prompt) for row in load_prompts(args.prompts)]
     expected = reference(prompts, args.max_tokens)
     print(f"{'case':45} {'equal':>12} {'preemptions':>12} {'cached tokens':>14} {'acceptance':>11}")
     different = 0
-    for case in cases():
+    for case in cases() if args.draft is None else drafter_cases(args.draft):
         result = run_case(case, prompts, expected, args.max_tokens)
         different += result.num_prompts - result.num_equal
         accepted = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"

@@ -3,7 +3,8 @@
 
 `python -m checks.sampled_text` compares each way with the target alone, without drafter and prefix cache. Where two
 texts part, rounding must explain it: the two scores, or a token's distance from the edge of a filter, are equal up to
-1e-4 in float64. One answer in 2,000 may part so; each is printed.
+1e-4 in float64. One answer in 2,000 may part so; each is printed. With `--draft DIR` the ways are those of another
+drafter of the demo target, of any kind (`make demo-model DRAFTER=dflash2`).
 """
 
 from __future__ import annotations
@@ -85,6 +86,18 @@ def ways(random_draft: Path) -> list[Way]:
         Way("with prefix hits", times=2),
         Way("after preemptions", small | {"enable_prefix_caching": False}),
         Way("in chunks of 64 tokens", {"max_num_batched_tokens": 64}),
+    ]
+
+
+def drafter_ways(draft: Path) -> list[Way]:
+    """What must give the same text with another drafter of the demo target."""
+    own = {"draft": str(draft)}
+    small = {"kv_cache_gb": pool_of(TINY_POOL_BLOCKS, draft_model=str(draft))}
+    return [
+        Way("alone", own | {"max_num_seqs": 1}),
+        Way("drafts with the request's noise", own | {"draft_temperature_ratio": 1.0}),
+        Way("always all of k, with prefix hits", own | {"adaptive_speculation": False}, times=2),
+        Way("after preemptions, in chunks", own | small | {"max_num_batched_tokens": 64}),
     ]
 
 
@@ -177,12 +190,13 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=100, help="%(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="1 to this one (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (%(default)s)")
+    parser.add_argument("--draft", type=Path, help="another drafter of the demo target")
     args = parser.parse_args()
     asked = requests(args.prompts, range(1, args.seeds + 1), args.max_tokens)
     expected = target_alone(asked)
     num_answers = num_parted = num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for way in ways(random_drafter(Path(folder))):
+        for way in ways(random_drafter(Path(folder))) if args.draft is None else drafter_ways(args.draft):
             tokens, llm = answers(way, asked)
             parted = partings(asked, expected, tokens)
             stats = llm.stats()

@@ -29,6 +29,13 @@ def check_config(config: SchedulerConfig) -> None:
     k = config.num_speculative_tokens
     if config.num_blocks < 1:
         raise ValueError("the KV cache has no block; raise kv_cache_gb or gpu_memory_utilization")
+    group = config.window_group
+    longest = config.cache_group.blocks_for(config.max_model_len)
+    if group is not None and group.num_blocks < (most := min(group.most_blocks, longest)):
+        raise ValueError(
+            f"layers with a window of {group.window} positions have {group.num_blocks} KV blocks, and a request holds "
+            f"up to {most} of them: raise kv_cache_gb, or lower max_num_batched_tokens"
+        )
     if config.max_num_batched_tokens < 1 + k:
         raise ValueError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens} and num_speculative_tokens is {k}: a decode "

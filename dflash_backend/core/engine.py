@@ -199,7 +199,7 @@ class EngineCore:
             num_requests_running=len(scheduler.running),
             num_requests_waiting=self.num_waiting,
             speculation=SpeculationStats() if speculation is None else speculation.stats.copy(),
-            kv_cache_usage=scheduler.kv.pool.usage,
+            kv_cache_usage=scheduler.kv.usage,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
@@ -368,7 +368,7 @@ class EngineCore:
             if result.num_verified:
                 self._spec_stats.observe_draft(result.num_verified, len(token_ids))
         self.scheduler.history.observe_drafts(request, row, result)
-        self.scheduler.kv.publish(request)
+        self.scheduler.kv.advance(request)
         # Accepted drafts past the request's end are dropped, and their log-probabilities with them.
         logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         of_prompt = request.take_prompt_logprobs(row.num_computed, result.prompt_logprobs or ())

@@ -16,11 +16,14 @@ lookahead  where the drafter's queries write their KV
 
 RESERVE: blocks cover everything below `num_positions` before the step runs. OWN: a hit is made of full blocks, so the
 first position to write starts a block of the request's own, and only blocks below `num_computed` are ever published.
+
+Where the target's layers with a window have blocks of their own, the request has a second table of them, as long
+(`window_blocks.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -30,6 +33,7 @@ from dflash_backend.core.plan import ScheduledRequest
 from dflash_backend.core.request import Request
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.core.state_snapshots import StateSnapshots
+from dflash_backend.core.window_blocks import WindowBlocks
 
 # A state that covers fewer blocks is not worth a copy: they are soon computed anew.
 MIN_SNAPSHOT_BLOCKS = 4
@@ -50,6 +54,13 @@ class KVManager:
         self.snapshots: StateSnapshots | None = None
         if config.num_state_snapshots is not None and config.enable_prefix_caching:
             self.snapshots = StateSnapshots(config.num_state_snapshots)
+        group = config.window_group
+        self.windows = None if group is None else WindowBlocks(group)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1: of the pool that has fewer left."""
+        return self.pool.usage if self.windows is None else max(self.pool.usage, self.windows.pool.usage)
 
     def find_hit(self, request: Request) -> list[int]:
         """Cached blocks that the request's prefill can start after. Nothing is held yet. A second lookup costs nothing
@@ -59,32 +70,54 @@ class KVManager:
         one position is left to compute: a fresh prompt needs the logits of its last token, and a resumed request a row
         after which the drafter runs. So there is a token behind the last block, as the hashes need with a drafter that
         reads it. A request that wants log-probabilities of its prompt computes all of it. With recurrent layers a hit
-        ends where there is a copy of the state.
+        ends where there is a copy of the state; where layers with a window have blocks of their own, it ends where
+        those that its first query sees are cached.
         """
         if not self._caching or request.wants_prompt_logprobs:
             return []
         version = self.pool.cache_version + (self.snapshots.version if self.snapshots is not None else 0)
+        version += self.windows.pool.cache_version if self.windows is not None else 0
         if request.hit is None or request.hit[0] != version:
             num_blocks = (request.prefill_end - 1) // self._block_size
             hashes = request.block_hashes.first(num_blocks, request.token_ids)
             chain = self.pool.find_chain(hashes, num_blocks)
             request.num_cached_blocks = len(chain)
-            if self.snapshots is not None:
-                chain = chain[: self.snapshots.longest(hashes, len(chain))]
+            if self.snapshots is not None or self.windows is not None:
+                chain = chain[: self._longest(hashes, len(chain))]
             request.hit = version, chain
         return request.hit[1]
 
-    def fits(self, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:
-        """Whether the pool can cover `num_positions` now, for a request that starts with `hit`. `num_promised` free
+    def _longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """How many of `num_blocks` cached blocks a request can start behind, as the other kinds of layers allow."""
+        while True:
+            least = num_blocks if self.snapshots is None else self.snapshots.longest(hashes, num_blocks)
+            least = least if self.windows is None else self.windows.longest(hashes, least)
+            if least == num_blocks:
+                return least
+            num_blocks = least
+
+    def fits(self, request: Request, num_positions: int, hit: list[int], num_promised: int = 0) -> bool:
+        """Whether the pools can cover `num_positions` now, for a request that starts with `hit`. `num_promised` free
         blocks are for others."""
         hit_from_free = sum(1 for block_id in hit if self.pool.ref_count(block_id) == 0)
-        return self.blocks_for(num_positions) - len(hit) <= self.pool.num_free - hit_from_free - num_promised
+        num_blocks = self.blocks_for(num_positions)
+        if num_blocks - len(hit) > self.pool.num_free - hit_from_free - num_promised:
+            return False
+        return self.windows is None or self.windows.fits(num_blocks, len(hit), self._window_hit(request, len(hit)))
+
+    def _window_hit(self, request: Request, num_blocks: int) -> list[int]:
+        """The blocks of layers with a window that go with a hit of `num_blocks` blocks."""
+        assert self.windows is not None
+        hashes = request.block_hashes.first(num_blocks, request.token_ids) if num_blocks else ()
+        return self.windows.find_hit(hashes, num_blocks)
 
     def start(self, request: Request, hit: list[int]) -> None:
         """Hold the hit; the request counts as computed up to its end.
 
         A preempted request that finds its own blocks does not make them protected.
         """
+        if self.windows is not None:
+            self.windows.start(request, len(hit), self._window_hit(request, len(hit)))
         self.pool.touch(hit, reused=request.num_preemptions == 0)
         request.hit = None
         request.block_ids = list(hit)
@@ -124,15 +157,30 @@ class KVManager:
         return msgspec.structs.replace(row, snapshot_slot=slot)
 
     def reserve(self, request: Request, num_positions: int) -> list[int] | None:
-        """Extend the block table to cover `num_positions`; the blocks added, or None when the pool has too few."""
+        """Extend the block table to cover `num_positions`; the blocks added, or None when a pool has too few."""
         missing = -(-num_positions // self._block_size) - len(request.block_ids)
         if missing <= 0:
             return []
-        if missing > self.pool.num_free:
+        if missing > self.pool.num_free or (self.windows is not None and missing > self.windows.pool.num_free):
             return None
+        if self.windows is not None:
+            self.windows.extend(request, missing)
         new_block_ids = self.pool.allocate(missing)
         request.block_ids += new_block_ids
         return new_block_ids
+
+    def with_window_blocks(self, request: Request, row: ScheduledRequest) -> ScheduledRequest:
+        """The row with the blocks that its table for layers with a window gained beside its `new_block_ids`."""
+        if self.windows is None or not row.new_block_ids:
+            return row
+        new = request.window_block_ids[-len(row.new_block_ids) :]
+        return msgspec.structs.replace(row, new_window_block_ids=new)
+
+    def advance(self, request: Request) -> None:
+        """Publish what a result made final; then give back the blocks that no query of the request sees any more."""
+        self.publish(request)
+        if self.windows is not None:
+            self.windows.give_back(request)
 
     def publish(self, request: Request) -> None:
         """Put the request's blocks that are full and final into the prefix cache (invariant PUBLISH).
@@ -153,6 +201,8 @@ class KVManager:
                 if is_new and self.events is not None:
                     tokens = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
                     self.events.stored(hashes[index], hashes[index - 1] if index else None, tokens)
+                if self.windows is not None:
+                    self.windows.publish(request, index, hashes[index])
             request.num_published_blocks = num_full
 
     def _publish_snapshots(self, request: Request) -> None:
@@ -168,6 +218,8 @@ class KVManager:
                 self.snapshots.drop(block_hash)
             request.pending_snapshots.clear()
             request.snapshot_borders = ()
+        if self.windows is not None:
+            self.windows.release(request)
         self.pool.free(request.block_ids)
         request.block_ids = []
         request.num_published_blocks = 0
@@ -188,6 +240,8 @@ class KVManager:
         requests = list(running)
         if self.snapshots is not None:
             self.snapshots.check([each for request in requests for _, each in request.pending_snapshots])
+        if self.windows is not None:
+            self.windows.check(requests)
         self.pool.check([request.block_ids for request in requests])
         for request in requests:
             own = set(request.block_ids[request.num_computed // self._block_size :])

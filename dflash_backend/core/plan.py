@@ -53,13 +53,14 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     num_next_draft: k for the drafts proposed after this step; 0 for none. A row with `sample` false and
     `num_next_draft` > 0 ends the prefill of a resumed request: the drafter goes on from its last token, the anchor.
     new_block_ids: appended to the request's block table before the step.
-    num_unverified_drafts: drafts of this request that the step in flight is verifying (0 if none). Then `num_computed`
-    is an upper bound over the outcomes that do not end the request; the true start, known only to the worker, is at
-    most this much lower. If the step in flight ends the request, the row runs for nothing: it may then start past
-    `num_computed` and reach past its blocks, and a position that no block covers is not written.
-    num_positions: the request's blocks cover every position below it (RESERVE).
-    snapshot_slot: where the recurrent state behind the row is copied once the row has run; None: nowhere. Only rows
-    without drafts have one.
+    new_window_block_ids: as many, of the target's layers with a window, where those have blocks of their own: appended
+    to the request's table for them. Ids of blocks that no query will see have no meaning. num_unverified_drafts: drafts
+    of this request that the step in flight is verifying (0 if none). Then `num_computed` is an upper bound over the
+    outcomes that do not end the request; the true start, known only to the worker, is at most this much lower. If the
+    step in flight ends the request, the row runs for nothing: it may then start past `num_computed` and reach past its
+    blocks, and a position that no block covers is not written. num_positions: the request's blocks cover every position
+    below it (RESERVE). snapshot_slot: where the recurrent state behind the row is copied once the row has run; None:
+    nowhere. Only rows without drafts have one.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     num_unverified_drafts: int = 0
     num_positions: int = 0
     snapshot_slot: int | None = None
+    new_window_block_ids: list[int] = []
 
 
 class DraftBudget(msgspec.Struct, frozen=True):
@@ -101,7 +103,8 @@ class StepPlan:
     budget; a captured step does so anyway.
 
     `writable_block_ids` is given only when `kv_write_guard` is on: for each row the ids of the blocks it may write
-    (invariant OWN), by request id.
+    (invariant OWN), by request id; `writable_window_block_ids` likewise those of layers with a window, where these have
+    blocks of their own.
     """
 
     step_id: int
@@ -109,6 +112,7 @@ class StepPlan:
     new_requests: list[NewRequest] = field(default_factory=list)
     finished_req_ids: list[str] = field(default_factory=list)
     writable_block_ids: dict[str, frozenset[int]] | None = None
+    writable_window_block_ids: dict[str, frozenset[int]] | None = None
     budget: DraftBudget | None = None
     wants_confidence: bool = True
 

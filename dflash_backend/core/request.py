@@ -73,6 +73,10 @@ class Request:
     num_computed: int = 0
     pending_draft: int = 0
     block_ids: list[int] = field(default_factory=list)
+    # Those of the target's layers with a window, parallel to `block_ids` (`window_blocks.py`), and how many of the
+    # first were given back. Empty where such layers have no blocks of their own.
+    window_block_ids: list[int] = field(default_factory=list)
+    num_window_freed: int = 0
     # The cached blocks that it found, and the version of the cache then; None while it runs.
     hit: tuple[int, list[int]] | None = None
     # How many blocks of its prompt are cached, those behind the hit as well, for which there is no recurrent state.

@@ -128,13 +128,19 @@ class Scheduler:
         rows = list(builder.rows.values())
         if self.kv.snapshots is not None and builder.num_prefill_tokens:
             rows = [self.kv.with_snapshot(self.running[row.request_id], row) for row in rows]
+        if self.kv.windows is not None:
+            rows = [self.kv.with_window_blocks(self.running[row.request_id], row) for row in rows]
         finished, self._finished_req_ids = self._finished_req_ids, []
-        writable = None
+        writable = of_windows = None
         if self._config.kv_write_guard:
             writable = {row.request_id: self.kv.writable_blocks(self.running[row.request_id]) for row in rows}
+            if (windows := self.kv.windows) is not None:
+                of_windows = {row.request_id: windows.writable(self.running[row.request_id]) for row in rows}
         budget = self.history.choose_budget(rows, self.running)
         wants_confidence = self.history.wants_confidence
-        plan = StepPlan(self._step_id, rows, builder.new_requests, finished, writable, budget, wants_confidence)
+        plan = StepPlan(
+            self._step_id, rows, builder.new_requests, finished, writable, of_windows, budget, wants_confidence
+        )
         self.history.planned(plan, builder.num_prefill_tokens)
         return plan
 
@@ -223,9 +229,9 @@ class Scheduler:
         promised = sum(map(promised_blocks, self.running.values()))
         num_positions = positions_to_start(request, config)
         num_blocks = self.kv.blocks_for(num_positions)
-        if num_blocks + promised <= self.kv.pool.num_free:
+        if self.kv.windows is None and num_blocks + promised <= self.kv.pool.num_free:
             return None
-        return None if self.kv.fits(num_positions, self.kv.find_hit(request), promised) else num_blocks
+        return None if self.kv.fits(request, num_positions, self.kv.find_hit(request), promised) else num_blocks
 
     def _schedule_running(self, builder: PlanBuilder, in_flight: bool) -> bool:
         """Give every running request its row, in order of arrival, preempting where blocks run out.
@@ -326,7 +332,7 @@ class Scheduler:
             hit = self.kv.find_hit(request)
             num_positions = positions_to_start(request, config)
             has_tokens = self._num_running_tokens + request.max_decode_tokens <= config.max_num_batched_tokens
-            if not has_tokens or not self.kv.fits(num_positions, hit, promised):
+            if not has_tokens or not self.kv.fits(request, num_positions, hit, promised):
                 passed_over.append(tenant)
                 break
             remaining = request.prefill_end - len(hit) * config.block_size

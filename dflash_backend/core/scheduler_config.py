@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dflash_backend.core.cache_group import CacheGroup
+from dflash_backend.core.cache_group import CacheGroup, WindowGroup
 from dflash_backend.core.drafter_work import DrafterWork
 from dflash_backend.core.plan import MeasuredStep
 
@@ -45,6 +45,8 @@ class SchedulerConfig:
     tenant_weights: each tenant's share; a tenant without an entry has weight 1.
     num_state_snapshots: slots for copies of recurrent states; None: no layer has such a state. Without a slot there are
     no prefix hits then.
+    num_window_blocks, sliding_window: the pool of the target's layers with a window, and the widest window of them; 0
+    blocks where they are in the pool of all layers.
     kv_write_guard: whether plans say which blocks a row may write.
     kv_events: whether steps report what enters and leaves the prefix cache: "off", "hashes", or "tokens" for hashes and
     the tokens of stored blocks.
@@ -73,6 +75,8 @@ class SchedulerConfig:
     max_queue_tokens: int = 2_000_000
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     num_state_snapshots: int | None = None
+    num_window_blocks: int = 0
+    sliding_window: int = 0
     kv_write_guard: bool = False
     kv_events: Literal["off", "hashes", "tokens"] = "off"
     seed: int = 0
@@ -88,6 +92,16 @@ class SchedulerConfig:
     def cache_group(self) -> CacheGroup:
         """The layers of both models, under one block table."""
         return CacheGroup(self.block_size)
+
+    @property
+    def window_group(self) -> WindowGroup | None:
+        """The target's layers with a window; None where they are in `cache_group`."""
+        if not self.num_window_blocks:
+            return None
+        lookahead = self.num_speculative_tokens + self.lookahead(self.num_speculative_tokens) + 1
+        return WindowGroup(
+            self.num_window_blocks, self.block_size, self.sliding_window, self.max_num_batched_tokens, lookahead
+        )
 
     def lookahead(self, k: int) -> int:
         """Positions reserved past a step's tokens for the drafter's queries when it proposes k tokens (RESERVE)."""

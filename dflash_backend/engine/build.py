@@ -12,7 +12,6 @@ import torch
 
 from dflash_backend.attention import AttentionBackend, BackendError, Requirements, check_installed, select_backend
 from dflash_backend.checkpoints import CheckpointError, TargetSpec
-from dflash_backend.checkpoints.describe import target_facts
 from dflash_backend.checkpoints.weights import TORCH_DTYPES
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.engine import EngineCore
@@ -20,13 +19,12 @@ from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig, max_positions
 from dflash_backend.core.trace import StepTrace
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
-from dflash_backend.drafters.describe import draft_facts
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.device import choose_device, num_cores, share_cores
 from dflash_backend.engine.quantised import check_quantization, report_kv_dtype, target_kv_dtype
 from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
-from dflash_backend.engine.ready import engine_ready
+from dflash_backend.engine.ready import Progress, engine_ready, report_pair
 from dflash_backend.engine.recurrent import check_recurrent, num_snapshots
 from dflash_backend.engine.sizing import (
     Sizes,
@@ -38,6 +36,7 @@ from dflash_backend.engine.sizing import (
     model_bytes,
     settle_sizes,
 )
+from dflash_backend.engine.window_sizing import widest_window
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
@@ -56,8 +55,6 @@ from dflash_backend.worker.memory import CudaMemory, MemoryProbe, expected_use, 
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
-
-Progress = Callable[[str, float], None]
 
 # Prompt tokens that a step may take on such a device beside decode rows, however few these are (docs/scheduling.md).
 MIN_PREFILL_TOKENS = {"cpu": 64, "cuda": 256}
@@ -110,7 +107,7 @@ def build_engine(
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)
     dtype = _dtype(config, pair.target, device)
-    _report_pair(pair, dtype, report)
+    report_pair(pair, dtype, report)
     _check_pair(config, pair, dtype, device, report)
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
@@ -127,7 +124,8 @@ def build_engine(
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
-    kv = allocate_kv(config, _own_part(config, models.pair), sizes.num_blocks, dtype, device)
+    own, of_windows = _own_part(config, models.pair), sizes.num_window_blocks
+    kv = allocate_kv(config, own, sizes.num_blocks, dtype, device, of_windows)
     runner = _runner(config, models, sizes, kv, grammars)
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard  # a graph does not let the guard look
     shapes = capture_shapes(runner.step.state.k) if config.adaptive_speculation else []
@@ -197,7 +195,7 @@ def _measured_sizes(
     report("measuring the memory of the largest steps", 0.9)
 
     def make_runner() -> Callable[[StepPlan], object]:
-        runner = _runner(config, models, most, allocate_kv(config, models.pair, 1, models.dtype, models.device))
+        runner = _runner(config, models, most, _one_block(config, models, most))
 
         def run(plan: StepPlan) -> StepResult:
             runner.submit(plan)
@@ -211,7 +209,12 @@ def _measured_sizes(
     sizes = settle_sizes(config, models.pair, gpu_budget(config, use), models.dtype)
     if sizes.max_model_len <= most.max_model_len:
         return sizes
-    return dataclasses.replace(most, num_blocks=sizes.num_blocks)
+    return dataclasses.replace(most, num_blocks=sizes.num_blocks, num_window_blocks=sizes.num_window_blocks)
+
+
+def _one_block(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> PagedKVCache:
+    """The smallest KV, under as many tables as there will be."""
+    return allocate_kv(config, models.pair, 1, models.dtype, models.device, min(1, sizes.num_window_blocks))
 
 
 def _wanted_ops(backend: AttentionBackend) -> str | None:
@@ -241,7 +244,12 @@ def _runner(
         models.backend,
         select_step_ops(device, _wanted_ops(models.backend)),
         StateTensors.allocate(
-            config.max_num_seqs, sizes.max_model_len, pair.num_speculative_tokens, kv.block_size, device
+            config.max_num_seqs,
+            sizes.max_model_len,
+            pair.num_speculative_tokens,
+            kv.block_size,
+            device,
+            has_window_blocks=kv.num_window_blocks > 0,
         ),
         draft_temperature_ratio=config.draft_temperature_ratio,
         dtype=models.dtype,
@@ -281,17 +289,6 @@ def _check_pair(
     report_kv_dtype(config, pair, dtype, report)
 
 
-def _report_pair(pair: ModelPair, dtype: torch.dtype, report: Progress) -> None:
-    """Say what the checkpoints are and how they were read."""
-    if pair.warning:
-        report(f"warning: {pair.warning}", 0.0)
-    served = str(dtype).removeprefix("torch.")
-    for label, text in target_facts(pair.target, served):
-        report(f"target: {label}: {text}", 0.05)
-    for label, text in draft_facts(pair.draft, served) if pair.draft else []:
-        report(f"drafter: {label}: {text}", 0.1)
-
-
 def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> SchedulerConfig:
     drafter = None if models.pair.draft is None else drafter_class(models.pair.draft)
     copies = None if models.pair.target.decoder.delta_net is None else num_snapshots(config)
@@ -307,6 +304,8 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         tenant_weights=parse_tenant_weights(config.tenant_weights),
         enable_prefix_caching=config.enable_prefix_caching and copies != 0,
         num_state_snapshots=copies,
+        num_window_blocks=sizes.num_window_blocks,
+        sliding_window=widest_window(models.pair) if sizes.num_window_blocks else 0,
         num_speculative_tokens=models.pair.num_speculative_tokens,
         adaptive_speculation=config.adaptive_speculation,
         lookahead_base=0 if drafter is None else drafter.lookahead_base,

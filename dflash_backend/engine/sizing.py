@@ -21,8 +21,9 @@ from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.core.cache_group import CacheGroup
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine.quantised import target_kv_dtype
+from dflash_backend.engine.window_sizing import split_blocks
 from dflash_backend.error_text import first_line
-from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
+from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block, window_bytes_per_block
 from dflash_backend.worker.memory import GIB, MemoryUse
 
 DEFAULT_CPU_KV_GIB = 4.0
@@ -31,13 +32,15 @@ MIN_MODEL_LEN = 2  # a token of prompt and one of output
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long a request may be and how many blocks there are for all. `limited_from`: the length that the target could
+    """How long a request may be and how many blocks there are for all. `num_window_blocks`: of the target's layers with
+    a window, 0 where they have none of their own (`window_sizing.py`). `limited_from`: the length that the target could
     address, where the KV memory holds less; `more` says what would give it more."""
 
     max_model_len: int
     num_blocks: int
     limited_from: int | None = None
     more: str = ""
+    num_window_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,12 @@ def settle_sizes(config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, d
     """The longest request and the number of blocks. Raises `ConfigError` when they cannot be had."""
     wanted = config.max_model_len
     longest = _longest_request(config, pair)
-    num_blocks = _num_blocks(config, pair, budget, longest, dtype)
+    num_blocks, of_windows = _num_blocks(config, pair, budget, longest, dtype)
     held = num_blocks * config.kv_block_size
     if longest <= held:
-        return Sizes(longest, num_blocks)
+        return Sizes(longest, num_blocks, num_window_blocks=of_windows)
     if wanted is None and held >= MIN_MODEL_LEN:
-        return Sizes(held, num_blocks, limited_from=longest, more=budget.more)
+        return Sizes(held, num_blocks, limited_from=longest, more=budget.more, num_window_blocks=of_windows)
     needed = CacheGroup(config.kv_block_size).blocks_for(longest)
     size = needed * _block_bytes(config, pair, dtype) / GIB
     raise ConfigError(
@@ -126,22 +129,25 @@ def _longest_request(config: EngineConfig, pair: ModelPair) -> int:
 
 def _num_blocks(
     config: EngineConfig, pair: ModelPair, budget: KVCacheBudget, max_model_len: int, dtype: torch.dtype
-) -> int:
+) -> tuple[int, int]:
     """How many blocks the KV memory holds; never more than all running requests at full length could use, unless the
-    operator named the size."""
+    operator named the size. And how many of its own each layer with a window has, 0 for none."""
     block_bytes = _block_bytes(config, pair, dtype)
-    num_blocks = int(budget.num_bytes // block_bytes)
+    most = None
     if not budget.is_explicit:
         lookahead = pair.draft_model.max_speculative_tokens + 1 if pair.draft_model else 0
-        most = CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
-        num_blocks = min(num_blocks, config.max_num_seqs * most)
+        most = config.max_num_seqs * CacheGroup(config.kv_block_size).blocks_for(max_model_len + lookahead)
+    of_windows = _window_bytes(config, pair, dtype)
+    num_blocks, num_window_blocks = split_blocks(
+        config, pair, budget.num_bytes, (block_bytes, of_windows), max_model_len, most
+    )
     if num_blocks < 1:
         raise ConfigError(
             f"the KV cache has no room for a single block: {budget.source} leaves "
             f"{max(budget.num_bytes, 0) / 1024**2:.1f} MiB, a block of {config.kv_block_size} tokens takes "
             f"{block_bytes / 1024**2:.3f} MiB; {budget.more}{_in_brackets(budget.detail)}"
         )
-    return num_blocks
+    return num_blocks, num_window_blocks
 
 
 def _in_brackets(detail: str) -> str:
@@ -156,6 +162,16 @@ def _block_bytes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype) -> i
     return bytes_per_block(
         pair.target.decoder, _draft_decoder(pair), config.kv_block_size, dtype, target_kv_dtype(config)
     )
+
+
+def _window_bytes(config: EngineConfig, pair: ModelPair, dtype: torch.dtype) -> int:
+    return window_bytes_per_block(pair.target.decoder, config.kv_block_size, target_kv_dtype(config) or dtype)
+
+
+def kv_bytes(config: EngineConfig, pair: ModelPair, num_blocks: int, num_window_blocks: int, dtype: torch.dtype) -> int:
+    """Bytes of `num_blocks` blocks, of which layers with a window have `num_window_blocks` unless that is 0."""
+    of_windows = _window_bytes(config, pair, dtype) if num_window_blocks else 0
+    return num_blocks * (_block_bytes(config, pair, dtype) - of_windows) + num_window_blocks * of_windows
 
 
 def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
@@ -190,14 +206,21 @@ def loaded_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
 
 
 def allocate_kv(
-    config: EngineConfig, pair: ModelPair, num_blocks: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    pair: ModelPair,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_window_blocks: int = 0,
 ) -> PagedKVCache:
     """The KV tensors. Raises `ConfigError` when the device has no space for them."""
     draft, block_size, kv_dtype = _draft_decoder(pair), config.kv_block_size, target_kv_dtype(config)
     try:
-        return PagedKVCache.allocate(pair.target.decoder, draft, num_blocks, block_size, dtype, device, kv_dtype)
+        return PagedKVCache.allocate(
+            pair.target.decoder, draft, num_blocks, block_size, dtype, device, kv_dtype, num_window_blocks
+        )
     except (RuntimeError, MemoryError) as error:  # of torch, or of the system on a CPU
-        size = num_blocks * _block_bytes(config, pair, dtype)
+        size = kv_bytes(config, pair, num_blocks, num_window_blocks, dtype)
         lower = "kv_cache_gb" if device.type == "cpu" else "kv_cache_gb or gpu_memory_utilization"
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks of {config.kv_block_size} tokens takes {size / GIB:.1f} GiB, which "

@@ -159,7 +159,7 @@ class Gemma4Layer:
         self.ops = ops
 
     def forward(self, hidden: torch.Tensor, context: PagedContext, cache: KVLayer, rotation: Rotation) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` -> the same shape. Writes the tokens' KV to `context.slots` first."""
+        """`[num_tokens, hidden_size]` -> the same shape. Writes the tokens' KV to its slots first."""
         w, ops = self.weights, self.ops
         attended = self._attend(ops.rms_norm(hidden, w.input_norm, self.eps), context, cache, rotation)
         attended = ops.rms_norm(attended, w.post_norm, self.eps)
@@ -177,7 +177,9 @@ class Gemma4Layer:
         values = qkv[:, -self.kv_size :]
         heads = values.reshape(-1, self.head_dim)
         values.copy_(self.ops.rms_norm(heads, w.value_norm, self.eps).view(values.shape))
-        query = self.ops.qk_norm_rope_write(qkv, w.qk_norm, self.eps, rotation, context.slots, cache, context.padded)
+        query = self.ops.qk_norm_rope_write(
+            qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
+        )
         return w.output(context.backend.attend(query, cache, context.metadata[self.pattern]))
 
 

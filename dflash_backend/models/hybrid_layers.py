@@ -64,7 +64,9 @@ class GatedAttentionLayer(DecoderLayer):
         w = self.weights
         projected = w.qkv(normed)
         qkv, gate = projected[:, : -self._query_size], projected[:, -self._query_size :]
-        query = self.ops.qk_norm_rope_write(qkv, w.qk_norm, self.eps, rotation, context.slots, cache, context.padded)
+        query = self.ops.qk_norm_rope_write(
+            qkv, w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
+        )
         attended = context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks)
         return w.output(attended * gate.sigmoid().view(attended.shape))
 

@@ -15,6 +15,15 @@ from dflash_backend.models.recurrent_state import StateRows
 
 
 @dataclass(frozen=True)
+class WindowSlots:
+    """Where the KV of layers with a window lies, which have block ids of their own. slots: int64 `[num_tokens]`, below
+    0 where the token's KV goes nowhere. layout: the rows, with the block tables of these layers."""
+
+    slots: torch.Tensor
+    layout: AttentionBatch
+
+
+@dataclass(frozen=True)
 class PagedContext:
     """What a forward pass over paged KV needs besides its tokens.
 
@@ -23,7 +32,8 @@ class PagedContext:
     padded: whether there may be slots below 0, whose KV is written nowhere. (A kernel skips them in any case; torch
     on a CPU pays for looking.) row_index: int64 `[num_tokens]`, each token's place in its row; None where no layer
     reads it. states: what layers with a state need; None where there are none. layout: the rows; None where the
-    context was not made by `prepare`.
+    context was not made by `prepare`. window_slots: as `slots`, of layers with a window where these have block ids of
+    their own, else None.
     """
 
     positions: torch.Tensor
@@ -34,6 +44,7 @@ class PagedContext:
     row_index: torch.Tensor | None = None
     states: StateRows | None = None
     layout: AttentionBatch | None = None
+    window_slots: torch.Tensor | None = None
 
     @classmethod
     def prepare(
@@ -46,10 +57,19 @@ class PagedContext:
         dtype: torch.dtype,
         padded: bool = False,
         states: StateRows | None = None,
+        windows: WindowSlots | None = None,
     ) -> PagedContext:
         """The context of a pass over `layout` through a model whose layers have `patterns`."""
-        metadata = {p: backend.prepare(layout, p, dtype) for p in set(patterns)}
-        return cls(positions, slots, backend, metadata, padded, states=states, layout=layout)
+        of_windows = layout if windows is None else windows.layout
+        metadata = {
+            p: backend.prepare(layout if p.sliding_window is None else of_windows, p, dtype) for p in set(patterns)
+        }
+        window_slots = None if windows is None else windows.slots
+        return cls(positions, slots, backend, metadata, padded, states=states, layout=layout, window_slots=window_slots)
+
+    def slots_of(self, pattern: AttentionPattern) -> torch.Tensor:
+        """Where each token's KV goes in a layer with this pattern: int64 `[num_tokens]`."""
+        return self.slots if pattern.sliding_window is None or self.window_slots is None else self.window_slots
 
 
 @dataclass(frozen=True)

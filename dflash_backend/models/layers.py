@@ -101,7 +101,7 @@ class DecoderLayer:
         """Run the layer over its input `hidden` and the norm of it by this layer's `input_norm`.
 
         Returns the MLP's output and what it is added to: the caller adds them together with the norm that follows. All
-        are `[num_tokens, hidden_size]`. Writes the tokens' KV to `context.slots` first, so that queries see the new
+        are `[num_tokens, hidden_size]`. Writes the tokens' KV to its slots first, so that queries see the new
         tokens of their own request as the metadata allows.
         """
         attended = self._attend(normed, context, cache, rotation)
@@ -113,6 +113,6 @@ class DecoderLayer:
         the projections are freed before the MLP takes memory for its own."""
         w = self.weights
         query = self.ops.qk_norm_rope_write(
-            w.qkv(normed), w.qk_norm, self.eps, rotation, context.slots, cache, context.padded
+            w.qkv(normed), w.qk_norm, self.eps, rotation, context.slots_of(self.pattern), cache, context.padded
         )
         return w.output(context.backend.attend(query, cache, context.metadata[self.pattern], w.sinks))

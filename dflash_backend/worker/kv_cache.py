@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dflash_backend.attention import FP8, KVLayer
-from dflash_backend.checkpoints.spec import DecoderSpec
+from dflash_backend.checkpoints.spec import AttentionCache, DecoderSpec
 
 CPU_ALIGNMENT = 64  # bytes, that of torch's own tensors
 SCALE_DTYPE = torch.float32
@@ -19,11 +19,13 @@ SCALE_DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class PagedKVCache:
-    """KV layers of the target and of the drafter over the same block ids (TOGETHER)."""
+    """KV layers of the target and of the drafter over the same block ids (TOGETHER), but for the target's layers with a
+    window where `num_window_blocks` says that they have block ids of their own."""
 
     target: list[KVLayer]
     draft: list[KVLayer]
     block_size: int
+    num_window_blocks: int = 0
 
     @classmethod
     def allocate(
@@ -35,24 +37,30 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        num_window_blocks: int = 0,
     ) -> PagedKVCache:
         """Zeroed tensors: an unwritten position must hold finite numbers, since padding is read and masked. A model's
         layers of one shape are one tensor: the drafter's context goes to all of its layers in one launch. kv_dtype: of
         the target's KV, `dtype` by default; FP8 is uint8 and scales. The drafter's is in `dtype`."""
 
-        def layers(spec: DecoderSpec, dtype: torch.dtype) -> list[KVLayer]:
-            counts = Counter(cache.token_shape for cache in spec.caches)
+        def layers(spec: DecoderSpec, dtype: torch.dtype, num_of_windows: int = 0) -> list[KVLayer]:
+            def size(cache: AttentionCache) -> tuple[int, ...]:
+                own = num_of_windows if cache.sliding_window is not None else 0
+                return own or num_blocks, block_size, *cache.token_shape
+
+            counts = Counter(map(size, spec.caches))
             tensors: dict[tuple[int, ...], Iterator[KVLayer]] = {}
             for shape, count in counts.items():
-                whole = (count, num_blocks, block_size, *shape)
+                whole = (count, *shape)
                 if dtype == FP8:
                     codes, scales = _zeros(whole, torch.uint8, device), _zeros(whole[:-1], SCALE_DTYPE, device)
                     tensors[shape] = iter([KVLayer(*layer) for layer in zip(codes, scales, strict=True)])
                 else:
                     tensors[shape] = iter([KVLayer(data) for data in _zeros(whole, dtype, device)])
-            return [next(tensors[cache.token_shape]) for cache in spec.caches]
+            return [next(tensors[size(cache)]) for cache in spec.caches]
 
-        return cls(layers(target, kv_dtype or dtype), layers(draft, dtype) if draft is not None else [], block_size)
+        of_draft = layers(draft, dtype) if draft is not None else []
+        return cls(layers(target, kv_dtype or dtype, num_window_blocks), of_draft, block_size, num_window_blocks)
 
     def claim(self) -> None:
         """Have the system give all the memory now, not page by page as it is first written."""
@@ -75,9 +83,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Bytes of one token's KV over all layers of a model; of FP8 with its scales."""
-    size = spec.kv_elements_per_token * dtype.itemsize
+    return _bytes_per_token(spec.caches, dtype)
+
+
+def _bytes_per_token(caches: Iterable[AttentionCache], dtype: torch.dtype) -> int:
+    shapes = [cache.token_shape for cache in caches]
+    size = sum(map(math.prod, shapes)) * dtype.itemsize
     if dtype == FP8:
-        size += sum(math.prod(cache.token_shape[:-1]) for cache in spec.caches) * SCALE_DTYPE.itemsize
+        size += sum(math.prod(shape[:-1]) for shape in shapes) * SCALE_DTYPE.itemsize
     return size
 
 
@@ -91,3 +104,10 @@ def bytes_per_block(
     """Bytes of one block over all layers of both models; kv_dtype: as of `PagedKVCache.allocate`."""
     per_token = bytes_per_token(target, kv_dtype or dtype)
     return (per_token + (bytes_per_token(draft, dtype) if draft is not None else 0)) * block_size
+
+
+def window_bytes_per_block(target: DecoderSpec, block_size: int, kv_dtype: torch.dtype) -> int:
+    """Bytes of one block over the target's layers that have a window; kv_dtype: of the target's KV."""
+    return (
+        _bytes_per_token((cache for cache in target.caches if cache.sliding_window is not None), kv_dtype) * block_size
+    )

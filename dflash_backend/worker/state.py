@@ -41,9 +41,10 @@ class StateTensors:
     tokens: int64 `[S, max_len]`: prompt, output, and behind them the drafts of the step before, each at its position.
     blocks: int32 `[S, max_blocks]`, whose first `num_blocks` (int32 `[S]`) columns are the block table; the rest are
     old ids or 0, all of them ids of blocks that exist. computed: int32 `[S]`, positions whose KV is final.
-    confidence: float32 `[S, k]`, how sure the drafter is of each of those drafts.
-    temperature (0: greedy), top_p, min_p: float32 `[S]`. top_k (0: all tokens), seeds: int64 `[S]`.
-    block_size: tokens in a block. k: the most drafts of a request.
+    window_blocks: as `blocks`, for the target's layers with a window, where these have block ids of their own, else
+    None. Columns of blocks that were given back hold ids of others, whose positions no query sees. confidence: float32
+    `[S, k]`, how sure the drafter is of each of those drafts. temperature (0: greedy), top_p, min_p: float32 `[S]`.
+    top_k (0: all tokens), seeds: int64 `[S]`. block_size: tokens in a block. k: the most drafts of a request.
     """
 
     tokens: torch.Tensor
@@ -58,10 +59,17 @@ class StateTensors:
     seeds: torch.Tensor
     block_size: int
     k: int
+    window_blocks: torch.Tensor | None = None
 
     @classmethod
     def allocate(
-        cls, num_requests: int, max_model_len: int, k: int, block_size: int, device: torch.device
+        cls,
+        num_requests: int,
+        max_model_len: int,
+        k: int,
+        block_size: int,
+        device: torch.device,
+        has_window_blocks: bool = False,
     ) -> StateTensors:
         """For `num_requests` requests of at most `max_model_len` tokens, each with k drafts and one token behind."""
         max_len = max_positions(max_model_len, k)
@@ -83,6 +91,7 @@ class StateTensors:
             seeds=full(0, torch.int64),
             block_size=block_size,
             k=k,
+            window_blocks=full(0, torch.int32, max_blocks) if has_window_blocks else None,
         )
 
     @property
@@ -173,6 +182,7 @@ class RequestStates:
         indices = [self.add(new).index for new in plan.new_requests]
         columns: list[int] = []
         block_ids: list[int] = []
+        window_ids: list[int] = []
         gained: dict[int, int] = {}
         width = self.state.blocks.shape[1]
         for row in plan.rows:
@@ -181,10 +191,13 @@ class RequestStates:
                 first = record.index * width + record.num_blocks
                 columns += range(first, first + len(row.new_block_ids))
                 block_ids += row.new_block_ids
+                window_ids += row.new_window_block_ids
                 record.num_blocks += len(row.new_block_ids)
                 gained[record.index] = record.num_blocks
         if plan.new_requests or gained:
-            self._send_changes(np.array(indices, dtype=np.int64), plan.new_requests, columns, block_ids, gained)
+            self._send_changes(
+                np.array(indices, dtype=np.int64), plan.new_requests, columns, block_ids, gained, window_ids
+            )
 
     def remove(self, request_id: str) -> None:
         """Drop a request. One that the worker does not hold is an error of the core."""
@@ -249,11 +262,13 @@ class RequestStates:
         columns: list[int],
         block_ids: list[int],
         gained: dict[int, int],
+        window_ids: list[int],
     ) -> None:
         """Send the changes and queue what puts them in place.
 
         indices: int64 `[len(new)]`, of the new requests. columns, block_ids: of each new block its place in the flat
-        block table and its id. gained: by request index, the number of blocks where it changed.
+        block table and its id; window_ids: those for the other table, if there is one. gained: by request index, the
+        number of blocks where it changed.
         """
         state = self.state
         arrays: list[np.ndarray] = [
@@ -261,6 +276,7 @@ class RequestStates:
             np.array(block_ids, dtype=np.int32),
             np.array(list(gained), dtype=np.int64),
             np.array(list(gained.values()), dtype=np.int32),
+            np.array(window_ids, dtype=np.int32),
         ]
         parameters: list[tuple[torch.Tensor, np.ndarray]] = [
             (state.temperature, self.temperature),
@@ -272,8 +288,10 @@ class RequestStates:
         if new:
             arrays += [indices, *(host[indices] for _, host in parameters)]
             arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
-        positions, ids, rows, counts, *sent = self._send(arrays)
+        positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
         state.blocks.view(-1).index_copy_(0, positions, ids)
+        if state.window_blocks is not None and window_ids:
+            state.window_blocks.view(-1).index_copy_(0, positions, of_windows)
         state.num_blocks.index_copy_(0, rows, counts)
         if new:
             where, values, tokens = sent[0], sent[1 : 1 + len(parameters)], sent[1 + len(parameters) :]

@@ -193,6 +193,8 @@ class ModelStep:
         prepared = self.ops.prepare(inputs, self.state)
         if guard is not None:
             guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)
+            if prepared.windows is not None:
+                guard.check_windows(inputs.batch.token_row, prepared.windows.slots)
         context = PagedContext.prepare(
             prepared.layout,
             prepared.positions,
@@ -202,6 +204,7 @@ class ModelStep:
             self.dtype,
             prepared.padded,
             states := self._states(inputs, prepared, guard),
+            prepared.windows,
         )
         capture = self.drafter.capture if self.drafter is not None else ()
         output = self.target.forward(prepared.token_ids, context, self.kv.target, capture)

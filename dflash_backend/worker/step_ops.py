@@ -17,7 +17,9 @@ import torch
 from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
+from dflash_backend.models.interface import WindowSlots
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
+from dflash_backend.worker.layouts import exact_layout, window_slots
 from dflash_backend.worker.state import StateTensors
 from dflash_kernels import (
     accept,
@@ -39,7 +41,8 @@ Tensors = tuple[torch.Tensor, ...]
 @dataclass(frozen=True)
 class Prepared:
     """What the target runs. token_ids, positions, slots: int64 `[T]`. starts, seq_lens: int32 `[R]`, 0 for padding.
-    layout: the rows as attention runs them. padded: whether slots may be -1.
+    layout: the rows as attention runs them. padded: whether slots may be -1. windows: where the KV of layers with a
+    window lies, if these have block ids of their own.
 
     A padding token, and one that lies past its row's blocks (the request has ended meanwhile), has slot -1, id 0 and
     position 0. `seq_lens` never goes past a row's blocks either.
@@ -52,6 +55,7 @@ class Prepared:
     seq_lens: torch.Tensor
     layout: AttentionBatch
     padded: bool
+    windows: WindowSlots | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ class DeviceStepOps:
         ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
         rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
-        return Prepared(ids, positions, slots, starts, seq_lens, layout, padded=True)
+        windows = window_slots(batch, positions, slots, layout, state)
+        return Prepared(ids, positions, slots, starts, seq_lens, layout, padded=True, windows=windows)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The most likely token of each of the `logits` `[n, vocab]` in their own dtype: int64 `[n]`, the lowest id
@@ -307,8 +312,9 @@ class HostStepOps(DeviceStepOps):
         """As `DeviceStepOps.prepare`."""
         batch = inputs.batch
         ids, positions, slots, starts, seq_lens = self._prepared(batch, state)
-        layout = _exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), seq_lens.numpy(), state)
-        return Prepared(ids, positions, slots, starts, seq_lens, layout, bool((slots.numpy() < 0).any()))
+        layout = exact_layout(batch.req_idx.numpy(), batch.query_lens.numpy(), seq_lens.numpy(), state)
+        windows = window_slots(batch, positions, slots, layout, state)
+        return Prepared(ids, positions, slots, starts, seq_lens, layout, bool((slots.numpy() < 0).any()), windows)
 
     def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
         """As `DeviceStepOps.final_tokens`."""
@@ -335,7 +341,7 @@ class HostStepOps(DeviceStepOps):
         query_lens = lens.numpy()
         rows = query_lens.nonzero()[0]
         query_lens = query_lens[rows]
-        layout = _exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
+        layout = exact_layout(batch.req_idx.numpy()[rows], query_lens, seq_lens.numpy()[rows], state)
         width = int(query_lens.max())
         draft_index = None
         if len(rows) < inputs.num_rows or width < most or (query_lens < width).any():
@@ -386,12 +392,3 @@ def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
     """The operations for `device`: kernels on a GPU, and where `dflash_kernels.dispatch.use_triton` says, which also
     raises."""
     return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()
-
-
-def _exact_layout(
-    req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, state: StateTensors
-) -> AttentionBatch:
-    """The rows as attention runs them when their lengths are known."""
-    width = max(1, -(-int(seq_lens.max()) // state.block_size))
-    tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
-    return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)

@@ -24,6 +24,8 @@ class WriteGuard:
         """`plan.writable_block_ids` must be there."""
         assert plan.writable_block_ids is not None
         self._allowed = [plan.writable_block_ids.get(row.request_id, frozenset()) for row in rows]
+        of_windows = plan.writable_window_block_ids or {}
+        self._allowed_of_windows = [of_windows.get(row.request_id, frozenset()) for row in rows]
         self._step_id = plan.step_id
         self._block_size = block_size
         self._request_ids = [row.request_id for row in rows]
@@ -31,14 +33,21 @@ class WriteGuard:
         self._certain = np.array([row.num_unverified_drafts == 0 for row in rows])
 
     def check(
-        self, phase: str, row_of_slot: torch.Tensor, slots: torch.Tensor, expected: torch.Tensor | None = None
+        self,
+        phase: str,
+        row_of_slot: torch.Tensor,
+        slots: torch.Tensor,
+        expected: torch.Tensor | None = None,
+        allowed: Sequence[frozenset[int]] | None = None,
     ) -> None:
         """Raise `KVWriteError` for a slot that its row may not write, for one that is written twice, and where a row
         has no block for what it must write (RESERVE).
 
         row_of_slot: int32 `[n]`, -1 for padding. slots: int64 `[n]`, -1 for no write. expected: int32 `[R]`, how many
-        slots each row should write, where that is certain.
+        slots each row should write, where that is certain. allowed: the blocks that each row may write; None: those of
+        all layers but those with a window that have their own.
         """
+        allowed = self._allowed if allowed is None else allowed
         rows, where = row_of_slot.cpu().numpy(), slots.cpu().numpy()
         written = where >= 0
         rows, where = rows[written], where[written]
@@ -54,15 +63,19 @@ class WriteGuard:
                 )
         blocks = where // self._block_size
         for row, request_id in enumerate(self._request_ids):
-            not_its_own = set(blocks[rows == row].tolist()) - self._allowed[row]
+            not_its_own = set(blocks[rows == row].tolist()) - allowed[row]
             if not_its_own:
                 self._fail(
                     phase,
                     f"request {request_id} would write block {min(not_its_own)}, which is shared, published or not its "
-                    f"own; its own are {sorted(self._allowed[row])}",
+                    f"own; its own are {sorted(allowed[row])}",
                 )
         if len(np.unique(where)) != len(where):
             self._fail(phase, "a slot would be written twice")
+
+    def check_windows(self, row_of_slot: torch.Tensor, slots: torch.Tensor) -> None:
+        """`check` for layers with a window that have block ids of their own."""
+        self.check("verify, layers with a window", row_of_slot, slots, allowed=self._allowed_of_windows)
 
     def check_draft(self, draft: DraftQueries, num_next: torch.Tensor, lookahead_base: int) -> None:
         """`check` for the draft phase; num_next: int32 `[R]`, the drafts of each row, for which the drafter writes

@@ -114,6 +114,9 @@ class CheckedEngine(Engine):
             raise AssertionError(f"not done after {MAX_STEPS_TO_FINISH} steps")
         self.pool.check([])
         assert self.pool.num_free == self.pool.num_blocks, "RETURN"
+        if self.window_pool is not None:
+            self.window_pool.check([])
+            assert self.window_pool.num_free == self.window_pool.num_blocks, "RETURN: layers with a window"
         for request_id in self.requests:
             self._check_output(request_id)
 
@@ -147,11 +150,16 @@ class CheckedEngine(Engine):
                 if slot is not None:
                     behind = states[(index + 1) * block_size]
                     assert worker.snapshots[slot] == behind, f"the copy behind block {index} is of another prefix"
+                first = index * block_size + 1
+                expected = states[first : first + block_size]
+                window_id = None if self.window_pool is None else lookup(self.window_pool, block_hash)
+                if window_id is not None:
+                    found = worker.window_kv[window_id * block_size : (window_id + 1) * block_size]
+                    assert found == expected, f"PUBLISH: layers with a window, block {window_id}"
                 block_id = lookup(pool, block_hash)
                 if block_id is None:
                     continue
-                first, start = index * block_size + 1, block_id * block_size
-                expected = states[first : first + block_size]
+                start = block_id * block_size
                 of_next = states[first + shift : first + shift + block_size]
                 assert worker.target_kv[start : start + block_size] == expected, f"PUBLISH: target, block {block_id}"
                 assert worker.drafter_kv[start : start + block_size] == of_next, f"PUBLISH: drafter, block {block_id}"

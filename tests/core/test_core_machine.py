@@ -3,13 +3,14 @@ short script."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from checked_engine import CheckedEngine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from toy_engine import make_config, make_request
+from toy_engine import fewest_window_blocks, make_config, make_request
 from toy_model import EOS
 
 from tests.scale import scaled
@@ -32,15 +33,19 @@ class EngineMachine(RuleBasedStateMachine):
                 "drafter_max_len": st.sampled_from([MAX_MODEL_LEN, 20, 500]),
                 "enable_prefix_caching": st.sampled_from([True, True, False]),
                 "num_state_snapshots": st.sampled_from([None, None, 0, 1, 3]),
+                "sliding_window": st.sampled_from([0, 0, 1, 3, 10]),
                 "tenant_weights": st.sampled_from([{}, {"a": 3.0, "b": 0.25}]),
                 "max_step_s": st.sampled_from([None, 0.5]),
             }
         ),
         spare_blocks=st.integers(0, 8),
         spare_tokens=st.integers(0, 30),
+        spare_window_blocks=st.integers(0, 8),
         lag=st.sampled_from([None, 0, 1, 2]),
     )
-    def start(self, limits: dict[str, Any], spare_blocks: int, spare_tokens: int, lag: int | None) -> None:
+    def start(
+        self, limits: dict[str, Any], spare_blocks: int, spare_tokens: int, spare_window_blocks: int, lag: int | None
+    ) -> None:
         config = make_config(
             num_blocks=MAX_MODEL_LEN // limits["block_size"] + spare_blocks,
             max_num_batched_tokens=1 + limits["num_speculative_tokens"] + spare_tokens,
@@ -49,6 +54,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             **limits,
         )
+        if limits["sliding_window"]:
+            least = fewest_window_blocks(config)
+            config = replace(config, num_window_blocks=least + spare_window_blocks)
         self.engine = CheckedEngine(config, lag)
         self.engine.worker.target_s = lambda plan: 0.01 * (4 + plan.num_tokens)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from checked_engine import CheckedEngine
-from toy_engine import make_config, make_request
+from toy_engine import fewest_window_blocks, make_config, make_request
 from toy_model import EOS, VOCAB
 
 from dflash_backend.core.engine import RequestError
@@ -24,7 +24,14 @@ from tests.scale import scaled
 
 NUM_STEPS = scaled(12_000, at_least=4_000)  # of each of the four parts
 NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
+NUM_WINDOW_STEPS = scaled(5_000)
 NUM_REQUESTS = 60
+
+
+def with_windows(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
+    """The config with blocks of their own for layers with a window: as few as may be, or some more."""
+    config = replace(config, sliding_window=rng.choice([1, 2, rng.randint(1, 20), 200]))
+    return replace(config, num_window_blocks=fewest_window_blocks(config) + rng.choice([0, rng.randint(0, 8), 60]))
 
 
 def _random_config(rng: random.Random) -> SchedulerConfig:
@@ -127,13 +134,14 @@ def _failures(rng: random.Random) -> Callable[[StepPlan], bool]:
     return fails
 
 
-def _run_traffic(seed: int, overlap: bool, num_snapshots: tuple[int, ...] = ()) -> CheckedEngine:
+def _run_traffic(seed: int, overlap: bool, num_snapshots: tuple[int, ...] = (), windows: bool = False) -> CheckedEngine:
     """num_snapshots: slots for copies of recurrent states to choose from, with the prefix cache on; by default the
-    config has any or none."""
+    config has any or none. windows: whether layers with a window have blocks of their own."""
     rng = random.Random(seed)
     config = _random_config(rng)
     if num_snapshots:
         config = replace(config, num_state_snapshots=rng.choice(num_snapshots), enable_prefix_caching=True)
+    config = with_windows(config, rng) if windows else config
     engine = CheckedEngine(config, (lambda: rng.randrange(3)) if overlap else None)
     token_s = rng.choice([0.0, 0.0002, 0.01])
     engine.worker.target_s = lambda plan: token_s * (10 + plan.num_tokens)
@@ -196,3 +204,24 @@ def test_copies_of_states_hold_what_they_are_found_for_in_random_traffic(overlap
         seed += 2
     assert num_hits > num_steps // 30
     assert num_copied > num_steps // 200
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_of_layers_with_a_window_hold_what_queries_see_in_random_traffic(overlap: bool) -> None:
+    """The worker reads every position that a window shows, and after each step every block that can be found is looked
+    at."""
+    num_steps = num_hits = num_preemptions = num_evicted = num_hidden = 0
+    seed = 7_000_000 + overlap
+    while num_steps < NUM_WINDOW_STEPS:
+        engine = _run_traffic(seed, overlap, windows=True)
+        assert engine.window_pool is not None
+        num_steps += engine.worker.num_steps
+        num_hits += engine.core.stats().prefix_cache_hits
+        num_preemptions += engine.core.stats().num_preemptions
+        num_evicted += engine.window_pool.num_evicted
+        num_hidden += engine.worker.num_hidden_blocks
+        seed += 2
+    assert num_hits > num_steps // 30
+    assert num_preemptions > num_steps // 200
+    assert num_evicted > num_steps // 30
+    assert num_hidden > num_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toy_worker import OverlappingToy, ToyWorker
@@ -53,6 +53,13 @@ def make_config(**changes: Any) -> SchedulerConfig:
     return SchedulerConfig(**(values | changes))
 
 
+def fewest_window_blocks(config: SchedulerConfig) -> int:
+    """How many blocks layers with the window of `config` must have of their own."""
+    group = replace(config, num_window_blocks=1).window_group
+    assert group is not None
+    return min(group.most_blocks, config.cache_group.blocks_for(config.max_model_len))
+
+
 def make_request(request_id: str, prompt: list[int], **sampling: Any) -> GenerationRequest:
     """A greedy request of 16 tokens without a stop token, but for what `sampling` says."""
     deadline_s = sampling.pop("deadline_s", 0.0)
@@ -91,6 +98,8 @@ class Engine:
         self.core = EngineCore(config, self.worker, self.clock, overlap=True)
         self.scheduler = self.core.scheduler
         self.pool = self.worker.pool = self.scheduler.kv.pool
+        windows = self.scheduler.kv.windows
+        self.window_pool = self.worker.window_pool = None if windows is None else windows.pool
         self.outputs: dict[str, Output] = {}
         self.failed: list[RequestRejected] = []
 

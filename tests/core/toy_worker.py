@@ -49,6 +49,8 @@ class _Held:
     states: list[int]
     plain: int
     block_ids: list[int] = field(default_factory=list)
+    window_ids: list[int] = field(default_factory=list)
+    first_start: int = 0
     num_computed: int | None = None
     drafts: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -88,7 +90,9 @@ class ToyWorker:
         self.drafter_kv = [EMPTY] * num_slots
         # Copies of recurrent states, by slot.
         self.snapshots: dict[int, int] = {}
+        self.window_kv = [EMPTY] * (config.num_window_blocks * config.block_size)
         self.pool: BlockPool | None = None
+        self.window_pool: BlockPool | None = None
         self.keep_plans = True
         self.plans: list[StepPlan] = []
         self.num_steps = 0
@@ -101,6 +105,7 @@ class ToyWorker:
         self.target_s: Callable[[StepPlan], float] = lambda plan: 0.0
         self.draft_s: Callable[[StepPlan], float] = lambda plan: 0.0
         self.on_time: Callable[[float], None] = lambda seconds: None
+        self.num_hidden_blocks = 0  # of rows, which their windows hide
         self.num_left_out = 0  # drafts that were not verified
         self.refused: list[StepPlan] = []  # plans that did not fit the memory
 
@@ -156,8 +161,14 @@ class ToyWorker:
             if new.snapshot_slot is not None:
                 held.recurrent = self.snapshots[new.snapshot_slot]
         assert len(self._held) <= self._config.max_num_seqs, "more requests than the worker has rows for"
+        added = {new.request_id for new in plan.new_requests}
         for row in plan.rows:
-            self._held[row.request_id].block_ids += row.new_block_ids
+            held = self._held[row.request_id]
+            held.block_ids += row.new_block_ids
+            held.window_ids += row.new_window_block_ids
+            assert len(held.window_ids) == (len(held.block_ids) if self.window_kv else 0), "tables are not parallel"
+            if row.request_id in added:
+                held.first_start = row.num_computed
 
     def _run(self, plan: StepPlan) -> StepResult:
         """The step itself, all rows at once, phase by phase."""
@@ -173,9 +184,13 @@ class ToyWorker:
 
         states = [self._row_states(row, held, start) for row, held, start in work]
         for (_, held, start), row_states in zip(work, states, strict=True):
-            self._write(held, self.target_kv, start, row_states)
+            self._write(held, held.block_ids, self.target_kv, start, row_states)
+            self._write(held, held.window_ids, self.window_kv, start, row_states)
         for (_, held, start), row_states in zip(work, states, strict=True):
-            self._read(held, self.target_kv, held.states[:start] + row_states)
+            self._read(held, held.block_ids, self.target_kv, held.states[:start] + row_states)
+            first = max(0, start - self._config.sliding_window + 1)
+            self.num_hidden_blocks += first // self._config.block_size if held.window_ids else 0
+            self._read(held, held.window_ids, self.window_kv, held.states[:start] + row_states, first)
         accepted = [self._accept(row, held) for row, held, _ in work]
         for (row, held, start), result in zip(work, accepted, strict=True):
             final = start + row.num_new + result.num_accepted
@@ -187,7 +202,9 @@ class ToyWorker:
                 assert row.num_draft == 0
                 self.snapshots[row.snapshot_slot] = held.recurrent
             assert len(held.token_ids) <= self._max_positions, "more tokens than a worker keeps for a request"
-            self._write(held, self.drafter_kv, start, held.states[start + self._shift : final + self._shift])
+            self._write(
+                held, held.block_ids, self.drafter_kv, start, held.states[start + self._shift : final + self._shift]
+            )
         for row, held, _ in work:
             if row.num_next_draft:
                 self._propose(row, held)
@@ -264,28 +281,50 @@ class ToyWorker:
                 assert self.pool is None or not self.pool.is_cached(block_id), f"OWN: {row} writes a cached block"
             if plan.writable_block_ids is not None:
                 assert plan.writable_block_ids[row.request_id] >= set(written), "OWN: not in the guard's set"
+        if self.window_kv:
+            self._check_window_owners(plan, work)
+
+    def _check_window_owners(self, plan: StepPlan, work: list[tuple[ScheduledRequest, _Held, int]]) -> None:
+        """OWN, for the layers with a window. Of the blocks of a request those count that one of its queries may see."""
+        num_holders = Counter(
+            block_id for held in self._held.values() for block_id in held.window_ids[self._first_visible(held) :]
+        )
+        for row, held, start in work:
+            written = held.window_ids[start // self._config.block_size :]
+            for block_id in written:
+                assert num_holders[block_id] == 1, f"OWN: {row} writes window block {block_id}, which others hold"
+                assert self.window_pool is None or not self.window_pool.is_cached(block_id), (
+                    f"OWN: {row} writes a cached one"
+                )
+            if plan.writable_window_block_ids is not None:
+                assert plan.writable_window_block_ids[row.request_id] >= set(written), "OWN: not in the guard's set"
+
+    def _first_visible(self, held: _Held) -> int:
+        at = held.first_start if held.num_computed is None else held.num_computed
+        return max(0, at - self._config.sliding_window + 1) // self._config.block_size
 
     def _row_states(self, row: ScheduledRequest, held: _Held, start: int) -> list[int]:
         known = start + row.num_new
         states = held.states[start:known]
         return states + prefix_states(held.drafts, states[-1]) if row.num_draft else states
 
-    def _write(self, held: _Held, kv: list[int], start: int, values: list[int]) -> None:
+    def _write(self, held: _Held, table: list[int], kv: list[int], start: int, values: list[int]) -> None:
         block_size = self._config.block_size
-        covered = len(held.block_ids) * block_size
+        covered = len(table) * block_size
         for position, value in enumerate(values[: max(0, covered - start)], start):
-            kv[held.block_ids[position // block_size] * block_size + position % block_size] = value
+            kv[table[position // block_size] * block_size + position % block_size] = value
 
-    def _read(self, held: _Held, kv: list[int], expected: list[int]) -> None:
-        """Every position that has a block, through the block table, a block at a time."""
-        block_size, start = self._config.block_size, 0
-        for block_id in held.block_ids:
-            wanted = expected[start : start + block_size]
-            found = kv[block_id * block_size : block_id * block_size + len(wanted)]
-            assert found == wanted, f"{held.new.request_id} reads {found} from {start} on, not {wanted}"
-            start += block_size
+    def _read(self, held: _Held, table: list[int], kv: list[int], expected: list[int], first: int = 0) -> None:
+        """Every position from `first` on that has a block, through the block table, a block at a time."""
+        block_size = self._config.block_size
+        for index in range(first // block_size, len(table)):
+            start, skipped = index * block_size, max(0, first - index * block_size)
             if start >= len(expected):
                 return
+            wanted = expected[start + skipped : start + block_size]
+            at = table[index] * block_size + skipped
+            found = kv[at : at + len(wanted)]
+            assert found == wanted, f"{held.new.request_id} reads {found} from {start + skipped} on, not {wanted}"
 
     def _accept(self, row: ScheduledRequest, held: _Held) -> RequestResult:
         if not row.sample:
@@ -299,10 +338,11 @@ class ToyWorker:
         assert anchor == len(held.token_ids) - 1
         assert anchor + row.num_next_draft < self._max_positions, "drafts past what a worker keeps for a request"
         queries = [QUERY] * self._num_queries(row)
-        self._write(held, self.drafter_kv, anchor, queries)
+        self._write(held, held.block_ids, self.drafter_kv, anchor, queries)
         # Stricter than a device: the target must not need anything there either, for it has yet to run the anchor.
-        self._write(held, self.target_kv, anchor, queries)
-        self._read(held, self.drafter_kv, held.states[self._shift : anchor + self._shift])
+        self._write(held, held.block_ids, self.target_kv, anchor, queries)
+        self._write(held, held.window_ids, self.window_kv, anchor, queries)
+        self._read(held, held.block_ids, self.drafter_kv, held.states[self._shift : anchor + self._shift])
         held.drafts = propose(held.new.seed, held.new.sampling.greedy, anchor, held.plain, row.num_next_draft)
         own = verify(held.new.seed, held.new.sampling.greedy, anchor + 1, held.plain, held.drafts)
         # Surer of the drafts that will be accepted, but not always.

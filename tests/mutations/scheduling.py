@@ -65,8 +65,8 @@ SCHEDULING_MUTANTS = (
     Mutant(
         "free blocks of a hit are counted twice at admission",
         f"{CORE}/kv_manager.py",
-        "<= self.pool.num_free - hit_from_free",
-        "<= self.pool.num_free",
+        "> self.pool.num_free - hit_from_free",
+        "> self.pool.num_free",
         RANDOM,
     ),
     Mutant(

@@ -18,13 +18,13 @@ SNAPSHOT_MUTANTS = (
         OF_CORE,
         (
             "a hit goes on behind its copy, to the last cached block",
-            "chain = chain[: self.snapshots.longest(hashes, len(chain))]",
-            "chain = chain if self.snapshots.longest(hashes, len(chain)) else []",
+            "least = num_blocks if self.snapshots is None else self.snapshots.longest(hashes, num_blocks)",
+            "least = num_blocks if self.snapshots is None or self.snapshots.longest(hashes, num_blocks) else 0",
         ),
         (
             "a copy is taken for one that is a block behind",
-            "hashes, len(chain))]",
-            "hashes, len(chain)) and max(1, self.snapshots.longest(hashes, len(chain)) - 1)]",
+            "hashes, len(chain))]\n",
+            "hashes, len(chain)) and max(1, self._longest(hashes, len(chain)) - 1)]\n",
         ),
         (
             "a copy is found before its step has run",
@@ -43,8 +43,8 @@ SNAPSHOT_MUTANTS = (
         ),
         (
             "a waiting request is cut where it was cut before it was preempted",
-            "            request.snapshot_borders = ()\n        self.pool.free",
-            "        self.pool.free",
+            "            request.snapshot_borders = ()\n        if self.windows",
+            "        if self.windows",
         ),
         (
             "a prompt is not cut where it leaves earlier ones",

@@ -1,0 +1,40 @@
+"""Rows as attention runs them: on a CPU from exact lengths, and by the other block table of layers with a window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from dflash_backend.attention import AttentionBatch
+from dflash_backend.models.interface import WindowSlots
+from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.state import StateTensors
+
+
+def window_slots(
+    batch: DeviceBatch, positions: torch.Tensor, slots: torch.Tensor, layout: AttentionBatch, state: StateTensors
+) -> WindowSlots | None:
+    """The tokens and rows of a pass by the block table of these layers; None where there is no such table. A token
+    whose slot in the other layers is below 0 has none here either. Waits for nothing, so that graphs can capture it.
+
+    positions, slots: int64 `[T]`.
+    """
+    if state.window_blocks is None:
+        return None
+    req_idx = batch.req_idx.clamp(min=0)
+    tables = state.window_blocks[:, : layout.block_tables.shape[1]].index_select(0, req_idx)
+    of_token = req_idx.index_select(0, batch.token_row.clamp(min=0)).long()
+    blocks = state.window_blocks[of_token, positions // state.block_size].long()
+    own = blocks * state.block_size + positions % state.block_size
+    return WindowSlots(torch.where(slots < 0, slots, own), replace(layout, block_tables=tables))
+
+
+def exact_layout(
+    req_idx: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, state: StateTensors
+) -> AttentionBatch:
+    """The rows as attention runs them when their lengths are known."""
+    width = max(1, -(-int(seq_lens.max()) // state.block_size))
+    tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
+    return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)

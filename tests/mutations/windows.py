@@ -1,0 +1,91 @@
+"""Defects of the blocks of layers with a window: a query then sees another request's tokens, or a hit nothing's."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+CORE = "dflash_backend/core/window_blocks.py"
+GROUP = "dflash_backend/core/cache_group.py"
+MANAGER = "dflash_backend/core/kv_manager.py"
+PLACES = "dflash_backend/worker/layouts.py"
+OF_CORE = ("tests/core/test_window_blocks.py", "tests/core/test_core_random.py")
+OF_ENGINE = ("tests/worker/test_window_engines.py",)
+
+WINDOW_MUTANTS: tuple[Mutant, ...] = (
+    *mutants_of(
+        GROUP,
+        OF_CORE,
+        (
+            "a block of a window is given back a position too early",
+            "max(0, position - self.window + 1) // self.block_size",
+            "max(0, position - self.window + 2) // self.block_size",
+        ),
+        (
+            "a request holds the blocks of one step in flight at most",
+            "-(-2 * self.max_step_tokens // self.block_size)",
+            "-(-self.max_step_tokens // (2 * self.block_size))",
+        ),
+    ),
+    *mutants_of(
+        CORE,
+        OF_CORE,
+        (
+            "a hit does not look at the first block that its window shows",
+            "while end and index >= self._group.first_visible_behind(end):",
+            "while end and index > self._group.first_visible_behind(end):",
+        ),
+        (
+            "blocks of a window are given back while drafts of the row before may be taken back",
+            "first = self._group.first_visible(request.num_computed)\n        if",
+            "first = self._group.first_visible(request.num_tokens + request.pending_draft)\n        if",
+        ),
+        (
+            "what was given back is given back once more at the end",
+            "self.pool.free(request.window_block_ids[request.num_window_freed :])",
+            "self.pool.free(request.window_block_ids)",
+        ),
+        (
+            "blocks of a window stay held",
+            "        if first > request.num_window_freed:\n",
+            "        if first > request.num_window_freed + 10**9:\n",
+        ),
+    ),
+    *mutants_of(
+        MANAGER,
+        OF_CORE,
+        (
+            "a hit is that of the layers without a window",
+            "least = least if self.windows is None else self.windows.longest(hashes, least)",
+            "least = least if self.windows is None else least",
+        ),
+        (
+            "blocks of windows are not published",
+            "                    self.windows.publish(request, index, hashes[index])\n",
+            "                    pass\n",
+        ),
+        (
+            "a request takes the first blocks of its window for new ones",
+            "new = request.window_block_ids[-len(row.new_block_ids) :]",
+            "new = request.window_block_ids[: len(row.new_block_ids)]",
+        ),
+        (
+            "a table grows although the pool of windows is empty",
+            "missing > self.pool.num_free or (self.windows is not None and missing > self.windows.pool.num_free)",
+            "missing > self.pool.num_free",
+        ),
+    ),
+    *mutants_of(
+        PLACES,
+        OF_ENGINE,
+        (
+            "layers with a window read by the table of the others",
+            "replace(layout, block_tables=tables)",
+            "layout",
+        ),
+        (
+            "layers with a window write by the table of the others",
+            "torch.where(slots < 0, slots, own)",
+            "slots",
+        ),
+    ),
+)
