@@ -76,6 +76,23 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "-n", "logical", "tests/worker/test_random_overlap.py"),
         "1,000 random workloads with steps in flight yield what the engine without overlap yields",
     ),
+    "states": (
+        (
+            "pytest",
+            "-q",
+            "-n",
+            "logical",
+            "tests/core/test_core_random.py",
+            "-k",
+            "copies_of_states or blocks_of_layers_with_a_window",
+        ),
+        "100,000 random steps with slots of recurrent states, and as many with blocks of windows: contents are checked",
+    ),
+    "recurrent_hits": (
+        ("benchmarks.recurrent_hits",),
+        "a prefix hit behind a copied state: at most a quarter of a miss at 1,500 tokens",
+    ),
+    "window_blocks": (("benchmarks.window_blocks",), "what a long request holds of layers with a window"),
     "kernel_variants": (
         ("benchmarks.gpu.kernel_variants",),
         "200 mixed workloads over all kinds of engines compile no kernel in service",
@@ -83,7 +100,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "mutants": (("tests.mutations.run",), "the tests notice every known defect"),
 }
 # tests/scale.py
-ENVIRON = {"examples": {"TEST_RANDOM": "1"}, "tests": {"TEST_SCALE": "4"}, "overlap": {"TEST_SCALE": "40"}}
+ENVIRON = {
+    "examples": {"TEST_RANDOM": "1"},
+    "tests": {"TEST_SCALE": "4"},
+    "overlap": {"TEST_SCALE": "40"},
+    "states": {"TEST_SCALE": "10"},
+}
 
 
 @dataclass(frozen=True)
