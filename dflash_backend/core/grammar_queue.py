@@ -24,8 +24,9 @@ class GrammarCompiler(Protocol):
     def num_compiled(self) -> int: ...
     @property
     def compile_seconds(self) -> float: ...
-    def submit(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> Future[Any]:
-        """Begin to compile; the future's error is a `ValueError` whose message completes "the grammar ..."."""
+    def submit(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...], tenant: str) -> Future[Any]:
+        """Begin to compile at the tenant's turn; the future's error is a `ValueError` whose message completes "the
+        grammar ..."."""
         ...
 
 
@@ -52,7 +53,7 @@ class GrammarQueue:
             raise RequestError(
                 "UNAVAILABLE", f"{len(self.waiting)} requests wait for their grammars already; try again later"
             )
-        future = self._compiler.submit(grammar, request.eos_token_ids)
+        future = self._compiler.submit(grammar, request.eos_token_ids, request.sampling.tenant)
         self.num_requests += 1
         if future.done():
             if (error := future.exception()) is not None:
@@ -107,9 +108,18 @@ class GrammarQueue:
                     request.grammar = future.result()
                 yield request, None if error is None else RequestError("INVALID_ARGUMENT", _refusal(error))
             elif time.monotonic() > deadline:
+                waited_only = future.cancel()
                 self.remove(request)
-                reason = f"took longer than {TIME_LIMIT_S:g} s to compile; make it simpler, or try again later"
-                yield request, RequestError("INVALID_ARGUMENT", f"the grammar in 'structured_outputs' {reason}")
+                yield request, _late(waited_only)
+
+
+def _late(waited_only: bool) -> RequestError:
+    """The error of a grammar that is not compiled in time; `waited_only`: others were, and its turn did not come."""
+    if waited_only:
+        reason = f"has waited for {TIME_LIMIT_S:g} s while others were compiled; try again later"
+        return RequestError("UNAVAILABLE", f"the grammar in 'structured_outputs' {reason}")
+    reason = f"took longer than {TIME_LIMIT_S:g} s to compile; make it simpler, or try again later"
+    return RequestError("INVALID_ARGUMENT", f"the grammar in 'structured_outputs' {reason}")
 
 
 def _refusal(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import StructuredOutputs
+from dflash_backend.structured_output.fair_thread import FairThread
 from dflash_backend.structured_output.matcher import GrammarMatcher, MatcherRules
 from dflash_backend.structured_output.trial import GrammarTrial, compile_grammar, needs_trial
 
@@ -80,25 +81,25 @@ class GrammarCompiler:
         # Grammars that took too much, and what was said of them.
         self._refused: OrderedDict[Key, str] = OrderedDict()
         # By whether the grammars need a trial, for which those that need none do not wait.
-        self._pools: dict[bool, ThreadPoolExecutor] = {}
+        self._threads = {tried: FairThread("dflash-grammars") for tried in (False, True)}
         self.num_compiled = 0
         self.compile_seconds = 0.0
 
-    def submit(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> Future[CompiledGrammar]:
+    def submit(
+        self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...], tenant: str = ""
+    ) -> Future[CompiledGrammar]:
         """Begin to compile a grammar; the future is done at once for one that is kept. Its error is a `GrammarError`.
 
-        eos_token_ids: the tokens that may end an answer, when the grammar accepts it.
+        eos_token_ids: the tokens that may end an answer, when the grammar accepts it. tenant: whose turn it takes;
+        grammars that take long keep those of the same tenant waiting.
         """
         future: Future[CompiledGrammar] = Future()
         compiled = self._find((grammar.kind, grammar.text, eos_token_ids))
         if compiled is not None:
             future.set_result(compiled)
             return future
-        tried = needs_trial(grammar)
-        with self._lock:
-            if tried not in self._pools:
-                self._pools[tried] = ThreadPoolExecutor(1, "dflash-grammars")
-        return self._pools[tried].submit(self.compile, grammar, eos_token_ids)
+        thread = self._threads[needs_trial(grammar)]
+        return thread.submit(tenant, lambda: self.compile(grammar, eos_token_ids))
 
     def compile(self, grammar: StructuredOutputs, eos_token_ids: tuple[int, ...]) -> CompiledGrammar:
         """The compiled grammar, kept or new; waits for it. Raises `GrammarError`."""

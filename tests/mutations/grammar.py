@@ -13,6 +13,29 @@ ENGINE = ("tests/test_structured_output.py",)
 
 GRAMMAR_MUTANTS = (
     *mutants_of(
+        "dflash_backend/structured_output/fair_thread.py",
+        ("tests/structured_output/test_fair_thread.py",),
+        (
+            "grammars of a tenant are compiled before those of one that had less time",
+            "tenant = min(self._waiting, key=lambda name: self._seconds.get(name, 0.0))",
+            "tenant = next(iter(self._waiting))",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/core/grammar_queue.py",
+        ("tests/core/test_grammar_queue.py",),
+        (
+            "a grammar whose turn did not come is called too slow",
+            "yield request, _late(waited_only)",
+            "yield request, _late(False)",
+        ),
+        (
+            "the compiler is not told whose grammar it is",
+            "request.eos_token_ids, request.sampling.tenant)",
+            'request.eos_token_ids, "")',
+        ),
+    ),
+    *mutants_of(
         MATCHER_FILE,
         MATCHER,
         (
