@@ -103,8 +103,11 @@ def _run(given: argparse.Namespace) -> int:
     address = Address(given.url, given.metrics_url, given.model) if given.url else None
     first = run_scenario(scenario, options, given.out / name, given.expected, address, _log)
     _show(first)
+    code = EXIT_CODES[first.verdict]
+    if scenario.against and first.result.complete and address is None:
+        code = code or _compare_all(first, given)
     if not changed or not first.result.complete:
-        return EXIT_CODES[first.verdict]
+        return code
     options = dataclasses.replace(options, settings={**options.settings, **changed})
     suffix = re.sub(r"[^A-Za-z0-9_.-]+", "-", given.compare)
     second = run_scenario(scenario, options, given.out / f"{name}-{suffix}", given.expected, None, _log)
@@ -112,7 +115,26 @@ def _run(given: argparse.Namespace) -> int:
     comparison = scenario.compare(first.result, second.result, given.compare)
     _log(comparison.line())
     (first.directory / "comparison.md").write_text(f"{comparison.line()}\n", encoding="utf-8")
-    return EXIT_CODES[first.verdict] or EXIT_CODES[second.verdict] or int(comparison.missed)
+    return code or EXIT_CODES[second.verdict] or int(comparison.missed)
+
+
+def _compare_all(first: Run, given: argparse.Namespace) -> int:
+    """Run what the scenario is compared with; 1 when a comparison or a run missed a bound."""
+    from load_tests.run import run_scenario
+
+    lines, missed = [], False
+    for one in first.scenario.against:
+        changed = one.settings({**first.scenario.settings, **first.options.settings})
+        options = dataclasses.replace(first.options, settings={**first.options.settings, **changed})
+        directory = first.directory.with_name(f"{first.directory.name}-{one.name}")
+        other = run_scenario(first.scenario, options, directory, given.expected, None, _log)
+        _show(other)
+        bound = one.compare(first.result, other.result)
+        lines.append(bound.line())
+        missed = missed or bound.missed or other.verdict == "FAIL" or not other.result.complete
+    _log("\n".join(lines))
+    (first.directory / "comparison.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    return int(missed)
 
 
 def _options(given: argparse.Namespace) -> Options:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gevent
@@ -13,6 +15,7 @@ from locust.env import Environment
 from locust.html import get_html_report
 from locust.stats import CSV_STATS_INTERVAL_SEC, StatsCSVFileWriter, stats_history
 
+from checks.server_state import engine_pids
 from dflash_client import DFlashClient
 from load_tests.expected_answers import ExpectedAnswer
 from load_tests.observation import Observation, Observer
@@ -65,7 +68,8 @@ def make_load(
     recorder = Recorder()
     with DFlashClient(target.url, target.protocol, target.model, timeout_s=target.timeout_s) as client:
         request_runner = RequestRunner(client, {one.id: one for one in questions}, expected, recorder)
-        controller = LoadController(phases, request_runner, recorder, target.protocol, log)
+        kill = partial(_kill_engine, target.server_pid, log)
+        controller = LoadController(phases, request_runner, recorder, target.protocol, log, kill)
         observer = Observer(recorder, target.metrics_url, target.model, target.server_pid)
         environment = Environment(
             user_classes=[ClosedLoopUser, OpenLoopUser],
@@ -83,6 +87,16 @@ def make_load(
             gevent.sleep(SETTLE_S)
     duration_s = controller.spans[-1].end_s if controller.spans else 0.0
     return Load(recorder, observer.observations, controller.spans, duration_s, controller.complete)
+
+
+def _kill_engine(server_pid: int | None, log: Callable[[str], None]) -> None:
+    """Kill one of the server's engines with SIGKILL."""
+    pids = [] if server_pid is None else engine_pids(server_pid)
+    if not pids:
+        log("no engine is killed: this run has not started the server")
+        return
+    log(f"killing one of {len(pids)} engines, process {pids[0]}")
+    os.kill(pids[0], signal.SIGKILL)
 
 
 @contextmanager

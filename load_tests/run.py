@@ -106,7 +106,8 @@ def _result(
     asked = [(s.question, s.salt) for s in load.recorder.samples if s.outcome not in ("refused", "error")]
     caching = config.enable_prefix_caching
     ideal = ideal_hits(asked, answers, config.kv_block_size) if caching else None
-    bounded = ideal_hits(asked, answers, config.kv_block_size, num_kv_blocks) if caching and num_kv_blocks else None
+    total = (num_kv_blocks or 0) * config.data_parallel_size
+    bounded = ideal_hits(asked, answers, config.kv_block_size, total) if caching and total else None
     return RunResult(
         recorder=load.recorder,
         observations=load.observations,

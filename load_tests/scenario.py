@@ -13,10 +13,20 @@ from load_tests.workload import Options, Phase, Question
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """Another run of the same workload. `settings`: what is changed of the first run's; `compare`: judges the first
+    result beside this one."""
+
+    name: str
+    settings: Callable[[Mapping[str, str]], Mapping[str, str]]
+    compare: Callable[[RunResult, RunResult], Bound]
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """A load test. `summary` says what it does in a line, `shows` what its verdict means. `defaults` are the options
     where the user chose none, `settings` the server's. `compare_at_least`: the least ratio of throughputs with
-    `--compare`, by the setting that is changed, as `name=value`."""
+    `--compare`, by the setting that is changed, as `name=value`. `against`: runs that it is always compared with."""
 
     name: str
     summary: str
@@ -27,6 +37,7 @@ class Scenario:
     phases: Callable[[Options, Sequence[Question]], Sequence[Phase]]
     bounds: Callable[[RunResult], Sequence[Bound]]
     compare_at_least: Mapping[str, float] = field(default_factory=dict)
+    against: Sequence[Comparison] = ()
 
     def compare(self, first: RunResult, second: RunResult, changed: str) -> Bound:
         """The throughput of a run over that of the same workload with the setting `changed`."""

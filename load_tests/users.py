@@ -38,8 +38,10 @@ class LoadController(LoadTestShape):
         recorder: Recorder,
         protocol: Protocol,
         log: Callable[[str], None],
+        kill_engine: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._kill_engine = kill_engine
         self.recorder, self.protocol = recorder, protocol
         self.phase: Phase | None = None
         self.spans: list[PhaseSpan] = []
@@ -94,6 +96,8 @@ class LoadController(LoadTestShape):
             self._request_runner.end_load()
         else:
             self._log(f"phase '{self.phase.name}', {self.phase.seconds:.0f} s")
+            if self.phase.kills_engine:
+                self._kill_engine()
         # Wake the users that wait for the change; the next wait is for the next one.
         changed, self._phase_changed = self._phase_changed, Event()
         changed.set()

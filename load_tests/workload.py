@@ -76,13 +76,15 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Loops that run for `seconds`. Requests sent in the first `warmup_s` are checked, but not measured."""
+    """Loops that run for `seconds`. Requests sent in the first `warmup_s` are checked, but not measured.
+    `kills_engine`: an engine of a server that the run has started is killed as the phase begins."""
 
     name: str
     seconds: float
     closed: ClosedLoop | None = None
     open: OpenLoop | None = None
     warmup_s: float = 0.0
+    kills_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)

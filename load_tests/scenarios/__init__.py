@@ -5,6 +5,7 @@ from load_tests.scenarios import (
     burst,
     cancel_heavy,
     chat,
+    fleet,
     interference,
     long_context,
     mixed_lengths,
@@ -26,6 +27,7 @@ SCENARIOS: dict[str, Scenario] = {
         overload,
         interference,
         tenants,
+        fleet,
         soak,
     )
 }

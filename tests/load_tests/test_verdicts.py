@@ -10,10 +10,11 @@ import pytest
 
 from load_tests import bounds
 from load_tests.hit_rate import IdealHits
-from load_tests.result import HITS, KV_USAGE, QUERIES, RUNNING, WAITING, PhaseSpan
+from load_tests.result import HITS, KV_USAGE, QUERIES, RUNNING, WAITING, PhaseSpan, RunResult
 from load_tests.samples import Sample
 from load_tests.scenario import Run
 from load_tests.scenarios import SCENARIOS, overload
+from load_tests.scenarios import fleet as fleet_scenario
 from load_tests.verdict import Bound, verdict
 from tests.load_tests.runs import DURATION_S, finished, observation, sample
 
@@ -263,6 +264,78 @@ def test_hits_are_only_compared_when_there_are_misses() -> None:
 
 def test_the_time_to_recover_from_an_overload_is_measured() -> None:
     assert overload.recovery_s(overloaded().result) == pytest.approx(1.0)
+
+
+def fleet(lost: int = 3, lost_at_s: float = 31.0, restarts: float = 1.0, beside: bool = True, **settings: str) -> Run:
+    """A fleet of which an engine is killed after 30 s with 12 streams in flight."""
+    samples = [sample(10.0 + at * 0.1, num_cached_tokens=90) for at in range(100)]
+    status = "INTERNAL: the engine process died (signal 9); the server's log has its last words"
+    samples += [
+        sample(29.5, ended_s=lost_at_s, outcome="error", status=status)
+        if number < lost
+        else sample(29.5, ended_s=30.5 + number * 0.1)
+        for number in range(12)
+    ]
+    samples += [sample(30.5 + 4.0 * (not beside), phase=fleet_scenario.KILLED)]
+    seen = [
+        observation(
+            float(at), metrics={**observation(at).metrics, "dflash:engine_restarts_total": restarts * (at > 30)}
+        )
+        for at in range(41)
+    ]
+    spans = [PhaseSpan("ramp", 0.0, 10.0), PhaseSpan("load", 10.0, 30.0), PhaseSpan(fleet_scenario.KILLED, 30.0, 40.0)]
+    return finished(
+        "fleet", samples, observations=seen, phases=spans, settings=dict(SCENARIOS["fleet"].settings) | settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (fleet(lost=12), "streams that the killed engine took along, of all in flight"),
+        (fleet(lost_at_s=36.0), "the last of them after the kill"),
+        (fleet(restarts=0.0), "engines that were started again"),
+        (fleet(beside=False), "right answers to requests of the first 2 s after the kill"),
+    ],
+)
+def test_a_fleet_must_lose_only_the_streams_of_the_engine_that_is_killed(run: Run, name: str) -> None:
+    assert name in missed(run)
+    assert not missed(fleet())
+
+
+def test_other_errors_than_of_the_killed_engine_fail_a_fleet() -> None:
+    run = fleet()
+    run.result.samples[-1].outcome = "error"
+    assert "errors other than of the killed engine" in missed(run)
+
+
+def test_a_fleet_is_not_asked_for_a_kill_where_none_was_to_happen() -> None:
+    for changed in ({"data_parallel_size": "1"}, {"routing": "round_robin"}):
+        assert not missed(fleet(lost=0, restarts=0.0, beside=False, **changed))
+
+
+def with_hits(num_cached: int) -> RunResult:
+    run = fleet()
+    for one in run.result.samples:
+        one.num_cached_tokens = num_cached
+    return run.result
+
+
+@pytest.mark.parametrize(("one", "blind", "expected"), [(92, 45, [False, False]), (94, 46, [True, True])])
+def test_a_fleets_hit_rate_is_held_to_one_engine_and_to_blind_routing(
+    one: int, blind: int, expected: list[bool]
+) -> None:
+    others = [with_hits(one), with_hits(blind)]
+    comparisons = SCENARIOS["fleet"].against
+    assert [each.compare(with_hits(90), other).missed for each, other in zip(comparisons, others, strict=True)] == (
+        expected
+    )
+
+
+def test_the_engine_that_a_fleet_is_compared_with_has_all_of_its_cache() -> None:
+    one, blind = (each.settings(SCENARIOS["fleet"].settings) for each in SCENARIOS["fleet"].against)
+    assert one == {"data_parallel_size": "1", "kv_cache_gb": "0.136", "max_num_seqs": "32"}
+    assert blind == {"routing": "round_robin"}
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))

@@ -105,6 +105,7 @@ def test_a_killed_engine_loses_its_own_streams_alone_and_comes_back(serve, trito
             error = sender.all()[-1].error
             assert (error.code, "died (signal 9)" in error.message) == ("INTERNAL", True)
     assert sorted(engine_of(service).values()) == [0, 0, 2, 2]
+    assert 1 not in engines._router.engines_up or engines.supervisors[1].engine is not None
     assert service.ready
     # Nothing waits for the engine that restarts, also not the prompts that it had.
     after = [where(service, [toy_engine.SLOW, *prompt(10 + number)]) for number in range(2 * NUM)]
