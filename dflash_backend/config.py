@@ -8,14 +8,14 @@ environment). `dflash_backend.LLM` passes Python values through the same declara
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_backend.setting_names import nearest
 from dflash_backend.settings import ConfigError as ConfigError
-from dflash_backend.settings import as_text, parse_bool, setting, settings_of
+from dflash_backend.settings import as_text, check_endpoint, parse_bool, setting, settings_of
 from dflash_backend.tenant_names import parse_tenant_weights
 
 ENV_PREFIX = "DFLASH_"
@@ -131,8 +131,7 @@ class EngineConfig:
     )
     routing: str = setting(
         "prefix",
-        "with data_parallel_size, which engine gets a request: prefix: where most of its prompt is cached, against the "
-        "load; round_robin: the next one in turn, for comparison",
+        "which of several engines gets a request: prefix: where most is cached, against the load; round_robin: in turn",
         choices=("prefix", "round_robin"),
     )
     kv_cache_dtype: str | None = setting(
@@ -173,6 +172,16 @@ class EngineConfig:
         low=1,
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")
+    kv_events_endpoint: str = setting(
+        "",
+        "where to publish what enters and leaves the prefix cache, the tokens too, in vLLM's format over ZeroMQ, as in "
+        "tcp://127.0.0.1:5557; engine i of data_parallel_size is at a port higher by i; empty: off (docs/scale.md)",
+        check=check_endpoint,
+    )
+    kv_events_replay_endpoint: str = setting(
+        "", "address of which subscribers get the events that they have missed; empty: none", check=check_endpoint
+    )
+    kv_events_topic: str = setting("", "topic of these events; subscribers choose by its beginning")
     num_state_snapshots: int | None = setting(
         None,
         "for a target with recurrent layers, how many copies of their states the prefix cache keeps, without which it "
@@ -281,7 +290,7 @@ class EngineConfig:
             for name, value in values.items():
                 setting = _BY_NAME.get(name)
                 if setting is None:
-                    raise ConfigError(f"unknown setting '{name}' ({source}){_nearest(name)}")
+                    raise ConfigError(f"unknown setting '{name}' ({source}){nearest(name, tuple(_BY_NAME))}")
                 parsed[name] = setting.parse(value, source)
                 sources[name] = source
         return cls(**parsed, sources=sources)
@@ -315,8 +324,10 @@ class EngineConfig:
         return parse_bool(self.triton_parameters.get(REPORT_CUSTOM_METRICS, ""))
 
     @property
-    def reported_kv_events(self) -> Literal["off", "hashes"]:
+    def reported_kv_events(self) -> Literal["off", "hashes", "tokens"]:
         """What an engine reports of its prefix cache."""
+        if self.kv_events_endpoint:
+            return "tokens"
         routes = self.data_parallel_size > 1 and self.routing == "prefix" and self.enable_prefix_caching
         return "hashes" if routes else "off"
 
@@ -327,44 +338,6 @@ class EngineConfig:
 
 SETTINGS = settings_of(EngineConfig)
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
-
-# What other servers call settings that are here.
-_OTHER_NAMES = {
-    "model": "target_model",
-    "target": "target_model",
-    "draft": "draft_model",
-    "revision": "target_revision",
-    "drafter": "draft_model",
-    "speculative_model": "draft_model",
-    "ngram_prompt_lookup_max": "prompt_lookup_max",
-    "ngram_prompt_lookup_min": "prompt_lookup_min",
-    "max_seq_len": "max_model_len",
-    "block_size": "kv_block_size",
-    "enable_prefix_cache": "enable_prefix_caching",
-    "max_batch_size": "max_num_seqs",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "chunked_prefill_size": "max_prefill_tokens_per_step",
-}
-
-# Settings of other servers that nothing here stands for, and why.
-_NOT_HERE = {
-    "enable_lora": "there are no adapters",
-    "lora_modules": "there are no adapters",
-    "pipeline_parallel_size": "a model runs on one GPU; run a server for each",
-    "trust_remote_code": "no code of a checkpoint is ever run",
-}
-
-
-def _nearest(name: str) -> str:
-    """`; did you mean ...` when a valid setting is close to `name`, else the hint where they are listed."""
-    if name in _OTHER_NAMES:
-        return f"; here that is '{_OTHER_NAMES[name]}'"
-    if name in _NOT_HERE:
-        return f"; {_NOT_HERE[name]}"
-    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.7)
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return "; the settings are: " + ", ".join(_BY_NAME)
 
 
 def environment_settings(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -157,6 +158,12 @@ def config_parameters(settings: Sequence[Setting]) -> str:
         value = json.dumps(as_text(setting.default))
         lines.append(f'parameters {{ key: "{setting.name}" value {{ string_value: {value} }} }}')
     return "\n".join(lines)
+
+
+def check_endpoint(text: str) -> None:
+    """Raise ValueError unless `text` is an address of ZeroMQ that a server can be at, or empty."""
+    if text and not re.fullmatch(r"ipc://.+|tcp://(\*|[\w.:\[\]-]+):\d{1,5}", text):
+        raise ValueError("allowed: tcp://HOST:PORT, with * for all addresses of this machine, ipc://FILE, or nothing")
 
 
 def parse_bool(value: Any) -> bool | None:

@@ -14,7 +14,7 @@ from load_tests.workload import Options, Phase, Question
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Another run of the same workload. `settings`: what is changed of the first run's; `compare`: judges the first
+    """Another run of the same workload. `settings`: what is changed of the first run's; `compare`: compares the first
     result beside this one."""
 
     name: str

@@ -66,6 +66,9 @@ ELSEWHERE = {
     "gpu_memory_utilization": "tests/engine/test_build.py",
     "tensor_parallel_size": "tests/engine/test_ranks.py",
     "routing": "tests/triton/test_replicas.py",
+    **dict.fromkeys(
+        ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"), "tests/triton/test_kv_events.py"
+    ),
     "num_state_snapshots": "tests/worker/test_recurrent_engines.py",
     "engine_hang_timeout_s": "tests/engine_client/test_supervisor.py",
     **dict.fromkeys(

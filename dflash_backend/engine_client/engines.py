@@ -57,6 +57,11 @@ class Engines:
         return self.supervisors[0].ready
 
     @property
+    def num_kv_blocks(self) -> int:
+        """KV blocks of all engines, as of their last starts."""
+        return sum(one.ready.num_kv_blocks for one in self.supervisors)
+
+    @property
     def up(self) -> list[int]:
         """The numbers of the engines that take requests."""
         return [index for index, one in enumerate(self.supervisors) if one.engine is not None]

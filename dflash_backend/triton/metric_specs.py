@@ -21,7 +21,8 @@ class MetricSpec:
 
     `label` names its label besides `model` and `version`; `buckets` are a histogram's upper bounds, in the unit that
     its name ends with. `of_steps`: it tells of the engine's steps and not of requests, so no response waits for it.
-    `per_request`: a histogram with one observation for each request or completion.
+    `per_request`: a histogram with one observation for each request or completion. `more_labels`: of a gauge that is
+    made when their values are known (`Metrics.inform`).
     """
 
     name: str
@@ -31,6 +32,7 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
     of_steps: bool = False
     per_request: bool = False
+    more_labels: tuple[str, ...] = ()
 
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -88,6 +90,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("dflash:generation_tokens_total", "counter", "Tokens that were sent to clients"),
     MetricSpec("dflash:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache"),
     MetricSpec("dflash:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache"),
+    MetricSpec(
+        "dflash:kv_events_total", "counter", "Events of the prefix cache that were published, with kv_events_endpoint"
+    ),
     MetricSpec("dflash:num_preemptions_total", "counter", "Requests that gave up their blocks for others"),
     MetricSpec("dflash:grammar_requests_total", "counter", "Requests with structured output"),
     MetricSpec("dflash:grammars_compiled_total", "counter", "Grammars that were compiled"),
@@ -113,6 +118,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "gauge",
         "Requests that were taken and not answered to the end, whatever the engine says of them",
         label="engine",
+    ),
+    MetricSpec(
+        "dflash:cache_config_info",
+        "gauge",
+        "1 with the block size in tokens, and the KV blocks of all engines of the instance, as labels",
+        label="engine",
+        more_labels=("block_size", "num_gpu_blocks"),
     ),
     MetricSpec("dflash:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1", label="engine"),
     MetricSpec(
@@ -215,7 +227,15 @@ VLLM_NAMES = {
     "dflash:request_generation_tokens": "vllm:request_generation_tokens",
     "dflash:request_params_n": "vllm:request_params_n",
 }
-# The same, by the field of `GrammarStats`.
+# Gauges that routers of several servers read, by vLLM's names: those of all engines of an instance, added up or, of a
+# share, their mean.
+VLLM_GAUGES = {
+    "dflash:num_requests_running": "vllm:num_requests_running",
+    "dflash:num_requests_waiting": "vllm:num_requests_waiting",
+    "dflash:kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
+}
+CACHE_CONFIG = "dflash:cache_config_info"
+# Counters of grammars, by the field of `GrammarStats`.
 GRAMMAR_COUNTERS = {
     "num_requests": "dflash:grammar_requests_total",
     "num_compiled": "dflash:grammars_compiled_total",
@@ -230,4 +250,6 @@ ENGINE_GAUGES = {
 }
 CONFIDENCE_WEIGHT = "dflash:spec_decode_confidence_weight"
 # Of the stub: the same for all its engines.
-INSTANCE_GAUGES = frozenset(("dflash:num_requests_in_flight", "dflash:stub_heartbeat_timestamp_seconds"))
+INSTANCE_GAUGES = frozenset(
+    ("dflash:num_requests_in_flight", "dflash:stub_heartbeat_timestamp_seconds", *VLLM_GAUGES.values())
+)

@@ -34,6 +34,7 @@ from dflash_backend.triton.metric_specs import (
     INSTANCE_GAUGES,
     METRICS,
     SMALL_FAMILY,
+    VLLM_GAUGES,
     VLLM_NAMES,
     MetricSpec,
 )
@@ -95,14 +96,23 @@ class Metrics:
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self._has_histograms = hasattr(pb_utils.MetricFamily, "HISTOGRAM")
         self._last = [EngineStats() for _ in self.engines]
+        self._has_vllm_gauges = False
         if enabled:
-            for spec in METRICS:
-                has_alias = vllm_names and spec.name in VLLM_NAMES
-                # Clients of vLLM's backend look for its metrics as soon as they have their answer.
-                declared = replace(spec, of_steps=False) if has_alias else spec
+            self._declare_all(vllm_names)
+
+    def _declare_all(self, vllm_names: bool) -> None:
+        """Make the families of all metrics, but for those whose labels come later."""
+        self._has_vllm_gauges = vllm_names
+        for spec in METRICS:
+            has_alias = vllm_names and spec.name in VLLM_NAMES
+            # Clients of vLLM's backend look for its metrics as soon as they have their answer.
+            declared = replace(spec, of_steps=False) if has_alias else spec
+            if not spec.more_labels:
                 self._declare(declared)
-                if has_alias:
-                    self._declare_alias(declared, VLLM_NAMES[spec.name])
+            if has_alias:
+                self._declare_alias(declared, VLLM_NAMES[spec.name])
+            elif vllm_names and spec.name in VLLM_GAUGES:
+                self._declare(replace(spec, name=VLLM_GAUGES[spec.name]))
 
     def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""
@@ -159,6 +169,30 @@ class Metrics:
             self.set(name, getattr(stats, field), index)
         self.set(CONFIDENCE_WEIGHT, stats.speculation.confidence_weight, index)
 
+        self._follow_vllm()
+
+    def _follow_vllm(self) -> None:
+        """Bring the gauges of vLLM's names up to those of all engines."""
+        if not self._has_vllm_gauges:
+            return
+        for name, alias in VLLM_GAUGES.items():
+            values = [self._gauges.get((name, engine), 0.0) for engine in self.engines]
+            self.set(alias, sum(values) / (len(values) if alias.endswith("_perc") else 1))
+
+    def inform(self, name: str, values: Sequence[str]) -> None:
+        """Show a gauge with `more_labels`, which has the value 1 for good; under vLLM's name too where those are."""
+        if not self._enabled:
+            return
+        spec = self._specs[name]
+        labels = {**self._labels, spec.label: self._instance, **dict(zip(spec.more_labels, values, strict=True))}
+        kinds = self._pb.MetricFamily
+        alias = (name.replace("dflash:", "vllm:", 1),) if self._has_vllm_gauges else ()
+        for each in (name, *alias):
+            family = kinds(name=each, description=spec.help, kind=kinds.GAUGE)
+            # Triton removes what is no longer referred to.
+            self._families[each], self._metrics[each, "", ""] = family, family.Metric(labels=labels)
+            self._tell((each, "", ""), "set", 1.0)
+
     def set(self, name: str, value: float, index: int | None = None) -> None:
         """Set a gauge of the engine with this number; None: of this instance."""
         self._gauges[name, self._instance if index is None else self.engines[index]] = value
@@ -174,6 +208,7 @@ class Metrics:
         others = (CONFIDENCE_WEIGHT, "dflash:engine_ready", "dflash:engine_silence_seconds")
         for name in (*ENGINE_GAUGES.values(), *others):
             self.set(name, 0.0, index)
+        self._follow_vllm()
 
     def flush(self) -> None:
         """Hand over what has changed since the last time. What Triton does not take waits for the next time; the log

@@ -23,6 +23,7 @@ from typing import Any
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import resolve_target_dir
 from dflash_backend.engine_client.engines import RESTARTING, EngineOutputs, NoEngineError, Placement
+from dflash_backend.engine_client.kv_publisher import make_publishers
 from dflash_backend.engine_client.replicas import make_engines
 from dflash_backend.engine_client.supervisor import EngineLost
 from dflash_backend.process_watch import WatchedProcess
@@ -33,6 +34,7 @@ from dflash_backend.text.tokenizer import Tokenizer
 from dflash_backend.triton.description import asks_for_description, describe_model
 from dflash_backend.triton.heartbeat import HEARTBEAT_FILE, Heartbeat
 from dflash_backend.triton.log import Log
+from dflash_backend.triton.metric_specs import CACHE_CONFIG
 from dflash_backend.triton.metrics import Metrics, engine_names
 from dflash_backend.triton.reporter import FINISHED_S, Reporter
 from dflash_backend.triton.responder import Responder, SendFailed, one_line, shared_memory_check
@@ -92,6 +94,7 @@ class TritonService:
         self._reporter = Reporter(self._metrics, self._log, self._engines, lambda: self._stopped() is None)
         max_bytes = int(config.max_server_memory_gb * 1e9) if server_pid else 0
         memory = ServerMemory(max_bytes, lambda: private_memory(server_pid))
+        self._publishers = make_publishers(config, self._log.warning)
         self._requests = RunningRequests(
             config, self._engines, self._responses, self._metrics, self._reporter, self._log, memory
         )
@@ -104,7 +107,7 @@ class TritonService:
             self._end_with(WatchedProcess(server_pid))
 
     def _make_metrics(self, pb_utils: ModuleType, model_name: str, instance: str, version: str) -> Metrics:
-        return Metrics(
+        metrics = Metrics(
             pb_utils,
             model_name,
             instance,
@@ -114,6 +117,9 @@ class TritonService:
             vllm_names=self._config.report_custom_metrics is True,
             engines=engine_names(instance, len(self._engines)),
         )
+        block_size = self._engines.ready.kv_block_size
+        metrics.inform(CACHE_CONFIG, (str(block_size), str(self._engines.num_kv_blocks)))
+        return metrics
 
     def _load(self, command: Sequence[str] | None, server_pid: int) -> None:
         """Start the engine, read the tokenizer meanwhile, and wait until the engine is ready."""
@@ -218,7 +224,8 @@ class TritonService:
         self._ended = True
         # The clients first: the engine may take seconds to end.
         self._requests.fail_all("INTERNAL", BROKEN if failure is not None else SHUT_DOWN)
-        for last in (self._engines.close, self._metrics.reset_engines, self._metrics.flush):
+        closers = [publisher.close for publisher in self._publishers]
+        for last in (self._engines.close, *closers, self._metrics.reset_engines, self._metrics.flush):
             try:
                 last()
             except Exception as error:  # noqa: BLE001 - the steps after it must run all the same
@@ -248,6 +255,8 @@ class TritonService:
     def _turn(self) -> None:
         """Read the engine's outputs, answer, and do the regular work that is due."""
         outputs = self._receive()
+        if self._publishers:
+            self._publish(outputs)
         self._requests.process(outputs)
         now = time.monotonic()
         self._heartbeat.beat(now)
@@ -259,6 +268,14 @@ class TritonService:
         if self._closing and not self._requests:
             self._drained.set()
 
+    def _publish(self, outputs: list[EngineOutputs]) -> None:
+        """Publish what the engines report of their prefix caches."""
+        block_size = self._engines.ready.kv_block_size
+        for index, message in outputs:
+            if message.kv_events:
+                self._publishers[index].publish(message.kv_events, block_size)
+                self._metrics.count("dflash:kv_events_total", len(message.kv_events))
+
     def _receive(self) -> list[EngineOutputs]:
         timeout_s = self._requests.poll_s if self._requests else IDLE_S
         if self._reporter.has_finished:
@@ -267,5 +284,7 @@ class TritonService:
             return self._engines.receive(int(timeout_s * 1000))
         except EngineLost as lost:
             self._requests.fail_all_lost(lost)
+            if self._publishers:
+                self._publishers[lost.index].clear()
             self._reporter.reset_engine(lost.index)
             return []

@@ -125,9 +125,9 @@ def hit_rate(result: RunResult) -> float | None:
 
 def below_one(fleet: RunResult, one: RunResult) -> Bound:
     """How far the fleet's hit rate is below that of one engine with all the cache, in percent of it."""
-    measured, best = hit_rate(fleet), hit_rate(one)
-    below = None if measured is None or not best else max(0.0, (1 - measured / best) * 100)
-    note = "" if measured is None or best is None else f"{measured * 100:.1f} % and {best * 100:.1f} %"
+    measured, reached = hit_rate(fleet), hit_rate(one)
+    below = None if measured is None or not reached else max(0.0, (1 - measured / reached) * 100)
+    note = "" if measured is None or reached is None else f"{measured * 100:.1f} % and {reached * 100:.1f} %"
     return Bound(
         "hit rate below that of one engine with all the cache", below, "at most", MAX_BELOW_ONE, "%", note=note
     )

@@ -96,5 +96,11 @@ def test_a_block_that_leaves_between_two_blocks_of_a_text_keeps_its_place() -> N
     log.removed(b"x")
     log.removed(b"a")
     log.stored(b"c", b"b", [])
-    assert log.take() == [BlocksStored([b"a", b"b"]), BlocksRemoved([b"x", b"a"]), BlocksStored([b"c"], b"b")]
+    log.removed(b"c")
+    assert log.take() == [
+        BlocksStored([b"a", b"b"]),
+        BlocksRemoved([b"x", b"a"]),
+        BlocksStored([b"c"], b"b"),
+        BlocksRemoved([b"c"]),
+    ]
     assert log.take() == []

@@ -93,6 +93,27 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         EVENTS,
     ),
     *mutants_of(
+        f"{CLIENT}/kv_publisher.py",
+        ("tests/triton/test_kv_events.py",),
+        ("published hashes are not those of earlier events", "block_hash[-8:]", "block_hash[:8]"),
+        ("replay begins one batch late", "if number >= frames[2]:", "if number > frames[2]:"),
+        ("engines publish at one address", "int(found[2]) + rank", "int(found[2])"),
+    ),
+    Mutant(
+        "subscribers are not told that a cache is gone with its engine",
+        f"{TRITON}/service.py",
+        "self._publishers[lost.index].clear()",
+        "pass",
+        ("tests/triton/test_kv_events.py",),
+    ),
+    Mutant(
+        "routers read the load of one engine of several",
+        f"{TRITON}/metrics.py",
+        "self.set(alias, sum(values) /",
+        "self.set(alias, values[0] /",
+        ("tests/triton/test_metrics.py",),
+    ),
+    *mutants_of(
         "dflash_backend/core/kv_events.py",
         EVENTS,
         ("events lose their order", "self._removed = None\n\n    def removed", "pass\n\n    def removed"),

@@ -61,3 +61,17 @@ def test_after_a_restart_the_counters_begin_at_zero():
     activity.follow(EngineStats(num_generation_tokens=10))
     line = activity.line(2 * INTERVAL_S)
     assert "generated 1.0 tokens/s" in line
+
+
+def test_a_line_is_about_all_engines_also_when_one_begins_anew():
+    activity = ActivityLog()
+    assert activity.line(0.0) is None
+    usage = {"num_requests_running": 2, "num_requests_waiting": 1}
+    activity.follow(EngineStats(num_generation_tokens=100, kv_cache_usage=0.5, **usage), 0)
+    activity.follow(EngineStats(num_generation_tokens=300, kv_cache_usage=0.1, **usage), 1)
+    line = activity.line(INTERVAL_S)
+    assert "generated 40.0 tokens/s" in line
+    assert line.endswith("running 4, waiting 2, KV blocks in use 30.0%")
+    activity.restart(1)
+    activity.follow(EngineStats(num_generation_tokens=50), 1)
+    assert "generated 5.0 tokens/s" in activity.line(2 * INTERVAL_S)

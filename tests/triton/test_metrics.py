@@ -6,8 +6,8 @@ import pytest
 
 from dflash_backend.messages import EngineStats, GrammarStats, SpeculationStats
 from dflash_backend.spec_stats import SpecDecodingStats
-from dflash_backend.triton.metric_specs import METRICS
-from dflash_backend.triton.metrics import Metrics
+from dflash_backend.triton.metric_specs import CACHE_CONFIG, METRICS
+from dflash_backend.triton.metrics import Metrics, engine_names
 from tests.triton.fake_triton import FakeTriton
 
 
@@ -216,3 +216,41 @@ def test_what_triton_did_not_take_under_one_name_is_not_counted_twice_under_the_
     metrics.count("dflash:generation_tokens_total", 1)
     metrics.flush()
     assert triton.values["dflash:generation_tokens_total",] == triton.values["vllm:generation_tokens_total",] == 6
+
+
+@pytest.mark.parametrize("vllm_names", [False, True])
+def test_gauges_that_routers_read_are_those_of_all_engines_under_vllms_names(triton, vllm_names):
+    engines = engine_names("m_0_0", 2)
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, vllm_names=vllm_names, engines=engines)
+    metrics.inform(CACHE_CONFIG, ("16", "2400"))
+    for index in range(2):
+        stats = EngineStats(num_requests_running=3 + index, num_requests_waiting=5, kv_cache_usage=0.25 + index / 2)
+        metrics.follow(stats, index)
+    metrics.flush()
+    assert triton.values["dflash:num_requests_running", "m_0_0-1"] == 4
+    assert triton.values["dflash:cache_config_info", "m_0_0", "16", "2400"] == 1
+    found = {key: value for key, value in triton.values.items() if key[0].startswith("vllm:") and key[1:]}
+    of_vllm = {key: value for key, value in found.items() if key[1] == "m_0_0"}
+    if not vllm_names:
+        assert not found
+        return
+    assert of_vllm == {
+        ("vllm:num_requests_running", "m_0_0"): 7,
+        ("vllm:num_requests_waiting", "m_0_0"): 10,
+        ("vllm:kv_cache_usage_perc", "m_0_0"): 0.5,
+        ("vllm:cache_config_info", "m_0_0", "16", "2400"): 1,
+    }
+    metrics.reset_engine(0)
+    metrics.flush()
+    assert triton.values["vllm:num_requests_running", "m_0_0"] == 4
+
+
+def test_counters_go_on_when_one_of_several_engines_starts_anew(triton):
+    metrics = Metrics(triton, "m", "m_0_0", triton.lines.append, engines=engine_names("m_0_0", 2))
+    for index in range(2):
+        metrics.follow(EngineStats(num_preemptions=5), index)
+    metrics.reset_engine(1)
+    metrics.follow(EngineStats(num_preemptions=2), 1)
+    metrics.follow(EngineStats(num_preemptions=6), 0)
+    metrics.flush()
+    assert triton.values["dflash:num_preemptions_total",] == 5 + 5 + 2 + 1

@@ -57,12 +57,24 @@ def test_requests_follow_their_prefix_and_new_ones_are_spread(serve, triton):
     assert Counter(first) == dict.fromkeys(range(NUM), 2)
     longer = [where(service, [*prompt(number), 7, 8, 9]) for number in range(2 * NUM)]
     assert longer == first
-    # A request that has its answer is no load: not even a block's worth of prefix is given up for it.
-    assert len({where(service, [250, *range(1, 18)]) for _ in range(4)}) == 1
     service.close()
     routed = {key[1]: value for key, value in triton.values.items() if key[0] == "dflash:requests_routed_total"}
-    assert sorted(routed) == [f"dflash_0_0-{index}" for index in range(NUM)]
-    assert sorted(routed.values()) == [4, 4, 8]
+    assert routed == {f"dflash_0_0-{index}": 4 for index in range(NUM)}
+
+
+def test_a_request_is_no_load_any_more_when_its_answer_leaves(serve, monkeypatch):
+    service = serve(data_parallel_size=2)
+    loads = []
+    answer = service._requests._answer
+
+    def look(request):
+        if request.state.finished:
+            loads.append([service._engines._router.load(index) for index in range(2)])
+        answer(request)
+
+    monkeypatch.setattr(service._requests, "_answer", look)
+    submit(service, prompt(1), max_tokens=3).all()
+    assert loads == [[0, 0]]
 
 
 def test_a_salt_keeps_texts_apart_and_its_engine(serve):

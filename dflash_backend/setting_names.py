@@ -1,0 +1,43 @@
+"""What to say of a setting that does not exist: the name that was meant, or why there is no such setting."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+# What other servers call settings that are here.
+_OTHER_NAMES = {
+    "model": "target_model",
+    "target": "target_model",
+    "draft": "draft_model",
+    "revision": "target_revision",
+    "drafter": "draft_model",
+    "speculative_model": "draft_model",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "max_seq_len": "max_model_len",
+    "block_size": "kv_block_size",
+    "enable_prefix_cache": "enable_prefix_caching",
+    "max_batch_size": "max_num_seqs",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "chunked_prefill_size": "max_prefill_tokens_per_step",
+}
+
+# Settings of other servers that nothing here stands for, and why.
+_NOT_HERE = {
+    **dict.fromkeys(("enable_lora", "lora_modules"), "there are no adapters"),
+    "pipeline_parallel_size": "a model runs on one GPU; run a server for each",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+}
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """`; did you mean ...` when one of `names`, those of the settings, is close to `name`, else what there is."""
+    if name in _OTHER_NAMES:
+        return f"; here that is '{_OTHER_NAMES[name]}'"
+    if name in _NOT_HERE:
+        return f"; {_NOT_HERE[name]}"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return "; the settings are: " + ", ".join(names)
