@@ -97,10 +97,14 @@ def test_a_block_that_leaves_between_two_blocks_of_a_text_keeps_its_place() -> N
     log.removed(b"a")
     log.stored(b"c", b"b", [])
     log.removed(b"c")
+    log.stored(b"d", b"b", [])
+    log.stored(b"e", b"a", [])
     assert log.take() == [
         BlocksStored([b"a", b"b"]),
         BlocksRemoved([b"x", b"a"]),
         BlocksStored([b"c"], b"b"),
         BlocksRemoved([b"c"]),
+        BlocksStored([b"d"], b"b"),
+        BlocksStored([b"e"], b"a"),
     ]
     assert log.take() == []

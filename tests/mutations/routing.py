@@ -79,13 +79,6 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine_client/test_gpus.py",),
     ),
     Mutant(
-        "a fleet passes that loses all its streams",
-        "load_tests/scenarios/fleet.py",
-        "len(lost) / len(in_flight) if in_flight else None",
-        "0.0",
-        ("tests/load_tests/test_verdicts.py",),
-    ),
-    Mutant(
         "evicted blocks are not reported",
         "dflash_backend/core/block_pool.py",
         "if self._events is not None:",
