@@ -127,7 +127,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
     """The settings in a model.json, which Triton's vLLM backend reads, and its `disable_log_stats`; empty where there
     is none.
 
-    Raises `ConfigError` for a file that cannot be read, and for an argument that means nothing here, by name.
+    An argument that is null counts as left out. Raises `ConfigError` for a file that cannot be read, and for an
+    argument that means nothing here, by name.
     """
     if not path.is_file():
         return {}
@@ -139,6 +140,8 @@ def read_model_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: it must be a JSON object")
     settings: dict[str, Any] = {}
     for name, value in given.items():
+        if value is None:  # vLLM's own default
+            continue
         if name in _SETTINGS:
             settings[_SETTINGS[name]] = value
         elif name == "enforce_eager":

@@ -119,6 +119,13 @@ def test_a_model_json_of_the_vllm_backend_is_read(tmp_path: Path) -> None:
     assert (config.num_speculative_tokens, config.data_parallel_size) == (15, 2)
 
 
+def test_an_argument_of_model_json_that_is_null_is_left_out(tmp_path):
+    path = tmp_path / "model.json"
+    nulls = ("speculative_config", "kv_transfer_config", "enforce_eager", "max_model_len", "load_format")
+    path.write_text(json.dumps({"model": "some/target", **dict.fromkeys(nulls)}))
+    assert read_model_json(path) == {"target_model": "some/target"}
+
+
 @pytest.mark.parametrize(
     "speculation",
     [
