@@ -7,6 +7,7 @@ weight at a time, and the model does not know. Nothing here unpickles or runs an
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_hea
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, stored_weight
+from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
 
 Progress = Callable[[str, float], None]
@@ -34,6 +36,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 INTEGER_DTYPES = ("I64", "I32")
 BYTE_DTYPES = ("U8",)
+# How often progress within a file is said.
+REPORT_S = 2.0
 # What only the tensors of a quantised weight are called, behind its projection's name.
 PARTS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "qzeros", "scales", "weight_zero_point")
 
@@ -85,6 +89,7 @@ class _Listing(WeightSource):
         super().__init__(torch.float32, torch.device("meta"))
         self.tensors: dict[str, torch.Tensor] = {}
         self.projections: dict[str, tuple[int, int]] = {}
+        self.sliced: set[str] = set()
 
     def read(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
@@ -92,6 +97,7 @@ class _Listing(WeightSource):
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         shape = list(out.shape)
         shape[dim] = shape[dim] // len(parts) * num_parts
+        self.sliced.add(name)
         self.tensors[name] = torch.empty(shape, dtype=out.dtype, device=self.device)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:
@@ -100,8 +106,8 @@ class _Listing(WeightSource):
 
 
 class _CheckpointFiles(WeightSource):
-    """The tensors of safetensors files, one file open at a time: memory stays below the model's own size and one
-    file."""
+    """The tensors of safetensors files: from `ahead` those that it has, all others, and parts, from the mapping of one
+    file at a time. So memory stays below the model's own size and one file."""
 
     def __init__(
         self,
@@ -109,8 +115,10 @@ class _CheckpointFiles(WeightSource):
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
+        ahead: ReadAhead,
     ) -> None:
         super().__init__(dtype, device)
+        self._ahead = ahead
         self._headers = contents.headers
         self._quantised = contents.quantised
         self._progress = progress
@@ -118,11 +126,13 @@ class _CheckpointFiles(WeightSource):
         self._unread = Counter(header.file for header in read)
         self._total = sum(header.num_bytes for header in read) or 1
         self._read = 0
+        self._began = self._reported = time.monotonic()
         self._file: Path | None = None
         self._reader: Any = None
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._stored(name))
+        # From pinned memory a GPU copies by itself; torch keeps that memory until it has.
+        out.copy_(self._stored(name), non_blocking=True)
         self._count(name)
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
@@ -142,8 +152,9 @@ class _CheckpointFiles(WeightSource):
             self._count(part)
 
     def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
-        """A tensor as its file has it, or what `index` takes of it. It looks into the file's mapping, which ends with
-        the last look into it."""
+        """A tensor as its file has it, or what `index` takes of it."""
+        if index is ... and (whole := self._ahead.take(name)) is not None:
+            return whole
         header = self._headers[name]
         try:
             if header.file != self._file:
@@ -154,14 +165,19 @@ class _CheckpointFiles(WeightSource):
         return tensor
 
     def _count(self, name: str) -> None:
-        """Note that a tensor has been read."""
+        """Note that a tensor has been read. Progress is said at the end of each file and every few seconds."""
+        self._ahead.release(name)
         header = self._headers[name]
         self._read += header.num_bytes
         self._unread[header.file] -= 1
-        if not self._unread[header.file]:
+        ended, now = not self._unread[header.file], time.monotonic()
+        if ended:
             self._file, self._reader = None, None
-            if self._progress is not None:
-                self._progress(header.file.name, self._read / self._total)
+        if self._progress is not None and (ended or now - self._reported > REPORT_S):
+            self._reported = now
+            rate = self._read / max(now - self._began, 1e-9)
+            sizes = f"{self._read / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s"
+            self._progress(f"{header.file.name}: {sizes}", self._read / self._total)
 
 
 def load_weights(
@@ -177,12 +193,15 @@ def load_weights(
 
     `read` runs twice: first on parameters without memory, for the names, shapes and kinds of the tensors, so that all
     files are checked before the first tensor is read. `ignored` as for `check_weights`. `progress` is called with each
-    file's name once it has been read and the share of all bytes so far.
+    file's name once it has been read, the bytes so far and their rate, and with the share of all bytes so far; in a
+    large file also every few seconds.
 
     Raises `CheckpointError` on a file that cannot be read, and as `check_weights` does.
     """
     contents = _check(directory, read, ignored)
-    return read(_CheckpointFiles(contents, dtype, device, progress))
+    names = contents.order if reads_ahead(device) else []
+    with ReadAhead(contents.headers, names, pinned=device.type == "cuda") as ahead:
+        return read(_CheckpointFiles(contents, dtype, device, progress, ahead))
 
 
 def check_weights(
@@ -203,11 +222,12 @@ def check_weights(
 @dataclass(frozen=True)
 class _Contents:
     """The tensors of a checkpoint that a model takes; the quantised weights among them by their projections; which of
-    the tensors are known and not read."""
+    the tensors are known and not read; and in which order those come that are read whole."""
 
     headers: dict[str, TensorHeader]
     quantised: dict[str, StoredWeight]
     unread: set[str]
+    order: list[str]
 
 
 def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Callable[[str], bool]) -> _Contents:
@@ -232,7 +252,14 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
             "that field away, or the right files"
         )
     parts = {name for stored in weights.values() for name in stored.tensors.values()}
-    return _Contents(headers, weights, set(headers) - parts - set(listing.tensors))
+    order: list[str] = []
+    for name in listing.tensors:
+        stored = weights.get(name.removesuffix(".weight"))
+        if stored is not None and name.endswith(".weight"):
+            order += stored.tensors.values()
+        elif name not in listing.sliced:
+            order.append(name)
+    return _Contents(headers, weights, set(headers) - parts - set(listing.tensors), order)
 
 
 def _expected(

@@ -23,6 +23,7 @@ LOAD = """
 import sys
 from pathlib import Path
 import torch
+from dflash_backend.checkpoints import weights
 from dflash_backend.checkpoints.weights import load_weights
 
 def peak():
@@ -30,6 +31,7 @@ def peak():
     return int(line.split()[1]) * 1024
 
 directory, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+weights.reads_ahead = lambda device: sys.argv[3] == "ahead"
 torch.ones(8).to(torch.bfloat16)
 Path("/proc/self/clear_refs").write_text("5")
 before, heard = peak(), []
@@ -43,13 +45,16 @@ print(peak() - before, mapped, heard)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["ahead", "mapped"])
 @pytest.mark.parametrize(("dtype", "own_mib"), [("float32", 192), ("bfloat16", 96)])
-def test_loading_takes_at_most_one_shard_above_the_models_own_size(tmp_path: Path, dtype: str, own_mib: int) -> None:
+def test_loading_takes_at_most_one_shard_above_the_models_own_size(
+    tmp_path: Path, dtype: str, own_mib: int, way: str
+) -> None:
     for i in range(NUM_SHARDS):
         tensors = {f"t{i}.{j}": torch.full((4, 1024, 1024), float(i + j)) for j in range(3)}
         save_file(tensors, tmp_path / f"{i}.safetensors")
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path), dtype], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", LOAD, str(tmp_path), dtype, way], capture_output=True, text=True, check=True, timeout=120
     )
     used, mapped, heard = done.stdout.split(maxsplit=2)
     slack = 24
