@@ -182,6 +182,7 @@ class EngineConfig:
         "", "address of which subscribers get the events that they have missed; empty: none", check=check_endpoint
     )
     kv_events_topic: str = setting("", "topic of these events; subscribers choose by its beginning")
+    share_prefix_attention: bool = setting(True, "on a GPU, read KV that 4 requests share once, where it pays")
     num_state_snapshots: int | None = setting(
         None,
         "for a target with recurrent layers, how many copies of their states the prefix cache keeps, without which it "

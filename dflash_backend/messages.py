@@ -94,9 +94,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
     @property
-    def disables_overlap(self) -> bool:
-        """Whether a step needs on the host what the steps before it yielded: its logits depend on that, or its result
-        does."""
+    def has_special_logits(self) -> bool:
+        """Whether the tokens of this request are chosen from logits that it has changed, or their log-probabilities are
+        asked for."""
         changes = self.penalised or self.min_tokens > 0 or bool(self.logit_bias) or self.masks_tokens
         return changes or self.logprobs is not None
 

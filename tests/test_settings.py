@@ -70,6 +70,7 @@ ELSEWHERE = {
         ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"), "tests/triton/test_kv_events.py"
     ),
     "num_state_snapshots": "tests/worker/test_recurrent_engines.py",
+    "share_prefix_attention": "tests/worker/test_shared_prefixes.py",
     "engine_hang_timeout_s": "tests/engine_client/test_supervisor.py",
     **dict.fromkeys(
         (

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dflash_kernels.launcher import clear_launches
+
 
 @dataclass(frozen=True)
 class CompiledKernel:
@@ -58,6 +60,7 @@ class KernelCounts:
         for kernel in self._kernels:
             kernel.device_caches.clear()
         self._kernels.clear()
+        clear_launches()
         self.compiled.clear()
 
     def count_compilation(

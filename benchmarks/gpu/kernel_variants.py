@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.counting_driver import CompiledKernel, KernelCounts, install
+from benchmarks.gpu.launch_time import Launches, launch_seconds, recorded
 from benchmarks.gpu.shapes import (
     RandomTensors,
     Shape,
@@ -63,12 +64,14 @@ CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_TOKENS = 16, 2048, 4096, 2048
 # Several tiles of logits; the demo pair's tokenizer, for requests with a grammar, has fewer.
 VOCAB_SIZE = 5008
+STEM = [11] * 600
 REGEX = StructuredOutputs("regex", "[a-z]{1,9}")
 
 
 @dataclass(frozen=True)
 class Case:
-    """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter."""
+    """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter. shared: all prompts begin
+    alike, and their KV is read together."""
 
     name: str
     k: int = 15
@@ -81,11 +84,13 @@ class Case:
     window: int | None = None
     max_num_seqs: int = 16
     batch_invariant: bool = False
+    shared: bool = False
 
 
 CASES = (
     Case("dense, k = 15", max_num_seqs=64),
     Case("dense, adaptive k", adaptive=True),
+    Case("dense, k = 3, shared prefix", k=3, shared=True),
     Case("dense, k = 3", k=3),
     Case("dense, k = 0", k=0),
     Case("n-grams, k = 5", k=5, ngram=True),
@@ -144,6 +149,7 @@ def model_step(case: Case) -> ModelStep:
         dtype=DTYPE,
         wants_confidence=case.adaptive,
         draft_backend=plain,
+        shares_prefixes=case.shared,
     )
 
 
@@ -196,6 +202,7 @@ def scheduler_config(case: Case, drafter: Drafter[Any] | None, shapes: tuple[tup
         reads_next_tokens=drafter is not None and drafter.reads_next_tokens,
         drafter_max_len=max_positions(MAX_MODEL_LEN, case.k) if drafter else 0,
         min_prefill_tokens_per_step=256,
+        min_shared_positions=512 * case.shared,
     )
 
 
@@ -217,6 +224,7 @@ class CountedEngine:
         config = scheduler_config(case, step.drafter, shapes)
         self.core = EngineCore(config, self.runner, overlap=True, grammars=grammars)
         self._num_requests = 0
+        self.recorded: Launches = []
 
     def run(self, requests: list[tuple[list[int], dict[str, Any]]], at_once: bool, max_steps: int = 2000) -> None:
         """Run requests to their end, added together or one every other step."""
@@ -243,8 +251,10 @@ class CountedEngine:
         if prompt_len:
             self._add([7] * prompt_len, max_tokens=1)
         self.counts.launches.clear()
-        self.core.step()
+        with recorded() as recording:
+            self.core.step()
         launches = Counter(self.counts.launches)
+        self.recorded = recording
         self.core.abort([f"request-{number}" for number in range(self._num_requests + 1)])
         while self.core.has_unfinished():
             self.core.step()
@@ -272,7 +282,8 @@ def workload(rng: random.Random, case: Case) -> list[tuple[list[int], dict[str, 
             sampling |= rng.choice([{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9}])
         if kind in ("special", "all"):
             sampling |= rng.choice(_special(rng, case))
-        requests.append(([rng.randrange(3, VOCAB_SIZE - 1) for _ in range(length)], sampling))
+        prompt = [rng.randrange(3, VOCAB_SIZE - 1) for _ in range(length)]
+        requests.append((STEM * case.shared + prompt, sampling))
     return requests
 
 
@@ -302,10 +313,12 @@ def additions(engine: CountedEngine, num_workloads: int, seed: int) -> Iterator[
 def describe(engine: CountedEngine) -> str:
     """Kernels at the start, launches of a decode cycle and of a mixed step."""
     decode, mixed = engine.launches(0), engine.launches(300)
+    by_triton, ours = launch_seconds(engine.recorded)
     names = Counter(kernel.name for kernel in engine.at_start)
     lines = [
         f"{engine.case.name}: {sum(names.values())} kernels compiled at the start, {decode.total()} launches in a "
-        f"decode cycle of 8 rows, {mixed.total()} in a step of them with a prompt of 300 tokens"
+        f"decode cycle of 8 rows, {mixed.total()} in a step of them with a prompt of 300 tokens, whose host time is "
+        f"{1e6 * ours:.0f} us, {1e6 * by_triton:.0f} us by Triton's own launches ({ours / by_triton:.2f})"
     ]
     for title, counts in (("compiled", names), ("decode", decode), ("mixed", mixed)):
         lines.append(f"  {title}: " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))

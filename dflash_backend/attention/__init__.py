@@ -10,6 +10,7 @@ from dflash_backend.attention.interface import (
     DeviceLengths,
     KVLayer,
     Requirements,
+    SharedPrefixes,
 )
 from dflash_backend.attention.selection import BackendError, check_installed, select_backend
 
@@ -24,6 +25,7 @@ __all__ = [
     "DeviceLengths",
     "KVLayer",
     "Requirements",
+    "SharedPrefixes",
     "check_installed",
     "select_backend",
 ]

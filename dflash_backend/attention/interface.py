@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.fp8_kv import dequantise_kv_reference
+from dflash_kernels.shared_prefix import SharedRows
 
 FP8 = torch.float8_e4m3fn
 """The dtype of KV in FP8, whose memory is uint8 with scales beside it (`KVLayer`)."""
@@ -44,7 +45,8 @@ class Capabilities:
     other backend first. block_multiple: what the size of a KV block must be a multiple of. capturable: `attend` may
     run inside a CUDA graph, since the host waits for nothing in it. batch_invariant: those of `devices` on which it has
     a form whose queries do not depend on one another (`AttentionBackend.batch_invariant`). sinks: it takes the sinks of
-    layers that have them. kv_dtypes: which KV it takes beside that of the queries' own dtype.
+    layers that have them. kv_dtypes: which KV it takes beside that of the queries' own dtype. shares_prefixes: it reads
+    KV that rows share once (`AttentionBatch.shared`).
     """
 
     causal: bool
@@ -59,6 +61,7 @@ class Capabilities:
     batch_invariant: frozenset[str] = frozenset()
     sinks: bool = False
     kv_dtypes: frozenset[torch.dtype] = frozenset()
+    shares_prefixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,19 @@ class DeviceLengths:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Neighbouring rows that begin with the same KV blocks, to be read once for all of them, G groups of R rows.
+
+    rows: which they are, on the device (`dflash_kernels.shared_prefix`). num_queries, num_positions: the most queries
+    of a group, and the most positions that one shares.
+    """
+
+    rows: SharedRows
+    num_queries: int
+    num_positions: int
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """The rows of a forward pass, on the host, and their block tables, on the device.
 
@@ -98,7 +114,8 @@ class AttentionBatch:
     from which a backend takes its launch sizes alone: a row's real seq_len is at most `max_overestimate` below the
     bound, unless it is a padding row. Behind a row's own tokens, fewer than its bound, lie those of the next row.
     A row whose request has ended meanwhile may be longer than its bound and than its table: it reads nothing past
-    either end of the table, and its output is finite and not used.
+    either end of the table, and its output is finite and not used. shared: rows that read the beginning of their KV
+    together, where the backend can (`Capabilities.shares_prefixes`) and the pattern lets every query see all of it.
     """
 
     query_lens: np.ndarray
@@ -106,6 +123,7 @@ class AttentionBatch:
     block_tables: torch.Tensor
     device: DeviceLengths | None = None
     max_overestimate: int = 0
+    shared: SharedPrefixes | None = None
 
 
 class AttentionMetadata:

@@ -24,10 +24,19 @@ from dflash_backend.attention.interface import (
     Capabilities,
     DeviceLengths,
     KVLayer,
+    SharedPrefixes,
 )
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
-from dflash_kernels.paged_attention_launch import HOPPER_SHARED_BYTES, HeadShape, launch_variants, plan_launches
+from dflash_kernels.paged_attention_launch import (
+    HOPPER_SHARED_BYTES,
+    HeadShape,
+    Launch,
+    launch_variants,
+    max_block_m,
+    plan_launches,
+)
+from dflash_kernels.shared_prefix import merge_parts, split_rows
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,7 +48,10 @@ INTERPRETED_SMS = 132
 class TritonMetadata(AttentionMetadata):
     """The rows on the device, and their bounds on the host. What follows from them and the shape of a layer's heads
     is planned when the first such layer asks, then kept in `launches`; and so is the output of such layers, in
-    `outputs`: tokens that are no row's have to be zeroed only once."""
+    `outputs`: tokens that are no row's have to be zeroed only once.
+
+    prefix: the groups of rows that share a prefix, as rows of their own; `rows` are then what is left of them. `parts`:
+    their results and logarithms, beside one another before they are merged."""
 
     rows: PagedBatch
     query_lens: np.ndarray
@@ -48,8 +60,11 @@ class TritonMetadata(AttentionMetadata):
     block_size: int
     max_overestimate: int
     every_variant: bool = False
+    prefix: TritonMetadata | None = None
+    of_groups: bool = False
     launches: dict[HeadShape, list[PreparedLaunch]] = field(default_factory=dict)
     outputs: dict[HeadShape, torch.Tensor] = field(default_factory=dict)
+    parts: dict[HeadShape, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def launches_for(self, shape: HeadShape) -> list[PreparedLaunch]:
         """The launches for heads of this shape, with what they read on the device.
@@ -59,7 +74,7 @@ class TritonMetadata(AttentionMetadata):
             device = self.rows.seq_lens.device
             causal, window = self.pattern.causal, self.pattern.sliding_window
             if self.every_variant:
-                planned = launch_variants(self.query_lens, shape, shared_bytes(device))
+                planned = self._variants(shape)
             else:
                 planned = plan_launches(
                     self.query_lens, self.seq_lens, shape, causal, window,
@@ -68,6 +83,16 @@ class TritonMetadata(AttentionMetadata):
             tiled = [(launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned]
             self.launches[shape] = prepare_launches(tiled, self.rows, shape.group, self.block_size, causal, window)
         return self.launches[shape]
+
+    def _variants(self, shape: HeadShape) -> list[Launch]:
+        """A launch of each kind that rows of up to these bounds can need. Groups of rows have one bound in each step,
+        and another in the next."""
+        limit = shared_bytes(self.rows.seq_lens.device)
+        if not self.of_groups:
+            return launch_variants(self.query_lens, shape, limit)
+        tallest = max_block_m(shape) // shape.group
+        lengths = {max(1, lines // shape.group) for lines in (16, 64)} | {tallest, tallest + 1}
+        return [launch for n in sorted(lengths) for launch in launch_variants(np.array([n]), shape, limit)]
 
 
 class TritonBackend(AttentionBackend):
@@ -86,6 +111,7 @@ class TritonBackend(AttentionBackend):
         batch_invariant=frozenset({"cuda", "cpu"}),
         sinks=True,
         kv_dtypes=KV_DTYPES,
+        shares_prefixes=True,
     )
 
     def __init__(self, block_size: int) -> None:
@@ -110,15 +136,32 @@ class TritonBackend(AttentionBackend):
     def prepare(self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype) -> TritonMetadata:
         exact = layout.device or exact_rows(layout)
         rows = PagedBatch(exact.query_start, exact.query_lens, exact.seq_lens, layout.block_tables)
+        prefix, overestimate = None, layout.max_overestimate
+        # With a window a query does not see all of what is shared.
+        if layout.shared is not None and pattern.causal and pattern.sliding_window is None:
+            rows, groups = split_rows(rows, layout.shared.rows, self.block_size)
+            prefix = self._prefix(groups, layout.shared)
+            overestimate += layout.shared.num_positions
         return TritonMetadata(
             rows,
             layout.query_lens,
             layout.seq_lens,
             pattern,
             self.block_size,
-            layout.max_overestimate,
+            overestimate,
             self._every_variant,
+            prefix,
         )
+
+    def _prefix(self, groups: PagedBatch, shared: SharedPrefixes) -> TritonMetadata:
+        """The groups as rows, all with the same bounds, so that a kernel for them needs no map of tiles."""
+        num_groups = len(groups.query_lens)
+        queries, positions = (np.full(num_groups, most) for most in (shared.num_queries, shared.num_positions))
+        pattern = AttentionPattern(causal=False)
+        return TritonMetadata(
+            groups, queries, positions, pattern, self.block_size, shared.num_positions, self._every_variant,
+            of_groups=True,
+        )  # fmt: skip
 
     def attend(
         self, query: torch.Tensor, layer: KVLayer, metadata: AttentionMetadata, sinks: torch.Tensor | None = None
@@ -127,11 +170,36 @@ class TritonBackend(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
         launches = metadata.launches_for(shape)
+        if metadata.prefix is not None:
+            return self._attend_parts(query, layer, metadata, shape, sinks)
         pattern, out = metadata.pattern, metadata.outputs.get(shape)
         if out is None:
             out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         causal, window = pattern.causal, pattern.sliding_window
         return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out, sinks, layer.scales)
+
+    @staticmethod
+    def _attend_parts(
+        query: torch.Tensor, layer: KVLayer, metadata: TritonMetadata, shape: HeadShape, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `attend`, of rows some of which share a prefix."""
+        assert metadata.prefix is not None
+        num_tokens, width = query.shape[0], query.shape[1] * query.shape[2]
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for part in (metadata, metadata.prefix):
+            if shape not in part.parts:
+                out = query.new_empty(num_tokens, width, dtype=torch.float32)
+                lse = query.new_full((num_tokens, query.shape[1]), float("-inf"), dtype=torch.float32)
+                part.parts[shape] = out, lse
+            out, lse = part.parts[shape]
+            launches, causal = part.launches_for(shape), part.pattern.causal
+            paged_attention(query, layer.data, part.rows, launches, causal, None, out, scales=layer.scales, out_lse=lse)
+            results.append((out, lse))
+        if shape not in metadata.outputs:
+            metadata.outputs[shape] = query.new_empty(num_tokens, width)
+        own, prefix = results
+        merge_parts(*own, *prefix, metadata.outputs[shape], sinks)
+        return metadata.outputs[shape]
 
 
 def exact_rows(layout: AttentionBatch) -> DeviceLengths:

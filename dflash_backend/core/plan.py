@@ -13,6 +13,11 @@ import msgspec
 
 from dflash_backend.messages import SamplingParams, TokenLogprobs
 
+# Groups of rows in a step that read the beginning of their KV together, at most, and rows of one, at least: with fewer,
+# what is saved is hardly more than what a launch and the merge of two results cost.
+MAX_SHARED_PREFIXES = 4
+MIN_SHARING_ROWS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -93,6 +98,16 @@ class DraftBudget(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Neighbouring rows of a plan, from `first_row` on, whose block tables begin with the same `num_blocks` blocks. All
+    positions of those are final and lie before each row's first."""
+
+    first_row: int
+    num_rows: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. The worker first removes the requests of `finished_req_ids` (also preempted ones), then adds those of
     `new_requests`, then runs all `rows` together, decode rows and prefill chunks alike.
@@ -101,6 +116,9 @@ class StepPlan:
     most. A worker that cannot choose by confidence may verify fewer than the budget, the first ones of each row.
     wants_confidence: whether the results shall say how sure the drafter is of its drafts, and the next step may have a
     budget; a captured step does so anyway.
+
+    shared_prefixes: decode rows that share so much of the beginning of their KV that it pays to read it once for all of
+    them; at most `MAX_SHARED_PREFIXES`, ascending; none beside chunks of prompts.
 
     `writable_block_ids` is given only when `kv_write_guard` is on: for each row the ids of the blocks it may write
     (invariant OWN), by request id; `writable_window_block_ids` likewise those of layers with a window, where these have
@@ -115,6 +133,7 @@ class StepPlan:
     writable_window_block_ids: dict[str, frozenset[int]] | None = None
     budget: DraftBudget | None = None
     wants_confidence: bool = True
+    shared_prefixes: list[SharedPrefix] = field(default_factory=list)
 
     @property
     def num_drafts(self) -> int:

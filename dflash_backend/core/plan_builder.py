@@ -20,7 +20,6 @@ class PlanBuilder:
     num_tokens_like_decoding: prompt tokens that take as long as the decode rows, by the steps so far; 0: not known.
     prefills: the running requests in prefill that have a row in this step, in the order of their tenants' turns.
     chunks: how many tokens each of them has at least, by id.
-    stop_admission: tenants of which nothing may be admitted.
     unfinished: tenants of which nothing may be admitted that would not finish its prefill in this step.
     num_decode_tokens: of all decode rows, also of those that are skipped, since they wait for the step.
     """
@@ -32,7 +31,6 @@ class PlanBuilder:
     num_tokens_like_decoding: int = 0
     prefills: list[Request] = field(default_factory=list)
     chunks: dict[str, int] = field(default_factory=dict)
-    stop_admission: set[str] = field(default_factory=set)
     unfinished: set[str] = field(default_factory=set)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
@@ -79,10 +77,7 @@ class PlanBuilder:
         A prefill that does not finish leaves half to those after it and to waiting requests; what they do not use comes
         back to it at the end of the plan.
         """
-        self.prefills = sorted(
-            (request for request in in_prefill if request.row_in_flight is None or not request.disables_overlap),
-            key=lambda request: queue.tenant_of(request).turn,
-        )
+        self.prefills = sorted(in_prefill, key=lambda request: queue.tenant_of(request).turn)
         budget, num_after = self.prefill_budget, len(self.prefills)
         first = queue.next_turn()
         if first is not None:

@@ -47,7 +47,7 @@ class Request:
     blocks are the same with and without one.
 
     All of these are as of the last result that was applied. `row_in_flight` is the request's row in the step in flight,
-    if it has one there. A request with `disables_overlap` is planned only without.
+    if it has one there.
     """
 
     request_id: str
@@ -57,7 +57,6 @@ class Request:
     eos_token_ids: tuple[int, ...]
     seed: int
     num_speculative_tokens: int
-    disables_overlap: bool
     stop_ids: frozenset[int]
     block_hashes: BlockHashes
     arrival: int
@@ -125,7 +124,6 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             seed=derive_seed(config.seed, arrival) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
-            disables_overlap=sampling.disables_overlap,
             stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
             block_hashes=BlockHashes(sampling.cache_salt, config.block_size, config.reads_next_tokens),
             arrival=arrival,

@@ -24,7 +24,7 @@ flight.
 from __future__ import annotations
 
 from dflash_backend.core.kv_manager import KVManager
-from dflash_backend.core.plan import ScheduledRequest, StepPlan
+from dflash_backend.core.plan import ScheduledRequest, SharedPrefix, StepPlan
 from dflash_backend.core.plan_builder import PlanBuilder
 from dflash_backend.core.preemption import latest_of_heaviest, request_to_make_way
 from dflash_backend.core.request import Request
@@ -38,6 +38,7 @@ from dflash_backend.core.rows import (
     promised_blocks,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
+from dflash_backend.core.shared_prefixes import share_prefixes
 from dflash_backend.core.step_history import StepHistory
 from dflash_backend.core.tenants import CACHED_TOKEN_COST, FairQueue, Tenant
 
@@ -126,6 +127,9 @@ class Scheduler:
     def _finished_plan(self, builder: PlanBuilder) -> StepPlan:
         self._step_id += 1
         rows = list(builder.rows.values())
+        shared: list[SharedPrefix] = []
+        if self._config.min_shared_positions and not builder.num_prefill_tokens:
+            rows, shared = share_prefixes(rows, self.running, self._config)
         if self.kv.snapshots is not None and builder.num_prefill_tokens:
             rows = [self.kv.with_snapshot(self.running[row.request_id], row) for row in rows]
         if self.kv.windows is not None:
@@ -139,7 +143,7 @@ class Scheduler:
         budget = self.history.choose_budget(rows, self.running)
         wants_confidence = self.history.wants_confidence
         plan = StepPlan(
-            self._step_id, rows, builder.new_requests, finished, writable, of_windows, budget, wants_confidence
+            self._step_id, rows, builder.new_requests, finished, writable, of_windows, budget, wants_confidence, shared
         )
         self.history.planned(plan, builder.num_prefill_tokens)
         return plan
@@ -243,9 +247,6 @@ class Scheduler:
                 continue  # preempted for another request in this loop
             row = self._next_row(request, builder)
             if row is None:
-                if prefills_next(request):
-                    # Budget that a skipped prefill leaves is not for later requests of its tenant.
-                    builder.stop_admission.add(request.sampling.tenant)
                 continue
             new_block_ids = self.kv.reserve(request, row.num_positions)
             if new_block_ids is None:
@@ -266,8 +267,6 @@ class Scheduler:
         if row is None:
             if len(request.token_ids) - request.num_computed == 1:
                 return decode_row(request, self._config)
-        elif request.disables_overlap:
-            return None
         elif not prefills_next(request):
             return decode_row_ahead(request, row, self._config)
         chunk = builder.chunks[request.request_id]
@@ -325,9 +324,6 @@ class Scheduler:
             tenant, first = first or queue.next_turn(), None
             if tenant is None:
                 break
-            if tenant.name in builder.stop_admission:
-                passed_over.append(tenant)
-                continue
             request = queue.head(tenant)
             hit = self.kv.find_hit(request)
             num_positions = positions_to_start(request, config)

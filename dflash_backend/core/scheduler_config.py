@@ -47,6 +47,9 @@ class SchedulerConfig:
     no prefix hits then.
     num_window_blocks, sliding_window: the pool of the target's layers with a window, and the widest window of them; 0
     blocks where they are in the pool of all layers.
+    min_shared_positions: positions that rows share, at least, where their KV is read once for all; 0: never.
+    shared_queries_per_tile, positions_per_shared_query: for how many queries it is read at a time, and how many
+    positions of KV cost as much as the partial results of a query.
     kv_write_guard: whether plans say which blocks a row may write.
     kv_events: whether steps report what enters and leaves the prefix cache: "off", "hashes", or "tokens" for hashes and
     the tokens of stored blocks.
@@ -77,6 +80,9 @@ class SchedulerConfig:
     num_state_snapshots: int | None = None
     num_window_blocks: int = 0
     sliding_window: int = 0
+    min_shared_positions: int = 0
+    shared_queries_per_tile: int = 1 << 30
+    positions_per_shared_query: float = 0.0
     kv_write_guard: bool = False
     kv_events: Literal["off", "hashes", "tokens"] = "off"
     seed: int = 0

@@ -26,6 +26,7 @@ from dflash_backend.engine.quantised import check_quantization, report_kv_dtype,
 from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
 from dflash_backend.engine.recurrent import check_recurrent, num_snapshots
+from dflash_backend.engine.shared_prefixes import min_shared_positions, sharing_limits
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -256,6 +257,7 @@ def _runner(
         wants_confidence=config.adaptive_speculation,
         draft_backend=models.draft_backend,
         pool=pool,
+        shares_prefixes=min_shared_positions(config, models.backend, target) > 0,
     )
     size = loaded_bytes(pair, models.dtype)
     # Passes over all ranks come one after the other.
@@ -315,6 +317,7 @@ def _scheduler_config(config: EngineConfig, models: LoadedModels, sizes: Sizes) 
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         min_prefill_tokens_per_step=MIN_PREFILL_TOKENS[models.device.type],
         uneven_cost=UNEVEN_COST[models.device.type],
+        **sharing_limits(config, models.backend, models.target, models.dtype),
         kv_write_guard=config.kv_write_guard,
         kv_events=config.reported_kv_events,
         seed=config.seed,

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dflash_backend.core.plan import DraftBudget, ScheduledRequest
+from dflash_backend.attention import SharedPrefixes
+from dflash_backend.core.plan import DraftBudget, ScheduledRequest, SharedPrefix
+from dflash_backend.worker.shared_rows import num_shared_numbers, shared_numbers, shared_rows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.transfers import ALIGNMENT, Uploader
 
@@ -116,7 +118,8 @@ class StepInputs:
     logits_row: int32 `[D]`, the row of the step that it belongs to; -1 for padding. Both on the device, as `batch` is.
     budget: float32 `[2 + k + R]` on the device, which drafts are verified, as `dflash_kernels.verify_budget` reads it:
     `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as `batch`
-    says. draft_width: drafts that a row proposes at most; None: k.
+    says. draft_width: drafts that a row proposes at most; None: k. shared: rows that read a prefix together; None for
+    none.
     """
 
     batch: DeviceBatch
@@ -126,6 +129,7 @@ class StepInputs:
     traits: BatchTraits
     budget: torch.Tensor | None = None
     draft_width: int | None = None
+    shared: SharedPrefixes | None = None
 
     @property
     def num_rows(self) -> int:
@@ -143,7 +147,7 @@ class HostBatch:
     """A plan's rows as arrays `[n]`, int64 but for sample, with the meanings of `DeviceBatch`.
 
     sample: bool, rows that yield tokens. budget: which of the drafts are verified, to be decided on the device; None:
-    all.
+    all. shared: rows that share the beginning of their KV.
     """
 
     request_ids: list[str]
@@ -156,6 +160,7 @@ class HostBatch:
     sample: np.ndarray
     traits: BatchTraits
     budget: DraftBudget | None = None
+    shared: Sequence[SharedPrefix] = ()
 
     @classmethod
     def of(
@@ -164,8 +169,9 @@ class HostBatch:
         requests: RequestStates,
         budget: DraftBudget | None = None,
         wants_confidence: bool = True,
+        shared: Sequence[SharedPrefix] = (),
     ) -> HostBatch:
-        """The rows in the order given, which is that of the budget's effects."""
+        """The rows in the order given, which is that of the budget's effects and of the shared prefixes."""
         fields = [
             (
                 requests.records[row.request_id].index,
@@ -185,7 +191,7 @@ class HostBatch:
         )
         return cls(
             [row.request_id for row in rows],
-            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget,
+            req_idx, start, unverified, num_new, num_draft, num_next, sample.astype(bool), traits, budget, shared,
         )  # fmt: skip
 
     @property
@@ -234,10 +240,14 @@ class HostBatch:
         )
 
     def ragged(
-        self, send: Callable[[list[np.ndarray]], list[torch.Tensor]], row_multiple: int = 1, k: int = 0
+        self,
+        send: Callable[[list[np.ndarray]], list[torch.Tensor]],
+        row_multiple: int = 1,
+        k: int = 0,
+        block_size: int = 0,
     ) -> StepInputs:
         """The inputs of a ragged step with a multiple of `row_multiple` rows, brought to the device by `send`. k: the
-        drafts that a budget has offsets for."""
+        drafts that a budget has offsets for. block_size: positions of a block, for prefixes that rows share."""
         num_verified = self.num_draft if self.budget is None else first_drafts(self.num_draft, self.num_verified)
         lens, num_logits = self.num_new + num_verified, (num_verified + 1) * self.sample
         first = lens.cumsum() - lens
@@ -255,11 +265,21 @@ class HostBatch:
         ]
         if self.budget is not None:
             arrays.append(self.budget_numbers(k, num_rows, self.num_verified))
-        numbers, tokens, rows, *budget = send(arrays)
+        if self.shared:
+            arrays.append(shared_numbers(self.shared, num_rows, block_size))
+        numbers, tokens, rows, *more = send(arrays)
+        shared = None
+        if self.shared:
+            queries = [int(lens[each.first_row :][: each.num_rows].sum()) for each in self.shared]
+            most = max(each.num_blocks for each in self.shared) * block_size
+            # A budget may give the rows of a group other numbers of drafts than these.
+            num_queries = max(queries) if self.budget is None else len(token_row)
+            shared = SharedPrefixes(shared_rows(more.pop()), num_queries, most)
         every = len(logits_token) == len(token_row) and self.traits.chooses
         batch = DeviceBatch.over(numbers, num_rows)
         logits = None if every else tokens
-        return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, budget[0] if budget else None)
+        budget = more[0] if more else None
+        return StepInputs(batch, logits, rows, self.bounds(num_rows), self.traits, budget, shared=shared)
 
     def numbers(self, num_rows: int, first: np.ndarray, logits_start: np.ndarray, token_row: np.ndarray) -> np.ndarray:
         """The vector that `DeviceBatch.over` reads, int32, with padding rows behind these rows.
@@ -285,31 +305,42 @@ class HostBatch:
 class LayoutBuffer:
     """Where the layouts of steps lie on a GPU, always at the same address: a captured graph reads it there."""
 
-    def __init__(self, max_rows: int, max_tokens: int, k: int, device: torch.device) -> None:
-        """For steps of at most that many rows and tokens, and blocks of at most k drafts."""
-        self.k = k
+    def __init__(self, max_rows: int, max_tokens: int, k: int, device: torch.device, block_size: int = 1) -> None:
+        """For steps of at most that many rows and tokens, and blocks of at most k drafts. block_size: positions of a
+        KV block."""
+        self.k, self.block_size = k, block_size
         # Rows of any step, padding included.
         self.max_rows = _rounded(max_rows, ROW_MULTIPLE)
         numbers = DeviceBatch.buffer_size(self.max_rows, max_tokens)
         # Besides, two numbers for each row of logits, of which there are no more than tokens, and the budget's.
         numbers += 2 * max_tokens + 2 + k + self.max_rows
-        self._uploader = Uploader(4 * numbers + 4 * ALIGNMENT, device)
+        # And the prefixes that rows share.
+        numbers += num_shared_numbers(self.max_rows)
+        self._uploader = Uploader(4 * numbers + 5 * ALIGNMENT, device)
 
     def padded(self, num_rows: int, num_tokens: int) -> tuple[DeviceBatch, torch.Tensor]:
         """The layout and the budget of padded steps with that many rows and tokens: what the last `send_padded` of this
         shape sent, whenever the device reads it."""
         size = 4 * DeviceBatch.buffer_size(num_rows, num_tokens)
-        first = -(-size // ALIGNMENT) * ALIGNMENT
+        first = _round_bytes(size)
         buffer = self._uploader.buffer
         budget = buffer[first : first + 4 * (2 + self.k + num_rows)].view(torch.float32)
         return DeviceBatch.over(buffer[:size].view(torch.int32), num_rows), budget
+
+    def padded_shared(self, num_rows: int, num_tokens: int, max_len: int) -> SharedPrefixes:
+        """The prefixes that rows of padded steps share, as `padded` has the layout. max_len: positions of a row."""
+        first = _round_bytes(4 * DeviceBatch.buffer_size(num_rows, num_tokens))
+        first += _round_bytes(4 * (2 + self.k + num_rows))
+        numbers = self._uploader.buffer[first : first + 4 * num_shared_numbers(num_rows)].view(torch.int32)
+        return SharedPrefixes(shared_rows(numbers), num_tokens, max_len)
 
     def send_padded(self, batch: HostBatch, num_rows: int, num_tokens: int) -> None:
         """Send the layout of decode rows (`HostBatch.decode_only`) in a padded step. Where their tokens lie is decided
         on the device. With a budget as many drafts are verified as there are tokens, since these run in any case."""
         nowhere = np.zeros(len(batch.req_idx), dtype=np.int64)
         numbers = batch.numbers(num_rows, nowhere, nowhere, np.full(num_tokens, -1))
-        self._uploader.send([numbers, batch.budget_numbers(self.k, num_rows, num_tokens - len(nowhere))])
+        budget = batch.budget_numbers(self.k, num_rows, num_tokens - len(nowhere))
+        self._uploader.send([numbers, budget, shared_numbers(batch.shared, num_rows, self.block_size)])
 
     def send_nothing(self, num_rows: int, num_tokens: int) -> None:
         """Send the layout of padding rows alone, to run a padded step that changes nothing."""
@@ -320,7 +351,7 @@ class LayoutBuffer:
 
     def send_ragged(self, batch: HostBatch) -> StepInputs:
         """Send the layout of any rows. What is returned is valid on the device until the next layout is sent."""
-        return batch.ragged(self._uploader.send, ROW_MULTIPLE, self.k)
+        return batch.ragged(self._uploader.send, ROW_MULTIPLE, self.k, self.block_size)
 
 
 def first_drafts(num_draft: np.ndarray, num_drafts: int) -> np.ndarray:
@@ -341,6 +372,10 @@ def padded(values: np.ndarray, size: int) -> np.ndarray:
     if size == len(values):
         return values
     return np.concatenate([values, np.zeros(size - len(values), dtype=values.dtype)])
+
+
+def _round_bytes(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _aligned(num_rows: int) -> int:

@@ -1,9 +1,11 @@
-"""Decode steps of fixed shapes, each captured as a CUDA graph: a few numbers go in, and one launch runs the step.
+"""Decode steps of fixed shapes, each captured as two CUDA graphs: a few numbers go in, and two launches run the step.
 
 A graph has a number of rows of `capture_sizes`, and a number of tokens that its rows share as they need: for k drafts
 of each row or, where the number of drafts follows the load, for those of `capture_shapes`. A step with fewer rows or
 tokens is filled up with padding, which reads and writes nothing. There are two kinds: for steps of greedy requests
-alone, and for steps with sampled ones. Whatever else a step asks for is run without a graph.
+alone, and for steps with sampled ones. The first graph ends with the target's own token for each of its logits, so
+that those of rows that ask for more, as for penalties or a grammar, can be chosen again before the second begins
+(`special_rows`). Prompts are run without a graph.
 
 Without graphs the same padded steps run operation by operation.
 """
@@ -14,13 +16,15 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from dflash_backend.core.plan import MIN_SHARING_ROWS
 from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, StepInputs
-from dflash_backend.worker.step import ModelStep
+from dflash_backend.worker.step import ModelStep, Verified
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +45,33 @@ GraphPool = Any
 
 
 class PaddedStep(Protocol):
-    """A decode step of a fixed shape."""
+    """A decode step of a fixed shape, in two halves. Between them nothing else of a padded step is run."""
 
     inputs: StepInputs
 
-    def replay(self) -> torch.Tensor:
-        """Queue the step for the rows whose layout was sent last. The result is that of `ModelStep.finish`, valid on
-        the device until this step or another padded one is replayed."""
+    def verify(self) -> ChosenTokens:
+        """Queue the first half for the rows whose layout was sent last: the target's forward and its own tokens, which
+        may be changed until `finish`. Valid on the device until the next `verify` of any padded step."""
         ...
+
+    def finish(self) -> torch.Tensor:
+        """Queue the second half. The result is that of `ModelStep.finish`, valid on the device until this step or
+        another padded one is run."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """What the target chose: logits `[D, vocab]`, as it gave them, and its token for each of them, int64 `[D]`."""
+
+    logits: torch.Tensor
+    target_tokens: torch.Tensor
+
+
+def replay(step: PaddedStep) -> torch.Tensor:
+    """Queue both halves of a padded step; the result of `PaddedStep.finish`."""
+    step.verify()
+    return step.finish()
 
 
 MakeStep = Callable[[StepInputs], PaddedStep | None]
@@ -61,14 +84,23 @@ class EagerStep:
     def __init__(self, step: ModelStep, inputs: StepInputs) -> None:
         self.inputs = inputs
         self._step = step
+        self._verified: Verified | None = None
 
-    def replay(self) -> torch.Tensor:
-        """As `PaddedStep.replay`."""
-        return self._step.run(self.inputs).numbers
+    def verify(self) -> ChosenTokens:
+        """As `PaddedStep.verify`."""
+        forwarded = self._step.forward(self.inputs)
+        self._verified = self._step.choose(forwarded)
+        assert forwarded.logits is not None
+        return ChosenTokens(forwarded.logits, self._verified.target_tokens)
+
+    def finish(self) -> torch.Tensor:
+        """As `PaddedStep.finish`."""
+        assert self._verified is not None
+        return self._step.settle(self._verified).numbers
 
 
 class CapturedStep:
-    """A padded step in a CUDA graph."""
+    """A padded step in two CUDA graphs."""
 
     def __init__(self, step: ModelStep, inputs: StepInputs, pool: GraphPool, stream: torch.cuda.Stream) -> None:
         """Runs the step once on `stream`, for what is made at first use (compiled kernels, library handles), then
@@ -77,14 +109,48 @@ class CapturedStep:
         with torch.cuda.stream(stream):
             step.finish(step.verify(inputs))
         stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            self._result = step.finish(step.verify(inputs)).numbers
+        self._first, self._second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._first, pool=pool, stream=stream):
+            forwarded = step.forward(inputs)
+            verified = step.choose(forwarded)
+        # What the first half leaves must be there while the second is captured, or that would take its memory.
+        with torch.cuda.graph(self._second, pool=pool, stream=stream):
+            self._result = step.finish(verified).numbers
+        assert forwarded.logits is not None
+        self._chosen = ChosenTokens(borrowed(forwarded.logits), verified.target_tokens)
 
-    def replay(self) -> torch.Tensor:
-        """As `PaddedStep.replay`."""
-        self._graph.replay()
+    def verify(self) -> ChosenTokens:
+        """As `PaddedStep.verify`."""
+        self._first.replay()
+        return self._chosen
+
+    def finish(self) -> torch.Tensor:
+        """As `PaddedStep.finish`."""
+        self._second.replay()
         return self._result
+
+
+class _Memory:
+    """Memory of a device that others own, as torch takes it in."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        numbers = f"<i{tensor.element_size()}"
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": numbers,
+            "data": (tensor.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A `tensor` of a GPU without a hold on its memory, which belongs to a graph and is shared by the others: the
+    logits of all graphs together would be gigabytes."""
+    if not tensor.is_contiguous():
+        return tensor
+    as_integers = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return as_integers.view(tensor.dtype)
 
 
 class GraphCapturer:
@@ -127,20 +193,25 @@ def capture_shapes(k: int) -> list[tuple[int, int]]:
 
 
 class GraphRunner:
-    """The padded steps that there are, by kind (whether there are sampled requests)."""
+    """The padded steps that there are, by kind: whether there are sampled requests, and whether rows share prefixes."""
 
     def __init__(self, step: ModelStep, layouts: LayoutBuffer) -> None:
         self._step = step
         self._layouts = layouts
-        self._steps: dict[bool, list[PaddedStep]] = {False: [], True: []}
+        self._steps: dict[tuple[bool, bool], list[PaddedStep]] = {}
 
-    def steps(self, sampled: bool) -> list[PaddedStep]:
+    def steps(self, sampled: bool, shared: bool = False) -> list[PaddedStep]:
         """Those of a kind."""
-        return list(self._steps[sampled])
+        return list(self._steps.get((sampled, shared), []))
 
     def find(self, batch: HostBatch) -> PaddedStep | None:
-        """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding."""
-        steps = self._steps[batch.traits.sampled]
+        """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding.
+        Where none of them shares prefixes, one that reads them for each row by itself will do."""
+        found = self._find(batch, shared=True) if batch.shared else None
+        return found or self._find(batch, shared=False)
+
+    def _find(self, batch: HostBatch, shared: bool) -> PaddedStep | None:
+        steps = self.steps(batch.traits.sampled, shared)
         if not steps or not batch.decode_only:
             return None
         count = len(batch.req_idx)
@@ -175,24 +246,25 @@ class GraphRunner:
         k = self._step.state.k
         shapes = shapes or [(k, k)]
         wanted = [
-            (size, shape, kind)
+            (size, shape, kind, shared)
             for size in sorted(sizes, reverse=True)
             for shape in sorted(shapes, reverse=True)
             for kind in (True, False)
-            if sampled or not kind
+            for shared in (True, False)
+            if (sampled or not kind) and (not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS))
         ]
-        self._steps = {False: [], True: []}
+        self._steps = {}
         missing = []
-        for number, (size, (num_verified, draft_width), kind) in enumerate(wanted):
-            name = f"{'sampled' if kind else 'greedy'} steps of {size} rows"
+        for number, (size, (num_verified, draft_width), kind, shared) in enumerate(wanted):
+            name = f"{'sampled' if kind else 'greedy'} steps of {size} rows{' with a shared prefix' if shared else ''}"
             if len(shapes) > 1:
                 name += f" with {size * num_verified} drafts"
             progress(f"CUDA graphs: {name}", number / len(wanted))
-            step = make(self._inputs(size, size * (1 + num_verified), draft_width, kind))
+            step = make(self._inputs(size, size * (1 + num_verified), draft_width, kind, shared))
             if step is None:
                 missing.append(name)
             else:
-                self._steps[kind].append(step)
+                self._steps.setdefault((kind, shared), []).append(step)
         if missing:
             logger.warning(
                 "GPU memory runs short: %d of %d CUDA graphs are missing, the largest for %s. These steps run without, "
@@ -202,7 +274,9 @@ class GraphRunner:
                 missing[0],
             )
 
-    def _inputs(self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool) -> StepInputs:
+    def _inputs(
+        self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False
+    ) -> StepInputs:
         """Of a padded step over the layout buffer: every token has logits, any length is possible and, with `sampled`,
         any temperature and filter. Steps of rows without drafts do not draft either: they follow one in which drafting
         did not pay, or come before such."""
@@ -218,6 +292,7 @@ class GraphRunner:
             traits=BatchTraits(sampled, self._step.drafter is not None and draft_width > 0),
             budget=budget,
             draft_width=draft_width,
+            shared=self._layouts.padded_shared(num_rows, num_tokens, state.max_len) if shared else None,
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dflash_backend.attention import AttentionBatch
 from dflash_backend.models.interface import WindowSlots
-from dflash_backend.worker.batch import DeviceBatch
+from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
 
 
@@ -38,3 +38,8 @@ def exact_layout(
     width = max(1, -(-int(seq_lens.max()) // state.block_size))
     tables = torch.from_numpy(state.blocks.numpy()[req_idx, :width])
     return AttentionBatch(query_lens.astype(np.int64), seq_lens.astype(np.int64), tables)
+
+
+def draft_width(inputs: StepInputs, state: StateTensors) -> int:
+    """Drafts that a row of the step proposes at most."""
+    return state.k if inputs.draft_width is None else inputs.draft_width

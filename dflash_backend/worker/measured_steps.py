@@ -8,7 +8,7 @@ import torch
 
 from dflash_backend.core.plan import MeasuredStep
 from dflash_backend.worker.batch import LayoutBuffer
-from dflash_backend.worker.graphs import PaddedStep
+from dflash_backend.worker.graphs import PaddedStep, replay
 from dflash_backend.worker.step import ModelStep
 
 REPEATS = 3
@@ -24,7 +24,7 @@ def measured_steps(step: ModelStep, layouts: LayoutBuffer, padded: Sequence[Padd
         times = []
         for _ in range(REPEATS):
             layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
-            times.append(step.unpacked(each.replay().cpu().numpy(), inputs.num_rows).times)
+            times.append(step.unpacked(replay(each).cpu().numpy(), inputs.num_rows).times)
         target_ns = min(marks[-2] - marks[0] for marks in times)
         draft_ns = min(marks[-1] - marks[-2] for marks in times)
         width = inputs.draft_width or 0

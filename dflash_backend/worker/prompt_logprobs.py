@@ -12,7 +12,7 @@ import torch
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.worker.batch import HostBatch
-from dflash_backend.worker.logits import logprobs_entry, ranked_logprobs
+from dflash_backend.worker.logprobs import logprobs_entry, ranked_logprobs, unpacked_logprobs
 from dflash_backend.worker.state import RequestStates
 
 # Rows of logits at a time. With 150,000 tokens and float32 they are 20 MB.
@@ -61,6 +61,7 @@ class PromptLogprobs:
         logits = target.logits(hidden[first : first + count])
         chosen = tokens[int(self._req_idx[i]), behind : behind + count]
         num_top = int(self._num_top[i])
-        host = zip(*ranked_logprobs(logits, chosen[:, None], num_top), strict=True)
+        packed = ranked_logprobs(logits, chosen[:, None], num_top).cpu().numpy()
+        host = zip(*unpacked_logprobs(packed), strict=True)
         for token, (own, rank, top, top_ids) in zip(chosen.tolist(), host, strict=True):
             self.entries[row].append(logprobs_entry(token, num_top, own, rank, top, top_ids))

@@ -28,15 +28,26 @@ from dflash_backend.core.plan import (
     StepPlan,
     StepResult,
 )
+from dflash_backend.error_text import first_line
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.parallel import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch, LayoutBuffer
 from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
-from dflash_backend.worker.graphs import EagerStep, GraphCapturer, GraphRunner, Progress, capture_sizes
+from dflash_backend.worker.graphs import (
+    ChosenTokens,
+    EagerStep,
+    GraphCapturer,
+    GraphRunner,
+    PaddedStep,
+    Progress,
+    capture_sizes,
+)
 from dflash_backend.worker.logits import LogitsProcessors
+from dflash_backend.worker.logprobs import PendingLogprobs
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
+from dflash_backend.worker.special_rows import SpecialRows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.step import PHASES, ModelStep, StepOutput
 from dflash_backend.worker.step_ops import HostStepOps
@@ -56,7 +67,7 @@ class PartInFlight:
     rows: Sequence[ScheduledRequest]
     num_rows: int
     results: Download | None
-    logprobs: dict[int, list[TokenLogprobs]]
+    logprobs: PendingLogprobs | None
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     grammars: StepGrammars | None = None
     complete: Callable[[], StepOutput] | None = None
@@ -92,7 +103,9 @@ class ModelRunner:
         beside = self.threads.num_workers == 1
         self.grammars = GrammarStates(grammars, step.target.spec.vocab_size, self.device, beside)
         num_rows = len(step.state.tokens)
-        self.layouts = LayoutBuffer(num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device)
+        self.layouts = LayoutBuffer(
+            num_rows, max(max_tokens, num_rows * step.width), step.state.k, self.device, step.kv.block_size
+        )
         self.graphs = GraphRunner(step, self.layouts)
         self._max_tokens = max_tokens
         # Rows that a step has tokens for when all of them draft: with more, most of a padded step would be padding.
@@ -160,9 +173,11 @@ class ModelRunner:
             numbers = self.step.unpacked(part.results.wait(), part.num_rows)
             num_verified, times = numbers.verified, numbers.times
             sure = numbers.confidences.tolist() if step.has_confidence else []
-            for i, (row, count) in enumerate(zip(part.rows, numbers.accepted, strict=False)):
-                new = numbers.tokens[i][: count + 1] if row.sample else []
-                logprobs, of_prompt = part.logprobs.get(i), part.prompt_logprobs.get(i)
+            counts = zip(part.rows, numbers.accepted, numbers.tokens, strict=False)
+            new_tokens = [ids[: count + 1] if row.sample else [] for row, count, ids in counts]
+            logprobs_of = part.logprobs.entries(new_tokens) if part.logprobs is not None else {}
+            for i, (row, count, new) in enumerate(zip(part.rows, numbers.accepted, new_tokens, strict=False)):
+                logprobs, of_prompt = logprobs_of.get(i), part.prompt_logprobs.get(i)
                 of_next = sure[i][: row.num_next_draft] if sure else []
                 result = RequestResult(
                     row.request_id,
@@ -271,30 +286,50 @@ class ModelRunner:
         budget = None if self.step.ops.on_host else plan.budget
         if budget is not None and any(self.requests.records[row.request_id].needs_layout for row in rows):
             rows, budget = evenly_truncated(rows, budget), None
-        batch = HostBatch.of(rows, self.requests, budget, plan.wants_confidence)
-        processors = LogitsProcessors.of(batch, self.requests)
+        batch = HostBatch.of(rows, self.requests, budget, plan.wants_confidence, plan.shared_prefixes)
         guard = None if plan.writable_block_ids is None else WriteGuard(plan, rows, self.step.kv.block_size)
         of_prompt = PromptLogprobs.of(batch, self.requests)
         grammars = self.grammars.of(batch, self._grammars_in_flight())
         copies = self._copied_states(rows) if self.step.pool is not None else []
-        padded = self.graphs.find(batch) if processors is None and grammars is None and not copies else None
+        waits = grammars is not None and grammars.waits
+        padded = self.graphs.find(batch) if not copies and of_prompt is None else None
         if padded is not None:
-            inputs = padded.inputs
-            self.layouts.send_padded(batch, inputs.num_rows, inputs.num_tokens)
-        else:
-            inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
+            self.layouts.send_padded(batch, padded.inputs.num_rows, padded.inputs.num_tokens)
+        complete: Callable[[], StepOutput]
         if padded is not None and guard is None:
-            output = StepOutput(padded.replay())
-        elif grammars is not None and grammars.waits:
+            inputs = padded.inputs
+            special = SpecialRows.of(batch, self.requests, grammars)
+            complete = partial(self._complete_padded, padded, padded.verify(), special, grammars)
+        else:
+            if padded is not None:
+                inputs = padded.inputs
+            else:
+                inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
+            processors = LogitsProcessors.of(batch, self.requests)
             forwarded = self.step.forward(inputs, guard, processors, of_prompt)
             complete = partial(self.step.complete, forwarded, guard, processors, grammars, copies)
-            entries = of_prompt.entries if of_prompt else {}
-            return PartInFlight(rows, inputs.num_rows, None, {}, entries, grammars, complete)
-        else:
-            output = self.step.run(inputs, guard, processors, of_prompt, grammars, copies)
-        results = self._downloader.begin(output.numbers)
         entries = of_prompt.entries if of_prompt else {}
+        if waits:
+            return PartInFlight(rows, inputs.num_rows, None, None, entries, grammars, complete)
+        output = complete()
+        results = self._downloader.begin(output.numbers)
         return PartInFlight(rows, inputs.num_rows, results, output.logprobs, entries, grammars)
+
+    def _complete_padded(
+        self, padded: PaddedStep, chosen: ChosenTokens, special: SpecialRows | None, grammars: StepGrammars | None
+    ) -> StepOutput:
+        """What follows the first half of a padded step; waits for the masks of grammars."""
+        logprobs = None
+        if special is not None:
+            logprobs = special.choose(chosen.logits, chosen.target_tokens, self.step.ops)
+        output = StepOutput(padded.finish(), logprobs)
+        if grammars is None:
+            return output
+        try:
+            return self.step.with_drafts(output, padded.inputs.batch)
+        except torch.OutOfMemoryError as error:
+            # The requests' state has moved on, so the step must not be tried again.
+            raise RuntimeError(f"no memory for the drafts that grammars look at: {first_line(error)}") from None
 
     @torch.inference_mode()
     def _complete(self, step: StepInFlight) -> None:

@@ -137,7 +137,7 @@ class RequestRecord:
         """Whether the host must know where the logits of its rows lie, and so how many drafts are verified."""
         sampling = self.sampling
         has_grammar = sampling.structured_outputs is not None
-        return has_grammar or sampling.disables_overlap or sampling.prompt_logprobs is not None
+        return has_grammar or sampling.has_special_logits or sampling.prompt_logprobs is not None
 
 
 class RequestStates:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,13 +17,13 @@ import torch
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.error_text import first_line
-from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StatePool, StateRows
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import LogitsProcessors
+from dflash_backend.worker.logprobs import PendingLogprobs
 from dflash_backend.worker.pending_context import Context, PendingContext
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
@@ -69,10 +69,10 @@ class StepOutput:
     """What a step yields. numbers: int64 `[result_size]`, on the device: the accepted drafts of each row, the verified
     ones, its new tokens, k + 1 of them with 0 behind the last, how sure the drafter is of the drafts that it proposed,
     k of each row (the bits of float32), then the timestamps and, where they were asked for, the k drafts of each row,
-    with anything behind the last. logprobs: by row, of those that asked."""
+    with anything behind the last. logprobs: of the rows that asked; None where none did."""
 
     numbers: torch.Tensor
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: PendingLogprobs | None = None
 
 
 class StepNumbers(NamedTuple):
@@ -95,7 +95,7 @@ class ModelStep:
     draft_temperature_ratio: drafts are chosen at this times the request's temperature. dtype: that of models and KV.
     wants_confidence: whether the drafter says how sure it is of its drafts. draft_backend: what runs the drafter's
     attention, None where `backend` does. pool: the states of recurrent layers, in the slots of the requests' indices;
-    None where the target has none.
+    None where the target has none. shares_prefixes: whether plans may have rows that read a prefix together.
     """
 
     target: TargetModel
@@ -109,6 +109,7 @@ class ModelStep:
     wants_confidence: bool = False
     draft_backend: AttentionBackend | None = None
     pool: StatePool | None = None
+    shares_prefixes: bool = False
     pending: PendingContext | None = field(init=False, default=None)
     """Where context may wait; not on a device, where injection is a small part of a step of one shape."""
 
@@ -153,12 +154,22 @@ class ModelStep:
         copies: Slots = (),
     ) -> StepOutput:
         """What follows the target's forward; waits for the masks of grammars. Raises as `run`."""
-        verified = self.choose(forwarded, grammars)
+        return self.settle(self.choose(forwarded, grammars), guard, processors, grammars is not None, copies)
+
+    def settle(
+        self,
+        verified: Verified,
+        guard: WriteGuard | None = None,
+        processors: LogitsProcessors | None = None,
+        returns_drafts: bool = False,
+        copies: Slots = (),
+    ) -> StepOutput:
+        """As `finish`, and where that runs out of memory the requests' state is as it was before. Raises as `run`."""
         if self.ops.on_host:  # a CPU never raises this error
-            return self.finish(verified, guard, processors, grammars is not None, copies)
+            return self.finish(verified, guard, processors, returns_drafts, copies)
         before = StateSnapshot(self.state, verified.inputs.batch, verified.prepared)
         try:
-            return self.finish(verified, guard, processors, grammars is not None, copies)
+            return self.finish(verified, guard, processors, returns_drafts, copies)
         except torch.OutOfMemoryError:
             before.restore()
             raise
@@ -261,7 +272,9 @@ class ModelStep:
         last, so that what fails before leaves them as they were."""
         inputs, prepared, timestamps = verified.inputs, verified.prepared, verified.timestamps
         accepted = self.ops.accept(verified.target_tokens, inputs.batch, prepared, self.state)
-        logprobs = processors.logprobs(accepted.count, accepted.tokens) if processors is not None else {}
+        logprobs = None
+        if processors is not None:
+            logprobs = processors.logprobs(verified.target_tokens, accepted.count if self.ops.on_host else None)
         record(timestamps, 2)
         if self.drafter is not None and verified.features is not None:
             self._inject(self.drafter, inputs.batch, prepared, verified.features, guard)
@@ -274,9 +287,12 @@ class ModelStep:
         confidence = self.state.confidence.index_select(0, inputs.batch.req_idx.clamp(min=0))
         counts = [accepted.count, inputs.batch.num_draft]
         numbers = [*counts, accepted.tokens.flatten(), confidence.view(torch.int32).flatten(), timestamps]
-        if returns_drafts:
-            numbers.append(self.ops.drafts(inputs.batch, self.state).flatten())
-        return StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
+        output = StepOutput(torch.cat([each.long() for each in numbers]), logprobs)
+        return self.with_drafts(output, inputs.batch) if returns_drafts else output
+
+    def with_drafts(self, output: StepOutput, batch: DeviceBatch) -> StepOutput:
+        """The output of a step with the drafts that its rows propose."""
+        return replace(output, numbers=torch.cat([output.numbers, self.ops.drafts(batch, self.state).flatten()]))
 
     @staticmethod
     def _commit(states: StateRows, num_kept: torch.Tensor, copies: Slots) -> None:

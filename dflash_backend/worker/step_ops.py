@@ -19,7 +19,7 @@ from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
 from dflash_backend.models.interface import WindowSlots
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
-from dflash_backend.worker.layouts import exact_layout, window_slots
+from dflash_backend.worker.layouts import draft_width, exact_layout, window_slots
 from dflash_backend.worker.state import StateTensors
 from dflash_kernels import (
     accept,
@@ -127,6 +127,7 @@ class DeviceStepOps:
         rows = DeviceLengths(batch.query_start, batch.query_lens, seq_lens)
         layout = self._layout(batch, bounds.query_lens, bounds.seq_lens, rows, bounds.max_overestimate, state)
         windows = window_slots(batch, positions, slots, layout, state)
+        layout = replace(layout, shared=inputs.shared)
         return Prepared(ids, positions, slots, starts, seq_lens, layout, padded=True, windows=windows)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -167,6 +168,15 @@ class DeviceStepOps:
         if inputs.logits_token is not None:
             positions = positions.index_select(0, inputs.logits_token)
         req_idx = inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
+        return self.chosen_tokens(logits, req_idx, positions, state, sampled=True)
+
+    def chosen_tokens(
+        self, logits: torch.Tensor, req_idx: torch.Tensor, positions: torch.Tensor, state: StateTensors, sampled: bool
+    ) -> torch.Tensor:
+        """As `target_tokens`, for `logits` `[n, vocab]` of the requests `req_idx` (`[n]`, -1 for padding), each of
+        which decides the token at its place in `positions`, int64 `[n]`. sampled: whether any has a temperature."""
+        if not sampled:
+            return self.argmax(logits)
         sampling = state.sampling_tensors(req_idx)
         temperature = sampling.temperature
         lowest_kept = self._lowest_kept(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
@@ -195,7 +205,7 @@ class DeviceStepOps:
     def history(self, inputs: StepInputs, state: StateTensors) -> TokenHistory:
         """The tokens of the step's rows, as they are after `accept`."""
         batch = inputs.batch
-        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, _draft_width(inputs, state))
+        return TokenHistory(state.tokens, state.computed, batch.req_idx, batch.num_next, draft_width(inputs, state))
 
     def features_before_anchors(
         self, features: torch.Tensor, batch: DeviceBatch, num_accepted: torch.Tensor
@@ -210,7 +220,7 @@ class DeviceStepOps:
     ) -> DraftQueries:
         """What the drafter's model runs, after `accept`: a row of `inputs.draft_width + lookahead_base` queries for
         each row of the step. lookahead_base: the drafter's, 1 or 0."""
-        batch, bounds, width = inputs.batch, inputs.bounds, _draft_width(inputs, state) + lookahead_base
+        batch, bounds, width = inputs.batch, inputs.bounds, draft_width(inputs, state) + lookahead_base
         ids, positions, slots, query_lens, seq_lens = self._prepared_draft(
             batch, state, placeholder_id, width, lookahead_base
         )
@@ -232,7 +242,7 @@ class DeviceStepOps:
         its noise."""
         if temperature_ratio == 0.0 or not inputs.traits.sampled:
             return DraftSampler(self, wants_confidence=wants_confidence)
-        req_idx = self._draft_req_idx(inputs.batch, _draft_width(inputs, state))
+        req_idx = self._draft_req_idx(inputs.batch, draft_width(inputs, state))
         temperature = state.temperature[req_idx] * temperature_ratio
         return DraftSampler(self, temperature, state.seeds[req_idx], wants_confidence)
 
@@ -382,10 +392,6 @@ class HostStepOps(DeviceStepOps):
 
 
 StepOps = DeviceStepOps
-
-
-def _draft_width(inputs: StepInputs, state: StateTensors) -> int:
-    return state.k if inputs.draft_width is None else inputs.draft_width
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:

@@ -33,17 +33,17 @@ class BadWords:
             torch.tensor([len(ids) - 1 for ids in words], dtype=torch.int64, device=device),
         )
 
-    def hide(self, logits: torch.Tensor, tokens: torch.Tensor, position: int, num_prompt_tokens: int) -> None:
+    def hide(self, logits: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, num_prompt_tokens: int) -> None:
         """Hide, in place, the last token of each word whose other tokens end the output.
 
-        logits: float32 `[n, vocab]`, for `position` and those behind it. tokens: int64 `[max_len]`, the request's, with
-        its drafts. So a row of logits counts the drafts before it. A prefix is looked for in the output only, as in
-        vLLM.
+        logits: float32 `[n, vocab]`, for `position` (int64 `[]`) and those behind it. tokens: int64 `[max_len]`, the
+        request's, with its drafts. So a row of logits counts the drafts before it. A prefix is looked for in the output
+        only, as in vLLM.
         """
         width = self.prefixes.shape[1]
-        ends = torch.arange(position, position + len(logits), device=logits.device)[:, None]
+        ends = (position + torch.arange(len(logits), device=logits.device))[:, None]
         columns = ends - width + torch.arange(width, device=logits.device)
-        before = tokens[columns.clamp(min=0)]
+        before = tokens[columns.clamp(0, len(tokens) - 1)]
         matches = ((before[:, None] == self.prefixes) | (self.prefixes < 0)).all(dim=2)
         hidden = matches & (ends - self.prefix_lens >= num_prompt_tokens)
         bias = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(hidden, float("-inf"))

@@ -23,6 +23,15 @@ def share(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
+def put(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of a small array on the device, which the device makes when it comes to it: the host does not wait."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # torch keeps the pinned memory until the copy has run.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class _Turn:
     """One host buffer, and the event after which the device needs it no more."""
 
@@ -92,10 +101,22 @@ class Download:
     event: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """The numbers, int64, once they are there. Valid until `MAX_STEPS_IN_FLIGHT` later downloads were begun."""
+        """The numbers, once they are there. Those of a `Downloader` are valid until it has begun `MAX_STEPS_IN_FLIGHT`
+        more."""
         if self.event is not None:
             self.event.synchronize()
         return self.numbers.numpy()
+
+
+def fetch(tensor: torch.Tensor) -> Download:
+    """Queue a copy of `tensor` to memory of its own on the host, behind what the device has to do."""
+    if tensor.device.type != "cuda":
+        return Download(tensor.clone(), None)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Download(host, event)
 
 
 class Downloader:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,6 +33,10 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
     longest = min(CHUNK, max_tokens)
     with _every_variant(step):
         step.run(_padding_under_bounds(step, layouts, longest, sampled=False))
+        if step.shares_prefixes:
+            inputs = _padding_under_bounds(step, layouts, longest, sampled=False)
+            shared = layouts.padded_shared(inputs.num_rows, inputs.num_tokens, step.state.max_len)
+            step.run(replace(inputs, shared=shared))
     for num_tokens in _token_counts(step, max_tokens):
         step.run(_padding_under_bounds(step, layouts, num_tokens, sampled=False))
     for width in {step.state.k, *draft_widths}:

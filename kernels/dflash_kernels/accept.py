@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -60,6 +62,7 @@ def accept_reference(
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _accept_kernel(
         target_tokens_ptr, tokens_ptr, computed_ptr, req_idx_ptr, starts_ptr, num_new_ptr, num_draft_ptr,

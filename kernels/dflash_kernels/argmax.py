@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -39,6 +41,7 @@ if triton is not None:
         largest, place = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
         return largest, (tl.min(offsets, axis=0) + place).to(tl.int32)
 
+    @cached_launches
     @triton.jit
     def _tile_kernel(values_ptr, max_ptr, index_ptr, vocab, stride, num_tiles, BLOCK: tl.constexpr):
         """One program finds the largest of one tile of one row."""
@@ -50,6 +53,7 @@ if triton is not None:
         tl.store(max_ptr + place, largest)
         tl.store(index_ptr + place, index)
 
+    @cached_launches
     @triton.jit
     def _reduce_kernel(max_ptr, index_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
         """One program finds the largest tile of one row. Lower tiles win ties."""

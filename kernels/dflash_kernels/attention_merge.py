@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch
 
 try:
@@ -48,6 +49,13 @@ if triton is not None:
         tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
+    def store_lse(top, total, token, head, is_query, lse_ptr, NUM_HEADS: tl.constexpr):
+        """Write the log, of two, of each line's denominator, if anyone asks for it; -inf where a line saw nothing."""
+        if lse_ptr is not None:
+            lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+            tl.store(lse_ptr + token * NUM_HEADS + head, lse, mask=is_query)
+
+    @triton.jit
     def store_piece(
         acc, top, total, line, is_query, partial_ptr, lse_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
     ):  # fmt: skip
@@ -58,12 +66,14 @@ if triton is not None:
         mask = is_query[:, None] & (d < HEAD_DIM)[None, :]
         tl.store(partial_ptr + (line * HEAD_DIM)[:, None] + d[None, :], acc, mask=mask)
 
+    @cached_launches
     @triton.jit(
         do_not_specialize=["num_tiles", "lines_per_tile"],
         do_not_specialize_on_alignment=["start_ptr", "query_lens_ptr"],
     )
     def _merge_kernel(
-        start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, num_tiles, lines_per_tile,
+        start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, num_tiles,
+        lines_per_tile,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
     ):  # fmt: skip
@@ -110,6 +120,7 @@ if triton is not None:
         acc = with_sink(acc, top, total, sinks_ptr, head)
         token = (tl.load(start_ptr + row) + query).to(tl.int64)
         store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
 
     def merge(
         rows: PagedBatch,
@@ -120,13 +131,14 @@ if triton is not None:
         lse: torch.Tensor,
         heads: dict[str, int],
         sinks: torch.Tensor | None,
+        out_lse: torch.Tensor | None = None,
     ) -> None:
         """Write the output of the tiles that have several pieces. partial, lse: float32 `[n, head_dim]` and `[n]`, a
         line of results for each of two pieces of a worker, KV head, and line of a tile. heads: constants of kernels.
-        sinks: as of `paged_attention_reference`."""
+        sinks: as of `paged_attention_reference`. out_lse: as of `paged_attention`."""
         block_m, group = launch.tiling.block_m, heads["GROUP"]
         pieces, lines = MANY_TILES if launch.num_tiles * MANY_TILES[0] > launch.num_workers else FEW_TILES
         _merge_kernel[(launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines))](
-            rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, launch.num_tiles, block_m,
+            rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles, block_m,
             **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=4,
         )  # fmt: skip

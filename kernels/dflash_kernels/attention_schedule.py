@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch
 
 try:
@@ -79,6 +80,7 @@ if triton is not None:
         end = tl.where(first < query_len, end, begin)
         return begin, end
 
+    @cached_launches
     @triton.jit(
         do_not_specialize=["num_tiles", "num_workers", "query_bound", "per_tile", "table_len", "block_n", "min_units"],
         do_not_specialize_on_alignment=["query_lens_ptr", "seq_lens_ptr", "tiles_ptr"],

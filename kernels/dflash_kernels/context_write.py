@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.qk_norm_rope_write import head_norm_reference, kv_write_reference, rotate_reference
 
 try:
@@ -46,6 +47,7 @@ def context_write_reference(
 if triton is not None:
     from dflash_kernels.qk_norm_rope_write import head_blocks, norm_and_rotate
 
+    @cached_launches
     @triton.jit
     def _context_write_kernel(
         projected_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, caches_ptr,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -36,6 +38,7 @@ if triton is not None:
         """GELU of float32 numbers. `0.5 * (1 + tanh(z))` is the logistic function of 2z."""
         return x / (1.0 + tl.exp(-2.0 * SCALE * (x + CUBE * x * x * x)))
 
+    @cached_launches
     @triton.jit
     def _gelu_mul_kernel(
         gate_up_ptr, output_ptr, row_stride,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -37,6 +39,7 @@ def grouped_conv_reference(
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _grouped_conv_kernel(
         x_ptr, base_ptr, dynamic_ptr, block_index_ptr, output_ptr, x_stride, dynamic_stride,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention import LOG2_E, STEP_NUMBERS, STEP_POINTERS
 from dflash_kernels.paged_attention_launch import (
     HOPPER_SHARED_BYTES,
@@ -122,6 +123,7 @@ if triton is not None:
         first_piece = begin // PIECE
         return begin, end, first_piece, tl.maximum((end - 1) // PIECE, first_piece)
 
+    @cached_launches
     @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_pieces_kernel(
         query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr,
@@ -158,6 +160,7 @@ if triton is not None:
             line = place * BLOCK_M + tl.arange(0, BLOCK_M)
             store_piece(acc, top, total, line, is_query, partial_ptr, lse_ptr, HEAD_DIM, BLOCK_D)
 
+    @cached_launches
     @triton.jit(
         do_not_specialize=[number for number in NUMBERS if number != "table_stride"],
         do_not_specialize_on_alignment=[pointer for pointer in STEP_POINTERS if pointer != "tables_ptr"],

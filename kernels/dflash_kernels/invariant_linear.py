@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -131,6 +133,7 @@ def product_tile(num_outputs: int, itemsize: int) -> ProductTile:
 
 if triton is not None:
     # One compiled kernel serves all numbers of rows, and all have the same bits.
+    @cached_launches
     @triton.jit(do_not_specialize=["num_rows"])
     def _linear_kernel(
         x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, x_stride,

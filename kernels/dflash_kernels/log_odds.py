@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from dflash_kernels.argmax import TILE, WARPS
+from dflash_kernels.launcher import cached_launches
 
 try:
     import triton
@@ -35,6 +36,7 @@ def log_odds_reference(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.T
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _tile_kernel(logits_ptr, ids_ptr, max_ptr, sum_ptr, vocab, stride, num_tiles, BLOCK: tl.constexpr):
         """One program adds up the probabilities of one tile of one row but the token's, relative to the largest."""
@@ -49,6 +51,7 @@ if triton is not None:
         tl.store(max_ptr + place, largest)
         tl.store(sum_ptr + place, tl.sum(tl.exp(logits - shift), axis=0))
 
+    @cached_launches
     @triton.jit
     def _reduce_kernel(
         logits_ptr, ids_ptr, max_ptr, sum_ptr, out_ptr, stride, num_tiles, MOST: tl.constexpr, TILES: tl.constexpr

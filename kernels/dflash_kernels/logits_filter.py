@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -139,6 +141,7 @@ if triton is not None:
             turn += 1
         return low
 
+    @cached_launches
     @triton.jit
     def _lowest_kept_kernel(
         logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, vocab, stride, BLOCK: tl.constexpr

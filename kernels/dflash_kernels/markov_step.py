@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -58,6 +60,7 @@ if triton is not None:
         weight = tl.load(weight_ptr + out[:, None] * columns + inner[None, :], mask=inside, other=0.0)
         return tl.sum(weight.to(tl.float32) * vector[None, :], axis=1)
 
+    @cached_launches
     @triton.jit
     def _markov_step_kernel(
         previous_ptr, table_ptr, projected_ptr, projected_stride, weight_ptr, state_ptr, latent_ptr, next_ptr,

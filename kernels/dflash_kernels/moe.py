@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from dflash_kernels import moe_routing
 from dflash_kernels.clamped_swiglu import Clamp, clamped_swiglu_reference
 from dflash_kernels.gelu_mul import CUBE, SCALE, gelu_mul_reference
+from dflash_kernels.launcher import cached_launches
 
 try:
     import triton
@@ -126,6 +127,7 @@ if triton is not None:
     from dflash_kernels.gelu_mul import gelu
 
     # One compiled kernel serves all numbers of entries: a step must not wait for a compiler.
+    @cached_launches
     @triton.jit(do_not_specialize=["num_entries"])
     def _gate_up_kernel(
         x_ptr, weight_ptr, bias_ptr, entries_ptr, block_experts_ptr, out_ptr, num_entries,
@@ -178,6 +180,7 @@ if triton is not None:
         out_ptrs = out_ptr + entries.to(tl.int64)[:, None] * INNER + columns[None, :]
         tl.store(out_ptrs, activated.to(out_ptr.dtype.element_ty), mask=is_entry[:, None] & is_column[None, :])
 
+    @cached_launches
     @triton.jit(do_not_specialize=["num_entries"])
     def _down_kernel(
         x_ptr,
@@ -230,6 +233,7 @@ if triton is not None:
         weighted = (result * weights[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptrs, weighted, mask=is_entry[:, None] & is_column[None, :])
 
+    @cached_launches
     @triton.jit
     def _sum_kernel(parts_ptr, out_ptr, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
         """One program sums one token's entries in BLOCK columns, one after the other, in float32."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -57,6 +59,7 @@ def max_blocks(num_entries: int, num_experts: int, block_size: int) -> int:
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _route_kernel(
         logits_ptr,
@@ -112,6 +115,7 @@ if triton is not None:
         return weights, experts
 
     # One compiled kernel serves all numbers of entries: a step must not wait for a compiler.
+    @cached_launches
     @triton.jit(do_not_specialize=["num_entries", "num_blocks"])
     def _group_kernel(
         expert_of_ptr,

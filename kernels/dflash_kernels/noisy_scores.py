@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels.gumbel_noise import gumbel_reference
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.sample import NOISE_AT_A_TIME, TILE
 
 try:
@@ -36,6 +37,7 @@ def noisy_scores_reference(
 
 if triton is not None:
     # A view of positions may begin at any of them.
+    @cached_launches
     @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
     def _noisy_scores_kernel(
         logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, scores_ptr, vocab, stride, BLOCK: tl.constexpr

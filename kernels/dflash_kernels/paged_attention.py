@@ -17,6 +17,7 @@ import torch
 from dflash_kernels.attention_merge import LOG2_E
 from dflash_kernels.attention_schedule import BLOCK, PagedBatch
 from dflash_kernels.fp8_kv import dequantise_kv_reference
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch, power_of_two
 
 try:
@@ -84,7 +85,7 @@ def paged_attention_reference(
 
 
 if triton is not None:
-    from dflash_kernels.attention_merge import merge, store_piece, store_tile, with_sink
+    from dflash_kernels.attention_merge import merge, store_lse, store_piece, store_tile, with_sink
     from dflash_kernels.attention_schedule import schedule, tile_span
     from dflash_kernels.fp8_kv import load_kv
 
@@ -190,10 +191,12 @@ if triton is not None:
         acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
         return acc, top, total, token, head, is_query
 
+    @cached_launches
     @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
     def _attend_kernel(
         query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, tiles_ptr, out_ptr,
-        sinks_ptr, scale, num_tiles, query_bound, table_width, table_stride, token_stride, head_stride, block_stride,
+        sinks_ptr, out_lse_ptr, scale, num_tiles, query_bound, table_width, table_stride, token_stride, head_stride,
+        block_stride,
         slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
@@ -213,13 +216,16 @@ if triton is not None:
         )  # fmt: skip
         acc = with_sink(acc, top, total, sinks_ptr, head)
         store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+        store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
 
+    @cached_launches
     @triton.jit(
         do_not_specialize=STEP_NUMBERS[:1] + STEP_NUMBERS[2:], do_not_specialize_on_alignment=STEP_POINTERS[:-1]
     )
     def _attend_shares_kernel(
         query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr,
-        partial_ptr, lse_ptr, sinks_ptr, scale, num_tiles, table_width, table_stride, token_stride, head_stride,
+        partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, scale, num_tiles, table_width, table_stride, token_stride,
+        head_stride,
         block_stride, slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
@@ -258,6 +264,7 @@ if triton is not None:
             if (at == tile_begin) & (piece_end == tile_end):
                 acc = with_sink(acc, top, total, sinks_ptr, head)
                 store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+                store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
             else:
                 # A worker has two pieces at most: the last one of a tile that began before, and the first of another.
                 slot = 2 * worker + (tile_begin >= worker * share).to(tl.int32)
@@ -298,13 +305,15 @@ if triton is not None:
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
+        out_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `paged_attention_reference`, without a wait for the device.
 
         `launches` are those of `prepare_launches` for these rows and heads. Heads and the elements of a head must be
         contiguous in `cache`, the elements of a head in `query`; a cache with scales as a whole, and they too.
         out: where the output is written; tokens that are no row's are left as they are there. None: a new tensor, zeros
-        for those.
+        for those. out_lse: float32 `[num_tokens, num_heads]`, which gets the logarithm, of two, of each query's
+        denominator, -inf where it saw nothing; tokens that are no row's are left.
         """
         if out is None:
             out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
@@ -331,9 +340,9 @@ if triton is not None:
             }
             if prepared.schedule is not None:
                 shared = (prepared.launch, prepared.schedule)
-                _launch_shares(query, cache, scales, rows, *shared, out, sinks, heads, options)
+                _launch_shares(query, cache, scales, rows, *shared, out, sinks, out_lse, heads, options)
             else:
-                _launch_tiles(query, cache, scales, rows, prepared.launch, prepared.tiles, out, sinks, options)
+                _launch_tiles(query, cache, scales, rows, prepared.launch, prepared.tiles, out, sinks, out_lse, options)
         return out
 
     def _launch_tiles(
@@ -345,12 +354,14 @@ if triton is not None:
         tiles: torch.Tensor | None,
         out: torch.Tensor,
         sinks: torch.Tensor | None,
+        out_lse: torch.Tensor | None,
         options: dict[str, int],
     ) -> None:
         """A program for each tile."""
         _attend_kernel[(launch.num_tiles * cache.shape[3],)](
             query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, tiles, out,
-            sinks, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len, rows.block_tables.shape[1],
+            sinks, out_lse, LOG2_E * query.shape[2] ** -0.5, launch.num_tiles, launch.query_len,
+            rows.block_tables.shape[1],
             rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4],
             **options, MAPPED=tiles is not None,
         )  # fmt: skip
@@ -364,6 +375,7 @@ if triton is not None:
         schedule: torch.Tensor,
         out: torch.Tensor,
         sinks: torch.Tensor | None,
+        out_lse: torch.Tensor | None,
         heads: dict[str, int],
         options: dict[str, int],
     ) -> None:
@@ -374,7 +386,7 @@ if triton is not None:
         lse = torch.empty(num_lines, dtype=torch.float32, device=query.device)
         _attend_shares_kernel[(launch.num_workers * num_kv_heads,)](
             query, cache, scales, rows.query_start, rows.query_lens, rows.seq_lens, rows.block_tables, schedule, out,
-            partial, lse, sinks, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
+            partial, lse, sinks, out_lse, LOG2_E * head_dim**-0.5, launch.num_tiles, rows.block_tables.shape[1],
             rows.block_tables.stride(0), *query.stride()[:2], *cache.stride()[:4], **options, BLOCK=BLOCK,
         )  # fmt: skip
-        merge(rows, launch, schedule, out, partial, lse, heads, sinks)
+        merge(rows, launch, schedule, out, partial, lse, heads, sinks, out_lse)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
 from dflash_kernels.prepare_step import covered_lens, look_up_reference
 
 try:
@@ -102,6 +103,7 @@ def _draft_indices(req_idx: torch.Tensor, num_next: torch.Tensor) -> tuple[np.nd
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit(do_not_specialize=["num_tokens"])
     def _inject_slots_kernel(
         slots_ptr, positions_ptr, req_idx_ptr, computed_ptr, token_row_ptr, out_ptr, num_tokens, BLOCK: tl.constexpr
@@ -131,6 +133,7 @@ if triton is not None:
             _inject_slots_kernel[grid](slots, positions, req_idx, computed, token_row, out, len(slots), BLOCK=block)
         return out
 
+    @cached_launches
     @triton.jit
     def _prepare_draft_kernel(
         tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr, req_idx_ptr, num_next_ptr,
@@ -187,6 +190,7 @@ if triton is not None:
             )  # fmt: skip
         return ids, positions, slots, query_lens, seq_lens
 
+    @cached_launches
     @triton.jit
     def _store_drafts_kernel(
         tokens_ptr, computed_ptr, req_idx_ptr, num_next_ptr, drafts_ptr, confidence_ptr, confidences_ptr,

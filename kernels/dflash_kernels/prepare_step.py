@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -114,6 +116,7 @@ if triton is not None:
         computed = tl.load(computed_ptr + req_idx, mask=real & (num_unverified > 0), other=0)
         return tl.where(num_unverified > 0, computed, start)
 
+    @cached_launches
     @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
     def _prepare_kernel(
         tokens_ptr, blocks_ptr, num_blocks_ptr, computed_ptr,

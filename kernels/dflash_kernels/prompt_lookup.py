@@ -14,6 +14,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -68,6 +70,7 @@ def _match(text: np.ndarray, anchor: int, min_ngram: int, max_ngram: int) -> tup
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _prompt_lookup_kernel(
         tokens_ptr, computed_ptr, req_idx_ptr, num_drafts_ptr, drafts_ptr, matched_ptr, k, max_len,

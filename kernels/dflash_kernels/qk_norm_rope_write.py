@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.fp8_kv import quantise_kv_reference
+from dflash_kernels.launcher import cached_launches
 
 try:
     import triton
@@ -106,6 +107,7 @@ if triton is not None:
         turned_high = (high * cos).to(DTYPE).to(tl.float32) + low * sin
         return turned_low, turned_high
 
+    @cached_launches
     @triton.jit
     def _qk_norm_rope_write_kernel(
         qkv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, query_ptr, cache_ptr, scales_ptr,

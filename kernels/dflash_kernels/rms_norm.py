@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -35,6 +37,7 @@ def add_rms_norm_reference(
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _rms_norm_kernel(
         x_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, x_stride, residual_stride, eps,

@@ -12,6 +12,7 @@ import torch
 
 from dflash_kernels.argmax import WARPS, argmax_reference
 from dflash_kernels.gumbel_noise import gumbel_reference
+from dflash_kernels.launcher import cached_launches
 
 try:
     import triton
@@ -65,6 +66,7 @@ def sample_reference(
 
 if triton is not None:
     # A view of positions may begin at any of them.
+    @cached_launches
     @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
     def _sample_kernel(
         logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, lowest_kept_ptr, token_ids_ptr,

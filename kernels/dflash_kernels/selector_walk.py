@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -55,6 +57,7 @@ def selector_walk_reference(
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _selector_walk_kernel(
         scores_ptr, candidates_ptr, hidden_ptr, predecessors_ptr, successors_ptr, anchors_ptr, starts_ptr,

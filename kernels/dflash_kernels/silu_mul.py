@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -29,6 +31,7 @@ def invariant_silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _silu_mul_kernel(gate_up_ptr, output_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
         """One program computes one piece of one row."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     from triton.language.extra.cuda import globaltimer
@@ -17,6 +19,7 @@ except ImportError:  # a machine without a GPU has no use for it
 if triton is not None:
     import triton.language as tl
 
+    @cached_launches
     @triton.jit
     def _timestamp_kernel(marks_ptr, index):
         tl.store(marks_ptr + index, globaltimer())

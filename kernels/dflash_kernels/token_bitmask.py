@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -39,6 +41,7 @@ def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, r
 
 if triton is not None:
 
+    @cached_launches
     @triton.jit
     def _apply_kernel(logits_ptr, bitmask_ptr, rows_ptr, vocab, stride, words, BLOCK: tl.constexpr):
         """One program masks one tile of one row. A tile of logits begins at a word."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels.launcher import cached_launches
+
 try:
     import triton
     import triton.language as tl
@@ -97,6 +99,7 @@ if triton is not None:
     # No cost is as high: the bits of the largest finite float32.
     LARGEST = 0x7F7FFFFF
 
+    @cached_launches
     @triton.jit(do_not_specialize=["num_rows"])
     def _choose_kernel(
         confidence_ptr, budget_ptr, req_idx_ptr, num_new_ptr, num_draft_ptr, logits_start_ptr,
@@ -145,6 +148,7 @@ if triton is not None:
         first_logits = tl.where(samples, tl.cumsum(num_logits, axis=0) - num_logits, -1)
         tl.store(first_logits_ptr + row, first_logits, mask=inside)
 
+    @cached_launches
     @triton.jit
     def _place_kernel(
         num_new_ptr, verified_ptr, query_start_ptr, query_lens_ptr, first_logits_ptr,

@@ -1,4 +1,5 @@
-"""No request waits for the compiler: what serving can launch is compiled at the start."""
+"""No request waits for the compiler: what serving can launch is compiled at the start. And a launch costs the host
+little."""
 
 from __future__ import annotations
 
@@ -20,6 +21,13 @@ CASES_AT_A_TIME = 4
 NAMES = [case.name for case in CASES]
 GROUPS = [NAMES[start : start + CASES_AT_A_TIME] for start in range(0, len(NAMES), CASES_AT_A_TIME)]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def test_a_launch_runs_the_kernel_that_triton_would_run() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.launches"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every launch is Triton's" in done.stdout
 
 
 @pytest.mark.slow

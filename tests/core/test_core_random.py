@@ -58,6 +58,7 @@ def _random_config(rng: random.Random) -> SchedulerConfig:
         max_step_s=rng.choice([None, 0.5, 2.0]),
         tenant_weights=rng.choice([{}, {"a": 3.0}, {"": 0.5, "b": 0.1}]),
         num_state_snapshots=rng.choice([None, None, None, None, 1, 3, 12]),
+        min_shared_positions=(0, 1, 6)[max_model_len % 3],
     )
 
 

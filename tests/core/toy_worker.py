@@ -20,6 +20,7 @@ from itertools import accumulate
 from math import exp
 from operator import mul
 
+from toy_checks import check_shared
 from toy_model import prefix_states, propose, root_state, verify
 
 from dflash_backend.core.block_pool import BlockPool
@@ -34,7 +35,6 @@ from dflash_backend.core.plan import (
     StepResult,
 )
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.messages import SamplingParams
 
 EMPTY = 0  # a slot that was never written
 QUERY = -1  # a slot that holds the KV of a drafter's query
@@ -179,6 +179,7 @@ class ToyWorker:
             if self._config.num_state_snapshots is not None and start:
                 assert held.recurrent == held.states[start - 1], f"{row} starts from the state of another prefix"
         self._check_owners(plan, work)
+        check_shared(plan, work, self._config)
         if plan.budget is not None:
             self._keep_likeliest(plan.budget, [held for _, held, _ in work])
 
@@ -386,15 +387,9 @@ class OverlappingToy(ToyWorker):
             self._results.append(self._run(self._queue.popleft()))
 
     def _check_certainty(self, plan: StepPlan) -> None:
-        """A row is as uncertain as the step in flight makes it. A request that needs its own output waits for it."""
+        """A row is as uncertain as the step in flight makes it."""
         added = {new.request_id for new in plan.new_requests}
         ahead = {row.request_id: row for other in self._uncollected for row in other.rows}
         for row in plan.rows:
             other = None if row.request_id in added else ahead.get(row.request_id)
             assert row.num_unverified_drafts == (0 if other is None else other.num_draft)
-            if other is not None:
-                assert not self._sampling_of(row.request_id).disables_overlap, f"{row} needs what is in flight"
-
-    def _sampling_of(self, request_id: str) -> SamplingParams:
-        queued = [new for plan in self._queue for new in plan.new_requests if new.request_id == request_id]
-        return (queued[-1] if queued else self._held[request_id].new).sampling

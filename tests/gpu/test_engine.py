@@ -83,6 +83,30 @@ def test_sampled_tokens_do_not_depend_on_graphs_and_overlap(
     assert equal >= 0.9 * len(prompts)
 
 
+SPECIAL: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.2},
+    {"logit_bias": {300: 2.0}, "min_tokens": 20},
+    {"structured_outputs": {"regex": "[a-z ]{5,40}[.]"}},
+]
+
+
+def test_special_requests_get_between_two_graphs_what_they_get_on_the_cpu(prompts: list[str]) -> None:
+    """Every fifth request asks for nothing, and the others each for something else."""
+    from dflash_backend import LLM
+
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": MAX_TOKENS, **SPECIAL[i % len(SPECIAL)]} for i in range(len(prompts))
+    ]
+    texts = [
+        [output.token_ids for output in LLM(**(SETTINGS | {"dtype": "float32"} | way)).generate(list(prompts), params)]
+        for way in ({"device": "cuda"}, {"device": "cpu", "draft": ""})
+    ]
+    equal = sum(ours == theirs for ours, theirs in zip(*texts, strict=True))
+    assert equal >= 0.95 * len(prompts)
+
+
 def test_the_filters_of_sampled_requests_reach_the_gpu(prompts: list[str]) -> None:
     """With top_k = 1 there is nothing to draw, whatever the temperature: the tokens are the greedy ones."""
     from dflash_backend import LLM

@@ -20,6 +20,7 @@ from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
 from dflash_kernels.selector_walk import selector_walk
+from dflash_kernels.shared_prefix import merge_parts
 from dflash_kernels.silu_mul import silu_mul
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
@@ -55,6 +56,7 @@ def launches() -> None:
     attend([8192], causal=True)
     for shape in LARGE_HEADS:
         attend([2048, 16, 0], causal=True, shape=shape)
+    share_a_prefix()
     route_to_experts()
     in_any_batch([16], 32768)
     in_any_batch([300, 16, 0], 2000)
@@ -108,6 +110,26 @@ def attend(query_lens: list[int], causal: bool, shape: HeadShape = HEAD_SHAPE) -
     for sinks in (None, zeros(shape.num_heads)):
         for kv, scales in ((cache, None), fp8(cache)):
             paged_attention(query, kv, rows, prepared, causal, None, sinks=sinks, scales=scales)
+
+
+def share_a_prefix(num_tokens: int = 128) -> None:
+    """Both parts of attention, with their logarithms and in float32, and their merge."""
+    num_rows, heads = 4, HEAD_SHAPE
+    numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
+    rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
+    query = zeros(num_tokens, heads.num_heads, heads.head_dim)
+    cache = zeros(4, BLOCK_SIZE, 2, heads.num_kv_heads, heads.head_dim)
+    parts = []
+    for queries, causal in ((16, True), (num_tokens, False)):
+        bounds = np.full(num_rows, queries), np.full(num_rows, 32768)
+        planned = plan_launches(*bounds, heads, causal, None, 132, max_overestimate=32768)
+        prepared = prepare_launches([(each, None) for each in planned], rows, heads.group, BLOCK_SIZE, causal, None)
+        out = torch.zeros(num_tokens, heads.num_heads * heads.head_dim)
+        lse = torch.zeros(num_tokens, heads.num_heads)
+        paged_attention(query, cache, rows, prepared, causal, None, out, out_lse=lse)
+        parts += [out, lse]
+    for sinks in (None, zeros(heads.num_heads)):
+        merge_parts(*parts, zeros(num_tokens, heads.num_heads * heads.head_dim), sinks)
 
 
 def route_to_experts() -> None:

@@ -27,6 +27,7 @@ FILES = {
         "qk_norm_rope_write",
         "rms_norm",
         "selector_walk",
+        "shared_prefix",
         "silu_mul",
     ],
     "test_timestamp": ["timestamp"],

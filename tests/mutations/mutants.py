@@ -14,6 +14,7 @@ from tests.mutations.gpt_oss import GPT_OSS_MUTANTS
 from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.hybrids import HYBRID_MUTANTS
 from tests.mutations.invariance import INVARIANCE_MUTANTS
+from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
 from tests.mutations.parallel import PARALLEL_MUTANTS
 from tests.mutations.parsing import PARSING_MUTANTS
@@ -24,7 +25,9 @@ from tests.mutations.sampling import SAMPLING_MUTANTS
 from tests.mutations.scheduling import SCHEDULING_MUTANTS
 from tests.mutations.security import SECURITY_MUTANTS
 from tests.mutations.serving import SERVING_MUTANTS
+from tests.mutations.shared_prefixes import SHARED_PREFIX_MUTANTS
 from tests.mutations.snapshots import SNAPSHOT_MUTANTS
+from tests.mutations.special_rows import SPECIAL_MUTANTS
 from tests.mutations.speculation import SPECULATION_MUTANTS
 from tests.mutations.windows import WINDOW_MUTANTS
 from tests.mutations.worker import WORKER_MUTANTS
@@ -34,6 +37,7 @@ MUTANTS += DRAFTERS_MUTANTS + SERVING_MUTANTS + SPECULATION_MUTANTS + PARSING_MU
 MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTANTS + EAGLE3_MUTANTS + INVARIANCE_MUTANTS
 MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS + GEMMA4_MUTANTS
 MUTANTS += SNAPSHOT_MUTANTS + FP8_KV_MUTANTS + WINDOW_MUTANTS + READ_AHEAD_MUTANTS
+MUTANTS += SPECIAL_MUTANTS + SHARED_PREFIX_MUTANTS + LAUNCHER_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

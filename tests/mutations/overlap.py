@@ -90,12 +90,6 @@ OVERLAP_MUTANTS = (
     *mutants_of(
         f"{CORE}/scheduler.py",
         OVERLAP,
-        ("a request that needs its own output does not wait for it", "if request.disables_overlap:", "if False:"),
-        (
-            "a prompt is admitted behind one that a step skips",
-            "builder.stop_admission.add(request.sampling.tenant)",
-            "pass",
-        ),
         (
             "a request is preempted while a step is in flight",
             "                if in_flight:\n                    return False\n",

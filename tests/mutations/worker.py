@@ -46,21 +46,21 @@ WORKER_MUTANTS = (
     Mutant(
         "penalties do not count the last token",
         f"{WORKER}/logits.py",
-        "put(position)[:, None]) & ~in_prompt",
-        "put(position)[:, None] - 1) & ~in_prompt",
+        "position[:, None]) & ~in_prompt",
+        "position[:, None] - 1) & ~in_prompt",
         ("tests/test_logits_processing.py::test_greedy_output_is_the_argmax_of_the_changed_logits_at_every_position",),
     ),
     Mutant(
         "log-probabilities are those of processed logits",
         f"{WORKER}/logits.py",
-        "        return logits.float().index_copy(0, flat, processed)",
-        "        self._raw = processed\n        return logits.float().index_copy(0, flat, processed)",
+        "        return logits.float().index_copy(0, self.flat, processed)",
+        "        self._raw = processed\n        return logits.float().index_copy(0, self.flat, processed)",
         ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
     ),
     Mutant(
         "penalties do not count drafts",
         f"{WORKER}/logits.py",
-        "    counts.index_put_((put(logits_rows), draft_tokens), counts.new_ones(()), accumulate=True)\n",
+        "    counts.index_put_((of_draft, draft_tokens), counts.new_ones(()), accumulate=True)\n",
         "",
         LOGITS,
     ),
@@ -69,8 +69,8 @@ WORKER_MUTANTS = (
         LOGITS,
         (
             "bad words do not count drafts",
-            "ends = torch.arange(position, position + len(logits), device=logits.device)[:, None]",
-            "ends = torch.full((len(logits), 1), position, device=logits.device)",
+            "ends = (position + torch.arange(len(logits), device=logits.device))[:, None]",
+            "ends = position.expand(len(logits))[:, None]",
         ),
         (
             "a bad word may begin in the prompt",
@@ -125,7 +125,7 @@ WORKER_MUTANTS = (
         "    first = metadata.first\n"
         "    which = penalised.nonzero()[0]\n"
         "    if len(which) > 0:\n"
-        "        _penalise(processed, first[which], num_draft[which], position[which], req_idx[which], requests)\n"
+        "        _penalise(processed, which, metadata, requests)\n"
         "    for i in special.nonzero()",
         LOGITS,
         (

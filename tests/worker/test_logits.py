@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from dflash_backend.core.plan import NewRequest
-from dflash_backend.messages import SamplingParams
+from dflash_backend.messages import SamplingParams, TokenLogprobs
 from dflash_backend.worker.logits import (
     PENALISED_AT_A_TIME,
     SamplingMetadata,
     apply_processors,
-    most_likely,
-    token_logprobs,
 )
+from dflash_backend.worker.logprobs import PendingLogprobs, most_likely, ranked_logprobs
 from dflash_backend.worker.state import RequestStates, StateTensors
 
 VOCAB = 11
@@ -35,7 +34,9 @@ def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[Samplin
         index = requests.add(NewRequest(str(i), PROMPT + OUTPUT, len(PROMPT), sampling, (0,), 0)).index
         state.tokens[index, : 6 + K] = torch.tensor([*PROMPT, *OUTPUT, 5, 3, 5])
     index = np.array([requests.records[name].index for name in names])
-    return SamplingMetadata(names, index, np.full_like(index, 6), np.full_like(index, num_draft)), requests
+    position = np.full_like(index, 6)
+    drafts = np.full_like(index, num_draft)
+    return SamplingMetadata(names, index, drafts, position, position, torch.from_numpy(position)), requests
 
 
 def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -142,17 +143,32 @@ def test_a_bad_words_last_token_is_hidden_behind_the_others_in_the_output_or_the
     assert hidden({"bad_words_token_ids": words}) == expected
 
 
+def entry_of(logits: torch.Tensor, num_top: int, token: int) -> TokenLogprobs:
+    """What a row without drafts gets that chose `token`."""
+    ranked = ranked_logprobs(logits, torch.tensor([[token]]), num_top)
+    return PendingLogprobs.begin(ranked, rows=[2], lens=[1], num_top=[num_top]).entries([[], [], [token]])[2][0]
+
+
 def test_ranks_count_what_is_at_least_as_likely_and_positions_among_the_most_likely() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, :4] = torch.tensor([1.0, 3.0, 3.0, 5.0])
-    rows, requests = make_batch([{"logprobs": 2}], num_draft=0)
-    (entries,) = token_logprobs(logits, rows, requests, [[0]])
-    assert entries is not None
-    assert entries[0].token_ids[:2] == [0, 3]
-    assert entries[0].ranks == [4, 1, 2]
-    (entries,) = token_logprobs(logits, rows, requests, [[3]])
-    assert entries is not None
-    assert (entries[0].token_ids[0], entries[0].ranks) == (3, [1, 2])
+    entry = entry_of(logits, 2, 0)
+    assert entry.token_ids[:2] == [0, 3]
+    assert entry.ranks == [4, 1, 2]
+    entry = entry_of(logits, 2, 3)
+    assert (entry.token_ids[0], entry.ranks) == (3, [1, 2])
+
+
+def test_each_row_gets_the_entries_of_its_own_tokens_though_some_of_its_drafts_are_rejected() -> None:
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    chosen = [3, 4, 5, 6, 7]
+    ranked = ranked_logprobs(logits, torch.tensor(chosen)[:, None], 2)
+    found = PendingLogprobs.begin(ranked, rows=[1, 3], lens=[3, 2], num_top=[0, 2]).entries([[9], [3], [8, 8], [6, 7]])
+    own = logits.log_softmax(dim=1)
+    assert {row: [entry.token_ids[0] for entry in entries] for row, entries in found.items()} == {1: [3], 3: [6, 7]}
+    first, last = found[1][0], found[3][1]
+    assert (len(first.token_ids), len(last.token_ids) >= 2) == (1, True)
+    torch.testing.assert_close(torch.tensor([first.logprobs[0], last.logprobs[0]]), own[[0, 4], [3, 7]])
 
 
 def test_equally_likely_tokens_come_in_the_order_of_their_ids_however_many_are_asked_for() -> None:
@@ -163,7 +179,4 @@ def test_equally_likely_tokens_come_in_the_order_of_their_ids_however_many_are_a
 
 
 def test_more_logprobs_than_the_vocabulary_has_are_all_of_it() -> None:
-    rows, requests = make_batch([{"logprobs": 20}], num_draft=0)
-    (entries,) = token_logprobs(random_logits(1)[:1], rows, requests, [[4]])
-    assert entries is not None
-    assert sorted(entries[0].token_ids) == list(range(VOCAB))
+    assert sorted(entry_of(random_logits(1)[:1], 20, 4).token_ids) == list(range(VOCAB))

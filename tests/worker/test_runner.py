@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepFailed, StepOutOfMemory, StepPlan, StepResult
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemory, StepPlan, StepResult
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.messages import SamplingParams
 from dflash_backend.worker.logits import LogitsProcessors
@@ -145,10 +145,24 @@ def test_rejected_drafts_leave_no_context_kv(runner: ModelRunner) -> None:
         assert not torch.equal(layer.slots[6:end], then[6:end])
 
 
-def test_special_logits_of_a_row_in_flight_are_a_defect_of_the_core(runner: ModelRunner) -> None:
-    run(runner, prefill(1, "a", list(range(8)), SamplingParams(temperature=0.0, repetition_penalty=1.2)))
-    with pytest.raises(StepFailed, match=r"RuntimeError: rows of \['a'\] were planned with a step of theirs in flight"):
-        runner.submit(decode(2, "a", 6, num_unverified_drafts=K))
+def test_special_logits_of_a_row_in_flight_begin_where_the_step_before_it_ended(runner: ModelRunner) -> None:
+    sampling = SamplingParams(
+        temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2, bad_words_token_ids=((5, 6),),
+        min_tokens=9, stop_token_ids=tuple(range(8, 50)),
+    )  # fmt: skip
+    known = [run(runner, prefill(1, "a", list(range(8)), sampling)).rows[0]]
+    known.append(run(runner, decode(2, "a", 6)).rows[0])
+    known.append(run(runner, decode(3, "a", 7 + known[1].num_accepted)).rows[0])
+    assert known[1].num_accepted < K, "the upper bound must be wrong for this to show anything"
+    run(runner, StepPlan(4, [], finished_req_ids=["a"]))
+
+    runner.submit(prefill(5, "a", list(range(8)), sampling))
+    runner.submit(decode(6, "a", 6))
+    unverified = [runner.collect().rows[0]]
+    runner.submit(decode(7, "a", 7 + K, num_unverified_drafts=K))
+    unverified += [runner.collect().rows[0], runner.collect().rows[0]]
+    assert [row.token_ids for row in unverified] == [row.token_ids for row in known]
+    assert [row.logprobs for row in unverified] == [row.logprobs for row in known]
 
 
 def lack_memory(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: set[int]) -> None:

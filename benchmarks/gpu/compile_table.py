@@ -1,0 +1,169 @@
+"""Attention compiled for GPUs that need not be here: registers, shared memory and spills.
+
+    python -m benchmarks.gpu.compile_table [--out benchmarks/results/attention_kernels.md]
+
+compiles the kernels of a decode row with 15 drafts, which share contexts out among workers, and of a prefill chunk, for
+some shapes of heads and each architecture with the tiles that its shared memory gives, and reads what the assembler
+says of them. Nothing is run and no time is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.markdown import markdown_table
+from dflash_kernels.attention_schedule import PagedBatch, schedule_size
+from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
+
+# Shared memory that a program may have, KiB, by compute capability.
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+SHAPES = {
+    "4 heads of 128": HeadShape(32, 8, 128, 2),
+    "8 of 64": HeadShape(32, 4, 64, 2),
+    "2 of 256": HeadShape(16, 8, 256, 2),
+}
+QUERIES = {"decode": 16, "prefill": 2048}
+BLOCK_SIZE, CONTEXT, NUM_SMS = 16, 32768, 132
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+HEADER = [
+    "GPU",
+    "heads",
+    "rows",
+    "lines x positions",
+    "warps",
+    "stages",
+    "registers",
+    "spilled bytes",
+    "shared KiB",
+    "of",
+]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler says of a kernel. spilled: bytes of local memory of a thread. waits_for_all: how many places
+    of the code wait for all products that are on their way, on a Hopper."""
+
+    registers: int
+    spilled: int
+    shared: int
+    waits_for_all: int
+
+
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], arch: int) -> Compiled:
+    """Compile what a launch with these arguments would run. Raises what the compiler raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    own = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(kernel.params):
+        value = values[param.name]
+        number = type(value) is int
+        if param.is_constexpr or value is None or (number and value == 1 and not param.do_not_specialize):
+            signature[param.name], constants[param.name] = "constexpr", value
+            continue
+        signature[param.name] = (
+            f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32" if number else "fp32"
+        )
+        if isinstance(value, torch.Tensor) or (number and value % 16 == 0 and not param.do_not_specialize):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=own)
+    usage = _resource_usage(compiled.asm["cubin"])
+    waits = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", compiled.asm["ptx"]))
+    return Compiled(usage["REG"], usage["LOCAL"] + usage["STACK"], compiled.metadata.shared, waits)
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+
+
+def attention_launch(
+    shape: HeadShape, kind: str, arch: int
+) -> tuple[Launch, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """The planned launch, and the kernels that it would run first, with their arguments."""
+    from dflash_kernels import paged_attention
+
+    bounds, limit = np.array([QUERIES[kind]]), SHARED_KIB[arch] << 10
+    overestimate = CONTEXT if kind == "decode" else 0
+    (launch,) = plan_launches(
+        bounds, np.array([CONTEXT]), shape, True, None, NUM_SMS, max_overestimate=overestimate, shared_bytes=limit
+    )
+    if kind == "prefill":
+        launch = Launch(launch.tiling, launch.num_tiles, 0, launch.query_len, None)
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    name = "_attend_kernel" if kind == "prefill" else "_attend_shares_kernel"
+    kernel = getattr(paged_attention, name)
+    run, merge = kernel.run, paged_attention.merge
+    kernel.run = lambda *arguments, grid, warmup, **options: found.append((kernel, arguments, options))
+    paged_attention.merge = lambda *arguments: None
+    try:
+        start, lens, ends, table = (torch.zeros(size, dtype=torch.int32) for size in (1, 1, 1, CONTEXT // BLOCK_SIZE))
+        rows = PagedBatch(start, lens, ends, table[None])
+        query = torch.zeros(QUERIES[kind], shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+        cache = torch.zeros(4, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+        plan = torch.zeros(schedule_size(launch.num_tiles), dtype=torch.int32) if launch.num_workers else None
+        prepared = paged_attention.PreparedLaunch(launch, None, plan)
+        paged_attention.paged_attention(query, cache, rows, [prepared], True, None)
+    finally:
+        kernel.run, paged_attention.merge = run, merge
+    return launch, found
+
+
+def row_of(name: str, kind: str, arch: int) -> tuple[list[str], Compiled]:
+    """A row of the table, and what it says."""
+    launch, ((kernel, arguments, options),) = attention_launch(SHAPES[name], kind, arch)
+    compiled, tiling = compile_launch(kernel, arguments, options, arch), launch.tiling
+    numbers = [tiling.num_warps, tiling.num_stages, compiled.registers, compiled.spilled]
+    cells = [f"sm_{arch}", name, kind, f"{tiling.block_m} x {tiling.block_n}", *map(str, numbers)]
+    return [*cells, f"{compiled.shared / 1024:.1f}", str(SHARED_KIB[arch])], compiled
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; 1 where a kernel spills or takes more shared memory than there is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, choices=SHARED_KIB, action="append", help="default: all")
+    parser.add_argument("--out", type=Path, help="where the table is written as well")
+    args = parser.parse_args(arguments)
+    rows, waits, fits = [], [], True
+    for arch in args.arch or SHARED_KIB:
+        for name in SHAPES:
+            for kind in QUERIES:
+                row, compiled = row_of(name, kind, arch)
+                print(" ".join(row), flush=True)
+                rows.append(row)
+                fits &= compiled.shared <= SHARED_KIB[arch] << 10 and compiled.spilled == 0
+                if arch == 90 and kind == "prefill":
+                    waits.append(f"{name}: {compiled.waits_for_all}")
+    text = f"{markdown_table(HEADER, rows, 'lllrrrrrrr')}\n"
+    if waits:
+        text += f"\nWaits for all products in the code of sm_90's prefill kernel: {'; '.join(waits)}.\n"
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+    return int(not fits)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Defects of launches that are looked up without Triton."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+LAUNCHER_MUTANTS = (
+    *mutants_of(
+        "kernels/dflash_kernels/launcher.py",
+        ("tests/benchmarks/test_kernel_variants.py::test_a_launch_runs_the_kernel_that_triton_would_run",),
+        (
+            "an odd pointer is taken for a round one",
+            " if ({' | '.join(pointers)}) % {ALIGNMENT} else 0",
+            " if False else 0",
+        ),
+        ("a number that is 1 takes the kernel of any other", "0 if {name} == 1 else 1 if", "1 if"),
+        ("a number past 32 bits takes the kernel of one within", ") >> 31", ") >> 63"),
+        ("the dtype of a pointer does not count", 'facts.append(f"{name}.dtype")', "pass"),
+        ("the number of warps does not count", '[f"o.get({name!r})" for name in OPTIONS]', "[]"),
+        (
+            "constants do not count",
+            '["device", "kinds", *constants, *given, *facts]',
+            '["device", "kinds", *given, *facts]',
+        ),
+    ),
+)

@@ -1,0 +1,141 @@
+"""Rows that ask for more than a graph does stay in the padded step of the others, and get what they get without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_backend.messages import StructuredOutputs
+from dflash_backend.worker.batch import StepInputs
+from dflash_backend.worker.graphs import ChosenTokens, EagerStep, PaddedStep, capture_sizes
+from dflash_backend.worker.runner import ModelRunner
+from dflash_backend.worker.step import ModelStep
+from tests.worker.engines import Outputs, engine, on_device_runner
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+COUNT, EOS = 8, (2,)
+SPECIAL: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "bias": {"logit_bias": {7: 3.0, 9: -2.0}},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": tuple(range(30, 90))},
+    "allowed": {"allowed_token_ids": tuple(range(5, 40)), "bad_words_token_ids": ((6, 7), (9,))},
+    "filters": {"logprobs": 1, "temperature": 0.9, "seed": 5, "top_k": 9, "top_p": 0.9, "frequency_penalty": 0.2},
+}
+GRAMMAR = {"structured_outputs": StructuredOutputs("regex", "[a-z]{3,9}(-[0-9]{2}){1,3}")}
+
+
+class Replayed:
+    """A padded step as a graph runs it: with the memory of its capture, at the same addresses in each replay, and
+    nothing in Python between the parts of a half. `replays`: how often each number of rows was run."""
+
+    def __init__(self, step: ModelStep, inputs: StepInputs, replays: Counter[int]) -> None:
+        self.inputs = inputs
+        self._eager, self._replays = EagerStep(step, inputs), replays
+        self._chosen: ChosenTokens | None = None
+        self.verified = False
+
+    def verify(self) -> ChosenTokens:
+        assert not self.verified, "the first half was queued twice"
+        self.verified = True
+        self._replays[self.inputs.num_rows] += 1
+        found = self._eager.verify()
+        if self._chosen is None:
+            self._chosen = ChosenTokens(found.logits, found.target_tokens)
+            return self._chosen
+        # A graph writes to the memory that it was captured with.
+        self._chosen.logits.copy_(found.logits)
+        self._chosen.target_tokens.copy_(found.target_tokens)
+        assert self._eager._verified is not None
+        object.__setattr__(self._eager._verified, "target_tokens", self._chosen.target_tokens)
+        return self._chosen
+
+    def finish(self) -> torch.Tensor:
+        assert self.verified, "the second half was queued without the first"
+        self.verified = False
+        return self._eager.finish()
+
+
+def replaying(overlap: bool = True, **settings: Any) -> tuple[Any, Counter[int], list[int]]:
+    """An engine with the steps of a GPU, its padded steps as graphs run them; how often each was run, and the rows of
+    the steps that ran without."""
+    built = on_device_runner(engine(**{"kv_write_guard": False, "max_num_seqs": COUNT, **settings}), overlap=overlap)
+    runner, replays, without = built.runner, Counter[int](), []
+    assert isinstance(runner, ModelRunner)
+
+    def make(inputs: StepInputs) -> PaddedStep:
+        return Replayed(runner.step, inputs, replays)
+
+    runner.graphs.make(make, capture_sizes(COUNT), True, lambda message, fraction: None)
+    send = runner.layouts.send_ragged
+    runner.layouts.send_ragged = lambda batch: (without.append(batch), send(batch))[1]  # type: ignore[method-assign]
+    return built, replays, without
+
+
+def run(built: Any, special: dict[str, Any], prompts: int = 5, **more: Any) -> Outputs:
+    """Eight requests together, the fourth of which is special."""
+    outputs = Outputs(built)
+    for i in range(COUNT):
+        sampling = {"temperature": (0.0, 0.8)[i % 2], "seed": i, "ignore_eos": i != 3, **(special if i == 3 else {})}
+        outputs.add(str(i), list(range(5 + i, 5 + i + prompts)), eos_token_ids=EOS, max_tokens=20, **sampling, **more)
+    outputs.finish()
+    assert outputs.failed == []
+    return outputs
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_special_request_leaves_the_others_in_their_graph_and_gets_what_it_gets_without_one(
+    settings: dict[str, Any], name: str, overlap: bool
+) -> None:
+    expected = run(engine(**{**settings, "max_num_seqs": COUNT}), SPECIAL[name])
+    plain, plain_replays, _ = replaying(overlap, **{**settings, "max_num_seqs": COUNT})
+    others = run(plain, {})
+    built, replays, without = replaying(overlap, **{**settings, "max_num_seqs": COUNT})
+    found = run(built, SPECIAL[name])
+    assert found.tokens == expected.tokens
+    assert found.reasons == expected.reasons
+    ids = {key: [entry.token_ids for entry in entries] for key, entries in found.logprobs.items()}
+    assert ids == {key: [entry.token_ids for entry in entries] for key, entries in expected.logprobs.items()}
+    for key, entries in found.logprobs.items():
+        for entry, other in zip(entries, expected.logprobs[key], strict=True):
+            assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert all(not batch.decode_only for batch in without), "every step of decode rows alone is a graph"
+    for key in others.tokens.keys() - {"3"}:
+        assert found.tokens[key] == others.tokens[key]
+    assert replays[COUNT] >= plain_replays[COUNT] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_with_a_grammar_leaves_the_others_in_their_graph(overlap: bool) -> None:
+    sizes = {"kv_cache_gb": 0.2, "max_num_seqs": COUNT}
+    special = GRAMMAR | {"logprobs": 2, "repetition_penalty": 1.1}
+    for asked in (GRAMMAR, special):
+        expected = run(engine(**sizes), asked, prompts=40)
+        built, replays, without = replaying(overlap, **sizes)
+        found = run(built, asked, prompts=40)
+        assert found.tokens == expected.tokens
+        assert found.reasons == expected.reasons
+        assert {key: len(entries) for key, entries in found.logprobs.items()} == {
+            key: len(entries) for key, entries in expected.logprobs.items()
+        }
+        assert all(not batch.decode_only for batch in without)
+        assert replays[COUNT] > 0
+
+
+def test_every_row_special_in_its_own_way_beside_one_that_is_not(settings: dict[str, Any]) -> None:
+    texts = []
+    for built in (
+        engine(**{**settings, "max_num_seqs": COUNT}),
+        replaying(**{**settings, "max_num_seqs": COUNT})[0],
+    ):
+        outputs = Outputs(built)
+        for i, name in enumerate([*SPECIAL, None]):
+            sampling = {"temperature": 0.0, "ignore_eos": True, **(SPECIAL[name] if name else {})}
+            outputs.add(str(i), [9 + i] * (1 + 2 * i), k=(None, 0, 3)[i % 3], max_tokens=10 + i, **sampling)
+        texts.append((outputs.finish(), outputs.reasons))
+    assert texts[0] == texts[1]
