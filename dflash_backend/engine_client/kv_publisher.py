@@ -47,19 +47,18 @@ def at_rank(endpoint: str, rank: int) -> str:
     return f"{endpoint}_dp{rank}"
 
 
+def event_endpoints(config: EngineConfig) -> list[str]:
+    """Where each engine publishes; empty without `kv_events_endpoint`."""
+    ranks = range(config.data_parallel_size if config.kv_events_endpoint else 0)
+    return [at_rank(config.kv_events_endpoint, rank) for rank in ranks]
+
+
 def make_publishers(config: EngineConfig, log: Callable[[str], None]) -> list[KVEventPublisher]:
     """A publisher for each engine, or none without `kv_events_endpoint`."""
-    if not config.kv_events_endpoint:
-        return []
+    replay, topic = config.kv_events_replay_endpoint, config.kv_events_topic
     return [
-        KVEventPublisher(
-            at_rank(config.kv_events_endpoint, rank),
-            at_rank(config.kv_events_replay_endpoint, rank),
-            config.kv_events_topic,
-            rank,
-            log,
-        )
-        for rank in range(config.data_parallel_size)
+        KVEventPublisher(endpoint, at_rank(replay, rank), topic, rank, log)
+        for rank, endpoint in enumerate(event_endpoints(config))
     ]
 
 

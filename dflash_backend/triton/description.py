@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_backend.config import EngineConfig
+from dflash_backend.engine_client.kv_publisher import event_endpoints
 from dflash_backend.messages import EngineReady
 from dflash_backend.text.request import RequestRules
 
@@ -40,5 +41,11 @@ def describe_model(config: EngineConfig, ready: EngineReady, target_dir: Path, r
             "trust_messages": config.message_special_tokens == "control",
             "description": ready.description,
             "data_parallel_size": config.data_parallel_size,
+            "kv_block_size": ready.kv_block_size,
+            "num_kv_blocks": ready.num_kv_blocks,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "kv_events_endpoints": event_endpoints(config),
+            "kv_events_topic": config.kv_events_topic,
         }
     )

@@ -93,6 +93,13 @@ ROUTING_MUTANTS: tuple[Mutant, ...] = (
         ("engines publish at one address", "int(found[2]) + rank", "int(found[2])"),
     ),
     Mutant(
+        "a client of Dynamo that leaves goes on costing",
+        "cli/dflash_cli/dynamo_engine.py",
+        "stream.cancel()",
+        "pass",
+        ("tests/cli/test_dynamo.py",),
+    ),
+    Mutant(
         "subscribers are not told that a cache is gone with its engine",
         f"{TRITON}/service.py",
         "self._publishers[lost.index].clear()",
