@@ -8,7 +8,10 @@ CORE = "dflash_backend/core/window_blocks.py"
 GROUP = "dflash_backend/core/cache_group.py"
 MANAGER = "dflash_backend/core/kv_manager.py"
 PLACES = "dflash_backend/worker/layouts.py"
-OF_CORE = ("tests/core/test_window_blocks.py", "tests/core/test_core_random.py")
+OF_CORE = (
+    "tests/core/test_window_blocks.py",
+    "tests/core/test_core_random.py::test_blocks_of_layers_with_a_window_hold_what_queries_see_in_random_traffic",
+)
 OF_ENGINE = ("tests/worker/test_window_engines.py",)
 
 WINDOW_MUTANTS: tuple[Mutant, ...] = (
