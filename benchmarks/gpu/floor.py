@@ -9,7 +9,7 @@ and everything of a request's size: a fused implementation could keep them on th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu.shapes import Shape
 from dflash_backend.checkpoints.spec import DecoderSpec
@@ -46,12 +46,15 @@ class Work:
 @dataclass(frozen=True)
 class CycleSize:
     """What runs in a cycle: `batch` rows, each with `context` positions behind it (the mean), and k drafts (0: plain
-    decoding). `itemsize` is the bytes of a weight, and of a number in the KV."""
+    decoding). `itemsize` is the bytes of a weight, and of a number in the KV; of the target's projections and KV where
+    they have others: `weight_itemsize` and `kv_itemsize`, with their shares of scales."""
 
     batch: int
     context: float
     k: int
     itemsize: int
+    weight_itemsize: float | None = None
+    kv_itemsize: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +78,7 @@ def cycle_work(shape: Shape, size: CycleSize) -> dict[str, Work]:
         "verify": verify + features,
         "accept": Work(),
         "inject": inject_work(shape, size) + features,
-        "draft": decoder_work(shape.draft.decoder, size) + draft_head,
+        "draft": decoder_work(shape.draft.decoder, replace(size, weight_itemsize=None, kv_itemsize=None)) + draft_head,
     }
 
 
@@ -95,14 +98,15 @@ def decoder_work(decoder: DecoderSpec, size: CycleSize) -> Work:
 
 def attention_projections(decoder: DecoderSpec, size: CycleSize) -> Work:
     """q, k, v and the output projection of one layer."""
-    into = matrix(decoder.hidden_size, decoder.query_size + 2 * decoder.kv_size, size.num_tokens, size.itemsize)
-    return into + matrix(decoder.query_size, decoder.hidden_size, size.num_tokens, size.itemsize)
+    itemsize = size.weight_itemsize or size.itemsize
+    into = matrix(decoder.hidden_size, decoder.query_size + 2 * decoder.kv_size, size.num_tokens, itemsize)
+    return into + matrix(decoder.query_size, decoder.hidden_size, size.num_tokens, itemsize)
 
 
 def attention_work(decoder: DecoderSpec, size: CycleSize, window: int | None = None) -> Work:
     """Attention of one layer: KV of every row's context read once, that of its new tokens written and read."""
     seen = size.context if window is None else min(size.context, window)
-    kv_bytes = 2 * decoder.kv_size * size.itemsize
+    kv_bytes = 2 * decoder.kv_size * (size.kv_itemsize or size.itemsize)
     read = size.batch * (seen + 1 + size.k) * kv_bytes
     written = size.num_tokens * kv_bytes
     # QK^T and PV: two operations for each multiplication.
@@ -111,10 +115,10 @@ def attention_work(decoder: DecoderSpec, size: CycleSize, window: int | None = N
 
 def mlp_work(decoder: DecoderSpec, size: CycleSize, layer: int) -> Work:
     """The MLP of one layer; with experts, as many as the tokens are expected to choose when all are alike likely."""
-    moe = decoder.moe
+    moe, itemsize = decoder.moe, size.weight_itemsize or size.itemsize
     if moe is None or not moe.sparse_layers[layer]:
-        return matrix(decoder.hidden_size, 3 * decoder.intermediate_size, size.num_tokens, size.itemsize)
-    one = matrix(decoder.hidden_size, 3 * moe.intermediate_size, 1, size.itemsize)
+        return matrix(decoder.hidden_size, 3 * decoder.intermediate_size, size.num_tokens, itemsize)
+    one = matrix(decoder.hidden_size, 3 * moe.intermediate_size, 1, itemsize)
     experts = expected_experts(moe.num_experts, moe.experts_per_token, size.num_tokens)
     router = matrix(decoder.hidden_size, moe.num_experts, size.num_tokens, size.itemsize)
     return router + Work(experts * one.bytes, size.num_tokens * moe.experts_per_token * one.flops)
@@ -133,7 +137,7 @@ def inject_work(shape: Shape, size: CycleSize) -> Work:
     )
 
 
-def matrix(inputs: int, outputs: int, tokens: int, itemsize: int) -> Work:
+def matrix(inputs: int, outputs: int, tokens: int, itemsize: float) -> Work:
     """A weight matrix, read once, times `tokens` vectors."""
     return Work(inputs * outputs * itemsize, 2 * inputs * outputs * tokens)
 

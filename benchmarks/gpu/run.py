@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import report
+from benchmarks.gpu import report, step_bytes
 from benchmarks.gpu.results import Recorder, Results, Skipped
 from benchmarks.gpu.shapes import PUBLISHED, SHAPES
 from benchmarks.gpu.synthetic import SyntheticAcceptance
@@ -106,6 +106,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help=f"where results are written; {DEFAULT_OUT}, and nowhere on a CPU")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for the whole suite")
+    parser.add_argument(
+        "--floor", action="store_true", help="print the bytes of a cycle by what weights and KV are in, and end"
+    )
     parser.add_argument("--acceptance-length", type=float, default=6.5, help="mean of the synthetic acceptance")
     return parser
 
@@ -120,6 +123,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     args = arguments().parse_args(argv)
     shapes = list(dict.fromkeys(args.shape or PUBLISHED))
+    if args.floor:
+        print(step_bytes.table(shapes))
+        return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
             "torch sees no NVIDIA GPU here, and this benchmark measures one. To see that it runs: python -m "

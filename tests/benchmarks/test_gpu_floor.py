@@ -8,8 +8,9 @@ import statistics
 import pytest
 import torch
 
-from benchmarks.gpu import floor, shapes
+from benchmarks.gpu import floor, shapes, step_bytes
 from benchmarks.gpu.floor import Ceilings, CycleSize, Work
+from benchmarks.gpu.run import main
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 
 BF16 = 2
@@ -60,6 +61,28 @@ def test_context_adds_its_kv_once_a_row() -> None:
     near, far = (floor.cycle_work(shape, size(8, context)) for context in (0, 32768))
     kv_bytes = 8 * 32768 * floor.kv_bytes_per_token(shape, BF16)
     assert sum(w.bytes for w in far.values()) - sum(w.bytes for w in near.values()) == pytest.approx(kv_bytes)
+
+
+def test_kv_in_fp8_takes_away_its_share_of_the_targets_kv_and_of_nothing_else() -> None:
+    shape = shapes.qwen3_8b()
+    found = step_bytes.cycle_bytes(shape, size(8, 32768))
+    # A number takes 1 byte and a share of 4 in place of 2; the new tokens' are written and read.
+    numbers = 36 * 2 * 1024 * 8 * (32768 + 2 * 16)
+    assert found["bf16"] - found["KV fp8"] == pytest.approx(numbers * (2 - 132 / 128), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("fp8", 8 + 32 / 128**2), ("int4", 4 + 16 / 128)])
+def test_quantised_weights_are_those_of_the_targets_projections_alone(name: str, bits: float) -> None:
+    found = step_bytes.cycle_bytes(shapes.qwen3_8b(), size())
+    projections = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    assert found["KV fp8"] - found[f"weights {name}, KV fp8"] == pytest.approx(projections * (2 - bits / 8), rel=1e-6)
+
+
+def test_floor_prints_a_line_for_each_size_on_any_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--floor", "--shape", "qwen3-8b", "--shape", "qwen3-30b-a3b"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Qwen3")]
+    assert len(lines) == 2 * 9
+    assert lines[0].startswith("| Qwen3-8B | 1 | 1000 | 18.")
 
 
 def test_a_sliding_window_bounds_the_kv_that_is_read() -> None:

@@ -1,0 +1,47 @@
+"""`python -m benchmarks.gpu --floor`: the bytes that a decode cycle must move, by what weights and KV are kept in,
+against bfloat16. Arithmetic of `floor`, on any machine: no time follows from it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.gpu.floor import CycleSize, cycle_work
+from benchmarks.gpu.shapes import SHAPES, Shape
+
+BF16 = 2
+BATCHES, CONTEXTS = (1, 8, 32), (1000, 8000, 32000)
+# Of the target's projections: bytes of a weight with its share of scales. FP8 has a float32 for each 128 x 128, INT4 a
+# bfloat16 for each 128 of a row.
+WEIGHTS = {"fp8": 1 + 4 / 128**2, "int4": 0.5 + 2 / 128}
+SCALE_BYTES = 4  # of KV in FP8, for each token, head, and K or V
+NOT_BUILT = "weights in FP8 and INT4 are dequantised at load, so those columns are what products of them would read"
+
+
+def cycle_bytes(shape: Shape, size: CycleSize) -> dict[str, float]:
+    """Bytes of a cycle: in bfloat16, with the target's KV in FP8, and with its projections in FP8 or INT4 as well."""
+    fp8_kv = replace(size, kv_itemsize=1 + SCALE_BYTES / shape.target.decoder.head_dim)
+    kinds = {"bf16": size, "KV fp8": fp8_kv}
+    kinds |= {f"weights {name}, KV fp8": replace(fp8_kv, weight_itemsize=each) for name, each in WEIGHTS.items()}
+    return {name: sum(work.bytes for work in cycle_work(shape, kind).values()) for name, kind in kinds.items()}
+
+
+def table(names: list[str]) -> str:
+    """A line for each shape, number of rows and context: gigabytes in bfloat16, and shares of them."""
+    return "\n".join([*_lines(names), "", NOT_BUILT])
+
+
+def _lines(names: list[str]) -> Iterator[str]:
+    header_done = False
+    for name in names:
+        shape = SHAPES[name]()
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                found = cycle_bytes(shape, CycleSize(batch, context, shape.num_speculative_tokens, BF16))
+                plain = found.pop("bf16")
+                if not header_done:
+                    yield "| shape | rows | context | bf16, GB | " + " | ".join(found) + " |"
+                    yield "| --- " * (4 + len(found)) + "|"
+                    header_done = True
+                shares = " | ".join(f"{each / plain:.2f}" for each in found.values())
+                yield f"| {shape.name} | {batch} | {context} | {plain / 1e9:.2f} | {shares} |"
