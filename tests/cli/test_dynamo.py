@@ -173,7 +173,7 @@ def test_an_aborted_request_is_cancelled_at_the_server(engine: Any, monkeypatch:
         await engine.abort(SimpleNamespace(id=lambda: "unknown"))
         return chunks
 
-    assert asyncio.run(generate()) == 1
+    assert asyncio.run(asyncio.wait_for(generate(), 10)) == 1
     assert engine._client.streams[0].was_cancelled.is_set()
 
 
