@@ -14,7 +14,12 @@ from prometheus_client.samples import Sample
 
 T = TypeVar("T")
 MODEL = "dflash"
-ROLES = {"dflash_backend.engine.process": "engine", "triton_python_backend_stub": "stub", "tritonserver": "server"}
+ROLES = {
+    "dflash_backend.engine.process": "engine",
+    "dflash_backend.engine.rank": "rank",
+    "triton_python_backend_stub": "stub",
+    "tritonserver": "server",
+}
 
 
 class MetricsPage:
@@ -56,7 +61,8 @@ class MetricsPage:
 
 
 def processes_by_role(server_pid: int) -> dict[str, list[psutil.Process]]:
-    """The processes of a `tritonserver`, itself included, as `server`, `stub` and `engine`."""
+    """The processes of a `tritonserver`, itself included, as `server`, `stub`, `engine`, and `rank` for the
+    ranks of a shared target that are not the engine."""
     found: defaultdict[str, list[psutil.Process]] = defaultdict(list)
     server = psutil.Process(server_pid)
     for process in (server, *server.children(recursive=True)):

@@ -12,7 +12,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.models.interface import PagedContext
-from dflash_backend.models.recurrent_state import StatePool, StateRows
+from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
 from dflash_backend.worker.batch import spans
 
 BLOCK_SIZE = 4
@@ -69,5 +69,5 @@ def context(
         numbers = [
             torch.tensor(each, dtype=torch.int32) for each in (range(len(lens)), starts, first.tolist(), query_lens)
         ]
-        states = StateRows.of(pool, *numbers, widths=lens, num_tokens=len(positions))
+        states = StateRows.of(pool, StateLayout(*numbers, widths=lens, num_tokens=len(positions)))
     return PagedContext.prepare(layout, where, to, backend, patterns, dtype, states=states)

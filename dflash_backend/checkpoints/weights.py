@@ -23,6 +23,7 @@ from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_headers
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
+from dflash_backend.checkpoints.quantization.slices import read_parts
 from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, stored_weight
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
@@ -62,6 +63,12 @@ class WeightSource(ABC):
         """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
         raise NotImplementedError(f"{type(self).__name__} has no slices")
 
+    def read_projection_slice(
+        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
+    ) -> None:
+        """As `read_projection`, of some parts, as `read_slice`."""
+        self.read_slice(name, out, dim, parts, num_parts)
+
     def empty(self, *shape: int) -> torch.Tensor:
         """Memory for a parameter."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -82,6 +89,13 @@ class WeightSource(ABC):
         return out
 
 
+def whole_shape(out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> list[int]:
+    """The shape of the tensor of which `out` takes `parts` of `num_parts` along `dim`."""
+    shape = list(out.shape)
+    shape[dim] = shape[dim] // len(parts) * num_parts
+    return shape
+
+
 class _Listing(WeightSource):
     """Notes what a model reads; its parameters have no memory."""
 
@@ -95,14 +109,18 @@ class _Listing(WeightSource):
         self.tensors[name] = out
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-        shape = list(out.shape)
-        shape[dim] = shape[dim] // len(parts) * num_parts
         self.sliced.add(name)
-        self.tensors[name] = torch.empty(shape, dtype=out.dtype, device=self.device)
+        self.tensors[name] = torch.empty(whole_shape(out, dim, parts, num_parts), dtype=out.dtype, device=self.device)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:
         self.tensors[name] = out
         self.projections[name.removesuffix(".weight")] = out.shape[0], out.shape[1]
+
+    def read_projection_slice(
+        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
+    ) -> None:
+        self.read_slice(name, out, dim, parts, num_parts)
+        self.read_projection(name, self.tensors[name])
 
 
 class _CheckpointFiles(WeightSource):
@@ -150,6 +168,28 @@ class _CheckpointFiles(WeightSource):
         dequantise(stored, {role: self._stored(part) for role, part in stored.tensors.items()}, out)
         for part in stored.tensors.values():
             self._count(part)
+
+    def read_projection_slice(
+        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
+    ) -> None:
+        stored = self._quantised.get(name.removesuffix(".weight"))
+        if stored is None:
+            self.read_slice(name, out, dim, parts, num_parts)
+            return
+        shape = whole_shape(out, dim, parts, num_parts)
+        size = out.shape[dim] // len(parts)
+        for index, part in enumerate(parts):
+            own = out.narrow(dim, index * size, size)
+            bounds = part * size, (part + 1) * size
+            taken = read_parts(stored, self._stored, (shape[0], shape[1]), dim, *bounds)
+            if taken is not None:
+                dequantise(stored, taken, own)
+                continue
+            whole = torch.empty(shape, dtype=out.dtype, device=out.device)
+            dequantise(stored, {role: self._stored(tensor) for role, tensor in stored.tensors.items()}, whole)
+            own.copy_(whole.narrow(dim, part * size, size))
+        for tensor in stored.tensors.values():
+            self._count(tensor)
 
     def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
         """A tensor as its file has it, or what `index` takes of it."""

@@ -23,10 +23,11 @@ from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.device import choose_device, num_cores, share_cores
 from dflash_backend.engine.quantised import check_quantization, report_kv_dtype, target_kv_dtype
-from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
+from dflash_backend.engine.ranks import check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
-from dflash_backend.engine.recurrent import check_recurrent, num_snapshots
+from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots
 from dflash_backend.engine.shared_prefixes import min_shared_positions, sharing_limits
+from dflash_backend.engine.shared_target import load_shared_target, own_part
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -42,13 +43,11 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
-from dflash_backend.models.parallel import Shard, SharedTarget, load_shard
-from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
-from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
+from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads, num_op_threads
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.measured_steps import measured_steps
@@ -125,7 +124,7 @@ def build_engine(
     if probe is not None:
         sizes = _measured_sizes(config, models, sizes, probe, report)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
-    own, of_windows = _own_part(config, models.pair), sizes.num_window_blocks
+    own, of_windows = own_part(config, models.pair), sizes.num_window_blocks
     kv = allocate_kv(config, own, sizes.num_blocks, dtype, device, of_windows)
     runner = _runner(config, models, sizes, kv, grammars)
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard  # a graph does not let the guard look
@@ -156,7 +155,7 @@ def _load_models(
     target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant)
     progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
     if config.tensor_parallel_size > 1:
-        target = _shared_target(config, pair, num_positions, sizes.num_blocks, dtype, progress)
+        target = load_shared_target(config, pair, num_positions, sizes.num_blocks, dtype, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
         target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
@@ -169,23 +168,6 @@ def _load_models(
     # What the drafter proposes changes no text, so its attention stays the fast one.
     target_backend = backend.batch_invariant() if config.batch_invariant else backend
     return LoadedModels(pair, target, make_drafter, target_backend, backend, device, dtype)
-
-
-def _shared_target(
-    config: EngineConfig,
-    pair: ModelPair,
-    num_positions: int,
-    num_blocks: int,
-    dtype: torch.dtype,
-    progress: Progress,
-) -> TargetModel:
-    """The target with its layers shared by `tensor_parallel_size` processes, of which this is the first."""
-    ranks = RankGroup(config.tensor_parallel_size, num_cores(config))
-    ranks.start(pair.target, num_positions, num_blocks, config, dtype)
-    device = torch.device("cpu")
-    local = load_shard(pair.target, ranks.shard, ranks.reduce, num_positions, dtype, device, progress)
-    ranks.connect()
-    return SharedTarget(pair.target, local, ranks.send, ranks.num_threads)
 
 
 def _measured_sizes(
@@ -235,9 +217,7 @@ def _runner(
     drafter = None
     if models.make_drafter is not None:
         drafter = models.make_drafter(target, kv.draft, models.draft_backend)
-    decoder, pool = pair.target.decoder, None
-    if decoder.delta_net is not None:
-        pool = StatePool.allocate(decoder, config.max_num_seqs + num_snapshots(config), models.dtype, device)
+    decoder = own_part(config, pair).target.decoder
     step = ModelStep(
         target,
         drafter,
@@ -256,21 +236,15 @@ def _runner(
         dtype=models.dtype,
         wants_confidence=config.adaptive_speculation,
         draft_backend=models.draft_backend,
-        pool=pool,
+        pool=allocate_states(config, target, decoder, models.dtype, device),
         shares_prefixes=min_shared_positions(config, models.backend, target) > 0,
     )
-    size = loaded_bytes(pair, models.dtype)
-    # Passes over all ranks come one after the other.
-    num_threads = num_batch_threads(size, num_cores(config)) if config.tensor_parallel_size == 1 else 1
-    threads = BatchThreads(num_threads, config.batch_invariant, size)
-    return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
-
-
-def _own_part(config: EngineConfig, pair: ModelPair) -> ModelPair:
-    """The pair with what rank 0 has of the target, whose KV it keeps."""
+    size, cores = loaded_bytes(pair, models.dtype), num_cores(config)
     if config.tensor_parallel_size == 1:
-        return pair
-    return dataclasses.replace(pair, target=Shard(0, config.tensor_parallel_size).spec(pair.target))
+        threads = BatchThreads(num_batch_threads(size, cores), config.batch_invariant, size)
+    else:  # passes over all ranks come one after the other
+        threads = BatchThreads(1, op_threads=num_op_threads(size, cores // config.tensor_parallel_size))
+    return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
 
 def _drafter_len(pair: ModelPair, sizes: Sizes) -> int:

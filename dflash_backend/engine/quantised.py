@@ -54,10 +54,6 @@ def check_quantization(config: EngineConfig, target: TargetSpec, report: Callabl
         reason = (
             "experts of gpt-oss are quantised as MXFP4 alone: take its checkpoint in MXFP4, with the setting on auto"
         )
-    elif config.tensor_parallel_size > 1:
-        reason = (
-            f"tensor_parallel_size is {config.tensor_parallel_size}, and ranks read plain weights alone: set that to 1"
-        )
     if reason is not None:
         where = f"setting 'quantization' is '{config.quantization}', which the target in {target.path} cannot have"
         raise ConfigError(f"{where}: {reason}")

@@ -17,10 +17,15 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.engine.ranks import BEAT_S, Beat, RankReady, RankSetup, group_sum
-from dflash_backend.models.parallel import Reduce, load_shard
+from dflash_backend.engine.rank_messages import Beat, RankReady, RankSetup
+from dflash_backend.engine.ranks import BEAT_S
+from dflash_backend.engine.sums import SharedSum
+from dflash_backend.models.ops import select_ops
+from dflash_backend.models.parallel import Follower, load_shard
+from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.worker.kv_cache import PagedKVCache
 
@@ -33,7 +38,7 @@ def run(connection: Connection, setup: RankSetup) -> None:
     """Load this rank's part, then run passes until rank 0 is gone."""
     torch.set_num_threads(setup.num_threads)
     device = torch.device("cpu")
-    reduces: list[Reduce] = []
+    reduce = SharedSum(setup.memory, setup.shard)
     lock = threading.Lock()
 
     def send(message: object) -> None:
@@ -42,19 +47,34 @@ def run(connection: Connection, setup: RankSetup) -> None:
 
     threading.Thread(target=_beat, args=(send,), name="beat", daemon=True).start()
     try:
-        target = load_shard(setup.spec, setup.shard, lambda x: reduces[0](x), setup.max_positions, setup.dtype, device)
-        kv = PagedKVCache.allocate(
-            target.spec.decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device, setup.kv_dtype
+        target = load_shard(
+            setup.spec,
+            setup.shard,
+            reduce,
+            setup.max_positions,
+            setup.dtype,
+            device,
+            ops=select_ops(device, None, setup.batch_invariant),
+            fp8=setup.fp8,
         )
+        decoder = target.spec.decoder
+        kv = PagedKVCache.allocate(
+            decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device, setup.kv_dtype
+        )
+        pool = None
+        if decoder.delta_net is not None:
+            pool = StatePool.allocate(decoder, setup.num_states, setup.dtype, device)
     except (CheckpointError, RuntimeError, MemoryError) as error:
         send(RankReady(str(error) or type(error).__name__))
         return
     send(RankReady())
-    reduces.append(group_sum(setup.meeting, setup.shard))
-    backend = TorchBackend(setup.block_size)
+    backend: AttentionBackend = TorchBackend(setup.block_size)
+    if setup.batch_invariant:
+        backend = backend.batch_invariant()
+    follower = Follower(target, kv.target, backend, setup.dtype, pool)
     with torch.inference_mode():
         while True:
-            pickle.loads(connection.recv_bytes()).run(target, kv.target, backend, setup.dtype)
+            follower.run(pickle.loads(connection.recv_bytes()))
 
 
 def _beat(send: Callable[[object], None]) -> None:

@@ -4,70 +4,37 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.quantised import target_kv_dtype
-from dflash_backend.models.parallel import Reduce, Shard, SharedPass, unsupported
+from dflash_backend.engine.rank_messages import Beat, RankSetup, packed
+from dflash_backend.engine.recurrent import num_states
+from dflash_backend.engine.sums import SharedSum, sum_memory
+from dflash_backend.models.parallel import SharedPass
+from dflash_backend.models.recurrent_state import StateChange
+from dflash_backend.models.shard import Shard, unsupported
 
 BEAT_S = 0.5
 """How often a rank says that it lives."""
-HANG_S = 4.0
-"""The longest silence of a rank that serves."""
+HANG_S = 10.0
+"""The longest silence of a rank that serves. With more work than cores it may be seconds without a fault."""
+START_SILENCE_S = 120.0
+"""The longest silence of a rank that starts: Python and torch are loaded before it speaks."""
 CAUSE_S = 1.0
 """How long a rank's end may take to show once a sum with it has failed."""
-CONNECT_S = 60.0
-"""How long ranks that have loaded may take to find one another."""
-# Above what any pass takes: a rank that hangs is noticed by its silence.
-PASS_TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """What a rank must know to start. spec: of the whole target. meeting: a file by which ranks find one another."""
-
-    shard: Shard
-    spec: TargetSpec
-    max_positions: int
-    num_blocks: int
-    block_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype | None
-    num_threads: int
-    log_level: str
-    meeting: str
-    parent: int
-
-
-@dataclass(frozen=True)
-class RankReady:
-    """A rank has loaded its part. error: why it has not, for the operator."""
-
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A rank lives."""
 
 
 def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.device) -> None:
@@ -80,33 +47,10 @@ def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.
         reason = "on a GPU the ranks cannot run yet: set device=cpu, or 1 for one GPU"
     elif config.attention_backend not in (None, "torch"):
         reason = f"attention_backend is '{config.attention_backend}', and ranks run 'torch' alone: set that, or auto"
-    elif config.batch_invariant:
-        reason = "sums over ranks are not batch-invariant: turn batch_invariant off, or take 1"
-    elif load_quantization(spec.path) is not None:
-        reason = "quantised weights cannot be read by slice yet: take a checkpoint that is not quantised, or 1"
     if reason is not None:
         raise ConfigError(
             f"setting 'tensor_parallel_size' is {size}, which the target in {spec.path} cannot have: {reason}"
         )
-
-
-def group_sum(meeting: str, shard: Shard) -> Reduce:
-    """The sum over all ranks, by gloo over loopback. Returns when all ranks have come. Its result is the same to the
-    bit on each rank, since each number is summed in one place."""
-    store = dist.FileStore(meeting, shard.size)
-    store.set_timeout(timedelta(seconds=CONNECT_S))
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=PASS_TIMEOUT_S)
-    group = gloo(store, shard.rank, shard.size, options)
-
-    def reduce(x: torch.Tensor) -> torch.Tensor:
-        group.allreduce([x]).wait()
-        return x
-
-    reduce(torch.zeros(1))
-    return reduce
 
 
 @dataclass
@@ -115,17 +59,15 @@ class _Links:
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
-    folder: str = ""
     lost: str = ""
 
     def end(self) -> None:
-        """End all ranks and remove what they leave. It may be called twice, and by a thread that watches."""
+        """End all ranks. It may be called twice, and by a thread that watches."""
         for process in self.processes:
             with suppress(OSError):
                 process.kill()
         for process in self.processes:
             process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def watch(self) -> None:
         """Until a rank is lost: then end all, so that rank 0's sum with them fails at once."""
@@ -145,16 +87,26 @@ class _Links:
         self.end()
 
 
+@dataclass
+class Traffic:
+    """What rank 0 has sent: passes, and bytes of messages to all other ranks."""
+
+    num_passes: int = 0
+    message_bytes: int = 0
+
+
 class RankGroup:
     """The other ranks of this process, which is rank 0. They end with this object, or with this process."""
 
-    def __init__(self, size: int, num_cores: int) -> None:
-        """num_cores: those that all ranks share."""
+    def __init__(self, size: int, num_threads: int) -> None:
+        """num_threads: of an operation, in each rank."""
         self.shard = Shard(0, size)
-        self.num_threads = max(1, num_cores // size)
-        self._links = _Links(folder=tempfile.mkdtemp(prefix="dflash-ranks-"))
-        self._reduce: Reduce | None = None
-        self._end = weakref.finalize(self, _end, self._links)
+        self.num_threads = num_threads
+        self._links = links = _Links()
+        self._memory = sum_memory(size)
+        self.reduce = SharedSum(self._memory, self.shard, lambda: links.lost)
+        self.traffic = Traffic()
+        self._end = weakref.finalize(self, _end, links)
 
     def start(
         self, spec: TargetSpec, max_positions: int, num_blocks: int, config: EngineConfig, dtype: torch.dtype
@@ -166,50 +118,43 @@ class RankGroup:
                 spec,
                 max_positions,
                 num_blocks,
+                num_states(config),
                 config.kv_block_size,
+                config.quantization == "fp8",
+                config.batch_invariant,
                 dtype,
                 target_kv_dtype(config),
                 self.num_threads,
                 config.log_level,
-                self._meeting,
+                self._memory,
                 os.getpid(),
             )
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-m", "dflash_backend.engine.rank"]
             with theirs:
-                self._links.processes.append(subprocess.Popen(command, stdin=theirs.fileno(), stdout=2))
+                self._links.processes.append(
+                    subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, pass_fds=(self._memory,))
+                )
             self._links.connections.append(Connection(ours.detach()))
             with suppress(OSError):  # `connect` says that it has ended
                 self._links.connections[-1].send_bytes(pickle.dumps(setup))
+        os.close(self._memory)  # each process has it mapped, or has its own descriptor
 
     def connect(self) -> None:
         """Wait until all ranks have loaded. Raises `ConfigError` when one has not."""
         for rank, connection in enumerate(self._links.connections, 1):
-            error = "it ended; the log says why"
-            with suppress(EOFError, OSError):
-                while isinstance(message := pickle.loads(connection.recv_bytes()), Beat):
-                    pass
-                error = message.error
-            if error:
+            if error := _start_error(connection):
                 self._end()
                 raise ConfigError(f"rank {rank} of {self.shard.size} could not start: {error}")
-        self._reduce = group_sum(self._meeting, self.shard)
-        shutil.rmtree(self._links.folder, ignore_errors=True)  # all have met
         threading.Thread(target=self._links.watch, name="rank-watch", daemon=True).start()
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks. Raises `RuntimeError` when one is lost."""
-        assert self._reduce is not None, "not connected"
-        try:
-            return self._reduce(x)
-        except RuntimeError as error:
-            raise RuntimeError(self._cause() or str(error)) from error
-
-    def send(self, step: SharedPass) -> None:
-        """Give a pass to all other ranks. Raises `RuntimeError` when one is lost."""
+    def send(self, step: SharedPass | StateChange) -> None:
+        """Give a pass, or a change of states, to all other ranks. Raises `RuntimeError` when one is lost."""
         if self._links.lost:
             raise RuntimeError(self._links.lost)
-        data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
+        data = packed(step)
+        self.traffic.num_passes += isinstance(step, SharedPass)
+        self.traffic.message_bytes += len(data) * len(self._links.connections)
         try:
             for connection in self._links.connections:
                 connection.send_bytes(data)
@@ -228,9 +173,17 @@ class RankGroup:
         """The processes of the other ranks."""
         return [process.pid for process in self._links.processes]
 
-    @property
-    def _meeting(self) -> str:
-        return str(Path(self._links.folder) / "ranks")
+
+def _start_error(connection: Connection) -> str:
+    """Wait until the rank has loaded; why it has not, empty when it has."""
+    try:
+        while connection.poll(START_SILENCE_S):
+            message = pickle.loads(connection.recv_bytes())
+            if not isinstance(message, Beat):
+                return str(message.error)
+    except (EOFError, OSError):
+        return "it ended; the log says why"
+    return f"it has said nothing for {START_SILENCE_S:g} s"
 
 
 def _end(links: _Links) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 
 import torch
 
+from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.models import TargetModel
 from dflash_backend.models.delta_rule import CHUNK
-from dflash_backend.models.recurrent_state import pool_bytes
+from dflash_backend.models.parallel import SharedTarget
+from dflash_backend.models.recurrent_state import StatePool, pool_bytes
 from dflash_backend.worker.memory import GIB
 
 MIB = 1024**2
@@ -39,8 +43,8 @@ def check_recurrent(
             f"setting 'num_speculative_tokens' is {pair.num_speculative_tokens}; a target with gated delta net layers "
             f"takes at most {CHUNK - 1}"
         )
-    num_copies = num_snapshots(config)
-    size, slots = pool_bytes(net, config.max_num_seqs + num_copies, dtype), config.max_num_seqs
+    num_copies, slots = num_snapshots(config), config.max_num_seqs
+    size = pool_bytes(net, num_states(config), dtype)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type == "cpu" and size + (config.kv_cache_gb or 0) * GIB > machine:
         raise ConfigError(
@@ -55,6 +59,22 @@ def check_recurrent(
     )
     if config.enable_prefix_caching and not num_copies:
         report("prefix cache: off: the target has recurrent layers, and num_state_snapshots is 0", 0.1)
+
+
+def allocate_states(
+    config: EngineConfig, target: TargetModel, decoder: DecoderSpec, dtype: torch.dtype, device: torch.device
+) -> StatePool | None:
+    """The states of requests and of copies; None where the target has no recurrent layers. decoder: of this process's
+    part of the target."""
+    if decoder.delta_net is None:
+        return None
+    pool = StatePool.allocate(decoder, num_states(config), dtype, device)
+    return dataclasses.replace(pool, follow=target.tell) if isinstance(target, SharedTarget) else pool
+
+
+def num_states(config: EngineConfig) -> int:
+    """Slots for states: of requests, then of copies."""
+    return config.max_num_seqs + num_snapshots(config)
 
 
 def num_snapshots(config: EngineConfig) -> int:

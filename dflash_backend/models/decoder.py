@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.quantization.at_load import Fp8Source
@@ -22,7 +22,7 @@ from dflash_backend.models.hybrid_layers import (
 )
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
 from dflash_backend.models.layers import DecoderLayer, LayerWeights
-from dflash_backend.models.linear import Linear
+from dflash_backend.models.linear import Linear, embedded
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.rope import Rotary
 
@@ -30,12 +30,13 @@ from dflash_backend.models.rope import Rotary
 @dataclass(frozen=True)
 class TargetWeights:
     """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
-    tied."""
+    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others."""
 
     embedding: torch.Tensor
     layers: list[LayerWeights | DeltaNetLayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
+    share: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
     def read(cls, source: WeightSource, spec: TargetSpec) -> TargetWeights:
@@ -63,6 +64,7 @@ class DecoderTarget(TargetModel):
         self.eps = spec.decoder.rms_norm_eps
         self.embedding = weights.embedding
         self.final_norm = weights.final_norm
+        self._share = weights.share
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.ops = ops or select_ops(device)
         # Drafters multiply by the head as well, in their own way.
@@ -73,12 +75,14 @@ class DecoderTarget(TargetModel):
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.embedding)
+        return embedded(token_ids, self.embedding)
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
         hidden = self.embed(token_ids)
+        if self._share is not None:
+            hidden = self._share(hidden)
         rotation = self.ops.rotation(self.rotary, context.positions)
         normed = self.ops.rms_norm(hidden, self.layers[0].weights.input_norm, self.eps)
         captured: dict[int, torch.Tensor] = {}
@@ -144,6 +148,13 @@ def load_target(
         ignored=lambda name: is_unused(spec, name),
         progress=progress,
     )
+    return target_of(spec, weights, max_positions, ops)
+
+
+def target_of(
+    spec: TargetSpec, weights: TargetWeights | Gemma4Weights, max_positions: int, ops: LayerOps | None = None
+) -> TargetModel:
+    """The target with these weights, of any family."""
     if isinstance(weights, Gemma4Weights):
         return Gemma4Target(spec, weights, max_positions, ops)
     return DecoderTarget(spec, weights, max_positions, ops)

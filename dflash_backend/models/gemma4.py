@@ -6,17 +6,17 @@ Scores are not divided by the root of the head size, as backends do it: the quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
-from dflash_backend.models.linear import Linear, ProductOf
-from dflash_backend.models.mlp import DenseMlp
+from dflash_backend.models.linear import Linear, ProductOf, embedded
+from dflash_backend.models.mlp import DenseMlp, Mlp
 from dflash_backend.models.ops import LayerOps, Rotation, select_ops
 from dflash_backend.models.rope import Rotary
 
@@ -92,7 +92,7 @@ class Gemma4LayerWeights:
     qk_norm: torch.Tensor
     value_norm: torch.Tensor
     output: Linear
-    mlp: DenseMlp
+    mlp: Mlp
     scalar: torch.Tensor
     experts: Gemma4Experts | None
 
@@ -186,12 +186,13 @@ class Gemma4Layer:
 @dataclass(frozen=True)
 class Gemma4Weights:
     """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
-    tied."""
+    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others."""
 
     embedding: torch.Tensor
     layers: list[Gemma4LayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
+    share: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
     def read(cls, source: WeightSource, spec: TargetSpec) -> Gemma4Weights:
@@ -221,6 +222,7 @@ class Gemma4Target(TargetModel):
         self.softcap = decoder.gemma4.softcap
         self.embedding = weights.embedding
         self.final_norm = weights.final_norm
+        self._share = weights.share
         device, dtype = weights.embedding.device, weights.embedding.dtype
         # In the model's dtype, as the family was trained.
         self.embedding_scale = float(torch.tensor(decoder.hidden_size**0.5, dtype=dtype))
@@ -239,12 +241,14 @@ class Gemma4Target(TargetModel):
         ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.embedding) * self.embedding_scale
+        return embedded(token_ids, self.embedding) * self.embedding_scale
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]
     ) -> TargetOutput:
         hidden = self.embed(token_ids)
+        if self._share is not None:
+            hidden = self._share(hidden)
         rotations = {kind: self.ops.rotation(rotary, context.positions) for kind, rotary in self.rotaries.items()}
         captured: dict[int, torch.Tensor] = {}
         for index, (layer, kind) in enumerate(zip(self.layers, self._kinds, strict=True)):

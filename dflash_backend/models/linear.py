@@ -73,3 +73,9 @@ class Linear:
     def out_features(self) -> int:
         """Size of the output."""
         return self.weight.shape[0]
+
+
+def embedded(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of `table`, `[vocab_size, hidden_size]`: int64 `[n]` -> `[n, hidden_size]`. Zeros from an empty table, which
+    ranks have that get the rows from another one."""
+    return F.embedding(token_ids, table) if len(table) else table.new_zeros(len(token_ids), table.shape[1])

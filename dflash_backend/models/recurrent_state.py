@@ -8,8 +8,9 @@ known: it replays them from what the pass kept of the rows that may have drafts,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,17 +20,35 @@ from dflash_backend.models.delta_rule import CHUNK, DeltaBlock, advance
 
 
 @dataclass(frozen=True)
+class StateCommit:
+    """States were brought behind the first `num_kept` (int32 `[R]`) tokens of their rows."""
+
+    num_kept: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateCopies:
+    """States were copied between slots."""
+
+    pairs: Sequence[tuple[int, int]]
+
+
+StateChange = StateCommit | StateCopies
+
+
+@dataclass(frozen=True)
 class StatePool:
     """States of S slots, first those of requests and behind them copies, and a last slot that padding rows write to.
 
     states: float32 `[layers, S + 1, value_heads, key_dim, value_dim]`. tails: `[layers, S + 1, conv_width - 1,
     channels]`, the last inputs of the convolution, in the model's dtype. lengths: int32 `[S + 1]`, how many positions a
-    state covers.
+    state covers. follow: what is told of each change, for those who have other heads of the same states.
     """
 
     states: torch.Tensor
     tails: torch.Tensor
     lengths: torch.Tensor
+    follow: Callable[[StateChange], None] | None = None
 
     @classmethod
     def allocate(cls, decoder: DecoderSpec, num_slots: int, dtype: torch.dtype, device: torch.device) -> StatePool:
@@ -47,6 +66,8 @@ class StatePool:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states between slots: `(from, to)`, of which no slot occurs twice."""
         if pairs:
+            if self.follow is not None:
+                self.follow(StateCopies(pairs))
             source, target = torch.tensor(pairs, dtype=torch.int64).to(self.lengths.device).unbind(1)
             self.states.index_copy_(1, target, self.states.index_select(1, source))
             self.tails.index_copy_(1, target, self.tails.index_select(1, source))
@@ -97,30 +118,34 @@ class KeptBlock:
     state: torch.Tensor | None = None
 
 
+class StateLayout(NamedTuple):
+    """The rows of a pass of `num_tokens` tokens. int32 `[R]` on the device: req_idx, -1 for padding; starts;
+    query_start, the place of a row's first token; query_lens. widths: `[R]`, the most tokens of each."""
+
+    req_idx: torch.Tensor
+    starts: torch.Tensor
+    query_start: torch.Tensor
+    query_lens: torch.Tensor
+    widths: np.ndarray
+    num_tokens: int
+
+
 @dataclass
 class StateRows:
-    """A pass over rows, as layers with a state see it. starts: int32 `[R]`, where rows start. query_lens: int32
-    `[R]`. kept: what each layer kept of each group."""
+    """A pass over rows, as layers with a state see it. starts: int32 `[R]`, where rows start. kept: what each layer
+    kept of each group."""
 
     pool: StatePool
     groups: list[StateGroup]
     starts: torch.Tensor
     slots: torch.Tensor
+    layout: StateLayout
     kept: dict[tuple[int, int], KeptBlock] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        pool: StatePool,
-        req_idx: torch.Tensor,
-        starts: torch.Tensor,
-        query_start: torch.Tensor,
-        query_lens: torch.Tensor,
-        widths: np.ndarray,
-        num_tokens: int,
-    ) -> StateRows:
-        """Rows of a pass of `num_tokens` tokens. int32 `[R]` on the device: req_idx, -1 for padding; starts;
-        query_start, the place of a row's first token; query_lens. widths: `[R]`, the most tokens of each."""
+    def of(cls, pool: StatePool, layout: StateLayout) -> StateRows:
+        """The rows of `layout`, whose states are in `pool`."""
+        req_idx, starts, query_start, query_lens, widths, num_tokens = layout
         index = req_idx.long()
         slots = torch.where(index < 0, pool.states.shape[1] - 1, index)
         groups = []
@@ -143,7 +168,7 @@ class StateRows:
                     valid,
                 )
             )
-        return cls(pool, groups, starts, slots)
+        return cls(pool, groups, starts, slots, layout)
 
     def check(self) -> None:
         """Raise `RuntimeError` unless each state covers the positions before its row. Waits for the device."""
@@ -165,6 +190,8 @@ class StateRows:
 
     def commit(self, num_kept: torch.Tensor) -> None:
         """Bring every state behind the first `num_kept` (int32 `[R]`) tokens of its row. To be called once."""
+        if self.pool.follow is not None:
+            self.pool.follow(StateCommit(num_kept))
         for (layer, number), kept in self.kept.items():
             group = self.groups[number]
             count = num_kept.index_select(0, group.rows).long()

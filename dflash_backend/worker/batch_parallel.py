@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -44,11 +44,21 @@ def num_batch_threads(weight_bytes: int, num_cores: int) -> int:
     return 1 if weight_bytes > MAX_WEIGHT_BYTES else num_cores
 
 
+def num_op_threads(weight_bytes: int, num_cores: int) -> int:
+    """How many threads an operation has in a process that shares a target with others and has `num_cores` for itself:
+    for a small model 1."""
+    return 1 if weight_bytes <= MAX_WEIGHT_BYTES else max(1, num_cores)
+
+
 class BatchThreads:
     """The calling thread and others, each running one part of a step with torch's own threading switched off."""
 
-    def __init__(self, num_workers: int, batch_invariant: bool = False, weight_bytes: int = 0) -> None:
-        """batch_invariant: no operation has more threads in one step than in another. weight_bytes: of the models."""
+    def __init__(
+        self, num_workers: int, batch_invariant: bool = False, weight_bytes: int = 0, op_threads: int | None = None
+    ) -> None:
+        """batch_invariant: no operation has more threads in one step than in another. weight_bytes: of the models.
+        op_threads: of an operation, with one worker; None: torch's own number."""
+        self._op_threads = op_threads
         self.num_workers = num_workers
         few = MIN_PART_WORK * FEW_WEIGHT_BYTES // max(weight_bytes, FEW_WEIGHT_BYTES)
         self._min_part_work = max(MIN_WORK_OF_LARGE, few)
@@ -84,6 +94,9 @@ class BatchThreads:
         ended."""
         num_tokens = sum(row.num_new + row.num_draft for row in parts[0])
         is_long = len(parts) == 1 and num_tokens >= INTRA_OP_TOKENS
+        if self._op_threads is not None:
+            with op_threads(self._op_threads):
+                return [work(part) for part in parts]
         if self._pool is None or (is_long and not self._batch_invariant):
             return [work(part) for part in parts]
         futures = [self._pool.submit(work, part) for part in parts[1:]]
@@ -119,11 +132,16 @@ def _prepare_thread() -> None:
     _of_thread.mode.__enter__()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """No threads within operations, for the calling thread."""
+    return op_threads(1)
+
+
+@contextmanager
+def op_threads(number: int) -> Iterator[None]:
+    """This many threads within operations, for the calling thread."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from dflash_backend.attention import AttentionBackend
 from dflash_backend.drafters.base import ContextBatch, DraftBatch, Drafter
 from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
-from dflash_backend.models.recurrent_state import StatePool, StateRows
+from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -237,9 +237,10 @@ class ModelStep:
         if self.pool is None:
             return None
         batch, lens = inputs.batch, inputs.bounds.query_lens
-        rows = StateRows.of(
-            self.pool, batch.req_idx, prepared.starts, batch.query_start, batch.query_lens, lens, inputs.num_tokens
+        layout = StateLayout(
+            batch.req_idx, prepared.starts, batch.query_start, batch.query_lens, lens, inputs.num_tokens
         )
+        rows = StateRows.of(self.pool, layout)
         if guard is not None:
             rows.check()
         return rows

@@ -13,11 +13,13 @@ import pytest
 
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.engine.ranks import HANG_S
+from dflash_backend.engine.ranks import HANG_S, RankGroup
 from dflash_backend.models.parallel import RankLostError, SharedTarget
-from tests.tiny_models import make_pair
+from tests.batch_invariance import differing, random_prompts, run
+from tests.quantised import GPTQ, gptq, write
+from tests.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.waiting import eventually
-from tests.worker.engines import Outputs, engine
+from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 PROMPTS = [[5, 6, 7, 8, 9], [3] * 21, [i % 50 + 1 for i in range(70)], [3] * 17 + [8, 4]]
@@ -39,10 +41,12 @@ def shared(pair: dict[str, str]) -> Iterator[BuiltEngine]:
     assert not any(lives(pid) for pid in pids)
 
 
-def group(built: BuiltEngine) -> Any:
+def group(built: BuiltEngine) -> RankGroup:
     """What holds the other ranks."""
-    assert isinstance(built.runner.step.target, SharedTarget)
-    return built.runner.step.target._send.__self__  # type: ignore[attr-defined]
+    target = built.runner.step.target
+    assert isinstance(target, SharedTarget)
+    assert isinstance(target.ranks, RankGroup)
+    return target.ranks
 
 
 def rank_pids(built: BuiltEngine) -> list[int]:
@@ -93,9 +97,24 @@ def test_four_ranks_preempt_and_adapt_as_one_does(pair: dict[str, str]) -> None:
     check_four_ranks(pair)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
-def test_ranks_share_experts_and_give_the_text_of_one(tmp_path: Path, architecture: str) -> None:
+FAMILIES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "Qwen3_5MoeForCausalLM", "Gemma4ForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_ranks_share_other_families_and_give_the_text_of_one(tmp_path: Path, architecture: str) -> None:
     models = make_pair(tmp_path, {"architecture": architecture})
+    check_two_ranks(models)
+
+
+def test_two_ranks_serve_quantised_weights_and_fp8_made_at_load(tmp_path: Path) -> None:
+    make_target(tmp_path / "plain", intermediate_size=64)
+    make_draft(tmp_path / "draft")
+    write(tmp_path / "plain", tmp_path / "gptq", gptq(group=8), GPTQ | {"group_size": 8})
+    for target, settings in (("gptq/quantised", {}), ("plain", {"quantization": "fp8"})):
+        check_two_ranks({"target_model": str(tmp_path / target), "draft_model": str(tmp_path / "draft"), **settings})
+
+
+def check_two_ranks(models: dict[str, Any]) -> None:
     alone, shared = engine(**models, **SETTINGS), engine(**models, **SETTINGS, tensor_parallel_size=2)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
         assert texts(shared, **sampling) == texts(alone, **sampling)
@@ -109,14 +128,42 @@ def test_four_ranks_with_experts_preempt_and_adapt_as_one_does(tmp_path: Path) -
     check_four_ranks(models)
 
 
-def check_four_ranks(models: dict[str, str]) -> None:
+def test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does(tmp_path: Path) -> None:
+    models = make_pair(tmp_path, {"architecture": "Qwen3NextForCausalLM", "linear_num_key_heads": 4})
+    check_four_ranks(models, kv_cache_gb=0.00012)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_follow_the_steps_of_a_gpu(tmp_path: Path, overlap: bool) -> None:
+    """Its layouts, padding and order, on a CPU."""
+    models = make_pair(tmp_path, {"architecture": "Qwen3NextForCausalLM"})
+    alone, shared = engine(**models, **SETTINGS), engine(**models, **SETTINGS, tensor_parallel_size=2)
+    steps = on_device_runner(shared, overlap=overlap)
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+        assert texts(steps, **sampling) == texts(alone, **sampling)
+    assert steps.core.stats().prefix_cache_hits > 0
+    end(shared)
+
+
+def check_four_ranks(models: dict[str, str], kv_cache_gb: float = 0.00028) -> None:
     """In a pool that is too small for all requests."""
-    settings = SETTINGS | {"adaptive_speculation": True, "kv_cache_gb": 0.00028, "max_model_len": 100}
+    settings = SETTINGS | {"adaptive_speculation": True, "kv_cache_gb": kv_cache_gb, "max_model_len": 100}
     alone, shared = engine(**models, **settings), engine(**models, **settings, tensor_parallel_size=4)
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 2}):
         assert texts(shared, **sampling) == texts(alone, **sampling)
     assert shared.core.stats().num_preemptions > 0
     end(shared)
+
+
+def test_logits_of_two_ranks_are_the_same_to_the_bit_in_any_batch(pair: dict[str, str]) -> None:
+    """A sum has the order of the ranks, whatever the batch."""
+    built = engine(**pair, **SETTINGS, tensor_parallel_size=2, batch_invariant=True, enable_prefix_caching=False)
+    prompts = random_prompts(12, VOCAB_SIZE, longest=90)
+    alone = run(built, prompts[:1], "alone", num_speculative_tokens=0)
+    together = run(built, prompts, "together")
+    assert differing(alone[1], together[1]) == 0
+    assert alone[0]["0"] == together[0]["0"]
+    end(built)
 
 
 def test_each_rank_keeps_its_part_of_the_kv(pair: dict[str, str], shared: BuiltEngine) -> None:
@@ -143,7 +190,6 @@ def test_a_rank_that_is_lost_ends_the_engine(pair: dict[str, str], number: signa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"batch_invariant": True}, "turn batch_invariant off"),
         ({"attention_backend": "triton"}, "ranks run 'torch' alone"),
         ({"tensor_parallel_size": 3}, "4 attention heads are no multiple"),
     ],
@@ -160,3 +206,16 @@ def test_a_rank_that_cannot_load_says_why(pair: dict[str, str], monkeypatch: pyt
     monkeypatch.setattr("dflash_backend.engine.ranks.sys.executable", "/bin/false")
     with pytest.raises(ConfigError, match="rank 1 of 2 could not start"):
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
+
+
+def test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 300\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("dflash_backend.engine.ranks.sys.executable", str(program))
+    monkeypatch.setattr("dflash_backend.engine.ranks.START_SILENCE_S", 1.0)
+    with pytest.raises(ConfigError, match="rank 1 of 2 could not start: it has said nothing for 1 s"):
+        build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
+    assert not lives(int((tmp_path / "pid").read_text()))

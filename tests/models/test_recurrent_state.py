@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from dflash_backend.checkpoints import read_target
 from dflash_backend.models import load_target
 from dflash_backend.models.delta_rule import DeltaInputs, advance, chunked, delta_block, recurrent
-from dflash_backend.models.recurrent_state import StatePool, StateRows, pool_bytes
+from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows, pool_bytes
 from tests.paged import block_tables, caches, context
 from tests.tiny_models import VOCAB_SIZE, make_target
 
@@ -140,7 +140,7 @@ def test_a_forward_pass_changes_no_state(hybrid: Hybrid) -> None:
 def rows(pool: StatePool, req_idx: list[int], starts: list[int], lens: list[int], widths: list[int]) -> StateRows:
     """Rows whose tokens lie behind one another."""
     numbers = [torch.tensor(each, dtype=torch.int32) for each in (req_idx, starts, np.cumsum([0, *lens])[:-1], lens)]
-    return StateRows.of(pool, *numbers, widths=np.array(widths), num_tokens=max(1, sum(lens)))
+    return StateRows.of(pool, StateLayout(*numbers, widths=np.array(widths), num_tokens=max(1, sum(lens))))
 
 
 def test_padding_rows_change_no_slot_of_a_request(hybrid: Hybrid) -> None:
@@ -166,7 +166,7 @@ def test_numbers_of_tokens_of_no_row_do_not_reach_a_state(hybrid: Hybrid) -> Non
     for last in (1.0, float("nan")):
         hidden[2] = last
         numbers = [torch.tensor([each], dtype=torch.int32) for each in (1, 0, 0, 2)]
-        padded = StateRows.of(hybrid.pool, *numbers, widths=np.array([3]), num_tokens=3)
+        padded = StateRows.of(hybrid.pool, StateLayout(*numbers, widths=np.array([3]), num_tokens=3))
         outputs = layer.net.forward(hidden, padded)
         padded.commit(torch.tensor([2], dtype=torch.int32))
         found.append((outputs[:2], *(tensor[0, 1].clone() for tensor in hybrid.pool.tensors[:2])))

@@ -29,8 +29,8 @@ GEMMA4_MUTANTS = (
         ),
         (
             "embeddings are as they are stored",
-            "F.embedding(token_ids, self.embedding) * self.embedding_scale",
-            "F.embedding(token_ids, self.embedding)",
+            "embedded(token_ids, self.embedding) * self.embedding_scale",
+            "embedded(token_ids, self.embedding)",
         ),
         (
             "logits are not capped",

@@ -6,9 +6,14 @@ from tests.mutations.mutant import Mutant, mutants_of
 
 LAYERS = ("tests/models/test_parallel.py::test_shared_layers_compute_what_the_whole_target_does",)
 
+SUMS = "dflash_backend/models/parallel.py"
+SHARD = "dflash_backend/models/shard.py"
+QUANTISED = ("tests/models/test_parallel.py::test_ranks_read_their_part_of_quantised_weights",)
+HYBRID = ("tests/engine/test_ranks.py::test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does",)
+
 PARALLEL_MUTANTS = (
     *mutants_of(
-        "dflash_backend/models/parallel.py",
+        SHARD,
         LAYERS,
         ("each rank adds the bias of a sum", "if is_of_sum and self._shard.rank > 0:", "if False:"),
         (
@@ -16,29 +21,107 @@ PARALLEL_MUTANTS = (
             "return self.rank * num_parts // self.size",
             "return self.rank % num_parts",
         ),
+        ("each rank adds the biases of experts", 'kind == "down_proj_bias" or (', "("),
+        ("each rank has the sinks of the first heads", ' or kind == "sinks"', ""),
+        ("a rank has keys of a delta net for its values", "2 * size * keys + rank * values", "rank * values"),
+        (
+            "a rank's keys of a delta net are those of its queries",
+            "((size + rank) * keys, keys)",
+            "(rank * keys, keys)",
+        ),
+        (
+            "layers of Gemma 4 that see everything have the heads of the others",
+            'return self._spec.of_layer(int(words[words.index("layers") + 1])).num_kv_heads',
+            "return self._spec.num_kv_heads",
+        ),
+    ),
+    *mutants_of(
+        SUMS,
+        LAYERS,
         (
             "the outputs of experts are not summed",
             "self.reduce(self.part.forward(x, ops))",
             "self.part.forward(x, ops)",
         ),
-        ("each rank adds the biases of experts", 'kind == "down_proj_bias" or (', "("),
         (
-            "each rank has the sinks of the first heads",
-            '_Slice(0, (shard.rank,), shard.size) if kind == "sinks"',
-            '_Slice(0, (0,), shard.size) if kind == "sinks"',
+            "the outputs of attention are not summed",
+            "output=SummedLinear(layer.output, reduce), mlp",
+            "output=layer.output, mlp",
         ),
-        ("the outputs of attention are not summed", "output=SummedLinear(layer.output, reduce)", "output=layer.output"),
+        (
+            "the outputs of delta nets are not summed",
+            "output=SummedLinear(layer.net.output, reduce)",
+            "output=layer.net.output",
+        ),
+        (
+            "embeddings do not reach the other ranks",
+            "_summed_layer(layer, reduce) for layer in weights.layers], share=reduce",
+            "_summed_layer(layer, reduce) for layer in weights.layers]",
+        ),
+        (
+            "Gemma 4's experts are not summed",
+            "self.reduce(super().forward(hidden, ops, eps))",
+            "super().forward(hidden, ops, eps)",
+        ),
+    ),
+    *mutants_of(
+        SUMS,
+        HYBRID,
+        ("other ranks copy no states", "self._pool.copy(step.pairs)", "pass"),
+        ("other ranks keep states of rejected drafts", "self._rows.commit(step.num_kept)", "pass"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/slices.py",
+        QUANTISED,
+        (
+            "scales of the whole weight begin a rank's columns",
+            "return None if block is None else (axis, block)",
+            "return None",
+        ),
+        ("blocks that ranks share are cut", "if start % step or (stop % step and stop != shape[dim]):", "if False:"),
+        ("columns of a rank are in the groups of rank 0", "order - start // size", "order"),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/sums.py",
+        ("tests/engine/test_sums.py",),
+        ("a sum overwrites what a slow rank has not read", "views[self._count % 2]", "views[0]"),
+        ("a rank does not wait for the last one", "in range(self._shard.size):", "in range(self._shard.size - 1):"),
+        ("terms of 16 bits are rounded after each", "total = terms[0].float()", "total = terms[0].clone()"),
+        ("the third rank is left out", "terms[2:]", "terms[3:]"),
+        ("a lost rank is waited for", "if reason := self._lost():", "if False:"),
+    ),
+    Mutant(
+        "a rank that says nothing while it starts is taken for ready",
+        "dflash_backend/engine/ranks.py",
+        'return f"it has said nothing for {START_SILENCE_S:g} s"',
+        'return ""',
+        ("tests/engine/test_ranks.py::test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended",),
+    ),
+    Mutant(
+        "a view is sent with all of its table",
+        "dflash_backend/engine/rank_messages.py",
+        "if isinstance(value, torch.Tensor):",
+        "if False:",
+        ("tests/engine/test_sums.py",),
+    ),
+    Mutant(
+        "FP8 at load has a scale for a rank's part of a row",
+        "dflash_backend/checkpoints/quantization/at_load.py",
+        "self.read_projection(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))\n"
+        "        _take(whole, out, dim, parts, num_parts)",
+        "self._plain.read_projection_slice(name, out, dim, parts, num_parts)\n        round_to_fp8(name, out)",
+        ("tests/models/test_parallel.py::test_fp8_at_load_rounds_whole_rows",),
     ),
     Mutant(
         "a rank has gates of experts alone, another ups",
-        "dflash_backend/models/parallel.py",
+        SHARD,
         "(rank, size + rank), 2 * size",
         "(2 * rank, 2 * rank + 1), 2 * size",
         ("tests/models/test_parallel.py::test_experts_in_one_tensor_are_shared",),
     ),
     Mutant(
         "a rank takes the first parts of experts in place of its own",
-        "dflash_backend/models/parallel.py",
+        SHARD,
         "_Slice(GPT_OSS_EXPERTS[kind], (rank,), size)",
         "_Slice(GPT_OSS_EXPERTS[kind], (0,), size)",
         ("tests/models/test_parallel.py::test_experts_in_mxfp4_are_shared",),

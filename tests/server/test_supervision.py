@@ -55,6 +55,22 @@ def test_every_stream_of_a_killed_engine_gets_internal_and_the_next_answers_are_
     assert not (left := count.since(members)), left
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_under_load_is_an_engine_that_is_replaced(short_tmp, number):
+    count = chaos.LeftoverCount(short_tmp)
+    with (
+        new_server(chaos.SETTINGS | {"tensor_parallel_size": "2"}) as server,
+        DFlashClient(server.http_url, "http", timeout_s=60) as client,
+    ):
+        answer = chaos.right_answer(client)
+        members = family(server.pid)
+        result = chaos.play(server, client, answer, chaos.victim_of(1, 2, stop=number == signal.SIGSTOP))
+        assert result.victim == "rank 1"
+        assert result.kept, result
+        members |= family(server.pid)
+    assert not (left := count.since(members)), left
+
+
 def test_an_engine_that_dies_or_hangs_is_replaced_and_readiness_follows(short_tmp):
     with (
         new_server({"engine_hang_timeout_s": "4"}) as server,

@@ -6,11 +6,13 @@ made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dflash_backend.checkpoints.quantization.dequantise import CHUNK
 from dflash_backend.checkpoints.quantization.scheme import damaged
-from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.checkpoints.weights import WeightSource, whole_shape
 
 FP8 = "fp8"
 CODE = torch.float8_e4m3fn
@@ -41,6 +43,28 @@ class Fp8Source(WeightSource):
         projection = name.removesuffix(".weight")
         if projection.rpartition(".")[2] not in KEPT:
             round_to_fp8(projection, out)
+
+    def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
+        """The whole is rounded first where it is, since a row has one scale."""
+        if out.is_meta or not name.endswith(STACKED):
+            self._plain.read_slice(name, out, dim, parts, num_parts)
+            return
+        self.read(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))
+        _take(whole, out, dim, parts, num_parts)
+
+    def read_projection_slice(
+        self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
+    ) -> None:
+        if out.is_meta:
+            self._plain.read_projection_slice(name, out, dim, parts, num_parts)
+            return
+        self.read_projection(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))
+        _take(whole, out, dim, parts, num_parts)
+
+
+def _take(whole: torch.Tensor, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
+    chunks = whole.chunk(num_parts, dim)
+    out.copy_(torch.cat([chunks[part] for part in parts], dim))
 
 
 def round_to_fp8(projection: str, weight: torch.Tensor) -> None:

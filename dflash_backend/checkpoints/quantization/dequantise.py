@@ -5,7 +5,7 @@ One function for all formats: what differs is how codes and zero points are unpa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,8 +22,9 @@ CHUNK = 2**18
 def dequantise(stored: StoredWeight, parts: Parts, out: torch.Tensor) -> None:
     """Make the weight `[out_features, in_features]` in `out`, in its dtype and on its device, where its parts go first.
 
-    parts: as the files have them. Beside `out` it takes a byte for each number, and little else. Raises
-    `CheckpointError` on parts that contradict each other, and on numbers that are not finite.
+    parts: as the files have them, or those of a part of a weight (`slices.read_parts`). Beside `out` it takes a byte
+    for each number, and little else. Raises `CheckpointError` on parts that contradict each other, and on numbers that
+    are not finite.
     """
     _check_small_parts(stored, parts, out.shape)
     scheme, device = stored.scheme, out.device
@@ -50,14 +51,20 @@ def dequantise(stored: StoredWeight, parts: Parts, out: torch.Tensor) -> None:
 
 
 def _check_small_parts(stored: StoredWeight, parts: Parts, shape: torch.Size) -> None:
-    if Role.SHAPE in parts and parts[Role.SHAPE].tolist() != list(shape):
-        raise damaged(stored.projection, f"says that its shape is {parts[Role.SHAPE].tolist()}, not {list(shape)}")
+    if Role.SHAPE in parts:
+        check_shape(stored, parts[Role.SHAPE], shape)
     if Role.ZERO_BIAS in parts and bool(parts[Role.ZERO_BIAS].any()):
         raise damaged(stored.projection, "has a bias beside it, which this model does not have")
     if Role.ORDER in parts:
         order, (_, beside) = parts[Role.ORDER], stored.scheme.blocks(*shape)
         if int(order.min()) < 0 or int(order.max()) >= beside:
             raise damaged(stored.projection, f"puts columns in groups that are not from 0 to {beside - 1}")
+
+
+def check_shape(stored: StoredWeight, part: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raises `CheckpointError` unless the part that says the weight's shape says this one."""
+    if part.tolist() != list(shape):
+        raise damaged(stored.projection, f"says that its shape is {part.tolist()}, not {list(shape)}")
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""Which part of each tensor of a quantised weight holds some of its rows or columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import EllipsisType
+
+import torch
+
+from dflash_backend.checkpoints.quantization.dequantise import check_shape
+from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme
+from dflash_backend.checkpoints.quantization.stored import WORD_BITS, Role, StoredWeight
+
+Index = tuple[slice, ...] | EllipsisType
+_TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
+
+
+def read_parts(
+    stored: StoredWeight,
+    read: Callable[[str, Index], torch.Tensor],
+    shape: tuple[int, int],
+    dim: int,
+    start: int,
+    stop: int,
+) -> dict[Role, torch.Tensor] | None:
+    """The parts of the rows (`dim` 0) or columns (1) from `start` to below `stop` of a weight of `shape`: of each what
+    holds them, so that together they are a weight by the same scheme. read: gives an index of the tensor of this name.
+
+    None where there is no such thing: the bounds lie within a word or a block, or the columns are in blocks of others.
+    Raises `CheckpointError` where the files contradict themselves.
+    """
+    scheme = stored.scheme
+    if Role.ZERO in stored.tensors and scheme.layout is Layout.PACKED and scheme.block[0] is None:
+        return None
+    indices: dict[Role, Index] = {}
+    for role in stored.tensors:
+        place = _place(scheme, role, dim)
+        if place is None:
+            indices[role] = ...
+            continue
+        axis, step = place
+        if start % step or (stop % step and stop != shape[dim]):
+            return None
+        indices[role] = (slice(None),) * axis + (slice(start // step, math.ceil(stop / step)),)
+    found: dict[Role, torch.Tensor] = {}
+    if dim == 1 and Role.ORDER in stored.tensors:
+        size = scheme.block[1] or shape[1]
+        order = read(stored.tensors[Role.ORDER], indices[Role.ORDER])
+        if int(order.min()) < start // size or int(order.max()) >= math.ceil(stop / size):
+            return None
+        found[Role.ORDER] = order - start // size
+    for role in stored.tensors.keys() - found.keys():
+        found[role] = read(stored.tensors[role], indices[role])
+    if Role.SHAPE in found:
+        check_shape(stored, found.pop(Role.SHAPE), shape)
+    return found
+
+
+def _place(scheme: Scheme, role: Role, dim: int) -> tuple[int, int] | None:
+    """Along which axis of the part the weight's rows or columns lie, and how many of them one index there has; None
+    where the part is the same for all of them."""
+    per_word, block = WORD_BITS // scheme.bits, scheme.block[dim]
+    axis = 1 - dim if scheme.layout in _TRANSPOSED else dim
+    if role is Role.CODES:
+        packed_along = {Layout.PACKED: 1, Layout.GPTQ: 1, Layout.AWQ: 0}.get(scheme.layout)
+        return axis, per_word if packed_along == dim else 1
+    if role is Role.ZERO and dim == 0 and (scheme.layout is Layout.PACKED or scheme.layout in _TRANSPOSED):
+        return axis, per_word * (block or 1)
+    if role in (Role.SCALE, Role.ZERO):
+        return None if block is None else (axis, block)
+    return (0, 1) if role is Role.ORDER and dim == 1 else None
