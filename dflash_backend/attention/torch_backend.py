@@ -38,6 +38,7 @@ QUERY_ALLOWANCE = 16
 # On a CPU the rows of a group are gathered a few at a time, so that their KV is read again from the core's own cache
 # and not from memory.
 GATHER_BYTES = 1024**2
+_HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,11 @@ class TorchBackend(AttentionBackend):
         if sees_all and num_rows == 1 and not pattern.sinks:
             return BatchGroup(first_token, num_tokens, 1, query_len, query_len, blocks.reshape(-1), None)
         padded_len = blocks.shape[1] * self.block_size
+        if num_rows == 1 and starts is None and window is None and not pattern.sinks:
+            mask = one_row_mask(int(seq_lens[0]), query_len, padded_len, pattern.causal)
+            return BatchGroup(
+                first_token, num_tokens, 1, query_len, padded_len, blocks.reshape(-1), mask.to(blocks.device, dtype)
+            )
         # In numpy, whose calls cost less: these arrays are small.
         key = np.arange(padded_len) if starts is None else starts[:, None, None] + np.arange(padded_len)
         # Of each query, `[num_rows, query_len]`: which of its row's tokens it is, and its position.
@@ -291,6 +297,14 @@ def hidden_keys(pattern: AttentionPattern, lens: Array, query: Array, key: Array
     if pattern.sliding_window is not None:
         hidden = hidden | (abs(key - query) >= pattern.sliding_window)
     return hidden
+
+
+def one_row_mask(seq_len: int, query_len: int, padded_len: int, causal: bool) -> torch.Tensor:
+    """What hides the keys that the last `query_len` of `seq_len` positions do not see, all before it being seen:
+    float32 0 or -inf, `[1, 1, query_len, padded_len]`."""
+    key = np.arange(padded_len)
+    last = np.arange(seq_len - query_len, seq_len)[:, None] if causal else np.full((query_len, 1), seq_len - 1)
+    return torch.from_numpy(np.where(key > last, _HIDDEN, _SEEN)[None, None])
 
 
 def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from dflash_backend.attention import AttentionBatch
+from dflash_backend.drafters.base import DraftQueries
 from dflash_backend.models.interface import WindowSlots
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.state import StateTensors
+from dflash_kernels import one_row
 
 
 def window_slots(
@@ -43,3 +45,19 @@ def exact_layout(
 def draft_width(inputs: StepInputs, state: StateTensors) -> int:
     """Drafts that a row of the step proposes at most."""
     return state.k if inputs.draft_width is None else inputs.draft_width
+
+
+def draft_of_row(
+    batch: DeviceBatch, state: StateTensors, placeholder_id: int, lookahead_base: int
+) -> DraftQueries | None:
+    """What the drafter's model runs for the single row of a step, which drafts; None where its blocks do not hold the
+    queries. As `worker.step_ops.HostStepOps.prepare_draft`."""
+    index, width = one_row.number(batch.req_idx), one_row.number(batch.num_next) + lookahead_base
+    anchor = state.computed.numpy().item(index)
+    queries = one_row.prepare_draft(
+        state.tokens, state.blocks, state.num_blocks, state.block_size, index, anchor, width, placeholder_id
+    )
+    if queries is None:
+        return None
+    layout = exact_layout(np.array([index]), np.array([width]), np.array([anchor + width]), state)
+    return DraftQueries(*queries, layout, width, from_anchor=lookahead_base == 0)

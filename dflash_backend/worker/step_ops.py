@@ -19,7 +19,7 @@ from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
 from dflash_backend.models.interface import WindowSlots
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
-from dflash_backend.worker.layouts import draft_width, exact_layout, window_slots
+from dflash_backend.worker.layouts import draft_of_row, draft_width, exact_layout, window_slots
 from dflash_backend.worker.state import StateTensors
 from dflash_kernels import (
     accept,
@@ -27,6 +27,7 @@ from dflash_kernels import (
     log_odds,
     logits_filter,
     noisy_scores,
+    one_row,
     prepare_draft,
     prepare_step,
     sample,
@@ -69,12 +70,12 @@ class Accepted:
 
 @dataclass(frozen=True)
 class FinalTokens:
-    """The tokens whose context KV is written: positions and slots int64 `[n]`; index: int64 `[n]`, their places among
-    the step's tokens, None for all of them. padded: whether slots may be -1, for which nothing is written."""
+    """The tokens whose context KV is written: positions and slots int64 `[n]`; index: int64 `[n]` or a slice, their
+    places among the step's tokens, None for all of them. padded: whether slots may be -1, where nothing is kept."""
 
     positions: torch.Tensor
     slots: torch.Tensor
-    index: torch.Tensor | None = None
+    index: torch.Tensor | slice | None = None
     padded: bool = False
 
 
@@ -328,6 +329,10 @@ class HostStepOps(DeviceStepOps):
 
     def final_tokens(self, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> FinalTokens:
         """As `DeviceStepOps.final_tokens`."""
+        if len(batch.req_idx) == 1 and not prepared.padded:
+            end = state.computed.numpy().item(one_row.number(batch.req_idx))
+            final_part = slice(end - one_row.number(prepared.starts))
+            return FinalTokens(prepared.positions[final_part], prepared.slots[final_part], final_part)
         slots = super().final_tokens(batch, prepared, state).slots
         final = slots.numpy() >= 0
         if final.all():
@@ -347,6 +352,8 @@ class HostStepOps(DeviceStepOps):
     ) -> DraftQueries:
         """As `DeviceStepOps.prepare_draft`, with only the rows that draft, and the queries that they need."""
         batch, most = inputs.batch, state.k + lookahead_base
+        if inputs.num_rows == 1 and (of_row := draft_of_row(batch, state, placeholder_id, lookahead_base)) is not None:
+            return of_row
         ids, positions, slots, lens, seq_lens = self._prepared_draft(batch, state, placeholder_id, most, lookahead_base)
         query_lens = lens.numpy()
         rows = query_lens.nonzero()[0]
@@ -395,6 +402,5 @@ StepOps = DeviceStepOps
 
 
 def select_step_ops(device: torch.device, wanted: str | None = None) -> StepOps:
-    """The operations for `device`: kernels on a GPU, and where `dflash_kernels.dispatch.use_triton` says, which also
-    raises."""
+    """The operations for `device`, as `dflash_kernels.dispatch.use_triton` chooses, which also raises."""
     return DeviceStepOps() if use_triton(device, wanted) else HostStepOps()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from dflash_kernels import one_row
 from dflash_kernels.launcher import cached_launches
 
 try:
@@ -40,11 +41,18 @@ def accept_reference(
 
     A row with logits_start -1 does not sample: nothing is accepted, and `computed` advances by `num_new`.
     """
+    if len(req_idx) == 1 and (only := one_row.number(req_idx)) >= 0:
+        behind, drafts_there = one_row.number(starts) + one_row.number(num_new), one_row.number(num_draft)
+        accepted = one_row.accept(
+            target_tokens, tokens, computed, k, only, behind, drafts_there, one_row.number(logits_start)
+        )
+        if accepted is not None:
+            return accepted
     index = np.maximum(req_idx.numpy(), 0)
     first = (starts + num_new).numpy().astype(np.int64)
     offsets = logits_start.numpy()
     lens = np.where(offsets >= 0, num_draft.numpy(), 0)
-    rows, column = np.arange(len(index)), np.arange(k + 1)
+    rows, column = np.arange(len(index)), np.arange(lens.max(initial=0) + 1)
     positions = first[:, None] + column
     within = positions < tokens.shape[1]
     drafts = np.where(within, tokens.numpy()[index[:, None], np.where(within, positions, 0)], 0)
@@ -52,7 +60,8 @@ def accept_reference(
     own = own[np.minimum(np.maximum(offsets, 0)[:, None] + column, len(own) - 1)]
     count = np.logical_and.accumulate((drafts == own) & (column < lens[:, None]), axis=1).sum(axis=1)
 
-    new_tokens = np.where((column <= count[:, None]) & (offsets >= 0)[:, None], own, 0)
+    new_tokens = np.zeros((len(index), k + 1), dtype=np.int64)
+    new_tokens[:, : len(column)] = np.where((column <= count[:, None]) & (offsets >= 0)[:, None], own, 0)
     end, real = first + count, req_idx.numpy() >= 0
     written = real & (offsets >= 0) & (end < tokens.shape[1])
     tokens.numpy()[index[written], end[written]] = own[rows, count][written]

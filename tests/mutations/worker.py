@@ -146,8 +146,8 @@ WORKER_MUTANTS = (
     Mutant(
         "the logits of a chunk in which no row chooses a token are computed",
         f"{WORKER}/batch.py",
-        "chooses=bool(sample.any())",
-        "chooses=True",
+        "drafts, chooses = any(row.num_next_draft for row in rows), any(row.sample for row in rows)",
+        "drafts, chooses = any(row.num_next_draft for row in rows), True",
         ("tests/worker/test_runner.py",),
     ),
     Mutant(
@@ -212,6 +212,48 @@ WORKER_MUTANTS = (
             "the verify phase is not guarded",
             'guard.check("verify", inputs.batch.token_row, prepared.slots, inputs.batch.query_lens)',
             "pass",
+        ),
+    ),
+    Mutant(
+        "one row: context of the first rejected draft is injected",
+        f"{WORKER}/step_ops.py",
+        "final_part = slice(end - one_row.number(prepared.starts))",
+        "final_part = slice(end - one_row.number(prepared.starts) + 1)",
+        ("tests/worker/test_one_row.py",),
+    ),
+    Mutant(
+        "one row: a single row's logits follow the wrong token",
+        f"{WORKER}/batch.py",
+        "first, num_logits = (num_new - 1, num_draft + 1) if samples else (0, 1)",
+        "first, num_logits = (0, num_draft + 1) if samples else (0, 1)",
+        ("tests/worker/test_one_row.py",),
+    ),
+    Mutant(
+        "one row: queries see a position behind their own",
+        "dflash_backend/attention/torch_backend.py",
+        "np.where(key > last, _HIDDEN, _SEEN)",
+        "np.where(key > last + 1, _HIDDEN, _SEEN)",
+        ("tests/worker/test_one_row.py",),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/one_row.py",
+        ("tests/kernels/test_one_row.py",),
+        ("one row: drafts behind a rejected one are accepted", "            break\n", "            continue\n"),
+        (
+            "one row: the token behind the accepted drafts is written over the last of them",
+            "row[first + count] = own[count]",
+            "row[first + count - 1] = own[count]",
+        ),
+        (
+            "one row: KV past the row's blocks is written",
+            "    if end > covered_len(tokens, num_blocks, block_size, index):\n        return None\n",
+            "",
+        ),
+        ("one row: the anchor is a placeholder", "ids[1:] = placeholder_id", "ids[:] = placeholder_id"),
+        (
+            "one row: ids are views of the tokens that the step changes",
+            "start : start + num_tokens].copy(), positions",
+            "start : start + num_tokens], positions",
         ),
     ),
     Mutant(
