@@ -142,6 +142,11 @@ class StepPlan:
         return num_drafts if self.budget is None else min(num_drafts, self.budget.num_drafts)
 
     @property
+    def drafts(self) -> bool:
+        """Whether any row proposes drafts."""
+        return any(row.num_next_draft for row in self.rows)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the target runs in this step, at most."""
         return sum(row.num_new for row in self.rows) + self.num_drafts

@@ -14,9 +14,8 @@ is drafted the drafter's confidence tells likely drafts from others, and the ste
 of drafts for all rows, the likeliest first. Where the confidence tells much, blocks are longer than they would be
 without it, since the budget leaves out what is not likely.
 
-Both estimates need variety. Where drafting does not pay, a few rows draft a little now and then, so that better
-traffic is noticed; and while the time of a step without drafts is not known, one is run. Both take at most a small part
-of the time.
+Both estimates need variety. Where drafting does not pay it is tried now and then (`core.probing`), and while the time
+of a step without drafts is not known, one is run. Both take at most a small part of the time.
 """
 
 from __future__ import annotations
@@ -34,18 +33,13 @@ from dflash_backend.core.arrays import Floats
 from dflash_backend.core.draft_budget import OptimalBudget, UnevenDrafts, optimal_budget, optimal_budget_of_few
 from dflash_backend.core.drafter_work import ONE_PASS, DrafterWork
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest
+from dflash_backend.core.probing import PROBE_DRAFTS, Probes
 from dflash_backend.core.step_costs import CostTable, StepCosts, StepLine, StepShape
 from dflash_backend.messages import SpeculationStats
 
 Candidate = tuple[float, int, int]
 """A draft of the rows of a group: its chance, minus its place in the block, the group."""
 
-# Drafts of a row that tries whether drafting pays again, and how many of the rows do at a time.
-PROBE_DRAFTS = 2
-PROBE_SHARE = 8
-# Probes cost this part of the time at most, where they do not come more seldom anyway.
-PROBE_COST = 0.0125
-MIN_STEPS_BETWEEN_PROBES, MAX_STEPS_BETWEEN_PROBES = 8, 96
 # A step without drafts is run when its time is less certain than this, while rows draft: first after this many steps,
 # then after twice as many each time, since one costs about half of what a step yields.
 MAX_UNCERTAINTY = 0.15
@@ -111,20 +105,19 @@ class AdaptiveSpeculation:
         self._work = work
         self._lengths: dict[int, int] = {}  # drafts of a row by its group
         self._num_rows = 0  # at the last decision
+        self._rested = False  # whether no row was to draft by the last choice
+        self._num_running = 0  # requests then
         self._age = 0  # steps since then
         self._interval = STEPS_BETWEEN_DECISIONS
-        self._since_probe = 0
-        self._probe_succeeded = False
+        self._probes = Probes()
         self._since_trial = 0
         self._trial_wait = MIN_STEPS_BETWEEN_TRIALS
-        self._next_probe = 0  # turns among the rows
         self.uneven = UnevenDrafts(uneven_cost)
 
     @property
     def stats(self) -> SpeculationStats:
         """The counts, all steps so far in them."""
-        if self._num_pending_steps:
-            self._update_acceptance()
+        self._update_acceptance()
         return self._stats
 
     def first_length(self, row: SpeculatingRow) -> int:
@@ -133,6 +126,18 @@ class AdaptiveSpeculation:
             return row.k
         nearest = min(self._lengths, key=lambda group: abs(group - row.effect.hopeful_group))
         return min(row.k, self._lengths[nearest])
+
+    def goes_on_resting(self, num_running: int) -> bool:
+        """Whether the step that is planned drafts nothing, like the one before, and needs no decision: then `choose` is
+        not called for it. num_running: requests that run."""
+        changed = abs(num_running - self._num_running) > MAX_CHANGE * self._num_running
+        if changed or not self._rested or self._age + 1 >= self._interval:
+            self._num_running = num_running
+            return False
+        self._age += 1
+        self._stats.num_steps += 1
+        self._stats.num_steps_without_drafts += 1
+        return True
 
     def choose(self, rows: Sequence[SpeculatingRow], mean_position: float, num_other_tokens: int) -> list[int]:
         """The number of drafts for each row, in the step that is planned now; the next one verifies them.
@@ -150,6 +155,7 @@ class AdaptiveSpeculation:
         else:
             lengths = [self.first_length(row) if row.length is None else row.length for row in rows]
         self._stats.num_steps_without_drafts += not any(lengths)
+        self._rested = bool(self._lengths) and not any(self._lengths.values()) and not any(lengths)
         return lengths
 
     def _is_outdated(self, num_rows: int) -> bool:
@@ -162,11 +168,10 @@ class AdaptiveSpeculation:
         if line.seconds(0, 0, 0) <= 0:
             return [row.k for row in rows]  # no step has been timed
         self._num_rows = len(rows)
-        self._since_probe += self._age
+        self._probes.pass_steps(self._age)
         self._since_trial += self._age
         self._age = 0
-        if self._num_pending_steps:
-            self._update_acceptance()
+        self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
         drafted = any(self._lengths.values())
         if self._shapes:
@@ -181,7 +186,7 @@ class AdaptiveSpeculation:
         if not any(lengths):
             self._probe(rows, lengths, line)
         else:
-            self._since_probe = 0
+            self._probes.note_drafting()
             if self._wants_trial(len(rows), mean_position, num_other_tokens):
                 self._since_trial = 0
                 self._trial_wait = min(2 * self._trial_wait, MAX_STEPS_BETWEEN_TRIALS)
@@ -251,7 +256,7 @@ class AdaptiveSpeculation:
         """Note a row's `num_draft` verified drafts, of `num_proposed` or, by default, of as many."""
         if 0 < num_draft == num_accepted and not any(self._lengths.values()):
             # A probe that was accepted to the end: look again at once.
-            self._probe_succeeded = True
+            self._probes.note_success()
             self._age = self._interval
         num_proposed = num_proposed or num_draft
         confidences = row.confidences[:num_proposed] if len(row.confidences) >= num_proposed else ()
@@ -266,8 +271,14 @@ class AdaptiveSpeculation:
             self._update_acceptance()
         self.costs.observe(shape, seconds - draft_s, draft_s)
 
+    def pass_step(self) -> None:
+        """Go on from a step without drafts whose time is not looked at."""
+        self._num_pending_steps += 1
+
     def _update_acceptance(self) -> None:
         """Take in what became of the drafts since the last time."""
+        if not self._num_pending_steps:
+            return
         verified, expected = self.acceptance.update(self._num_pending_steps)
         self._num_pending_steps = 0
         stats = self._stats
@@ -333,10 +344,8 @@ class AdaptiveSpeculation:
             tokens[1:] += count * self.acceptance.survival(group, hopeful=True).cumsum()
         num_drafts = num_rows * np.arange(1, self.k + 1)
         num_drafting = np.full(self.k, num_rows)
-        row_passes, num_queries = (
-            work.num_row_passes(num_drafts, num_drafting),
-            work.num_queries(num_drafts, num_drafting),
-        )
+        row_passes = work.num_row_passes(num_drafts, num_drafting)
+        num_queries = work.num_queries(num_drafts, num_drafting)
         draft_s = line.draft_s(row_passes, num_queries, work.num_passes(self.k))
         rates = [num_rows / line.seconds(0, 0, 0), *(tokens[1:] / (line.verify_s(num_drafts) + draft_s)).tolist()]
         optimal, highest = rates.index(max(rates)), max(rates)
@@ -357,10 +366,7 @@ class AdaptiveSpeculation:
         work = self._work
         row_passes = work.num_row_passes(num_drafts, num_drafting)
         draft_s = line.draft_s(row_passes, work.num_queries(num_drafts, num_drafting), work.num_passes(longest))
-        rates = [
-            groups.total() / line.seconds(0, 0, 0),
-            *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist(),
-        ]
+        rates = [groups.total() / line.seconds(0, 0, 0), *(tokens / (line.verify_s(num_drafts) + draft_s)).tolist()]
         num_taken = rates.index(max(rates))
         return candidates[:num_taken], rates[num_taken]
 
@@ -375,21 +381,11 @@ class AdaptiveSpeculation:
 
     def _probe(self, rows: Sequence[SpeculatingRow], lengths: list[int], line: StepLine) -> None:
         """Let some rows draft a little when it is time for it."""
-        num_rows = len(rows)
-        num_probing = -(-num_rows // PROBE_SHARE)
-        num_drafts = num_probing * PROBE_DRAFTS
+        num_probing, num_drafts = self._probes.size(len(rows))
         without = line.seconds(0, 0, 0)
         extra = line.verify_s(num_drafts) + self._draft_s(line, num_drafts, num_probing, PROBE_DRAFTS) - without
-        wait = extra / (PROBE_COST * without)
-        wait = min(max(wait, MIN_STEPS_BETWEEN_PROBES), MAX_STEPS_BETWEEN_PROBES)
-        if self._since_probe < wait and not self._probe_succeeded:
-            return
-        self._since_probe = 0
-        self._probe_succeeded = False
-        for turn in range(num_probing):
-            index = (self._next_probe + turn) % num_rows
+        for index in self._probes.rows(len(rows)) if self._probes.is_due(extra / without) else ():
             lengths[index] = min(rows[index].k, PROBE_DRAFTS)
-        self._next_probe = (self._next_probe + num_probing) % num_rows
 
     def _wants_trial(self, num_rows: int, position: float, num_other: int) -> bool:
         """Whether to run a step without drafts, since too little is known of its time."""

@@ -16,6 +16,8 @@ from dflash_backend.core.step_time import StepTime
 # Steps stay as short as several tenants need them for this long after there were several: people and agents, who ask
 # again soon, shall not meet a long step each time.
 SEVERAL_TENANTS_S = 5.0
+# While drafting rests, one step of this many is taken in: it takes time, and tells little.
+PLAIN_STEPS = 4
 
 
 class StepHistory:
@@ -35,8 +37,11 @@ class StepHistory:
                 self.speculation.costs.observe(
                     StepShape.of_measured(step, config.drafter_work), step.target_s, step.draft_s
                 )
-        # Prompt and decode tokens of the planned steps that have not been observed, by step.
-        self._num_tokens: dict[int, tuple[int, int]] = {}
+        # Of the planned steps that have not been observed: prompt and decode tokens, and whether they are plain ones of
+        # single tokens while drafting rests.
+        self._num_tokens: dict[int, tuple[int, int, bool]] = {}
+        self._rests = False  # as of the last plan
+        self._num_plain = 0  # such steps since another one was observed
         self._num_prefill_tokens = 0  # of the last plan
         self._several_until = 0.0  # until when the tenants count as several
 
@@ -53,6 +58,9 @@ class StepHistory:
         if self.speculation is None:
             return
         running = list(running)
+        self._rests = self.speculation.goes_on_resting(len(running))
+        if self._rests:
+            return  # none of them drafts, by the last decision, and each has been told so
         decoding = [request for request in running if not prefills_next(request)]
         drafting = [request for request in decoding if request.num_speculative_tokens]
         if not drafting:
@@ -63,6 +71,9 @@ class StepHistory:
         lengths = self.speculation.choose([request.speculation for request in drafting], position, num_other)
         for request, length in zip(drafting, lengths, strict=True):
             request.draft_length = min(length, request.max_useful_drafts)
+        for request in running:
+            if prefills_next(request):
+                self.choose_first_draft_length(request)
 
     def choose_first_draft_length(self, request: Request) -> None:
         """Say how many tokens a request may draft that begins to run."""
@@ -72,6 +83,9 @@ class StepHistory:
     def choose_budget(self, rows: Sequence[ScheduledRequest], running: Mapping[str, Request]) -> DraftBudget | None:
         """Which drafts of the rows of the step that is planned are verified; None: all."""
         if self.speculation is None:
+            return None
+        if not any(row.num_draft for row in rows):
+            self.speculation.uneven.next_step(len(rows))
             return None
         speculating = [running[row.request_id].speculation for row in rows]
         return self.speculation.choose_budget(rows, speculating)
@@ -84,7 +98,9 @@ class StepHistory:
     def planned(self, plan: StepPlan, num_prefill_tokens: int) -> None:
         """Take in a step that was planned."""
         self._num_prefill_tokens = num_prefill_tokens
-        self._num_tokens[plan.step_id] = num_prefill_tokens, plan.num_tokens - num_prefill_tokens
+        num_tokens = plan.num_tokens
+        is_plain = self._rests and num_tokens == len(plan.rows)
+        self._num_tokens[plan.step_id] = num_prefill_tokens, num_tokens - num_prefill_tokens, is_plain
 
     def observe_drafts(self, request: Request, row: ScheduledRequest, result: RequestResult) -> None:
         """Take in what became of a row's drafts, and how confident the drafter is in those that it proposes now."""
@@ -97,8 +113,14 @@ class StepHistory:
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float, draft_s: float) -> None:
         """Take in how long a step has run, and how much of that was drafting."""
-        self._step_time.observe(*self._num_tokens.pop(plan.step_id), seconds)
-        if self.speculation is not None:
+        num_prefill, num_decode, is_plain = self._num_tokens.pop(plan.step_id)
+        self._step_time.observe(num_prefill, num_decode, seconds)
+        if self.speculation is None:
+            return
+        self._num_plain = self._num_plain + 1 if is_plain else 0
+        if self._num_plain % PLAIN_STEPS:
+            self.speculation.pass_step()
+        else:
             shape = StepShape.of(plan.rows, self._config.drafter_work, sum(row.num_verified for row in result.rows))
             self.speculation.observe_step(shape, seconds, draft_s)
 

@@ -8,22 +8,25 @@ request that decodes without drafting are kept until its tokens fill a block, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from dflash_backend.worker.batch import DeviceBatch
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import FinalTokens, Prepared
+from dflash_kernels import one_row
 
 # With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.
 MAX_WAITING_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingToken:
-    feature: torch.Tensor
-    position: int
-    slot: int
+class _Waiting(NamedTuple):
+    """A token that waits: its features `[1, L * hidden]`, its position and slot int64 `[1]`."""
+
+    features: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class PendingContext:
     common."""
 
     def __init__(self, num_requests: int) -> None:
-        self._pending: list[list[_PendingToken]] = [[] for _ in range(num_requests)]
+        self._pending: list[list[_Waiting]] = [[] for _ in range(num_requests)]
 
     def num_waiting(self, req_idx: int) -> int:
         """Tokens of a request that wait."""
@@ -63,7 +66,17 @@ class PendingContext:
     def keep_step(self, features: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> bool:
         """Keep back the context of a whole step, after `accept`, if all of it can wait: what `exchange` would do, in a
         fraction of the time."""
-        if not 0 < len(batch.req_idx) == len(batch.token_row) <= MAX_WAITING_ROWS or batch.num_next.numpy().any():
+        num_rows = batch.req_idx.numel()
+        if not 0 < num_rows == batch.token_row.numel() <= MAX_WAITING_ROWS:
+            return False
+        if num_rows == 1:
+            index = one_row.number(batch.req_idx)
+            full = state.computed.numpy().item(index) % state.block_size == 0
+            if full or one_row.number(batch.num_next):
+                return False
+            self._pending[index].append(_Waiting(features, prepared.positions, prepared.slots))
+            return True
+        if batch.num_next.numpy().any():
             return False
         req_idx = batch.req_idx.numpy()
         if not (state.computed.numpy()[req_idx] % state.block_size).all():
@@ -95,30 +108,29 @@ class PendingContext:
             context = context.part(torch.from_numpy((~keeps).nonzero()[0]))
         return _joined(context, needed) if needed else context
 
-    def _take(self, req_idx: int, tail: int | None) -> list[_PendingToken]:
+    def _take(self, req_idx: int, tail: int | None) -> list[_Waiting]:
         """What a request has waiting, if the block is full that it lies in, the one that is not beginning at `tail`;
         with None in any case."""
         tokens = self._pending[req_idx]
-        if tail is not None and tokens[0].position >= tail:
+        if tail is not None and tokens[0].positions.item() >= tail:
             return []
         self._pending[req_idx] = []
         return tokens
 
     def _keep(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, req_idx: list[int]) -> None:
         """Keep tokens, of the requests `req_idx`."""
-        columns = zip(req_idx, features.unbind(), positions.tolist(), slots.tolist(), strict=True)
-        for request, feature, position, slot in columns:
-            self._pending[request].append(_PendingToken(feature, position, slot))
+        columns = zip(req_idx, features.split(1), positions.split(1), slots.split(1), strict=True)
+        for request, *token in columns:
+            self._pending[request].append(_Waiting(*token))
 
 
-def _joined(context: Context, needed: list[tuple[int, _PendingToken]]) -> Context:
+def _joined(context: Context, needed: list[tuple[int, _Waiting]]) -> Context:
     """A context, and tokens of its rows that waited, at least one, in front of it."""
     rows = torch.tensor([row for row, _ in needed], dtype=torch.int32)
-    positions = torch.tensor([token.position for _, token in needed], dtype=torch.int64)
-    slots = torch.tensor([token.slot for _, token in needed], dtype=torch.int64)
+    features, positions, slots = zip(*(token for _, token in needed), strict=True)
     final = context.final
     return Context(
-        torch.cat([torch.stack([token.feature for _, token in needed]), context.features]),
+        torch.cat([*features, context.features]),
         torch.cat([rows, context.token_row]),
-        FinalTokens(torch.cat([positions, final.positions]), torch.cat([slots, final.slots])),
+        FinalTokens(torch.cat([*positions, final.positions]), torch.cat([*slots, final.slots])),
     )

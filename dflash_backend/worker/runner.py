@@ -152,7 +152,7 @@ class ModelRunner:
         with step_errors(plan, self.device), torch.inference_mode():
             self._update(plan)
             parts = self._run(plan) if plan.rows else []
-            has_confidence = plan.wants_confidence and self.step.wants_confidence
+            has_confidence = plan.wants_confidence and self.step.wants_confidence and plan.drafts
             self._in_flight.append(StepInFlight(plan.step_id, plan.rows, parts, has_confidence))
 
     def reset(self) -> None:

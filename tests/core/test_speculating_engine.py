@@ -11,6 +11,7 @@ from toy_model import ALL_ACCEPTED, NONE_ACCEPTED
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.speculation import AdaptiveSpeculation, SpeculatingRow
 from dflash_backend.core.step_costs import StepShape
+from dflash_backend.core.step_history import PLAIN_STEPS
 
 
 def timed(engine: Engine, target_s: float, draft_s: float) -> Engine:
@@ -44,7 +45,10 @@ def test_the_engine_drafts_where_drafts_are_accepted(seed: int, share: float, la
 
 
 def test_the_decision_knows_the_prompt_tokens_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = timed(Engine(make_config(adaptive_speculation=True, max_prefill_tokens_per_step=8)), 0.0005, 0.0001)
+    config = make_config(
+        adaptive_speculation=True, max_prefill_tokens_per_step=8, max_model_len=600, drafter_max_len=600, num_blocks=400
+    )
+    engine = timed(Engine(config), 0.0005, 0.0001)
     speculation, seen = engine.scheduler.history.speculation, []
     assert speculation is not None
     choose = speculation.choose
@@ -54,10 +58,10 @@ def test_the_decision_knows_the_prompt_tokens_beside_it(monkeypatch: pytest.Monk
         return choose(rows, position, num_other)
 
     monkeypatch.setattr(speculation, "choose", watch)
-    engine.add(make_request("a", [1, 2], max_tokens=60, seed=NONE_ACCEPTED))
+    engine.add(make_request("a", [1, 2], max_tokens=200, seed=NONE_ACCEPTED))
     engine.steps(4)
-    engine.add(make_request("long", list(range(40)), max_tokens=2, seed=NONE_ACCEPTED))
-    engine.steps(20)
+    engine.add(make_request("long", list(range(240)), max_tokens=2, seed=NONE_ACCEPTED))
+    engine.steps(80)
     assert seen[:3] == [0, 0, 0]
     assert seen.count(8) >= 3, "chunks of the long prompt"
     assert seen[-1] == 0
@@ -88,6 +92,37 @@ def test_a_new_request_begins_with_what_pays_for_the_others() -> None:
     engine.steps(100)
     engine.run(make_request("new", [3, 4, 5], max_tokens=20, seed=NONE_ACCEPTED))
     assert [row.num_next_draft for row in engine.rows_of("new")][:3] == [0, 0, 0]
+
+
+def test_a_prompt_that_began_while_others_drafted_rests_with_them() -> None:
+    config = make_config(
+        adaptive_speculation=True, max_prefill_tokens_per_step=8, max_model_len=900, drafter_max_len=900, num_blocks=600
+    )
+    engine = timed(Engine(config), 0.001, 0.001)
+    engine.add(make_request("old", [1, 2], max_tokens=500, seed=NONE_ACCEPTED))
+    engine.steps(2)
+    engine.add(make_request("new", list(range(600)), max_tokens=20, seed=NONE_ACCEPTED))
+    engine.steps(90)
+    rows = engine.rows_of("new")
+    assert [row.num_next_draft for row in rows if row.sample][:3] == [0, 0, 0]
+
+
+def test_while_drafting_rests_some_steps_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(adaptive_speculation=True, max_model_len=600, drafter_max_len=600, num_blocks=400)
+    engine = timed(Engine(config), 0.001, 0.001)
+    engine.add(make_request("a", [1, 2], max_tokens=500, seed=NONE_ACCEPTED))
+    engine.steps(100)
+    speculation = engine.scheduler.history.speculation
+    assert speculation is not None
+    seen: list[StepShape] = []
+    observe = speculation.costs.observe
+    monkeypatch.setattr(speculation.costs, "observe", lambda *step: (seen.append(step[0]), observe(*step)))
+    before = len(engine.worker.plans)
+    engine.steps(200)
+    plain = [shape for shape in seen if shape.num_tokens == 1 and not shape.num_queries]
+    assert 200 // PLAIN_STEPS // 2 <= len(plain) <= 200 // PLAIN_STEPS + 10
+    drafting = [plan for plan in engine.worker.plans[before:] if plan.drafts]
+    assert 0 < len(drafting) <= len([shape for shape in seen if shape.num_queries]) + 1
 
 
 def test_without_the_setting_k_never_changes() -> None:

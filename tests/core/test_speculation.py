@@ -12,9 +12,9 @@ from step_shapes import BLOCKS, PASSES, decode_shape, row_of
 
 from dflash_backend.core.acceptance import AcceptanceEstimator, RequestEffect, VerifiedBlock
 from dflash_backend.core.drafter_work import DrafterWork
+from dflash_backend.core.probing import MAX_STEPS_BETWEEN_PROBES, MIN_STEPS_BETWEEN_PROBES, PROBE_COST, Probes
 from dflash_backend.core.speculation import (
     FIRST_STEPS,
-    MAX_STEPS_BETWEEN_PROBES,
     TIE,
     AdaptiveSpeculation,
     SpeculatingRow,
@@ -250,7 +250,9 @@ def test_prompt_tokens_of_the_step_count_in_its_cost() -> None:
     assert policy.choose(rows, 100.0, 1000)[0] > 0
 
 
-def simulate(policy: AdaptiveSpeculation, accepts: list[bool], num_rows: int = 4, seed: int = 0) -> list[int]:
+def simulate(
+    policy: AdaptiveSpeculation, accepts: list[bool], num_rows: int = 4, seed: int = 0, rests: bool = False
+) -> list[int]:
     """Steps in each of which all drafts are accepted with a chance of 0.95 or 0.05; the drafts of each step."""
     rng, rows, pending, drafts = (
         random.Random(seed),
@@ -259,7 +261,8 @@ def simulate(policy: AdaptiveSpeculation, accepts: list[bool], num_rows: int = 4
         [],
     )
     for good in accepts:
-        lengths = policy.choose(rows, 100.0, 0)
+        goes_on = rests and policy.goes_on_resting(num_rows)
+        lengths = [0] * num_rows if goes_on else policy.choose(rows, 100.0, 0)
         for row, length in zip(rows, pending, strict=True):
             if length:
                 policy.observe_draft(row, length, accepted_of(rng, [0.95 if good else 0.05] * length))
@@ -293,6 +296,52 @@ def test_it_is_tried_now_and_then_for_ever() -> None:
     gaps = [after - before for before, after in itertools.pairwise([100, *tried, 1500])]
     assert max(gaps) <= MAX_STEPS_BETWEEN_PROBES + 8
     assert len(tried) < 0.1 * 1400
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_rest_are_what_would_have_been_chosen(seed: int, num_rows: int) -> None:
+    accepts = [True] * 60 + [False] * 500 + [True] * 100
+    chosen, rested = (AdaptiveSpeculation(K) for _ in range(2))
+    assert simulate(chosen, accepts, num_rows, seed) == simulate(rested, accepts, num_rows, seed, rests=True)
+    assert rested.stats == chosen.stats
+
+
+def test_what_runs_is_looked_at_again_when_it_changes() -> None:
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
+    rows = [SpeculatingRow(K) for _ in range(8)]
+    while policy.goes_on_resting(8) or any(policy.choose(rows, 100.0, 0)):
+        pass
+    assert policy.goes_on_resting(8)
+    assert policy.goes_on_resting(9)
+    assert not policy.goes_on_resting(11)
+
+
+def gaps_between(probes: Probes, cost: float, num_probes: int) -> list[int]:
+    """Steps between probes of one row."""
+    gaps: list[int] = []
+    for _ in range(num_probes):
+        steps = 0
+        while not probes.is_due(cost):
+            probes.pass_steps(1)
+            steps += 1
+        probes.rows(1)
+        gaps.append(steps)
+    return gaps
+
+
+def test_probes_that_fail_become_rarer_and_drafting_begins_anew() -> None:
+    probes = Probes()
+    assert gaps_between(probes, 20 * PROBE_COST, 7) == [20, 25, 30, 35, 40, 40, 40]
+    probes.note_drafting()
+    assert gaps_between(probes, 20 * PROBE_COST, 2) == [20, 25]
+    probes.note_success()
+    assert gaps_between(probes, 20 * PROBE_COST, 3) == [0, 20, 25]
+
+
+@pytest.mark.parametrize(("cost", "steps"), [(0.0, MIN_STEPS_BETWEEN_PROBES), (100.0, MAX_STEPS_BETWEEN_PROBES)])
+def test_probes_come_neither_too_often_nor_too_seldom(cost: float, steps: int) -> None:
+    assert set(gaps_between(Probes(), cost, 5)) == {steps}
 
 
 def test_steps_without_drafts_are_run_until_their_time_is_known() -> None:

@@ -28,6 +28,21 @@ SPECULATION_MUTANTS = (
             "if False:",
         ),
         (
+            "a probe that was accepted is followed by a decision only when it is time for one",
+            "            self._age = self._interval\n",
+            "            pass\n",
+        ),
+        (
+            "drafting rests for ever",
+            "if changed or not self._rested or self._age + 1 >= self._interval:",
+            "if changed or not self._rested:",
+        ),
+        (
+            "steps that rest are not counted",
+            "        self._stats.num_steps_without_drafts += 1\n        return True\n",
+            "        return True\n",
+        ),
+        (
             "the number of drafts that pays is not remembered",
             "num_taken = rates.index(max(rates))",
             "num_taken = len(candidates)",
@@ -47,7 +62,6 @@ SPECULATION_MUTANTS = (
             "(len(rows), mean_position, num_other_tokens)\n        if line",
             "(len(rows), mean_position, 0)\n        if line",
         ),
-        ("the same row probes each time", "self._next_probe = (self._next_probe + num_probing) % num_rows", "pass"),
         (
             "the first pass that does not pay ends the search for their number",
             "for most in range(1, self.k + 1)",
@@ -305,40 +319,6 @@ SPECULATION_MUTANTS = (
             "the decision does not know of the prompts in its step",
             "(self._num_prefill_tokens if has_prompts else 0)",
             "0",
-        ),
-    ),
-    *mutants_of(
-        "dflash_backend/worker/pending_context.py",
-        ("tests/worker/test_pending_context.py", "tests/worker/test_pause_in_drafting.py"),
-        (
-            "a full block waits beside others that are not full",
-            "% state.block_size).all()",
-            "% state.block_size).any()",
-        ),
-        (
-            "context of a full block goes on waiting",
-            "if tail is not None and tokens[0].position >= tail:",
-            "if tail is not None:",
-        ),
-        ("context waits though its request drafts", "int(tail[row]) if rests[row] else None", "int(tail[row])"),
-        ("the last tokens of a full block wait", "positions.numpy() >= tail[rows])", "positions.numpy() >= 0)"),
-    ),
-    *mutants_of(
-        "dflash_backend/worker/runner.py",
-        ("tests/worker/test_pending_context.py",),
-        (
-            "context of a request that ended is another's",
-            "self.step.pending.drop(",
-            "len(self.step.pending._pending) and abs(",
-        ),
-    ),
-    *mutants_of(
-        "dflash_backend/worker/step.py",
-        ("tests/worker/test_pause_in_drafting.py",),
-        (
-            "no context is written while drafting rests",
-            "if self.drafter is not None and verified.features is not None:",
-            "if self.drafter is not None and verified.features is not None and inputs.traits.drafts:",
         ),
     ),
     *mutants_of(

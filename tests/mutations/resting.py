@@ -1,0 +1,77 @@
+"""Defects of what happens while drafting rests: probes, steps that are passed over, context that waits."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+CORE = "dflash_backend/core"
+TESTS = ("tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
+
+RESTING_MUTANTS = (
+    *mutants_of(
+        f"{CORE}/probing.py",
+        TESTS,
+        ("the same row probes each time", "self._next = (self._next + num_probing) % num_rows", "pass"),
+        (
+            "probes that fail become ever rarer",
+            "min(1 + LATER_BY * self._num_failed, LATEST)",
+            "(1 + self._num_failed)",
+        ),
+        ("probes that fail do not become rarer", "self._num_failed += not self._succeeded", "pass"),
+        (
+            "a probe that was accepted is not followed by one",
+            "return self._succeeded or self._since",
+            "return self._since",
+        ),
+    ),
+    *mutants_of(
+        f"{CORE}/step_history.py",
+        TESTS,
+        (
+            "a prompt goes on to draft though drafting rests by now",
+            "                self.choose_first_draft_length(request)\n",
+            "                pass\n",
+        ),
+        ("no step is taken in while drafting rests", "if self._num_plain % PLAIN_STEPS:", "if self._num_plain:"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/pending_context.py",
+        ("tests/worker/test_pending_context.py", "tests/worker/test_pause_in_drafting.py"),
+        (
+            "a full block waits beside others that are not full",
+            "% state.block_size).all()",
+            "% state.block_size).any()",
+        ),
+        (
+            "context of a full block goes on waiting",
+            "if tail is not None and tokens[0].positions.item() >= tail:",
+            "if tail is not None:",
+        ),
+        (
+            "a single row's full block waits",
+            "full = state.computed.numpy().item(index) % state.block_size == 0",
+            "full = False",
+        ),
+        ("a single row waits though it drafts", "if full or one_row.number(batch.num_next):", "if full:"),
+        ("context waits though its request drafts", "int(tail[row]) if rests[row] else None", "int(tail[row])"),
+        ("the last tokens of a full block wait", "positions.numpy() >= tail[rows])", "positions.numpy() >= 0)"),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/runner.py",
+        ("tests/worker/test_pending_context.py",),
+        (
+            "context of a request that ended is another's",
+            "self.step.pending.drop(",
+            "len(self.step.pending._pending) and abs(",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/step.py",
+        ("tests/worker/test_pause_in_drafting.py",),
+        (
+            "no context is written while drafting rests",
+            "if self.drafter is not None and verified.features is not None:",
+            "if self.drafter is not None and verified.features is not None and inputs.traits.drafts:",
+        ),
+    ),
+)
