@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from dflash_backend.core.plan import MIN_SHARING_ROWS
-from dflash_backend.worker.batch import BatchTraits, HostBatch, LayoutBuffer, LengthBounds, StepInputs
+from dflash_backend.worker.batch import BatchTraits, HostBatch, LengthBounds, StepInputs
+from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.step import ModelStep, Verified
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from dflash_backend.core.plan import MeasuredStep
-from dflash_backend.worker.batch import LayoutBuffer
 from dflash_backend.worker.graphs import PaddedStep, replay
+from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.step import ModelStep
 
 REPEATS = 3

@@ -32,7 +32,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import TokenLogprobs
 from dflash_backend.models.parallel import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
-from dflash_backend.worker.batch import HostBatch, LayoutBuffer
+from dflash_backend.worker.batch import HostBatch
 from dflash_backend.worker.batch_parallel import BatchThreads
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
@@ -44,6 +44,7 @@ from dflash_backend.worker.graphs import (
     Progress,
     capture_sizes,
 )
+from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.logprobs import PendingLogprobs
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs

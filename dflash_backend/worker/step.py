@@ -27,7 +27,8 @@ from dflash_backend.worker.logprobs import PendingLogprobs
 from dflash_backend.worker.pending_context import Context, PendingContext
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
-from dflash_backend.worker.step_ops import Prepared, StepOps
+from dflash_backend.worker.step_ops import StepOps
+from dflash_backend.worker.step_tensors import Prepared
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 

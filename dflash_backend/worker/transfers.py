@@ -133,7 +133,7 @@ class Downloader:
     def begin(self, numbers: torch.Tensor) -> Download:
         """Queue the copy of `numbers` (int64 `[n]`) behind what the device has to do."""
         if not self._pinned:
-            return Download(numbers, None)
+            return Download(numbers.clone(), None)
         host, event = self._hosts[self._next][: len(numbers)], self._events[self._next]
         self._next = (self._next + 1) % len(self._hosts)
         host.copy_(numbers, non_blocking=self._pinned)

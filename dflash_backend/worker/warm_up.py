@@ -15,7 +15,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dflash_backend.worker.batch import BatchTraits, LayoutBuffer, LengthBounds, StepInputs
+from dflash_backend.worker.batch import BatchTraits, LengthBounds, StepInputs
+from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.step import ModelStep
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES
