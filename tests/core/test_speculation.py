@@ -317,6 +317,17 @@ def test_what_runs_is_looked_at_again_when_it_changes() -> None:
     assert not policy.goes_on_resting(11)
 
 
+def test_an_accepted_probe_is_followed_by_a_decision_at_once() -> None:
+    policy = policy_with([0.001] * K, CostTable([1, 1000], [1.0, 1000.0]), draft_s=1.0)
+    rows = [SpeculatingRow(K) for _ in range(8)]
+    while policy.goes_on_resting(8) or any(policy.choose(rows, 100.0, 0)):
+        pass
+    policy.observe_draft(rows[0], 2, 1)
+    assert policy.goes_on_resting(8)
+    policy.observe_draft(rows[0], 2, 2)
+    assert not policy.goes_on_resting(8)
+
+
 def gaps_between(probes: Probes, cost: float, num_probes: int) -> list[int]:
     """Steps between probes of one row."""
     gaps: list[int] = []
