@@ -102,6 +102,14 @@ def test_an_answer_fits_its_grammar_and_ends_with_it(llm):
         assert re.fullmatch(REGEX, generate(llm, structured_outputs={"regex": REGEX}, seed=seed).text)
 
 
+def test_drafts_that_the_grammar_does_not_allow_are_not_verified(llm):
+    """Of a text that the grammar forces, every draft that is verified is accepted: it is the grammar's own."""
+    output = generate(llm, structured_outputs={"regex": "forty-two, as everyone knows"}, temperature=0.0)
+    drafts = output.stats.spec_decoding
+    assert output.text == "forty-two, as everyone knows"
+    assert drafts.num_draft_tokens == drafts.num_accepted_tokens > 0
+
+
 def test_each_completion_of_n_follows_the_grammar_by_itself(llm):
     output = generate(llm, structured_outputs={"regex": REGEX}, n=4)
     texts = [one.text for one in output.outputs]

@@ -31,7 +31,7 @@ class ResponseReader:
         texts = outputs.get("text_output", [])
         token_ids = _split(outputs.get("token_ids", []), outputs.get("num_output_tokens"), len(texts))
         num_input_tokens = _element(outputs, "num_input_tokens", 0)
-        of_prompt = _prompt_logprobs(_json(_element(outputs, "prompt_logprobs", 0), "prompt_logprobs"))
+        of_prompt = _prompt_logprobs(_parsed(outputs, "prompt_logprobs", 0))
         for index, text in enumerate(texts):
             delta = Delta(
                 text=text,
@@ -39,12 +39,12 @@ class ResponseReader:
                 num_output_tokens=_element(outputs, "num_output_tokens", index, len(token_ids[index])),
                 num_input_tokens=num_input_tokens,
                 finish_reason=_reason(_element(outputs, "finish_reason", index)),
-                spec_stats=_json(_element(outputs, "spec_stats", index), "spec_stats"),
+                spec_stats=_parsed(outputs, "spec_stats", index),
                 index=index,
-                logprobs=_logprobs(_json(_element(outputs, "logprobs", index), "logprobs")),
+                logprobs=_logprobs(_parsed(outputs, "logprobs", index)),
                 cumulative_logprob=_element(outputs, "cumulative_logprob", index),
                 prompt_logprobs=of_prompt if index == 0 else None,
-                steps=_steps(_json(_element(outputs, "steps", index), "steps")),
+                steps=_steps(_parsed(outputs, "steps", index)),
             )
             if self._is_news(delta):
                 yield delta
@@ -87,8 +87,13 @@ def _split(token_ids: list[int], counts: list[int] | None, num_completions: int)
 
 def _element(outputs: Outputs, name: str, index: int, default: Any = None) -> Any:
     """Element `index` of an output; `default` where the output is absent or shorter."""
-    values = outputs.get(name, [])
-    return values[index] if index < len(values) else default
+    values = outputs.get(name)
+    return values[index] if values is not None and index < len(values) else default
+
+
+def _parsed(outputs: Outputs, name: str, index: int) -> Any:
+    """Element `index` of an output that is JSON; None where the output is absent or shorter, or the text is empty."""
+    return _json(_element(outputs, name, index), name) if name in outputs else None
 
 
 def _reason(text: str | None) -> str | None:

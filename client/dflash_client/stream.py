@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -136,8 +136,8 @@ class AsyncStream:
     def __aiter__(self) -> AsyncStream:
         return self
 
-    async def __anext__(self) -> Delta:
-        return await anext(self._deltas)
+    def __anext__(self) -> Awaitable[Delta]:
+        return self._deltas.__anext__()
 
     def cancel(self) -> None:
         """Cancel the request. A task that waits for its next delta gets `Cancelled`. Does nothing when it has ended."""

@@ -83,9 +83,9 @@ class GrammarMatcher:
                 return
             begin, self._tail = end, None
         tokens = list(token_ids[begin:])
-        stop = next((i for i, token_id in enumerate(tokens) if token_id in self._eos), None)
-        if stop is not None:
-            self._ended, tokens = True, tokens[:stop]
+        if not self._eos.isdisjoint(tokens):
+            self._ended = True
+            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == tokens:
             self._matcher = ahead[1]
@@ -102,46 +102,53 @@ class GrammarMatcher:
         """
         if self._ended or self.error is not None:
             return True
-        count = next((i for i, token_id in enumerate(token_ids) if token_id in self._eos), len(token_ids))
-        tokens = list(token_ids[:count])
+        tokens = list(token_ids)
+        ends = not self._eos.isdisjoint(tokens)
+        if ends:
+            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
         # Asked first, since llguidance takes long to say what is wrong with a token that it is to consume.
-        if tokens and self._matcher.validate_tokens(tokens) < count:
+        if tokens and self._matcher.validate_tokens(tokens) < len(tokens):
             return False
         trial = self._matcher.deep_copy()
+        forced_tokens, consume = trial.compute_ff_tokens, trial.consume_token
         for token_id in tokens:
-            forced = trial.compute_ff_tokens()
+            forced = forced_tokens()
             if forced and forced[0] != token_id:
                 return False
-            trial.consume_token(token_id)
-        if count < len(token_ids) and (trial.compute_ff_tokens() or not trial.is_accepting()):
+            consume(token_id)
+        if ends and (forced_tokens() or not trial.is_accepting()):
             return False
         self._ahead = tokens, trial
         return True
 
-    def num_legal(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar allows, an end-of-sequence token that it accepts included."""
+    def legal_drafts(self, drafts: Sequence[int]) -> tuple[int, list[int]]:
+        """How many of the drafts the grammar allows, an end-of-sequence token that it accepts included, and the tokens
+        that it forces behind those, at most as many as there are other drafts. One text may have several forms in
+        tokens: these are the tokenizer's own."""
         if self._ended or self.error is not None:
-            return 0
+            return 0, []
+        if self._tail is None and drafts and self._eos.isdisjoint(drafts):
+            # The usual case, in which nothing is to be found out but this.
+            tokens = list(drafts)
+            num_legal = self._matcher.validate_tokens(tokens)
+            return num_legal, self._forced(tokens[:num_legal], len(tokens) - num_legal)
         plan = self._plan(drafts)
-        num_rows = plan.num_rows
+        num_legal = plan.num_rows - 1
         if plan.drafts is None:
-            return num_rows - 1
-        behind = drafts[num_rows - 1 : num_rows]
-        ends = bool(behind) and behind[0] in self._eos and self._ends_after(plan.drafts, behind[0])
-        return num_rows if ends else num_rows - 1
+            return num_legal, []
+        behind = drafts[num_legal : num_legal + 1]
+        if behind and behind[0] in self._eos and self._ends_after(plan.drafts, behind[0]):
+            return num_legal + 1, []
+        return num_legal, self._forced(plan.drafts, len(drafts) - num_legal)
 
-    def forced(self, drafts: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens that the grammar forces behind `drafts`, which are legal. One text may have several
-        forms in tokens: these are the tokenizer's own."""
-        if self._ended or self.error is not None or count <= 0:
-            return []
-        plan = self._plan(drafts)
-        if plan.drafts is None or plan.num_rows <= len(drafts):
+    def _forced(self, drafts: list[int], count: int) -> list[int]:
+        """At most `count` tokens that the grammar forces behind `drafts`, which are legal."""
+        if count <= 0:
             return []
         trial = self._matcher
-        if plan.drafts:
+        if drafts:
             trial = trial.deep_copy()
-            if not trial.consume_tokens(plan.drafts):
+            if not trial.consume_tokens(drafts):
                 return []
         return list(trial.compute_ff_tokens()[:count])
 

@@ -69,9 +69,8 @@ class GrammarAnswer:
         if has_next:
             self.drafts = drafts
             return drafts
-        num_legal = self.matcher.num_legal(drafts)
-        forced = self.matcher.forced(drafts[:num_legal], len(drafts) - num_legal)
-        self.drafts = drafts[:num_legal] + forced
+        num_legal, forced = self.matcher.legal_drafts(drafts)
+        self.drafts = drafts if num_legal == len(drafts) else drafts[:num_legal] + forced
         return self.drafts
 
 
@@ -163,10 +162,11 @@ class StepGrammars:
 
 def _kept(row: _MaskedRow, target_tokens: list[int]) -> list[int]:
     """The tokens that the step yields for a row, if the target's are these: the accepted drafts and one more."""
-    own = target_tokens[row.first : row.first + len(row.drafts) + 1]
-    count = next(
-        (i for i, pair in enumerate(zip(own, row.drafts, strict=False)) if pair[0] != pair[1]), len(row.drafts)
-    )
+    drafts = row.drafts
+    own = target_tokens[row.first : row.first + len(drafts) + 1]
+    if own[:-1] == drafts:
+        return own
+    count = next(i for i, pair in enumerate(zip(own, drafts, strict=False)) if pair[0] != pair[1])
     return own[: count + 1]
 
 

@@ -180,19 +180,22 @@ class ModelRunner:
             for i, (row, count, new) in enumerate(zip(part.rows, numbers.accepted, new_tokens, strict=False)):
                 logprobs, of_prompt = logprobs_of.get(i), part.prompt_logprobs.get(i)
                 of_next = sure[i][: row.num_next_draft] if sure else []
-                result = RequestResult(
+                num_next, error = None, None
+                if part.grammars is not None and (answer := part.grammars.answers.get(i)) is not None:
+                    proposed = numbers.drafts[i, : row.num_next_draft].tolist()
+                    num_next, of_next = self._with_grammar(row, new, answer, proposed, of_next)
+                    error = answer.error
+                results[row.request_id] = RequestResult(
                     row.request_id,
                     new,
                     count,
                     logprobs,
                     of_prompt,
+                    num_next,
+                    error,
                     num_verified=num_verified[i],
                     confidences=of_next,
                 )
-                if part.grammars is not None and i in part.grammars.answers:
-                    proposed = numbers.drafts[i, : row.num_next_draft].tolist()
-                    result = self._with_grammar(row, result, part.grammars.answers[i], proposed)
-                results[row.request_id] = result
             if part.grammars is not None:
                 mask_seconds += part.grammars.mask_seconds
             # Parts run side by side: the phases of the slowest one add up to no more than the step.
@@ -204,27 +207,31 @@ class ModelRunner:
         return StepResult(step.step_id, [results[row.request_id] for row in step.rows], phases, mask_seconds)
 
     def _with_grammar(
-        self, row: ScheduledRequest, result: RequestResult, answer: GrammarAnswer, proposed: list[int]
-    ) -> RequestResult:
-        """The result of a row whose request has a grammar: with the drafts that this leaves, or why it fails."""
+        self,
+        row: ScheduledRequest,
+        new: list[int],
+        answer: GrammarAnswer,
+        proposed: list[int],
+        confidences: list[float],
+    ) -> tuple[int | None, list[float]]:
+        """How many drafts the next row of a request with a grammar verifies, None for all, and how sure they are, once
+        it has taken its row's tokens `new` and the drafts that were proposed."""
         next_step = self._grammars_in_flight()
         has_next = next_step is not None and next_step.has(answer)
-        kept = answer.accept(result.token_ids, proposed, has_next)
-        if answer.error is not None:
-            return replace(result, error=answer.error)
-        if has_next:
-            return result
-        if kept == proposed[: len(kept)]:
-            return replace(result, num_next_draft=len(kept))
-        # What the grammar has put in place of drafts is certain.
-        num_own = next(i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1])
-        if self.grammars.holds(row.request_id, answer):
-            first = answer.num_tokens
-            index = self.requests.records[row.request_id].index
-            self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
-            self.step.state.confidence[index, num_own : len(kept)] = MAX_LOG_ODDS
-        confidences = result.confidences[:num_own] + [MAX_LOG_ODDS] * (len(kept) - num_own)
-        return replace(result, num_next_draft=len(kept), confidences=confidences if result.confidences else [])
+        kept = answer.accept(new, proposed, has_next)
+        if has_next or kept is proposed or answer.error is not None:
+            return None, confidences
+        num_own = next((i for i, pair in enumerate(zip(kept, proposed, strict=False)) if pair[0] != pair[1]), len(kept))
+        if num_own < len(kept):
+            if self.grammars.holds(row.request_id, answer):
+                first = answer.num_tokens
+                index = self.requests.records[row.request_id].index
+                self.step.state.tokens[index, first : first + len(kept)] = torch.tensor(kept, device=self.device)
+                self.step.state.confidence[index, num_own : len(kept)] = MAX_LOG_ODDS
+            # What the grammar has put in place of drafts is certain.
+            if confidences:
+                confidences = confidences[:num_own] + [MAX_LOG_ODDS] * (len(kept) - num_own)
+        return len(kept), confidences
 
     def _grammars_in_flight(self) -> StepGrammars | None:
         """Those of the step in flight, if there is one with any; on a CPU there never is."""

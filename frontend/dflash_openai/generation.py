@@ -60,6 +60,12 @@ class Generation:
             request.cancel()
 
     async def _recorded(self) -> AsyncGenerator[Item, None]:
+        if len(self._requests) == 1:
+            async with aclosing(self._requests[0].deltas()) as deltas:
+                async for delta in deltas:
+                    self._record.add(delta)
+                    yield 0, delta
+            return
         async with aclosing(_merged(self._requests)) as items:
             async for item in items:
                 self._record.add(item[1])
@@ -107,11 +113,6 @@ class Generation:
 
 async def _merged(requests: Sequence[PooledRequest]) -> AsyncGenerator[Item, None]:
     """The deltas of all requests, as they come."""
-    if len(requests) == 1:
-        async with aclosing(requests[0].deltas()) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-        return
     queue: asyncio.Queue[Item | ClientError | None] = asyncio.Queue(maxsize=len(requests))
 
     async def read(number: int, request: PooledRequest) -> None:

@@ -51,8 +51,8 @@ class ResponsesRequest(SharedFields, kw_only=True):
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     prompt: dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = None
-    # Taken, without effect.
+    # Taken, without effect: an input that does not fit is refused, and not cut.
+    truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: int | None = None
 
 

@@ -36,6 +36,8 @@ def sampling_parameters(request: GenerationFields, description: ModelDescription
     sampling = {name: value for name in SAME_NAMES if (value := getattr(request, name)) is not None}
     _check_sizes(sampling, description.vocab_size)
     sampling |= _structured_outputs(request)
+    if request.store:
+        raise invalid("'store' is true, but this server keeps no answers; leave it out or set it to false", "store")
     if request.stream_options is not None and not request.stream:
         raise invalid(
             "'stream_options' are only for streams; set 'stream' to true, or leave them out", "stream_options"

@@ -17,6 +17,14 @@ from dflash_openai.errors import ApiError, invalid
 # A body has at most this many brackets before it is decoded: each costs memory many times its size, and time in which
 # no other request is answered. As many as a grammar may have.
 MAX_BRACKETS = 50_000
+# Fields of OpenAI's API that are not here, and what to do.
+INSTEAD = {
+    "functions": "send them as 'tools'",
+    "function_call": "send 'tool_choice'",
+    "web_search_options": "this server searches nothing; leave it out, or give the model a tool that does",
+    "audio": "this server has no audio; leave it out",
+    "moderation": "this server moderates nothing; leave it out",
+}
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
 _WRONG = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
@@ -61,8 +69,10 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: dict[str, Any] | None = None
     # Taken, without effect.
     metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
 
 
@@ -88,8 +98,9 @@ class GenerationFields(SharedFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_steps: bool | None = None
+    # Refused where it is true.
+    store: bool | None = None
     # Taken, without effect.
-    store: Literal[False] | None = None
     request_id: str | None = None
 
 
@@ -122,7 +133,7 @@ class ChatRequest(GenerationFields):
     # Taken, without effect.
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -150,6 +161,8 @@ def _explained(message: str, kind: type[msgspec.Struct]) -> ApiError:
         fields = [] if where else [field.name for field in msgspec.structs.fields(kind)]
         close = difflib.get_close_matches(name[:64], fields, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
+        if not where and name in INSTEAD:
+            hint = f"; {INSTEAD[name]}"
         return invalid(f"unknown field '{name[:64]}'{f' in {where}' if where else ''}{hint}", name[:64])
     if found := _MISSING.match(message):
         return invalid(f"the field '{found[1]}' is missing", found[1])

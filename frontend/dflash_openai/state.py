@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import msgspec
 
 from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.find import find_model
+from dflash_backend.error_text import first_line
 from dflash_backend.text.tokenizer import Tokenizer
 from dflash_client.errors import ClientError
 from dflash_openai.config import FrontendConfig
@@ -18,6 +20,7 @@ from dflash_openai.parsing import OutputFormat, select_output_format
 from dflash_openai.prompts import PromptBuilder
 from dflash_openai.triton_pool import ModelDescription, TritonPool
 
+_LOG = logging.getLogger("dflash_openai")
 PROBE_TIMEOUT_S = 5.0
 # Between two attempts to reach a model that has not described itself yet, and between looks at one that has.
 RETRY_S = 0.5
@@ -76,6 +79,9 @@ class Frontend:
                     await self._use(description)
             except (ClientError, CheckpointError, msgspec.ValidationError) as error:
                 self._why_not = str(error)
+            except Exception as error:  # noqa: BLE001 - the front end would never be ready, and nothing would say why
+                self._why_not = f"its description or tokenizer cannot be read ({first_line(error)})"
+                _LOG.exception("the front end cannot take its model; it will try again")
             await asyncio.sleep(RETRY_S if self._model is None else REFRESH_S)
 
     def stop_taking_requests(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -117,8 +116,15 @@ class PooledRequest:
         for position, client in enumerate(servers):
             answered = False
             try:
-                async with aclosing(self._from(client)) as deltas:
-                    async for delta in deltas:
+                self._stream = client.request(*self._arguments)
+            except ValueError as error:
+                raise InvalidArgument(str(error)) from None
+            if self._cancelled:
+                self._stream.cancel()
+            self._pool.count(client, 1)
+            try:
+                async with self._stream as stream:
+                    async for delta in stream:
                         answered = True
                         yield delta
                 return
@@ -126,18 +132,5 @@ class PooledRequest:
                 is_last = position == len(servers) - 1
                 if answered or is_last or self._cancelled or isinstance(error, ConnectionLost):
                     raise
-
-    async def _from(self, client: AsyncDFlashClient) -> AsyncGenerator[Delta, None]:
-        try:
-            self._stream = client.request(*self._arguments)
-        except ValueError as error:
-            raise InvalidArgument(str(error)) from None
-        if self._cancelled:
-            self._stream.cancel()
-        self._pool.count(client, 1)
-        try:
-            async with self._stream as stream:
-                async for delta in stream:
-                    yield delta
-        finally:
-            self._pool.count(client, -1)
+            finally:
+                self._pool.count(client, -1)

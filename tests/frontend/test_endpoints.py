@@ -13,7 +13,9 @@ from dflash_client.errors import Unavailable
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.metrics import merged
+from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
+from tests.waiting import eventually
 
 
 def test_the_model_has_the_targets_name_and_tritons(client: openai.OpenAI) -> None:
@@ -54,6 +56,21 @@ def test_requests_before_the_model_is_there_are_told_why(model_dir: Path) -> Non
         answer = http.post("/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 503
     assert "it is loading" in answer.json()["error"]["message"]
+
+
+def test_a_front_end_that_cannot_take_its_model_says_why_and_tries_again(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the reason: else it would never be ready, and nobody would know."""
+    monkeypatch.setattr("dflash_openai.state.RETRY_S", 0.01)
+    pool = ScriptedPool(model_dir)
+    pool.unreachable = OSError("no such disk")  # type: ignore[assignment]
+    with TestClient(create_app(FrontendConfig(), pool)) as http:
+        eventually(lambda: "no such disk" in http.get("/v1/models").text)
+        pool.unreachable = None
+        wait_until_ready(http)
+        eventually(lambda: http.get("/v1/models").status_code == 200)
+    assert "cannot take its model" in caplog.text
 
 
 def test_the_version_is_that_of_the_package(http: TestClient) -> None:

@@ -61,6 +61,7 @@ def test_a_null_is_a_parameter_that_is_left_out(http: TestClient, pool: Scripted
     [
         {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
         {"prompt_cache_key": "k", "safety_identifier": "s", "request_id": "r"},
+        {"service_tier": "flex", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "1h"}},
         {"response_format": {"type": "text"}},
     ],
 )
@@ -90,6 +91,31 @@ def test_two_structures_of_one_answer_are_refused(http: TestClient) -> None:
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert "response_format and guided_regex" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("verbosity", ["low", "medium", "high"])
+def test_a_chat_takes_every_verbosity(verbosity: str, http: TestClient) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "verbosity": verbosity}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"functions": []}, "unknown field 'functions'; send them as 'tools'"),
+        ({"function_call": "auto"}, "unknown field 'function_call'; send 'tool_choice'"),
+        ({"web_search_options": {}}, "unknown field 'web_search_options'; this server searches nothing"),
+        ({"store": True}, "'store' is true, but this server keeps no answers"),
+    ],
+)
+def test_what_openai_has_and_this_server_has_not_is_told_with_what_to_do(
+    fields: dict[str, Any], message: str, http: TestClient, pool: ScriptedPool
+) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] == next(iter(fields))
+    assert not pool.asked
 
 
 def test_max_completion_tokens_wins(http: TestClient, pool: ScriptedPool) -> None:
@@ -122,7 +148,15 @@ def test_a_wrong_type_in_a_completion_is_named(field: str, http: TestClient, poo
     assert not pool.asked
 
 
-OBJECTS = ("logit_bias", "metadata", "response_format", "structured_outputs", "guided_json", "stream_options")
+OBJECTS = (
+    "logit_bias",
+    "metadata",
+    "prompt_cache_options",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "stream_options",
+)
 CHAT_OBJECTS = (*OBJECTS, "chat_template_kwargs", "tool_choice", "prediction")
 
 

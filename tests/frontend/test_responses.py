@@ -211,6 +211,17 @@ def test_without_the_include_there_are_no_log_probabilities(client: openai.OpenA
     assert "logprobs" not in pool.asked[0].sampling
 
 
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+def test_an_input_that_does_not_fit_is_refused_and_not_cut(
+    client: openai.OpenAI, pool: ScriptedPool, truncation: Any
+) -> None:
+    pool.script = Script(["Hello"])
+    assert ask(client, truncation=truncation).truncation == "disabled"
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(client, truncation=truncation, input="a" * 10_000)
+    assert raised.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("more", "param", "message"),
     [

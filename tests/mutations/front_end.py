@@ -175,5 +175,20 @@ FRONT_END_MUTANTS = (
             "    if len(given) > 1:\n",
             "    if len(given) > 2:\n",
         ),
+        ("an answer is to be kept and is not", "    if request.store:\n", "    if request.store is None:\n"),
+    ),
+    *mutants_of(
+        f"{FRONTEND}/state.py",
+        (f"{TESTS}/test_endpoints.py",),
+        (
+            "a front end gives its model up after an error that was not foreseen",
+            "except Exception as error:",
+            "except KeyError as error:",
+        ),
+    ),
+    *mutants_of(
+        "client/dflash_client/grpc_messages.py",
+        ("tests/client/test_grpc_messages.py",),
+        ("a single number is read from its other end", 'struct.Struct(f"<{letter}")', 'struct.Struct(f">{letter}")'),
     ),
 )

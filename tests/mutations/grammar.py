@@ -50,8 +50,19 @@ GRAMMAR_MUTANTS = (
         ),
         (
             "the end of an answer goes to the grammar",
-            "self._ended, tokens = True, tokens[:stop]",
-            "tokens = tokens[: stop + 1]",
+            "self._ended = True\n"
+            "            del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]",
+            "del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) + 1 :]",
+        ),
+        (
+            "an end of sequence among the drafts is looked at as any other",
+            "if self._tail is None and drafts and self._eos.isdisjoint(drafts):",
+            "if self._tail is None and drafts:",
+        ),
+        (
+            "forced tokens are more than there are places for",
+            "self._forced(tokens[:num_legal], len(tokens) - num_legal)",
+            "self._forced(tokens[:num_legal], len(tokens))",
         ),
         (
             "a forced text may be spelled in any way",
@@ -131,6 +142,13 @@ GRAMMAR_MUTANTS = (
             "np.array([row.first for row in masked])",
             "np.array([self._checked[i].first if self._checked else row.first for i, row in enumerate(masked)])",
         ),
+    ),
+    Mutant(
+        "a row verifies drafts that the grammar does not allow",
+        "dflash_backend/worker/runner.py",
+        "        return len(kept), confidences\n",
+        "        return None, confidences\n",
+        ENGINE,
     ),
     *mutants_of(
         WORKER_FILE,

@@ -57,4 +57,19 @@ SECURITY_MUTANTS = (
         ),
         ("a path may write lines of its own", "json.dumps(self._scope['path'][:256])", "self._scope['path'][:256]"),
     ),
+    *mutants_of(
+        f"{FOLDER}/write_timeout.py",
+        (f"{TESTS}/test_write_timeout.py",),
+        (
+            "the time of a part counts from that of the one before",
+            "left_s = self._began + self._timeout_s - self._loop.time()",
+            "left_s = 0.0",
+        ),
+        ("the timer of a response goes on after it", "            bounded.close()\n", "            pass\n"),
+        (
+            "another's cancellation is taken for the timer's",
+            "if self._overdue and self._task is not None",
+            "if self._task is not None",
+        ),
+    ),
 )

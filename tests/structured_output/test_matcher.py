@@ -77,7 +77,7 @@ def test_each_mask_is_that_of_the_tokens_before_its_position(compiler, filler, g
                 known = matcher_of(compiler, grammar, bytes(history + drafts[:i]))
                 assert tokens == allowed_by(filler, known, [])[0]
             assert len(found) > num_legal
-            assert matcher.num_legal(drafts) == len(found) - 1
+            assert matcher.legal_drafts(drafts)[0] == len(found) - 1
             accepted = drafts[: rng.randint(0, len(found) - 1)]
             token = rng.choice(sorted(found[len(accepted)]))
             matcher.advance([*accepted, token])
@@ -97,26 +97,31 @@ def test_the_end_is_allowed_exactly_when_the_grammar_accepts(compiler, filler):
 
 def test_a_draft_of_the_end_is_legal_where_the_grammar_accepts(compiler):
     matcher = matcher_of(compiler, GRAMMARS[2])
-    assert matcher.num_legal([*b"no", EOS, 7]) == 3
-    assert matcher.num_legal([*b"n", EOS, 7]) == 1
-    assert matcher.num_legal([EOS]) == 0
-    assert matcher_of(compiler, GRAMMARS[2], b"no").num_legal([OTHER_EOS]) == 1
+    assert matcher.legal_drafts([*b"no", EOS, 7])[0] == 3
+    assert matcher.legal_drafts([*b"n", EOS, 7])[0] == 1
+    assert matcher.legal_drafts([EOS])[0] == 0
+    assert matcher_of(compiler, GRAMMARS[2], b"no").legal_drafts([OTHER_EOS])[0] == 1
+    # Here nothing but the end may follow.
+    assert matcher_of(compiler, GRAMMARS[2], b"yes").legal_drafts([EOS, 7]) == (1, [])
 
 
 def test_nothing_is_masked_behind_the_end(compiler, filler):
     matcher = matcher_of(compiler, GRAMMARS[2], b"no")
     matcher.advance([EOS, 5, 6])
     assert allowed_by(filler, matcher, [1, 2]) == []
-    assert matcher.num_legal([1, 2]) == 0
+    assert matcher.legal_drafts([1, 2])[0] == 0
     assert matcher.error is None
 
 
 def test_forced_tokens_follow_legal_drafts(compiler):
     matcher = matcher_of(compiler, StructuredOutputs("regex", "[ab]foobar"))
-    assert matcher.forced([], 4) == []
-    assert bytes(matcher.forced([*b"a"], 4)) == b"foob"
-    assert bytes(matcher.forced([*b"afo"], 9)) == b"obar"
-    assert matcher.forced([*b"afo"], 0) == []
+    assert matcher.legal_drafts([]) == (0, [])
+    assert matcher.legal_drafts([*b"z"]) == (0, [])
+    assert matcher.legal_drafts([*b"azzzz"]) == (1, [*b"foob"])
+    assert matcher.legal_drafts([*b"afozzzzzzzzz"]) == (3, [*b"obar"])
+    assert matcher.legal_drafts([*b"afo", EOS, 7]) == (3, [*b"ob"])
+    assert matcher.legal_drafts([*b"afo"]) == (3, [])
+    assert matcher.legal_drafts([*b"afoobar", EOS, 7]) == (8, [])
 
 
 def test_the_grammar_begins_behind_the_reasoning_also_within_a_block(compiler, filler):
@@ -126,9 +131,9 @@ def test_the_grammar_begins_behind_the_reasoning_also_within_a_block(compiler, f
     found = allowed_by(filler, matcher, [*b"t>no", 7])
     assert found[:2] == [set(range(VOCAB)) - {EOS, OTHER_EOS}] * 2
     assert found[2:] == [{*b"yn"}, {*b"o"}, {*b" ", EOS, OTHER_EOS}]
-    assert matcher.num_legal([*b"t>no", 7]) == 4
-    assert matcher.num_legal([*b"t>no", EOS]) == 5
-    assert matcher.num_legal([*b"hm", EOS, 5]) == 2
+    assert matcher.legal_drafts([*b"t>no", 7])[0] == 4
+    assert matcher.legal_drafts([*b"t>no", EOS])[0] == 5
+    assert matcher.legal_drafts([*b"hm", EOS, 5])[0] == 2
     matcher.advance(b"t>n")
     assert allowed_by(filler, matcher, []) == [{*b"o"}]
 
@@ -194,7 +199,7 @@ def test_what_is_allowed_is_what_the_masks_have(grammar: StructuredOutputs) -> N
                 break
             in_mask = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")[:vocab_size]).tolist()
             assert [token for token in range(vocab_size) if matcher.allows([token])] == in_mask
-            num_narrow += sum(matcher.num_legal([token]) for token in range(vocab_size)) > len(in_mask)
+            num_narrow += sum(matcher.legal_drafts([token])[0] for token in range(vocab_size)) > len(in_mask)
             history.append(rng.choice(in_mask))
             assert compiled.matcher(MatcherRules()).allows(history)
             matcher.advance(history[-1:])

@@ -80,7 +80,7 @@ def test_what_follows_the_end_of_an_answer_is_not_looked_at() -> None:
     def matcher() -> GrammarMatcher:
         return compiled.matcher(MatcherRules())
 
-    token = next(token for token in range(1500) if matcher().num_legal([token]) == 1)
+    token = next(token for token in range(1500) if matcher().legal_drafts([token])[0] == 1)
     assert matcher().allows([token, EOS[0], 77])
     assert matcher().allows([token])
     assert not matcher().allows([EOS[0]])
