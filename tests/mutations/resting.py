@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutant import mutants_of
 
 CORE = "dflash_backend/core"
-TESTS = ("tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
+TESTS = ("tests/core/test_probing.py", "tests/core/test_speculation.py", "tests/core/test_speculating_engine.py")
 
 RESTING_MUTANTS = (
     *mutants_of(
