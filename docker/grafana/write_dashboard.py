@@ -193,6 +193,24 @@ PANELS: tuple[Panel, ...] = (
         "Blocks of finished requests that are kept for the prefix cache do not count.",
         most=1,
     ),
+    Panel(
+        "Requests sent to each engine per second",
+        "reqps",
+        (("{{model}} {{engine}}", rate("requests_routed_total", "model, engine")),),
+        "With data_parallel_size. One line far above the others: most requests share one prefix.",
+    ),
+    Panel(
+        "Prefix cache events per second",
+        "short",
+        (("{{model}}", rate("kv_events_total")),),
+        "Events that were published for routers of several servers, with kv_events_endpoint.",
+    ),
+    Panel(
+        "KV blocks",
+        "short",
+        (("{{model}} {{num_gpu_blocks}} blocks of {{block_size}} tokens", f"dflash:cache_config_info{{{WHERE}}}"),),
+        "The line is 1 while there is a cache; its name has the sizes.",
+    ),
     Panel("Preemptions per second", "short", (("{{model}}", rate("num_preemptions_total")),)),
     Panel(
         "Phases of a step, mean",

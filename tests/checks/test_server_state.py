@@ -49,7 +49,8 @@ def test_totals_leave_out_other_models() -> None:
 def test_processes_are_told_apart_and_those_that_end_count_nothing() -> None:
     wait = "import sys; sys.stdin.read()"
     code = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{wait}', 'triton_' + 'python_backend_stub'])"
+        "import subprocess, sys, time\nwhile time.process_time() < 0.1: pass\n"
+        f"subprocess.run([sys.executable, '-c', '{wait}', 'triton_' + 'python_backend_stub'])"
     )
     with subprocess.Popen([sys.executable, "-c", code, "tritonserver"], stdin=subprocess.PIPE) as process:
         deadline = time.monotonic() + 30

@@ -125,12 +125,14 @@ def test_an_unread_stream_ends_when_tritonserver_holds_too_much(short_tmp):
         new_server({"max_server_memory_gb": "0.001"}) as server,
         DFlashClient(server.grpc_url, "grpc", timeout_s=60) as client,
     ):
-        stream = client.stream("Tell me a story.", max_tokens=900, ignore_eos=True, logprobs=20)
+        # Much longer than the second between two looks at the memory, on a fast machine too, and soon above 1 MB.
+        much = {"n": 6, "num_speculative_tokens": 0, "logprobs": 20}
+        stream = client.stream("Tell me a story.", max_tokens=900, ignore_eos=True, **much)
         deltas = [next(stream)]
         eventually(lambda: gauge(server, "dflash:num_requests_in_flight") == 0, "the stream has ended")
         with pytest.raises(Unavailable, match=r"tritonserver holds .* GB \(max_server_memory_gb\)"):
             deltas += stream
-        assert 0 < sum(delta.num_output_tokens for delta in deltas) < 900
+        assert 0 < sum(delta.num_output_tokens for delta in deltas) < 6 * 900
         assert client.generate("Hello", max_tokens=2, ignore_eos=True).num_output_tokens == 2
 
 
