@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # `max_step_time_ms` auto: the larger of this many seconds and this many times a step without prompts.
-AUTO_STEP_S = 0.007
+AUTO_STEP_S = 0.006
 AUTO_LIGHT_STEPS = 1.5
 # While only one tenant has requests, a step with prompts may take this many times as long: fewer, larger steps have
 # more throughput, and no other tenant waits.
