@@ -1,0 +1,85 @@
+"""The arithmetic and the commands of `benchmarks.compare_trees`; a run of it needs a second checkout."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare_trees
+from benchmarks.compare_trees import Tree, cpu_seconds, parse_tree, ratios, report, serve_command
+
+PORTS = {"--http-port": 1, "--grpc-port": 2, "--metrics-port": 3}
+
+
+def checkout(folder: Path) -> Path:
+    program = folder / ".venv" / "bin" / "dflash-triton"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    return folder
+
+
+def test_a_tree_is_a_name_a_folder_and_settings(tmp_path: Path) -> None:
+    tree = parse_tree(f"fixed={checkout(tmp_path)}:adaptive_speculation=false,max_num_seqs=4")
+    assert (tree.name, tree.folder) == ("fixed", tmp_path)
+    assert tree.settings == ["adaptive_speculation=false", "max_num_seqs=4"]
+    assert parse_tree(f"plain={tmp_path}").settings == []
+
+
+@pytest.mark.parametrize("text", ["folder", "=folder", "name=", "name=:a=b"])
+def test_what_is_no_tree_is_said(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=FOLDER"):
+        parse_tree(text)
+
+
+def test_a_folder_that_is_not_set_up_is_said(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="run `make setup`"):
+        parse_tree(f"old={tmp_path}")
+
+
+def test_each_server_has_the_settings_and_old_ones_no_openai_port(tmp_path: Path) -> None:
+    tree = parse_tree(f"fixed={checkout(tmp_path)}:adaptive_speculation=false")
+    command = serve_command(tree, PORTS, takes_openai_port=True)
+    assert command[0] == str(tree.program)
+    assert command[command.index("--set") + 1] == "adaptive_speculation=false"
+    assert command[command.index("--openai-port") + 1] == "0"
+    assert command[command.index("--grpc-port") + 1] == "2"
+    assert "--openai-port" not in serve_command(tree, PORTS, takes_openai_port=False)
+
+
+def test_ratios_are_of_each_round_and_less_processor_time_is_a_larger_ratio() -> None:
+    first = Tree("before", Path("."), [], tokens_per_s=[10.0, 20.0, 40.0], cpu_s_per_token=[1.0, 1.0, 1.0])
+    second = Tree("after", Path("."), [], tokens_per_s=[20.0, 20.0, 60.0], cpu_s_per_token=[0.5, 0.5, 0.5])
+    assert ratios(second, first) == [2.0, 1.0, 1.5]
+    table = report([first, second])
+    assert "| before | 20 | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) |" in table
+    assert "| after | 20 | 1.500 (1.000 to 2.000) | 2.000 (2.000 to 2.000) |" in table
+
+
+def test_processor_time_is_that_of_a_server_and_its_children() -> None:
+    work = "end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    burn = f"import time\n{work}\nprint(flush=True)\ninput()"
+    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])"
+    process = compare_trees.psutil.Popen(
+        [sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        process.stdout.readline()
+        assert cpu_seconds(process) >= 0.3
+    finally:
+        process.communicate("\n", timeout=30)
+
+
+def test_a_server_that_ends_at_its_start_is_an_error_with_its_log(tmp_path: Path) -> None:
+    program = checkout(tmp_path) / ".venv" / "bin" / "dflash-triton"
+    program.write_text("#!/bin/sh\necho no such setting\nexit 2\n")
+    program.chmod(0o755)
+    tree = parse_tree(f"old={tmp_path}")
+    with (
+        pytest.raises(RuntimeError, match="old did not come up:\nno such setting"),
+        compare_trees.serving(tree, tmp_path),
+    ):
+        pass
