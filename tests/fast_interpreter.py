@@ -2,8 +2,8 @@
 
 Triton 3.9's interpreter replaces the functions of `triton.language` at each launch and, again, at each call of one
 jit'd function by another, where the second finds all replaced and looks through the module for nothing. It also builds
-its table of element types at each look into it, and reckons shapes anew for each value. Together that is half of the
-time of the tests with kernels.
+its table of element types at each look into it, reckons shapes anew for each value, and looks for integers that
+overflow by six more operations of its own. Together that is more than half of the time of the tests with kernels.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 # What another version of Triton may not have; its interpreter then stays as it is.
-NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "TensorHandle")
+BROADCASTS = "broadcast_impl_value"
+CHECKS_OVERFLOW = "binary_op_sanitize_overflow_impl"
+OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def install() -> None:
@@ -26,6 +30,10 @@ def install() -> None:
         interpreter._get_np_dtype = _read_once(interpreter._get_np_dtype)
         tl.block_type.__init__ = _checked_once(tl.block_type.__init__)
         tl.tensor.__init__ = _init_tensor
+        if hasattr(TritonSemantic, BROADCASTS):
+            setattr(TritonSemantic, BROADCASTS, _of_other_shapes(getattr(TritonSemantic, BROADCASTS)))
+        if hasattr(TritonSemantic, CHECKS_OVERFLOW):
+            setattr(TritonSemantic, CHECKS_OVERFLOW, _overflow_seen_at_once(getattr(TritonSemantic, CHECKS_OVERFLOW)))
 
 
 def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -71,6 +79,7 @@ def _checked_once(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, 
             init(self, element_ty, shape)
             attributes = known[element_ty.name, sizes] = dict(vars(self))
             attributes["tensor_shape"] = tl.tuple([tl.constexpr(size) for size in sizes])
+            attributes["sizes"] = sizes
         vars(self).update(attributes)
         self.element_ty = element_ty
 
@@ -86,3 +95,32 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
         self.shape, self.numel = type.tensor_shape, tl.constexpr(type.numel)
     else:
         self.shape, self.numel = _SCALAR_SHAPE, _ONE
+
+
+def _of_other_shapes(broadcast: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """`broadcast`, but for two blocks of one shape or two scalars, which stay as they are."""
+
+    def broadcast_two(self: Any, lhs: Any, rhs: Any) -> Any:
+        if getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ()):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_two
+
+
+def _overflow_seen_at_once(check: Callable[[Any, Any, Any, Any], None]) -> Callable[[Any, Any, Any, Any], None]:
+    """`check` that two blocks of integers overflow in no operation, by one operation of NumPy on 64 bits."""
+
+    def look(self: Any, lhs: Any, rhs: Any, operation: Callable[..., Any]) -> None:
+        kind = lhs.type.scalar
+        values = [getattr(side.handle, "data", None) for side in (lhs, rhs)]
+        if not all(isinstance(value, np.ndarray) for value in values) or operation.__name__ not in OPERATIONS:
+            return check(self, lhs, rhs, operation)
+        if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return None
+        found = OPERATIONS[operation.__name__](*values, dtype=np.int64, casting="unsafe")
+        if found.size and (found.max() > kind.get_int_max_value() or found.min() < kind.get_int_min_value()):
+            raise AssertionError(f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}")
+        return None
+
+    return look

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ def prompts() -> list[list[int]]:
 
 
 def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What `transformers` generates; no token ends it."""
+    """What `transformers` generates; no token ends it. It is asked once for each prompt."""
+    return list(_generated(model, tuple(prompt)))
+
+
+@functools.cache
+def _generated(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=VOCAB_SIZE
     )
-    return output[0, len(prompt) :].tolist()
+    return tuple(output[0, len(prompt) :].tolist())
 
 
 def generate(built: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
