@@ -43,6 +43,14 @@ UNPREDICTABLE = 5.0
 SETTINGS: dict[str, Any] = {"max_num_seqs": 64, "kv_cache_gb": 0.5}
 
 
+def engine_of(**settings: Any) -> LLM:
+    """An engine that has all the memory of its KV cache, as a server's: pages that the system gives while a slice runs
+    would count against it, seconds for a pool on a machine whose own memory was never touched."""
+    llm = LLM(**settings, **SETTINGS)
+    llm.engine.runner.step.kv.claim()
+    return llm
+
+
 class Systems:
     """The engines, made as they are needed. One drafter's are kept at a time."""
 
@@ -52,7 +60,7 @@ class Systems:
             "shifted": str(shifted_drafter(-1, folder)),
             "random": str(random_drafter(folder)),
         }
-        self._plain = {NONE: LLM(draft="", **SETTINGS), NGRAM: LLM(draft="ngram", **SETTINGS)}
+        self._plain = {NONE: engine_of(draft=""), NGRAM: engine_of(draft="ngram")}
         self._name = ""
         self._drafting: dict[str, LLM] = {}
 
@@ -62,7 +70,7 @@ class Systems:
             self._name, draft = cell.drafter, self._drafts[cell.drafter]
             names = (FIXED, ADAPTIVE, INJECT) if cell.drafter == "random" else (FIXED, ADAPTIVE)
             self._drafting = {
-                name: LLM(draft=draft, adaptive_speculation=name == ADAPTIVE, **SETTINGS) for name in names
+                name: engine_of(draft=draft, adaptive_speculation=name == ADAPTIVE) for name in names
             }
         llms = self._plain | self._drafting
         prompts = prompts_of(cell, llms[NONE])
