@@ -44,5 +44,6 @@ class Sampling(TypedDict, total=False):
     return_steps: bool | None
     # For the chat template of `messages`.
     chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool | None
     enable_thinking: bool | None
     tools: Sequence[Mapping[str, Any]] | None

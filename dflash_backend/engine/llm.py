@@ -131,8 +131,9 @@ class LLM:
         """Answer a conversation; `messages` are `{"role": ..., "content": ...}`, through the chat template.
 
         Besides sampling parameters it takes `chat_template_kwargs`, variables of the chat template, `enable_thinking`,
-        which stands for the variable of that name, and `tools`, functions in OpenAI's form. Raises `PromptError` for
-        what the template does not take.
+        which stands for the variable of that name, `tools`, functions in OpenAI's form, and `continue_final_message`,
+        with which the last message is the beginning of the answer. Raises `PromptError` for what the template does not
+        take.
         """
         options = pop_options(sampling)
         return self.generate(self.tokenizer.apply_chat_template(list(messages), **options), **sampling)[0]

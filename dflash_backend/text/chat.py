@@ -18,7 +18,7 @@ from dflash_backend.text.tools import ToolError, read_tools
 
 # Unicode reserves these characters for use inside programs; they have no meaning in a text.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-OPTION_NAMES = ("chat_template_kwargs", "enable_thinking", "tools")
+OPTION_NAMES = ("chat_template_kwargs", "continue_final_message", "enable_thinking", "tools")
 MAX_TOOLS_CHARS = 65_536
 MAX_TOOLS_BRACKETS = 5000
 MAX_OPTIONS = 16
@@ -57,21 +57,28 @@ class ChatText:
 
 def pop_options(values: dict[str, Any]) -> dict[str, Any]:
     """Take the options of the chat template out of a request's parameters: the variables of `chat_template_kwargs`, an
-    object or its JSON text, `enable_thinking`, which stands for the variable of that name, and `tools`, a list or its
-    JSON text. Raises `PromptError`."""
+    object or its JSON text, `enable_thinking`, which stands for the variable of that name, `tools`, a list or its JSON
+    text, and `continue_final_message`. Raises `PromptError`."""
     given = values.pop("chat_template_kwargs", None)
     thinking = values.pop("enable_thinking", None)
+    continues = values.pop("continue_final_message", None)
     tools = values.pop("tools", None)
     options = _options(given)
     if thinking is not None:
-        if str(thinking)[:8].lower() not in ("true", "false", "1", "0"):
-            raise PromptError(f"parameter 'enable_thinking' has the value {quoted(thinking)}; allowed: true or false")
         if "enable_thinking" in options:
             raise PromptError("'enable_thinking' was sent as a parameter and in 'chat_template_kwargs'; send it once")
-        options["enable_thinking"] = str(thinking).lower() in ("true", "1")
+        options["enable_thinking"] = _flag("enable_thinking", thinking)
+    if continues is not None and _flag("continue_final_message", continues):
+        options["continue_final_message"] = True
     if tools is not None:
         options["tools"] = _tools(tools)
     return options
+
+
+def _flag(name: str, given: Any) -> bool:
+    if str(given)[:8].lower() not in ("true", "false", "1", "0"):
+        raise PromptError(f"parameter '{name}' has the value {quoted(given)}; allowed: true or false")
+    return str(given).lower() in ("true", "1")
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
@@ -186,6 +193,18 @@ def check_roles(messages: Sequence[Mapping[str, Any]]) -> None:
                 f"message {index} has the role {quoted(role)}; allowed: a word such as system, user or assistant, of "
                 "letters, digits, '_' and '-'"
             )
+
+
+def check_continued(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `PromptError` unless the last message is the beginning of an answer, which a model can continue."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    has_text = any(text.strip() for text in texts(content))
+    if last.get("role") != "assistant" or last.get("tool_calls") or not has_text:
+        raise PromptError(
+            "'continue_final_message' continues the last message, which must be of the role assistant, with the "
+            "beginning of the answer as its content and without tool calls"
+        )
 
 
 def join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

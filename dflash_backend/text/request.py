@@ -166,7 +166,7 @@ def _prompt(
         check_fits(chat.text, tokenizer, ready.max_model_len)
         return tokenizer.encode_chat(chat), chat.text
     if chat_options:
-        name = "tools" if "tools" in chat_options else OPTION_NAMES[0]
+        name = next((name for name in ("tools", "continue_final_message") if name in chat_options), OPTION_NAMES[0])
         raise InputError(f"parameter '{name}' is for the chat template of the input 'messages'")
     if given == ["text_input"]:
         text = _prompt_text(inputs, tokenizer, ready)

@@ -15,7 +15,7 @@ from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.checkpoints.decoder_fields import read_eos
 from dflash_backend.checkpoints.files import check_files
 from dflash_backend.error_text import first_line
-from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_roles, join_parts
+from dflash_backend.text.chat import ChatText, PromptError, SpecialTokens, check_continued, check_roles, join_parts
 from dflash_backend.text.tools import ToolError, with_parsed_arguments
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -138,17 +138,24 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
     ) -> ChatText:
-        """The text of `messages` through the chat template, up to the beginning of the assistant's answer.
+        """The text of `messages` through the chat template, up to the beginning of the assistant's answer; with
+        `continue_final_message` up to the end of the last message's text, which then is that beginning.
 
         `tools` are functions as OpenAI's API describes them. `options` are variables of the template, such as
         `enable_thinking`; one that it does not use has no effect. Raises `PromptError` when there is no template or it
-        refuses the messages, and for tools where it takes none.
+        refuses the messages, for tools where it takes none, and for a last message that cannot be continued.
         """
         if not self._template.chat_template:
             raise PromptError("the target's tokenizer has no chat template; send text_input instead of messages")
         check_roles(messages)
+        if continue_final_message:
+            check_continued(messages)
         if any(isinstance(message.get("content"), list) for message in messages) and not self._takes_parts:
             messages = [join_parts(message) for message in messages]
         if tools and "tools" not in self.chat_template:
@@ -159,10 +166,9 @@ class Tokenizer:
             raise PromptError(str(error)) from None
         given = ([dict(message) for message in messages], {**options, "tools": list(tools) if tools else None})
         (marked, variables), mark = self._special.marked(given)
+        end = {"continue_final_message": True} if continue_final_message else {"add_generation_prompt": True}
         try:
-            text = str(
-                self._template.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, **variables)
-            )
+            text = str(self._template.apply_chat_template(marked, tokenize=False, **end, **variables))
         except _TEMPLATE_ERRORS as error:
             raise PromptError(f"the chat template refuses these messages: {first_line(error)}") from error
         return ChatText((text,) if mark is None else tuple(text.split(mark)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,7 +29,8 @@ async def create_chat_completion(request: Request) -> Response:
     model = frontend.model(body.model)
     use = read_tool_use(body, model.output_format)
     messages, options = template_messages(body.messages), template_options(body)
-    asked = await prepare(model, messages, options, use, sampling_parameters(body, model.description))
+    sampling = sampling_parameters(body, model.description)
+    asked = await prepare(model, messages, options, use, sampling, continues(body))
     limit = max_tokens(body, len(asked.prompt), model.description)
     stream = bool(body.stream)
     answer = ChatAnswer(body, body.model or model.names[0], asked)
@@ -66,6 +67,32 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         options.setdefault("enable_thinking", body.reasoning_effort != "none")
     return options
+
+
+class Continuing(Protocol):
+    """A request with messages, the last of which may be the beginning of the answer."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def continues(body: Continuing) -> bool:
+    """Whether the last message is the beginning of the answer. Raises `ApiError`."""
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise invalid(
+                "'continue_final_message' and 'add_generation_prompt' cannot both be true: the answer begins with the "
+                "last message or with nothing",
+                "continue_final_message",
+            )
+        return True
+    if body.add_generation_prompt is False:
+        raise invalid(
+            "'add_generation_prompt' can be false only where 'continue_final_message' is true, with which the answer "
+            "begins with the last message",
+            "add_generation_prompt",
+        )
+    return False
 
 
 class ChatAnswer(Answer):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_backend.text.chat import texts
 from dflash_openai.errors import invalid
 from dflash_openai.parsing import OutputParser, harmony
 from dflash_openai.state import Model
@@ -36,13 +37,20 @@ async def prepare(
     options: Mapping[str, Any],
     use: ToolUse,
     sampling: Mapping[str, Any],
+    continue_final_message: bool = False,
 ) -> Conversation:
-    """The prompt of messages, through the chat template with the variables `options`. `sampling` are the request's
-    parameters; those that tools and reasoning need are added. Raises `ApiError`."""
+    """The prompt of messages, through the chat template with the variables `options`; with `continue_final_message` the
+    last of them is the beginning of the answer. `sampling` are the request's parameters; those that tools and reasoning
+    need are added. Raises `ApiError`."""
     if model.output_format.is_harmony:
         messages = harmony.template_messages(messages)
-    prompt = await model.prompts.from_messages(messages, options, use.offered)
-    tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
+    if continue_final_message and use.forced:
+        raise invalid("'tool_choice' forces a tool call, which cannot continue a message", "continue_final_message")
+    prompt = await model.prompts.from_messages(messages, options, use.offered, continue_final_message)
+    if continue_final_message:
+        tail = model.output_format.tail_of_message("".join(texts(messages[-1].get("content"))))
+    else:
+        tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
     sampling = dict(sampling)
     if use.forced:
         sampling["structured_outputs"] = {"grammar": _forced_grammar(model, use, sampling)}

@@ -43,14 +43,16 @@ class PromptBuilder:
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of messages through the chat template, with the variables `options` and tools in OpenAI's form.
-        Raises `ApiError`."""
+        With `continue_final_message` the last message is the beginning of the answer. Raises `ApiError`."""
         try:
             variables = pop_options({"chat_template_kwargs": dict(options)})
         except PromptError as error:
             raise invalid(str(error), "chat_template_kwargs") from None
-        return await self._run("messages", lambda: self._chat(messages, {**variables, "tools": tools}))
+        variables |= {"tools": tools, "continue_final_message": continue_final_message}
+        return await self._run("messages", lambda: self._chat(messages, variables))
 
     async def from_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `ApiError`."""

@@ -127,8 +127,8 @@ class ChatRequest(GenerationFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Literal[False] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     echo: Literal[False] | None = None
     # Taken, without effect.
     modalities: list[Literal["text"]] | None = None

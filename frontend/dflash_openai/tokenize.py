@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_openai.chat import template_messages
+from dflash_openai.chat import continues, template_messages
 from dflash_openai.errors import invalid
 from dflash_openai.schemas import decode
 from dflash_openai.state import Frontend
@@ -23,7 +23,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +45,8 @@ async def tokenize(request: Request) -> Response:
         tokens = await model.prompts.from_text(body.prompt, body.add_special_tokens is not False)
     else:
         messages = template_messages(body.messages or [])
-        tokens = await model.prompts.from_messages(messages, body.chat_template_kwargs or {})
+        options = body.chat_template_kwargs or {}
+        tokens = await model.prompts.from_messages(messages, options, continue_final_message=continues(body))
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": model.description.max_model_len,

@@ -221,3 +221,37 @@ def test_more_text_than_the_models_own_messages_may_have_is_refused_before_it_is
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert not pool.asked
+
+
+BEGUN: list[Any] = [*HELLO, {"role": "assistant", "content": "Well,"}]
+
+
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
+def test_a_final_message_is_continued(fields: dict[str, Any], client: openai.OpenAI, pool: ScriptedPool) -> None:
+    asked = {"continue_final_message": True, **fields}
+    answer = client.chat.completions.create(model="dflash", messages=BEGUN, extra_body=asked)
+    assert pool.asked[0].token_ids == [257, *b"user:Hi", 257, *b"assistant:Well,"]
+    assert answer.choices[0].message.content == "Hello!"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot both be"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "only where 'continue_final_message' is true"),
+        ({"continue_final_message": True, "messages": HELLO}, "messages", "must be of the role assistant"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    path: str, fields: dict[str, Any], param: str, words: str, http: TestClient
+) -> None:
+    answer = http.post(path, json={"messages": BEGUN, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert words in answer.json()["error"]["message"]
+
+
+def test_the_tokens_of_a_continued_message_are_told(http: TestClient) -> None:
+    answer = http.post("/tokenize", json={"messages": BEGUN, "continue_final_message": True}).json()
+    assert bytes(answer["tokens"][-5:]) == b"Well,"

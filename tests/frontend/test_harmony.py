@@ -253,3 +253,12 @@ def test_responses_count_the_reasoning_up_to_its_end(client: openai.OpenAI, pool
     answer = client.responses.create(model="dflash", input="Hi", tools=[{"type": "function", **WEATHER["function"]}])
     assert [item.type for item in answer.output] == ["reasoning", "function_call"]
     assert answer.usage.output_tokens_details.reasoning_tokens == 3 + len("analysis") + len("I see. ")
+
+
+def test_a_final_message_is_continued_as_content(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    pool.script = Script((" it is<|return|>",))
+    begun = [*HELLO, {"role": "assistant", "content": "Yes," * 10}]
+    answer = ask(client, messages=begun, extra_body={"continue_final_message": True})
+    message = answer.choices[0].message
+    assert (message.content, getattr(message, "reasoning", None)) == (" it is", None)
+    assert prompt_of(pool).endswith("<|start|>assistant<|message|>" + "Yes," * 10)

@@ -204,3 +204,28 @@ def test_log_probabilities_come_once_for_each_token(client: openai.OpenAI, pool:
     pool.script = Script(texts, logprobs=[[entry], [entry, entry]])
     chunks = [chunk.choices[0] for chunk in ask(client, stream=True, logprobs=True)]
     assert sum(len(chunk.logprobs.content) for chunk in chunks if chunk.logprobs) == 3
+
+
+def test_what_continues_a_message_is_content_and_no_reasoning(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "I think"}]
+    fields = {"continue_final_message": True}
+    pool.script = Script((" so. ", CALL))
+    (choice,) = ask(client, messages=begun, extra_body=fields).choices
+    assert (choice.message.content, len(choice.message.tool_calls)) == (" so.", 1)
+    pool.script = Script(("{}",))
+    answer = ask(client, messages=begun, tools=[], response_format={"type": "json_object"}, extra_body=fields)
+    assert answer.choices[0].message.content == "{}"
+    assert "after_reasoning" not in str(pool.asked[-1].sampling)
+
+
+def test_reasoning_that_a_message_began_goes_on(client: openai.OpenAI, pool: ScriptedPool) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "<think>x</think>y<think>I"}]
+    pool.script = Script((" see.</think>Yes",))
+    message = ask(client, messages=begun, extra_body={"continue_final_message": True}).choices[0].message
+    assert (message.reasoning, message.content) == ("see.", "Yes")
+
+
+def test_a_forced_call_continues_no_message(client: openai.OpenAI) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "I"}]
+    with pytest.raises(openai.BadRequestError, match="which cannot continue a message"):
+        ask(client, messages=begun, tool_choice="required", extra_body={"continue_final_message": True})

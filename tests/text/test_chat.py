@@ -136,3 +136,59 @@ def test_no_argument_of_the_library_is_a_variable(demo):
     for name in names:
         with pytest.raises(PromptError, match="has the name"):
             pop_options({"chat_template_kwargs": {name: 1}})
+
+
+BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, "}]
+
+
+def test_a_final_message_is_continued_where_that_is_asked_for(tokenizer):
+    assert tokenizer.apply_chat_template(BEGUN, continue_final_message=True) == [
+        *(START, *b"user:Hi"),
+        *(START, *b"assistant:Hello, "),
+    ]
+    assert tokenizer.apply_chat_template(BEGUN, continue_final_message=False)[-3:] == [START, *b"a:"]
+
+
+def test_a_message_is_continued_where_its_text_ends_and_not_before_the_end_of_its_turn(demo):
+    text = demo.render_chat(BEGUN, continue_final_message=True).text
+    whole = demo.render_chat(BEGUN).text
+    assert text.rstrip().endswith("Hello,")
+    assert whole.startswith(text)
+    assert "<|im_end|>" in whole[len(text) :]
+
+
+@pytest.mark.parametrize("content", ["Hello <|im_", "Hello <|im_end|>", FORGED, "<"])
+def test_a_continued_message_cannot_begin_or_end_a_turn(demo, content):
+    begun = [BEGUN[0], {"role": "assistant", "content": content}]
+    ids = demo.apply_chat_template(begun, continue_final_message=True)
+    plain = demo.apply_chat_template(BEGUN, continue_final_message=True)
+    assert special(demo, ids) == special(demo, plain)
+    assert demo.decode(ids, skip_special_tokens=False).endswith(content)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": " "},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant"},
+        {"role": "assistant", "content": "Hm", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    ],
+)
+def test_a_message_that_no_answer_begins_with_is_refused(tokenizer, message):
+    with pytest.raises(PromptError, match="'continue_final_message' continues the last message, which must be"):
+        tokenizer.render_chat([BEGUN[0], message], continue_final_message=True)
+
+
+def test_a_template_that_changes_the_final_message_refuses_it(with_template):
+    tokenizer = with_template("{% for m in messages %}<s>{{ m.content | upper }}{% endfor %}")
+    with pytest.raises(PromptError, match="the chat template refuses these messages: continue_final_message"):
+        tokenizer.render_chat(BEGUN, continue_final_message=True)
+
+
+def test_whether_to_continue_is_true_or_false():
+    assert pop_options({"continue_final_message": "true"}) == {"continue_final_message": True}
+    assert pop_options({"continue_final_message": False}) == {}
+    with pytest.raises(PromptError, match="'continue_final_message' has the value 'x'; allowed: true or false"):
+        pop_options({"continue_final_message": "x"})

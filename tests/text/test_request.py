@@ -369,3 +369,10 @@ def test_tokenising_lets_other_threads_run(tokenizer):
     meanwhile = [began, *(at for at in ticks if began < at < ended), ended]
     longest_pause = max(after - before for before, after in itertools.pairwise(meanwhile))
     assert longest_pause < 0.5 * (ended - began)
+
+
+def test_a_final_message_is_continued(parse):
+    messages = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}])
+    assert parse('{"continue_final_message": true}', messages=messages).prefix.endswith("assistant:Well,")
+    with pytest.raises(InputError, match="'continue_final_message' is for the chat template of the input 'messages'"):
+        parse('{"continue_final_message": true}', text_input="a")

@@ -33,6 +33,8 @@ _ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
 REASONING = ReasoningFormat(
     "openai_gptoss", f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}", counted_to="<|end|>"
 )
+# The head of a message of the assistant to the user.
+FINAL = f"{START}assistant{REASONING.close}"
 
 
 def _read(text: str, schemas: object) -> list[ToolCall] | None:

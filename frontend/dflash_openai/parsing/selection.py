@@ -43,6 +43,16 @@ class OutputFormat:
         """Whether answers are in OpenAI's harmony format."""
         return self.tools is harmony.TOOLS or self.reasoning is harmony.REASONING
 
+    def tail_of_message(self, content: str) -> str:
+        """For a message that the model continues, the end of a prompt from which a parser knows where it is: in the
+        reasoning where `content` has its open mark and not its close mark, else past it."""
+        if self.is_harmony:
+            return harmony.FINAL
+        if self.reasoning is None:
+            return ""
+        in_reasoning = content.rfind(self.reasoning.open) > content.rfind(self.reasoning.close)
+        return self.reasoning.open if in_reasoning else self.reasoning.close
+
     def parser(
         self, prompt: str, tools: Sequence[Mapping[str, Any]] = (), parallel_tool_calls: bool = True
     ) -> OutputParser:
