@@ -1,7 +1,7 @@
 """The metrics of docs/operators.md, on Triton's metrics port.
 
-Each value costs a round trip to Triton's process, so values are gathered here and handed over now and then. A new
-metric is one entry in `METRICS` and a call that feeds it.
+Each value costs a round trip to Triton's process, so values are gathered here and handed over now and then. All places
+that a new metric goes to are in docs/architecture.md, "Where things are added".
 
 Triton's own histograms take one observation a call. They serve where a request has one observation, since a histogram
 of few observations costs fewer calls that way. Any other histogram, and on an old Triton each, is made of counters:
