@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.markdown import markdown_table
 from dflash_kernels.attention_schedule import share_reference
-from dflash_kernels.paged_attention_launch import HeadShape, Tiling, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Tiling, plan_launches
 
 SHAPE = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)
 NUM_SMS, WIDTH, MAX_LEN = 132, 16, 40960
@@ -48,7 +48,7 @@ def balance(lengths: np.ndarray) -> tuple[float, int, int, int]:
     """The mean, the splits chosen from bounds and the longest program with them, and the longest worker."""
     batch = len(lengths)
     bounds = np.full(batch, WIDTH), np.full(batch, MAX_LEN)
-    (launch,) = plan_launches(*bounds, SHAPE, True, None, NUM_SMS, max_overestimate=MAX_LEN)
+    (launch,) = plan_launches(*bounds, SHAPE, True, None, HOPPER, max_overestimate=MAX_LEN)
     tiling = launch.tiling
     capacity = NUM_SMS * tiling.programs_per_sm
     mean = int(lengths.sum()) * SHAPE.num_kv_heads / capacity

@@ -23,17 +23,24 @@ import torch
 
 from benchmarks.markdown import markdown_table
 from dflash_kernels.attention_schedule import PagedBatch, schedule_size
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
+from dflash_kernels.paged_attention_launch import Gpu, HeadShape, Launch, plan_launches
 
-# Shared memory that a program may have, KiB, by compute capability.
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+# By compute capability: multiprocessors of one of its GPUs, shared memory that a program may have and that a
+# multiprocessor has.
+GPUS = {
+    capability: Gpu(capability, num_sms, program << 10, multiprocessor << 10)
+    for capability, num_sms, program, multiprocessor in (
+        (80, 108, 163, 164), (89, 142, 99, 100), (90, 132, 227, 228), (100, 148, 227, 228), (120, 170, 99, 100),
+    )
+}  # fmt: skip
 SHAPES = {
     "4 heads of 128": HeadShape(32, 8, 128, 2),
+    "8 of 128": HeadShape(32, 4, 128, 2),
     "8 of 64": HeadShape(32, 4, 64, 2),
     "2 of 256": HeadShape(16, 8, 256, 2),
 }
 QUERIES = {"decode": 16, "prefill": 2048}
-BLOCK_SIZE, CONTEXT, NUM_SMS = 16, 32768, 132
+BLOCK_SIZE, CONTEXT = 16, 32768
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 HEADER = [
     "GPU",
@@ -48,16 +55,18 @@ HEADER = [
     "of",
 ]
 
+OVERLAP = "waits for all products that are on their way, and tensors of exponentials that are computed beside a product"
+
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler says of a kernel. spilled: bytes of local memory of a thread. waits_for_all: how many places
-    of the code wait for all products that are on their way, on a Hopper."""
+    """What the assembler says of a kernel. spilled: bytes of local memory of a thread. overlap: as
+    `overlap_of_loops`."""
 
     registers: int
     spilled: int
     shared: int
-    waits_for_all: int
+    overlap: tuple[tuple[int, int], ...]
 
 
 def compile_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], arch: int) -> Compiled:
@@ -83,8 +92,40 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, A
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=own)
     usage = _resource_usage(compiled.asm["cubin"])
-    waits = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", compiled.asm["ptx"]))
-    return Compiled(usage["REG"], usage["LOCAL"] + usage["STACK"], compiled.metadata.shared, waits)
+    overlap = overlap_of_loops(compiled.asm["ttgir"])
+    return Compiled(usage["REG"], usage["LOCAL"] + usage["STACK"], compiled.metadata.shared, overlap)
+
+
+def overlap_of_loops(ttgir: str) -> tuple[tuple[int, int], ...]:
+    """Of each innermost loop with products in Triton's code for a Hopper, in order: how often a turn waits for all
+    products that are on their way, and how many tensors of exponentials it computes while one is."""
+    found: list[tuple[int, int]] = []
+    open_loops: list[tuple[int, list[str]]] = []
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if "scf.for " in line:
+            open_loops.append((indent, []))
+        elif open_loops and indent <= open_loops[-1][0] and line.lstrip().startswith("}"):
+            _, body = open_loops.pop()
+            if any("warp_group_dot " in each for each in body):
+                found.append(_overlap(body))
+        elif open_loops:
+            open_loops[-1][1].append(line)
+    return tuple(found)
+
+
+def _overlap(turn: list[str]) -> tuple[int, int]:
+    """As `overlap_of_loops`, of the operations of one loop's turn."""
+    waits, exponentials, running = 0, 0, False
+    for operation in turn:
+        if "warp_group_dot_wait" in operation:
+            waits += "pendings = 0" in operation
+            running = False
+        elif "warp_group_dot " in operation:
+            running = True
+        else:
+            exponentials += running and "exp2" in operation
+    return waits, exponentials
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
@@ -105,11 +146,9 @@ def attention_launch(
     """The planned launch, and the kernels that it would run first, with their arguments."""
     from dflash_kernels import paged_attention
 
-    bounds, limit = np.array([QUERIES[kind]]), SHARED_KIB[arch] << 10
+    bounds = np.array([QUERIES[kind]])
     overestimate = CONTEXT if kind == "decode" else 0
-    (launch,) = plan_launches(
-        bounds, np.array([CONTEXT]), shape, True, None, NUM_SMS, max_overestimate=overestimate, shared_bytes=limit
-    )
+    (launch,) = plan_launches(bounds, np.array([CONTEXT]), shape, True, None, GPUS[arch], max_overestimate=overestimate)
     if kind == "prefill":
         launch = Launch(launch.tiling, launch.num_tiles, 0, launch.query_len, None)
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -137,28 +176,29 @@ def row_of(name: str, kind: str, arch: int) -> tuple[list[str], Compiled]:
     compiled, tiling = compile_launch(kernel, arguments, options, arch), launch.tiling
     numbers = [tiling.num_warps, tiling.num_stages, compiled.registers, compiled.spilled]
     cells = [f"sm_{arch}", name, kind, f"{tiling.block_m} x {tiling.block_n}", *map(str, numbers)]
-    return [*cells, f"{compiled.shared / 1024:.1f}", str(SHARED_KIB[arch])], compiled
+    return [*cells, f"{compiled.shared / 1024:.1f}", str(GPUS[arch].shared_bytes >> 10)], compiled
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; 1 where a kernel spills or takes more shared memory than there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, choices=SHARED_KIB, action="append", help="default: all")
+    parser.add_argument("--arch", type=int, choices=GPUS, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="where the table is written as well")
     args = parser.parse_args(arguments)
-    rows, waits, fits = [], [], True
-    for arch in args.arch or SHARED_KIB:
+    rows, overlaps, fits = [], [], True
+    for arch in args.arch or GPUS:
         for name in SHAPES:
             for kind in QUERIES:
                 row, compiled = row_of(name, kind, arch)
                 print(" ".join(row), flush=True)
                 rows.append(row)
-                fits &= compiled.shared <= SHARED_KIB[arch] << 10 and compiled.spilled == 0
+                fits &= compiled.shared <= GPUS[arch].shared_bytes and compiled.spilled == 0
                 if arch == 90 and kind == "prefill":
-                    waits.append(f"{name}: {compiled.waits_for_all}")
+                    overlaps.append([name, *(f"{waits}, {beside}" for waits, beside in compiled.overlap)])
     text = f"{markdown_table(HEADER, rows, 'lllrrrrrrr')}\n"
-    if waits:
-        text += f"\nWaits for all products in the code of sm_90's prefill kernel: {'; '.join(waits)}.\n"
+    if overlaps:
+        text += f"\nIn a turn of the loops of sm_90's prefill kernel: {OVERLAP}.\n\n"
+        text += markdown_table(["heads", "without masks", "with masks"], overlaps, "lrr") + "\n"
     print(text)
     if args.out:
         args.out.write_text(text)

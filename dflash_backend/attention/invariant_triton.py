@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dflash_backend.attention.interface import AttentionBatch, AttentionMetadata, AttentionPattern, KVLayer
-from dflash_backend.attention.triton_backend import TritonBackend, exact_rows, shared_bytes, to_device
+from dflash_backend.attention.triton_backend import TritonBackend, exact_rows, gpu_of, to_device
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.invariant_attention import (
     PiecesLaunch,
@@ -37,9 +37,9 @@ class PiecesMetadata(AttentionMetadata):
         if shape not in self.launches:
             device = self.rows.seq_lens.device
             if self.every_variant:
-                planned = [([launch], tiles) for launch, tiles in pieces_variants(shape, shared_bytes(device))]
+                planned = [([launch], tiles) for launch, tiles in pieces_variants(shape, gpu_of(device))]
             else:
-                planned = [plan_pieces(self.query_lens, self.seq_lens, shape, shared_bytes(device))]
+                planned = [plan_pieces(self.query_lens, self.seq_lens, shape, gpu_of(device))]
             self.launches[shape] = [
                 launch
                 for launches, tiles in planned

@@ -29,7 +29,9 @@ from dflash_backend.attention.interface import (
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import (
-    HOPPER_SHARED_BYTES,
+    HOPPER,
+    RESERVED_BYTES,
+    Gpu,
     HeadShape,
     Launch,
     launch_variants,
@@ -40,8 +42,6 @@ from dflash_kernels.shared_prefix import merge_parts, split_rows
 
 # Triton reads the variable when a kernel's module is imported, and so does this module.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The interpreter has no multiprocessors; those of an H200 stand in, so that it runs the splits that one would.
-INTERPRETED_SMS = 132
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TritonMetadata(AttentionMetadata):
             else:
                 planned = plan_launches(
                     self.query_lens, self.seq_lens, shape, causal, window,
-                    num_sms(device), self.max_overestimate, shared_bytes(device),
+                    gpu_of(device), self.max_overestimate,
                 )  # fmt: skip
             tiled = [(launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned]
             self.launches[shape] = prepare_launches(tiled, self.rows, shape.group, self.block_size, causal, window)
@@ -87,12 +87,12 @@ class TritonMetadata(AttentionMetadata):
     def _variants(self, shape: HeadShape) -> list[Launch]:
         """A launch of each kind that rows of up to these bounds can need. Groups of rows have one bound in each step,
         and another in the next."""
-        limit = shared_bytes(self.rows.seq_lens.device)
+        gpu = gpu_of(self.rows.seq_lens.device)
         if not self.of_groups:
-            return launch_variants(self.query_lens, shape, limit)
+            return launch_variants(self.query_lens, shape, gpu)
         tallest = max_block_m(shape) // shape.group
         lengths = {max(1, lines // shape.group) for lines in (16, 64)} | {tallest, tallest + 1}
-        return [launch for n in sorted(lengths) for launch in launch_variants(np.array([n]), shape, limit)]
+        return [launch for n in sorted(lengths) for launch in launch_variants(np.array([n]), shape, gpu)]
 
 
 class TritonBackend(AttentionBackend):
@@ -216,17 +216,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of `device`."""
+def gpu_of(device: torch.device) -> Gpu:
+    """What tilings and launches follow from. A CPU stands for a Hopper: the interpreter runs the tiles and splits that
+    one would."""
     if device.type != "cuda":
-        return INTERPRETED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program on `device` may have."""
-    if device.type != "cuda":
-        return HOPPER_SHARED_BYTES
-    # An older torch does not say.
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
+        return HOPPER
+    found = torch.cuda.get_device_properties(device)
+    # An older torch does not say what a program may have.
+    program = getattr(found, "shared_memory_per_block_optin", HOPPER.shared_bytes)
+    whole = getattr(found, "shared_memory_per_multiprocessor", program + RESERVED_BYTES)
+    return Gpu(10 * found.major + found.minor, found.multi_processor_count, program, whole)

@@ -77,9 +77,10 @@ if triton is not None:
     @triton.jit
     def load_kv(cache_ptr, scales_ptr, offsets, scale_offsets, there, inside, DTYPE: tl.constexpr):
         """The heads of some tokens, `[tokens, numbers]` in DTYPE. offsets, there: `[tokens, numbers]`. scale_offsets,
-        inside: `[tokens]`, of the scales of an FP8 cache; without scales the cache has a floating dtype of its own."""
-        numbers = tl.load(cache_ptr + offsets, mask=there, other=0)
+        inside: `[tokens]`, of the scales of an FP8 cache; without scales the cache has a floating dtype of its own. A
+        mask of None: all are there."""
+        numbers = tl.load(cache_ptr + offsets, mask=there, other=None if there is None else 0)
         if scales_ptr is not None:
-            scale = tl.load(scales_ptr + scale_offsets, mask=inside, other=0.0)
+            scale = tl.load(scales_ptr + scale_offsets, mask=inside, other=None if inside is None else 0.0)
             numbers = decode_e4m3(numbers) * scale[:, None]
         return numbers.to(DTYPE)

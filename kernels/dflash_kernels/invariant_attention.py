@@ -19,7 +19,8 @@ from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention import LOG2_E, STEP_NUMBERS, STEP_POINTERS
 from dflash_kernels.paged_attention_launch import (
-    HOPPER_SHARED_BYTES,
+    HOPPER,
+    Gpu,
     HeadShape,
     Tiling,
     max_block_m,
@@ -60,20 +61,20 @@ class PiecesLaunch:
     tiles: torch.Tensor | None
 
 
-def pieces_tiling(shape: HeadShape, shared_bytes: int = HOPPER_SHARED_BYTES) -> Tiling:
+def pieces_tiling(shape: HeadShape, gpu: Gpu = HOPPER) -> Tiling:
     """The tiling of such heads, whatever the rows: that of rows of `TALLEST` lines."""
     lines = min(TALLEST, max_block_m(shape))
-    return tiling_of(shape, max(1, lines // shape.group), shared_bytes)
+    return tiling_of(shape, max(1, lines // shape.group), gpu)
 
 
 def plan_pieces(
-    query_lens: np.ndarray, seq_lens: np.ndarray, shape: HeadShape, shared_bytes: int = HOPPER_SHARED_BYTES
+    query_lens: np.ndarray, seq_lens: np.ndarray, shape: HeadShape, gpu: Gpu = HOPPER
 ) -> tuple[list[PiecesLaunch], np.ndarray | None]:
     """Launches that cover every query of every row, and the table of tiles that they share, int32 `[3, n]`; None where
     all rows have one bound. query_lens, seq_lens: upper bounds, int64 `[num_rows]`.
 
     There are several launches only where partial results would take too much memory."""
-    tiling, longest = pieces_tiling(shape, shared_bytes), int(query_lens.max(initial=0))
+    tiling, longest = pieces_tiling(shape, gpu), int(query_lens.max(initial=0))
     per_tile = tiling.block_m // shape.group
     total = int((-(-query_lens // per_tile)).sum())
     if not total:
@@ -95,19 +96,18 @@ def with_tiles(launches: list[PiecesLaunch], tiles: torch.Tensor | None) -> list
     return [replace(launch, tiles=tiles) for launch in launches]
 
 
-def pieces_variants(
-    shape: HeadShape, shared_bytes: int = HOPPER_SHARED_BYTES
-) -> list[tuple[PiecesLaunch, np.ndarray | None]]:
+def pieces_variants(shape: HeadShape, gpu: Gpu = HOPPER) -> list[tuple[PiecesLaunch, np.ndarray | None]]:
     """A launch of each kind that `plan_pieces` can make, with its table: one compiled kernel serves all of a kind. Each
     is over one tile of the first row."""
-    launch = PiecesLaunch(pieces_tiling(shape, shared_bytes), 0, 1, 2, 1, None)
+    launch = PiecesLaunch(pieces_tiling(shape, gpu), 0, 1, 2, 1, None)
     return [(launch, None), (launch, np.array([[0], [0], [1]], dtype=np.int32))]
 
 
 if triton is not None:
     from dflash_kernels.attention_merge import store_piece, store_tile, with_sink
     from dflash_kernels.attention_schedule import tile_span
-    from dflash_kernels.paged_attention import INTERPRETED, _attend_tile, _tile
+    from dflash_kernels.attention_tile import attend_tile
+    from dflash_kernels.paged_attention import INTERPRETED, _tile
 
     NUMBERS = [*STEP_NUMBERS, "first_tile", "num_pieces"]
 
@@ -147,10 +147,10 @@ if triton is not None:
             return
         begin = tl.maximum(begin, piece * PIECE)
         end = tl.minimum(end, (piece + 1) * PIECE)
-        acc, top, total, token, head, is_query = _attend_tile(
+        acc, top, total, token, head, is_query = attend_tile(
             query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
             begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
-            kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+            kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN, "masked",
         )  # fmt: skip
         if first_piece == last_piece:
             acc = with_sink(acc, top, total, sinks_ptr, head)

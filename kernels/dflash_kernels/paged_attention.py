@@ -11,6 +11,7 @@ captured graph serves every length.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def paged_attention_reference(
 if triton is not None:
     from dflash_kernels.attention_merge import merge, store_lse, store_piece, store_tile, with_sink
     from dflash_kernels.attention_schedule import schedule, tile_span
-    from dflash_kernels.fp8_kv import load_kv
+    from dflash_kernels.attention_tile import attend_tile
 
     @triton.jit
     def _tile(tile, tiles_ptr, num_tiles, query_len, PER_TILE: tl.constexpr, MAPPED: tl.constexpr):
@@ -104,92 +105,12 @@ if triton is not None:
         return row, first, last
 
     @triton.jit
-    def _lines(first, kv_head, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
-        """Lines of a tile, each a query and one of the heads of the group: `[BLOCK_M]` each."""
-        m = tl.arange(0, BLOCK_M)
-        return first + m // GROUP, kv_head * GROUP + m % GROUP
-
-    @triton.jit
-    def _dot(a, b, acc, WIDEN: tl.constexpr):
-        """`a @ b + acc`, float32 in full precision."""
-        if WIDEN:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        return tl.dot(a, b, acc, input_precision="ieee")
-
-    @triton.jit
-    def _visible(key, position, end, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-        """Which keys `[1, BLOCK_N]` below `end` the queries at `position` `[BLOCK_M, 1]` see."""
-        visible = key < end
-        if CAUSAL:
-            visible = visible & (key <= position)
-        if WINDOW > 0:
-            visible = visible & (key - position < WINDOW) & (position - key < WINDOW)
-        return visible
-
-    @triton.jit
-    def _attend_keys(
-        q, position, top, total, acc, key, end, keys_ptr, scales_ptr, kv_head, table_ptr, in_head, d, scale,
-        block_stride, slot_stride, value_stride,
-        HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """Online softmax over one more block of keys: each line's maximum, sum of weights, and weighted values."""
-        inside = key < end
-        # The block of each position by itself, so that BLOCK_N need not divide the block size or the reverse.
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0)
-        slot = tl.maximum(block, 0).to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride
-        kv_offsets = slot[:, None] + d[None, :]
-        kv_there = inside[:, None] & in_head
-        # Scales lie as the heads do.
-        place = slot // HEAD_DIM + kv_head
-        k = load_kv(keys_ptr, scales_ptr, kv_offsets, place, kv_there, inside, q.dtype)
-        scores = _dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
-        scores = tl.where(_visible(key[None, :], position, end, CAUSAL, WINDOW), scores, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A line that has seen nothing yet must not become NaN.
-        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - finite_top[:, None])
-        shrink = tl.exp2(top - finite_top)
-        total = total * shrink + tl.sum(weights, 1)
-        place += value_stride // HEAD_DIM
-        v = load_kv(keys_ptr + value_stride, scales_ptr, kv_offsets, place, kv_there, inside, q.dtype)
-        acc = _dot(weights.to(v.dtype), v, acc * shrink[:, None], WIDEN)
-        return new_top, total, acc
-
-    @triton.jit
-    def _attend_tile(
-        query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len, begin,
-        end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
-        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
-    ):  # fmt: skip
-        """A tile's queries over the positions `[begin, end)`: the attention, 0 where a line saw nothing or is no
-        query's, each line's maximum, its sum of weights, token and head, and whether it is a query's. `scale` includes
-        log2(e): powers are of two."""
-        query, head = _lines(first, kv_head, BLOCK_M, GROUP)
-        d = tl.arange(0, BLOCK_D)
-        in_head = d[None, :] < HEAD_DIM
-        is_query = query < tl.minimum(last, query_len)
-        token = (tl.load(start_ptr + row) + query).to(tl.int64)
-        q_offsets = (token * token_stride + head * head_stride)[:, None] + d[None, :]
-        q = tl.load(query_ptr + q_offsets, mask=is_query[:, None] & in_head, other=0.0)
-        position = (seq_len - query_len + query)[:, None]
-
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-        keys_ptr = cache_ptr + kv_head * kv_head_stride
-        for base in range(begin, end, BLOCK_N):
-            top, total, acc = _attend_keys(
-                q, position, top, total, acc, base + tl.arange(0, BLOCK_N), end, keys_ptr, scales_ptr, kv_head,
-                table_ptr, in_head, d, scale, block_stride, slot_stride, value_stride, HEAD_DIM, BLOCK_SIZE, BLOCK_M,
-                BLOCK_N, CAUSAL, WINDOW, WIDEN,
-            )  # fmt: skip
-        acc = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
-        return acc, top, total, token, head, is_query
+    def _longest_first(number, num_tiles, query_len, PER_TILE: tl.constexpr):
+        """The tile of a program where all rows have as many: the last ones of all rows, behind the most positions, have
+        the programs that begin first."""
+        tiles_per_row = tl.cdiv(query_len, PER_TILE)
+        num_rows = num_tiles // tiles_per_row
+        return number % num_rows * tiles_per_row + tiles_per_row - 1 - number // num_rows
 
     @cached_launches
     @triton.jit(do_not_specialize=STEP_NUMBERS, do_not_specialize_on_alignment=STEP_POINTERS)
@@ -200,19 +121,21 @@ if triton is not None:
         slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr,
+        WINDOW: tl.constexpr, MAPPED: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr,
     ):  # fmt: skip
         """One program attends one tile, for the heads of one KV head."""
         tile = tl.program_id(0) // KV_HEADS
         kv_head = tl.program_id(0) % KV_HEADS
+        if not MAPPED:  # a table is in this order already
+            tile = _longest_first(tile, num_tiles, query_bound, BLOCK_M // GROUP)
         row, first, last = _tile(tile, tiles_ptr, num_tiles, query_bound, BLOCK_M // GROUP, MAPPED)
         query_len = tl.load(query_lens_ptr + row)
         seq_len = tl.load(seq_lens_ptr + row)
         begin, end = tile_span(first, last, query_len, seq_len, table_width * BLOCK_SIZE, CAUSAL, WINDOW)
-        acc, top, total, token, head, is_query = _attend_tile(
+        acc, top, total, token, head, is_query = attend_tile(
             query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
             begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
-            kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+            kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN, LOOP,
         )  # fmt: skip
         acc = with_sink(acc, top, total, sinks_ptr, head)
         store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
@@ -225,11 +148,10 @@ if triton is not None:
     def _attend_shares_kernel(
         query_ptr, cache_ptr, scales_ptr, start_ptr, query_lens_ptr, seq_lens_ptr, tables_ptr, schedule_ptr, out_ptr,
         partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, scale, num_tiles, table_width, table_stride, token_stride,
-        head_stride,
-        block_stride, slot_stride, value_stride, kv_head_stride,
+        head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr,
+        WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """One program attends one worker's share of the schedule, for the heads of one KV head: the end of a tile,
         whole tiles, the beginning of another, or any of these."""
@@ -256,10 +178,11 @@ if triton is not None:
             piece_end = tl.minimum(tile_end, stop)
             end = tl.minimum(end, begin + (piece_end - tile_begin) * BLOCK_N)
             begin += (at - tile_begin) * BLOCK_N
-            acc, top, total, token, head, is_query = _attend_tile(
+            acc, top, total, token, head, is_query = attend_tile(
                 query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
                 begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
                 kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
+                LOOP,
             )  # fmt: skip
             if (at == tile_begin) & (piece_end == tile_end):
                 acc = with_sink(acc, top, total, sinks_ptr, head)
@@ -335,6 +258,7 @@ if triton is not None:
                 "CAUSAL": causal,
                 "WINDOW": window or 0,
                 "WIDEN": INTERPRETED,
+                "LOOP": tiling.loop,
                 "num_warps": tiling.num_warps,
                 "num_stages": tiling.num_stages,
             }
@@ -355,7 +279,7 @@ if triton is not None:
         out: torch.Tensor,
         sinks: torch.Tensor | None,
         out_lse: torch.Tensor | None,
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         """A program for each tile."""
         _attend_kernel[(launch.num_tiles * cache.shape[3],)](
@@ -377,7 +301,7 @@ if triton is not None:
         sinks: torch.Tensor | None,
         out_lse: torch.Tensor | None,
         heads: dict[str, int],
-        options: dict[str, int],
+        options: dict[str, Any],
     ) -> None:
         """A program for each worker, then the merge of the tiles that they share."""
         block_m, num_kv_heads, head_dim = launch.tiling.block_m, cache.shape[3], query.shape[2]

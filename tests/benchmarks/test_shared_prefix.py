@@ -7,13 +7,13 @@ import pytest
 
 from benchmarks.gpu import shared_prefix
 from benchmarks.gpu.shared_prefix import SHAPE, bytes_asked_for, shares
-from dflash_kernels.paged_attention_launch import plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, plan_launches
 
 
 @pytest.mark.parametrize(("num_rows", "num_drafts"), [(4, 15), (64, 15), (8, 3), (64, 0)])
 def test_the_prefix_is_read_once_for_each_tile_of_the_launch(num_rows: int, num_drafts: int) -> None:
     queries = np.array([num_rows * (1 + num_drafts)])
-    (launch,) = plan_launches(queries, np.array([4096]), SHAPE, False, None, 132, max_overestimate=4096)
+    (launch,) = plan_launches(queries, np.array([4096]), SHAPE, False, None, HOPPER, max_overestimate=4096)
     _, after, _ = bytes_asked_for(num_rows, num_drafts, 4096, own=0)
     assert after <= launch.num_tiles * 4096 * 2 * 8 * 128 * 2
 

@@ -14,11 +14,10 @@ import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import paged_attention, prepare_launches
-from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, plan_launches
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import TOLERANCE, Case, on_device
 
-NUM_SMS = 132
 HEADS = [((8, 2), 64), ((8, 2), 128), ((8, 1), 128)]
 LONG = 9000
 
@@ -74,7 +73,7 @@ def test_a_captured_step_follows_the_lengths_of_each_replay(heads: tuple[int, in
     batch, bound = 6, LONG
     case = Case([16] * batch, [bound] * batch, heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
     shape = HeadShape(*heads, head_dim, case.dtype.itemsize)
-    launches = plan_launches(np.array([16] * batch), np.array([bound] * batch), shape, True, None, NUM_SMS, bound)
+    launches = plan_launches(np.array([16] * batch), np.array([bound] * batch), shape, True, None, HOPPER, bound)
     tiled = [(launch, on_device(launch)) for launch in launches]
     r = case.rows
     rows = PagedBatch(*(t.to(DEVICE) for t in (r.query_start, r.query_lens, r.seq_lens, r.block_tables)))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dflash_kernels.paged_attention_launch import HOPPER_SHARED_BYTES
+from dflash_kernels.paged_attention_launch import HOPPER
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {
@@ -67,7 +67,7 @@ def compile_launch(kernel: Any, *args: Any, grid: object = None, warmup: bool = 
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     shared = compiled.metadata.shared
-    assert shared <= HOPPER_SHARED_BYTES, f"{kernel.__name__} takes {shared} bytes of shared memory"
+    assert shared <= HOPPER.shared_bytes, f"{kernel.__name__} takes {shared} bytes of shared memory"
     print(kernel.__name__)
 
 

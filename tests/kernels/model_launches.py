@@ -16,7 +16,7 @@ from dflash_kernels.markov_step import markov_step
 from dflash_kernels.moe import TILES, experts_mlp
 from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
 from dflash_kernels.paged_attention import paged_attention, prepare_launches
-from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
 from dflash_kernels.selector_walk import selector_walk
@@ -100,7 +100,7 @@ def step_from_token_to_token(num_rows: int = 8, rank: int = 256) -> None:
 def attend(query_lens: list[int], causal: bool, shape: HeadShape = HEAD_SHAPE) -> None:
     """One layer's attention over contexts of up to 32k, without sinks and with them."""
     num_rows = len(query_lens)
-    planned = plan_launches(np.array(query_lens), np.full(num_rows, 32768), shape, causal, None, 132)
+    planned = plan_launches(np.array(query_lens), np.full(num_rows, 32768), shape, causal, None, HOPPER)
     tiled = [(launch, None if launch.tiles is None else torch.from_numpy(launch.tiles)) for launch in planned]
     numbers = (torch.zeros(num_rows, dtype=torch.int32) for _ in range(3))
     rows = PagedBatch(*numbers, torch.zeros(num_rows, 4, dtype=torch.int32))
@@ -122,7 +122,7 @@ def share_a_prefix(num_tokens: int = 128) -> None:
     parts = []
     for queries, causal in ((16, True), (num_tokens, False)):
         bounds = np.full(num_rows, queries), np.full(num_rows, 32768)
-        planned = plan_launches(*bounds, heads, causal, None, 132, max_overestimate=32768)
+        planned = plan_launches(*bounds, heads, causal, None, HOPPER, max_overestimate=32768)
         prepared = prepare_launches([(each, None) for each in planned], rows, heads.group, BLOCK_SIZE, causal, None)
         out = torch.zeros(num_tokens, heads.num_heads * heads.head_dim)
         lse = torch.zeros(num_tokens, heads.num_heads)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, launch_variants, plan_launches, tiling_of
+from dflash_kernels.paged_attention import _longest_first
+from dflash_kernels.paged_attention_launch import (
+    HOPPER,
+    Gpu,
+    HeadShape,
+    Launch,
+    launch_variants,
+    plan_launches,
+    tiling_of,
+)
+from tests.kernels.inputs import DEVICE
+
+
+@triton.jit
+def _order_kernel(out_ptr, num_tiles, query_len):
+    tile = tl.program_id(0)
+    tl.store(out_ptr + tile, _longest_first(tile, num_tiles, query_len, 32))
+
 
 SHAPES = [
     HeadShape(32, 8, 128, 2),
@@ -33,7 +54,7 @@ def test_every_launch_of_a_step_is_of_a_kind_that_was_compiled_at_the_start(shap
         num_rows = rng.choice([1, 4, 20])
         lens = [longest if equal else rng.randint(0, longest) for _ in range(num_rows)]
         ends = [length + rng.choice([0, 90, 5000]) for length in lens]
-        launches = plan_launches(np.array(lens), np.array(ends), shape, True, None, 132)
+        launches = plan_launches(np.array(lens), np.array(ends), shape, True, None, HOPPER)
         assert {kind(launch) for launch in launches} <= compiled
 
 
@@ -42,7 +63,7 @@ def test_draft_blocks_of_one_width_have_the_kinds_of_rows_of_one_bound(width: in
     shape = SHAPES[0]
     compiled = {kind(launch) for launch in launch_variants(np.full(4, width), shape)}
     for num_rows in (1, 4, 64):
-        launches = plan_launches(np.full(num_rows, width), np.full(num_rows, 4096), shape, False, None, 132)
+        launches = plan_launches(np.full(num_rows, width), np.full(num_rows, 4096), shape, False, None, HOPPER)
         assert {kind(launch) for launch in launches} <= compiled
 
 
@@ -51,7 +72,7 @@ QWEN3_8B = SHAPES[0]
 
 def planned(query_lens: list[int], seq_len: int, window: int | None = None, overestimate: int = 0) -> list[Launch]:
     bounds = np.array(query_lens), np.full(len(query_lens), seq_len)
-    return plan_launches(*bounds, QWEN3_8B, True, window, 132, overestimate)
+    return plan_launches(*bounds, QWEN3_8B, True, window, HOPPER, overestimate)
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 128])
@@ -78,8 +99,50 @@ def test_a_gpu_with_little_shared_memory_has_fewer_pieces_on_their_way(head_dim:
     heads of 512 tiles of 32 lines and 16 positions take 97.1 KiB; those of heads of 256 would take 256.3."""
     shape = HeadShape(16, 8, head_dim, 2)
     for num_queries in (1, 16, 300):
-        small, large = tiling_of(shape, num_queries, 99 << 10), tiling_of(shape, num_queries)
+        small, large = (
+            tiling_of(shape, num_queries, replace(HOPPER, shared_bytes=99 << 10)),
+            tiling_of(shape, num_queries),
+        )
         assert small.num_stages >= fewest
         assert (small.num_stages < large.num_stages) == (
             (head_dim == 256 and small.block_m == 64) or (head_dim == 512 and small.block_m == 32)
         )
+
+
+A100 = Gpu(capability=80, num_sms=108, shared_bytes=163 << 10, sm_shared_bytes=164 << 10)
+L40S = Gpu(capability=89, num_sms=142, shared_bytes=99 << 10, sm_shared_bytes=100 << 10)
+B200 = Gpu(capability=100, num_sms=148, shared_bytes=227 << 10, sm_shared_bytes=228 << 10)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "loop"), [(A100, "split"), (L40S, "split"), (HOPPER, "overlapped"), (B200, "overlapped")]
+)
+def test_rows_of_several_tiles_attend_what_all_see_without_masks(gpu: Gpu, loop: str) -> None:
+    assert tiling_of(QWEN3_8B, 33, gpu).loop == loop
+    assert tiling_of(QWEN3_8B, 32, gpu).loop == "masked", "one tile: decode rows and draft blocks"
+    assert tiling_of(replace(QWEN3_8B, itemsize=4), 300, gpu).loop == "masked", "float32 has no tensor cores"
+
+
+def test_the_programs_of_a_multiprocessor_are_what_its_shared_memory_holds() -> None:
+    """The compiler says 70.5 KiB of a tile of 16 lines."""
+    assert [tiling_of(QWEN3_8B, 4, gpu).programs_per_sm for gpu in (A100, L40S, HOPPER, B200)] == [2, 1, 2, 2]
+    rows = np.full(64, 4), np.full(64, 32768)
+    workers = [plan_launches(*rows, QWEN3_8B, True, None, gpu, 32768)[0].num_workers for gpu in (A100, L40S, HOPPER)]
+    assert workers == [2 * 108 // 8, 142 // 8, 2 * 132 // 8]
+
+
+def test_tiles_behind_the_most_positions_come_first() -> None:
+    lens, ends = np.array([100, 300, 70]), np.array([9000, 300, 70])
+    (launch,) = plan_launches(lens, ends, QWEN3_8B, True, None, HOPPER)
+    assert launch.tiles is not None
+    row, _, last = launch.tiles
+    behind = ends[row] - lens[row] + last
+    assert (np.diff(behind) <= 0).all()
+    assert launch.tiles.flags.c_contiguous, "kernels read it without strides"
+    assert row[0] == 0
+
+
+def test_rows_of_one_bound_begin_with_the_last_tiles_of_all() -> None:
+    out = torch.empty(12, dtype=torch.int32, device=DEVICE)
+    _order_kernel[(12,)](out, 12, 100)
+    assert out.tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.balance import balance
 from dflash_kernels.attention_schedule import PagedBatch, schedule, share_reference
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import Case, on_device
 from tests.scale import scaled
@@ -24,7 +24,7 @@ LONG_ROW, SHORT_ROW = 32768, 1024
 def captured(batch: int, width: int = 16) -> Launch:
     """The launch of a graph for rows of any length."""
     bounds = np.full(batch, width), np.full(batch, MAX_LEN)
-    (launch,) = plan_launches(*bounds, QWEN3_8B, True, None, NUM_SMS, max_overestimate=MAX_LEN)
+    (launch,) = plan_launches(*bounds, QWEN3_8B, True, None, HOPPER, max_overestimate=MAX_LEN)
     return launch
 
 
@@ -85,7 +85,7 @@ def test_the_device_schedules_what_the_reference_does(causal: bool, window: int 
     the kernel has."""
     query_bounds, query_lens = [700, 3, 16, 9000, 0], [700, 2, 0, 8999, 0]
     seq_lens = [2000, 500, 0, 9500, 0]
-    for launch in plan_launches(np.array(query_bounds), np.array(seq_lens), QWEN3_8B, causal, window, NUM_SMS):
+    for launch in plan_launches(np.array(query_bounds), np.array(seq_lens), QWEN3_8B, causal, window, HOPPER):
         launch = replace(launch, num_workers=max(launch.num_workers, 5))
         share, units, tiles = scheduled(launch, query_lens, seq_lens, causal, window)
         assert launch.tiles is not None

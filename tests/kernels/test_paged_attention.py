@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
-from dflash_kernels.paged_attention_launch import HeadShape, Launch, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, Launch, plan_launches
 from tests.kernels.inputs import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -73,13 +73,17 @@ class Case:
         splits: int | None = None,
         small: bool = True,
         workers: int | None = None,
+        loop: str | None = None,
     ) -> torch.Tensor:
         """The kernel's output. `small`: few positions at a time, so that short contexts have many tiles and pieces.
-        `splits`: 1 for a program for each tile, else so many workers for each tile; or `workers` for all of them."""
+        `splits`: 1 for a program for each tile, else so many workers for each tile; or `workers` for all of them.
+        `loop`: in place of the tiling's."""
         shape = HeadShape(*self.heads, self.head_dim, self.dtype.itemsize)
-        launches = plan_launches(self.bounds, np.array(self.seq_lens), shape, causal, window, num_sms=132)
+        launches = plan_launches(self.bounds, np.array(self.seq_lens), shape, causal, window, HOPPER)
         if small:
             launches = [replace(launch, tiling=replace(launch.tiling, block_n=16, min_chunk=16)) for launch in launches]
+        if loop is not None:
+            launches = [replace(launch, tiling=replace(launch.tiling, loop=loop)) for launch in launches]
         if splits is not None:
             each = splits if splits > 1 else 0
             launches = [replace(launch, num_workers=each * launch.num_tiles) for launch in launches]
@@ -125,6 +129,41 @@ def test_any_grouping_of_heads_and_head_size(heads: tuple[int, int], head_dim: i
 @pytest.mark.parametrize("splits", [1, 3])
 def test_any_pattern_and_number_of_splits(causal: bool, window: int | None, splits: int) -> None:
     Case([3, 2], [61, 7], heads=(2, 1)).check(causal, window, splits)
+
+
+@pytest.mark.parametrize("loop", ["split", "overlapped"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+# None, itself alone, a block, no block that all of a tile's queries see, some of them, more than any row.
+@pytest.mark.parametrize("window", [None, 1, 16, 20, 50, 1000])
+def test_blocks_that_all_queries_see_need_no_masks(loop: str, splits: int, causal: bool, window: int | None) -> None:
+    """Tiles of 16 queries behind 0, 1, 15, 16, 66 and 100 positions; the last one is in a share by itself."""
+    lens, behind = [40, 17, 3, 16, 33, 1], [0, 1, 15, 16, 66, 100]
+    case = Case(lens, [n + more for n, more in zip(lens, behind, strict=True)], heads=(1, 1))
+    case.compare(case.run(causal, window, splits, loop=loop), causal, window)
+
+
+@pytest.mark.parametrize("loop", ["split", "overlapped"])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 80), ((5, 1), 64), ((3, 1), 24)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_loops_without_masks_for_any_heads_and_kv(loop: str, heads: tuple[int, int], head_dim: int, fp8: bool) -> None:
+    case = Case([9, 2], [71, 50], heads=heads, head_dim=head_dim, block_size=5, fp8=fp8, sink=0.5)
+    case.compare(case.run(True, None, 1, loop=loop), True, None)
+    case.compare(case.run(True, 40, 2, loop=loop), True, 40)
+
+
+@pytest.mark.parametrize("loop", ["split", "overlapped"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_loops_without_masks_read_what_is_the_rows_alone(loop: str, splits: int) -> None:
+    case = Case([20, 3, 0], [57, 33, 0], query_bounds=[20, 20, 20], heads=(2, 1))
+    mine = torch.zeros(case.cache.shape[:2], dtype=torch.bool)
+    for row, length in enumerate(case.rows.seq_lens.tolist()):
+        key = torch.arange(length)
+        mine[case.rows.block_tables[row, key // 16].long(), key % 16] = True
+    expected = case.reference(True, None)
+    case.cache[~mine] = float("nan")
+    actual = case.run(True, None, splits, loop=loop)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seq_len", [1, 15, 16, 17, 31, 32, 33])
@@ -254,7 +293,7 @@ QWEN3_8B = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, itemsize=2)
 def planned(
     query_lens: list[int], seq_len: int, shape: HeadShape = QWEN3_8B, window: int | None = None
 ) -> list[Launch]:
-    return plan_launches(np.array(query_lens), np.full(len(query_lens), seq_len), shape, True, window, num_sms=132)
+    return plan_launches(np.array(query_lens), np.full(len(query_lens), seq_len), shape, True, window, HOPPER)
 
 
 def test_rows_of_a_captured_step_need_no_tile_table() -> None:
@@ -266,7 +305,7 @@ def test_rows_of_a_captured_step_need_no_tile_table() -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rows_of_one_bound_that_need_several_tiles_have_no_tile_table_either(splits: int) -> None:
     case = Case([3, 2], [37, 20], query_bounds=[3, 3], heads=(8, 1))
-    (launch,) = plan_launches(case.bounds, np.array(case.seq_lens), HeadShape(8, 1, 16, 4), True, None, num_sms=132)
+    (launch,) = plan_launches(case.bounds, np.array(case.seq_lens), HeadShape(8, 1, 16, 4), True, None, HOPPER)
     assert launch.tiles is None
     assert launch.num_tiles == 4
     case.check(True, None, splits)

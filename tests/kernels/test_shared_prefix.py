@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from dflash_kernels.paged_attention import paged_attention, paged_attention_reference, prepare_launches
-from dflash_kernels.paged_attention_launch import HeadShape, plan_launches
+from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, plan_launches
 from dflash_kernels.shared_prefix import SharedRows, merge_parts, merge_parts_reference, split_rows
 from tests.kernels.inputs import DEVICE
 from tests.kernels.test_paged_attention import TOLERANCE
@@ -23,6 +24,7 @@ class SharedCase:
     """Rows in groups, each (its rows' query_lens, positions that are shared, positions of each row's own).
 
     padding: places for groups, and rows, that are not there. bounds_only: launches are planned as for a captured step.
+    fp8: KV is, with a scale for each token and head.
     """
 
     groups: list[tuple[list[int], int, list[int]]]
@@ -32,6 +34,7 @@ class SharedCase:
     sink: float | None = None
     padding: int = 0
     bounds_only: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(shared for _, shared, _ in self.groups))
@@ -61,6 +64,11 @@ class SharedCase:
         self.query = torch.randn(num_tokens, self.heads[0], HEAD_DIM, generator=generator).to(self.dtype)
         cache_shape = (num_blocks, self.block_size, 2, self.heads[1], HEAD_DIM)
         self.cache = torch.randn(cache_shape, generator=generator).to(self.dtype)
+        self.scales = None
+        if self.fp8:
+            # Heads of very different sizes: the scale of a neighbour, or of K for V, shows.
+            sizes = 10 ** torch.empty(cache_shape[:-1]).uniform_(-1, 1, generator=generator)
+            self.cache, self.scales = quantise_kv_reference(self.cache * sizes[..., None])
         self.sinks = None
         if self.sink is not None:
             self.sinks = (self.sink + torch.randn(self.heads[0], generator=generator)).to(self.dtype)
@@ -73,14 +81,15 @@ class SharedCase:
             overestimate = int(ends.max())
             lens, ends = np.full(len(lens), max(lens.max(), 1)), np.full(len(lens), overestimate)
         shape = HeadShape(*self.heads, HEAD_DIM, self.dtype.itemsize)
-        launches = plan_launches(lens, ends, shape, causal, None, 132, overestimate)
+        launches = plan_launches(lens, ends, shape, causal, None, HOPPER, overestimate)
         tiled = [(each, None if each.tiles is None else torch.from_numpy(each.tiles).to(DEVICE)) for each in launches]
         prepared = prepare_launches(tiled, rows, shape.group, self.block_size, causal, None)
         num_tokens = len(self.query)
         out = torch.full((num_tokens, self.heads[0] * HEAD_DIM), float("nan"), device=DEVICE)
         lse = torch.full((num_tokens, self.heads[0]), float("-inf"), device=DEVICE)
         query, cache = self.query.to(DEVICE), self.cache.to(DEVICE)
-        paged_attention(query, cache, rows, prepared, causal, None, out, out_lse=lse)
+        scales = None if self.scales is None else self.scales.to(DEVICE)
+        paged_attention(query, cache, rows, prepared, causal, None, out, scales=scales, out_lse=lse)
         return out, lse
 
     def run(self) -> torch.Tensor:
@@ -94,8 +103,10 @@ class SharedCase:
         return out.cpu()
 
     def check(self) -> None:
-        rows = self.rows
-        expected = paged_attention_reference(self.query.double(), self.cache.double(), rows, True, None, self.sinks)
+        rows, cache = self.rows, self.cache
+        if self.scales is not None:
+            cache = dequantise_kv_reference(cache, self.scales, self.dtype)
+        expected = paged_attention_reference(self.query.double(), cache.double(), rows, True, None, self.sinks)
         tolerance = TOLERANCE[self.dtype]
         torch.testing.assert_close(self.run().double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -121,6 +132,14 @@ def test_groups_of_few_and_of_many_rows(count: int) -> None:
 @pytest.mark.parametrize("sink", [-1.0, 4.0])
 def test_a_sink_enters_once(sink: float) -> None:
     SharedCase([([2, 2], 16, [2, 7]), ([2], 0, [5])], sink=sink).check()
+
+
+@pytest.mark.parametrize("sink", [None, 2.0])
+@pytest.mark.parametrize("bounds_only", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kv_in_fp8(dtype: torch.dtype, bounds_only: bool, sink: float | None) -> None:
+    groups = [([3, 3], 32, [3, 17]), ([3], 0, [9]), ([3, 2, 3], 8, [5, 4, 40])]
+    SharedCase(groups, dtype=dtype, fp8=True, bounds_only=bounds_only, sink=sink, padding=2).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -40,7 +40,7 @@ FP8_KV_MUTANTS = (
         ("the kernel reads a sign twice", "<< 7) & _WITHOUT_SECOND_SIGN", "<< 7)"),
     ),
     *mutants_of(
-        f"{KERNELS}/paged_attention.py",
+        f"{KERNELS}/attention_tile.py",
         READING,
         (
             "all heads are read by the scale of the first",
@@ -48,6 +48,11 @@ FP8_KV_MUTANTS = (
             "place = slot // HEAD_DIM",
         ),
         ("values are read by the scales of keys", "place += value_stride // HEAD_DIM", "place += 0"),
+    ),
+    *mutants_of(
+        "dflash_backend/attention/triton_backend.py",
+        ("tests/worker/test_shared_prefixes.py::test_kv_in_fp8_is_read_once_too",),
+        ("rows that share a prefix are read without scales", "scales=layer.scales, out_lse=lse", "out_lse=lse"),
     ),
     *mutants_of(
         f"{KERNELS}/fp8_kv.py",

@@ -56,8 +56,8 @@ INVARIANCE_MUTANTS = (
         ("blocks of keys begin where a window does", "        begin = begin // BLOCK_N * BLOCK_N\n", ""),
         (
             "the tiling of a launch follows its rows",
-            "tiling, longest = pieces_tiling(shape, shared_bytes), int(query_lens.max(initial=0))",
-            "longest = int(query_lens.max(initial=0))\n    tiling = tiling_of(shape, longest, shared_bytes)",
+            "tiling, longest = pieces_tiling(shape, gpu), int(query_lens.max(initial=0))",
+            "longest = int(query_lens.max(initial=0))\n    tiling = tiling_of(shape, longest, gpu)",
         ),
     ),
     Mutant(

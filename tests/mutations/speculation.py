@@ -179,11 +179,6 @@ SPECULATION_MUTANTS = (
         "kernels/dflash_kernels/paged_attention.py",
         SHARED_ATTENTION,
         (
-            "a row writes where the next one's tokens lie",
-            "is_query = query < tl.minimum(last, query_len)",
-            "is_query = query < last",
-        ),
-        (
             "the end of a tile is left where the beginning of another is",
             "slot = 2 * worker + (tile_begin >= worker * share).to(tl.int32)",
             "slot = 2 * worker",
@@ -232,8 +227,8 @@ SPECULATION_MUTANTS = (
         ),
         (
             "a GPU with little shared memory gets the tiles of one with much",
-            "num_stages = 5 if needed <= shared_bytes else 3",
-            "num_stages = 5",
+            "if _needed_bytes(tiling, shape) > gpu.shared_bytes:",
+            "if False:",
         ),
         (
             "prompts of one length are compiled in service",

@@ -70,6 +70,16 @@ def test_the_text_is_that_of_each_request_by_itself(settings: dict[str, Any], lo
     assert max(shared) == len(SYSTEM)
 
 
+def test_kv_in_fp8_is_read_once_too(settings: dict[str, Any], low_bound: None) -> None:
+    """The bytes and their scales are those of the same blocks, so the text is that of each request by itself."""
+    sizes = settings | SIZES | {"kv_write_guard": False, "kv_cache_dtype": "fp8"}
+    expected = run(triton_engine(**sizes, share_prefix_attention=False))
+    built = triton_engine(**sizes)
+    layouts = watched(built)
+    assert run(built).tokens == expected.tokens
+    assert any(layout.shared is not None for layout in layouts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_steps_with_a_guard_and_with_a_budget_share_too(

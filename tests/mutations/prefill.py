@@ -1,0 +1,79 @@
+"""Defects of attention for prompts: which positions are attended without masks, and in which order tiles begin."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+ATTENTION = "tests/kernels/test_paged_attention.py"
+FULL = (
+    f"{ATTENTION}::test_blocks_that_all_queries_see_need_no_masks",
+    f"{ATTENTION}::test_loops_without_masks_for_any_heads_and_kv",
+)
+LAUNCH = ("tests/kernels/test_attention_launch.py",)
+
+PREFILL_MUTANTS = (
+    *mutants_of(
+        "kernels/dflash_kernels/attention_tile.py",
+        FULL,
+        (
+            "the first query of a tile sees the next one's position",
+            "full_end = tl.minimum(full_end, first_position + 1)",
+            "full_end = tl.minimum(full_end, first_position + 2)",
+        ),
+        (
+            "the last query of a tile sees what its window has left",
+            "full_begin = tl.maximum(begin, last_position - WINDOW + 1)",
+            "full_begin = tl.maximum(begin, first_position - WINDOW + 1)",
+        ),
+        (
+            "a block that ends past the keys is taken for full",
+            "tl.maximum(full_end - full_begin, 0) // BLOCK_N * BLOCK_N",
+            "tl.cdiv(tl.maximum(full_end - full_begin, 0), BLOCK_N) * BLOCK_N",
+        ),
+        (
+            "values of FP8 are read by the scales of keys in full blocks",
+            "place = (slot + value_stride) // HEAD_DIM + kv_head",
+            "place = slot // HEAD_DIM + kv_head",
+        ),
+        (
+            "what masked blocks gave is not shrunk",
+            "shrink = tl.exp2(top - new_top)\n        return weights",
+            "shrink = tl.full(top.shape, 1.0, tl.float32)\n        return weights",
+        ),
+        (
+            "the last product of an overlapped loop is lost",
+            '        if LOOP == "overlapped":\n            v = _full_block(',
+            '        if LOOP == "lost":\n            v = _full_block(',
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/attention_tile.py",
+        (ATTENTION,),
+        (
+            "a row writes where the next one's tokens lie",
+            "is_query = query < tl.minimum(last, query_len)",
+            "is_query = query < last",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/paged_attention.py",
+        LAUNCH,
+        (
+            "the shortest tiles of equal rows begin first",
+            "tiles_per_row + tiles_per_row - 1 - number // num_rows",
+            "tiles_per_row + number // num_rows",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/paged_attention_launch.py",
+        LAUNCH,
+        ("the shortest tiles begin first", "np.argsort(-(last +", "np.argsort((last +"),
+        (
+            "a table in another order has the strides of its transpose",
+            "np.ascontiguousarray(table[:, order])",
+            "table[:, order]",
+        ),
+        ("all GPUs hold two programs", "max(1, min(2, held))", "2"),
+        ("products that nothing overlaps with are split up", "90 <= self.capability < 120", "True"),
+    ),
+)
