@@ -112,7 +112,9 @@ class EngineConfig:
         refused=_OTHER_QUANTIZATION,
     )
     attention_backend: str | None = setting(
-        None, "auto: the first one that can run both models", choices=("torch", "triton", "flash_attn")
+        None,
+        "auto: the first one that can run both models, with FlashAttention for long prompts where it is installed",
+        choices=("torch", "triton", "flash_attn"),
     )
     batch_invariant: bool = setting(
         False,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from dflash_backend.attention.interface import (
     AttentionBackend,
@@ -18,9 +17,9 @@ from dflash_backend.attention.interface import (
     AttentionMetadata,
     AttentionPattern,
     Capabilities,
-    DeviceLengths,
     KVLayer,
 )
+from dflash_backend.attention.packed_queries import compact_tokens, running_sum, window_sides
 from dflash_backend.attention.triton_backend import exact_rows
 
 try:
@@ -104,24 +103,3 @@ class FlashAttnBackend(AttentionBackend):
         )
         out = query.new_zeros(len(query) + 1, query.shape[1] * query.shape[2])
         return out.index_copy_(0, metadata.target, attended.flatten(1))[1:]
-
-
-def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
-    """How many positions to the left and to the right of its own a query sees; -1 for all."""
-    left = -1 if pattern.sliding_window is None else pattern.sliding_window - 1
-    return left, 0 if pattern.causal else left
-
-
-def running_sum(lens: torch.Tensor) -> torch.Tensor:
-    """int32 `[n]` -> int32 `[n + 1]`, from 0 on."""
-    return F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def compact_tokens(rows: DeviceLengths, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`source` and `target` of `FlashAttnMetadata`, computed on the device, for as many queries as the bounds allow."""
-    ends = rows.query_lens.cumsum(0)
-    place = torch.arange(num_queries, device=ends.device)
-    row = torch.searchsorted(ends, place, right=True).clamp(max=len(ends) - 1)
-    token = rows.query_start[row] + place - (ends - rows.query_lens)[row]
-    there = place < ends[-1]
-    return token * there, (token + 1) * there

@@ -180,6 +180,10 @@ class AttentionBackend(Protocol):
         Returns `[num_tokens, num_heads * head_dim]`."""
         ...
 
+    def choosing_per_launch(self, needs: Requirements) -> AttentionBackend:
+        """This backend, free to leave launches to packages that run them faster, where these are installed."""
+        return self
+
     def batch_invariant(self) -> AttentionBackend:
         """The form of this backend that gives a query the same bits alone, in a chunk, among drafts and beside any
         other rows. Raises `ValueError` where it has none, which its capabilities say."""

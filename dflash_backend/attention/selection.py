@@ -86,7 +86,9 @@ def select_backend(
         if not able:
             reasons = "; ".join(f"{name} lacks {', '.join(lacks)}" for name, lacks in missing.items())
             raise BackendError(f"no attention backend can run these models: {reasons}")
-        return backends[able[0]][1](block_size)
+        chosen = backends[able[0]][1](block_size)
+        # Which package attends a row would follow from what runs beside it.
+        return chosen if needs.batch_invariant else chosen.choosing_per_launch(needs)
     check_installed(wanted, backends)
     if missing[wanted]:
         raise BackendError(

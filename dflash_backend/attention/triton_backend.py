@@ -24,8 +24,10 @@ from dflash_backend.attention.interface import (
     Capabilities,
     DeviceLengths,
     KVLayer,
+    Requirements,
     SharedPrefixes,
 )
+from dflash_backend.attention.long_rows import LongAttention, LongRows, installed, long_rows
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.paged_attention import PreparedLaunch, paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import (
@@ -50,6 +52,7 @@ class TritonMetadata(AttentionMetadata):
     is planned when the first such layer asks, then kept in `launches`; and so is the output of such layers, in
     `outputs`: tokens that are no row's have to be zeroed only once.
 
+    long_attention: what attends rows of many queries in place of a launch of ours (`long_rows`).
     prefix: the groups of rows that share a prefix, as rows of their own; `rows` are then what is left of them. `parts`:
     their results and logarithms, beside one another before they are merged."""
 
@@ -62,9 +65,11 @@ class TritonMetadata(AttentionMetadata):
     every_variant: bool = False
     prefix: TritonMetadata | None = None
     of_groups: bool = False
+    long_attention: LongAttention | None = None
     launches: dict[HeadShape, list[PreparedLaunch]] = field(default_factory=dict)
     outputs: dict[HeadShape, torch.Tensor] = field(default_factory=dict)
     parts: dict[HeadShape, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    long: dict[HeadShape, LongRows | None] = field(default_factory=dict)
 
     def launches_for(self, shape: HeadShape) -> list[PreparedLaunch]:
         """The launches for heads of this shape, with what they read on the device.
@@ -77,12 +82,33 @@ class TritonMetadata(AttentionMetadata):
                 planned = self._variants(shape)
             else:
                 planned = plan_launches(
-                    self.query_lens, self.seq_lens, shape, causal, window,
+                    self._own_query_lens(shape), self.seq_lens, shape, causal, window,
                     gpu_of(device), self.max_overestimate,
                 )  # fmt: skip
             tiled = [(launch, None if launch.tiles is None else to_device(launch.tiles, device)) for launch in planned]
             self.launches[shape] = prepare_launches(tiled, self.rows, shape.group, self.block_size, causal, window)
         return self.launches[shape]
+
+    def long_rows_for(self, shape: HeadShape) -> LongRows | None:
+        """The rows that `long_attention` attends, for heads of this shape; None for none."""
+        if shape not in self.long:
+            index = self._long_index(shape)
+            self.long[shape] = None
+            if len(index):
+                self.long[shape] = LongRows.of(self.rows, index, self.query_lens, self.block_size, self.pattern)
+        return self.long[shape]
+
+    def _own_query_lens(self, shape: HeadShape) -> np.ndarray:
+        """Bounds of the queries that are left to our kernels."""
+        lens = self.query_lens.copy()
+        lens[self._long_index(shape)] = 0
+        return lens
+
+    def _long_index(self, shape: HeadShape) -> np.ndarray:
+        if self.long_attention is None or self.every_variant or self.pattern.sinks:
+            return np.zeros(0, dtype=np.int64)
+        tallest, window = max_block_m(shape) // shape.group, self.pattern.sliding_window
+        return long_rows(self.query_lens, self.seq_lens, self.max_overestimate, tallest, window)
 
     def _variants(self, shape: HeadShape) -> list[Launch]:
         """A launch of each kind that rows of up to these bounds can need. Groups of rows have one bound in each step,
@@ -114,9 +140,15 @@ class TritonBackend(AttentionBackend):
         shares_prefixes=True,
     )
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, long_attention: LongAttention | None = None) -> None:
+        """long_attention: attends rows of many queries outside of graphs; None for our own kernels."""
         self.block_size = block_size
+        self._long_attention = long_attention
         self._every_variant = False
+
+    def choosing_per_launch(self, needs: Requirements) -> AttentionBackend:
+        """As `AttentionBackend.choosing_per_launch`."""
+        return type(self)(self.block_size, installed(needs, self.block_size))
 
     def batch_invariant(self) -> AttentionBackend:
         """As `AttentionBackend.batch_invariant`."""
@@ -151,6 +183,8 @@ class TritonBackend(AttentionBackend):
             overestimate,
             self._every_variant,
             prefix,
+            # What rows share is merged by logarithms that a package may not give.
+            long_attention=None if prefix is not None else self._long_attention,
         )
 
     def _prefix(self, groups: PagedBatch, shared: SharedPrefixes) -> TritonMetadata:
@@ -174,9 +208,16 @@ class TritonBackend(AttentionBackend):
             return self._attend_parts(query, layer, metadata, shape, sinks)
         pattern, out = metadata.pattern, metadata.outputs.get(shape)
         if out is None:
-            out = metadata.outputs[shape] = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
+            # The first one is for what is no row's.
+            out = query.new_zeros(query.shape[0] + 1, query.shape[1] * query.shape[2])
+            metadata.outputs[shape] = out
         causal, window = pattern.causal, pattern.sliding_window
-        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out, sinks, layer.scales)
+        long = metadata.long_rows_for(shape)
+        if long is not None:
+            assert metadata.long_attention is not None
+            attended = metadata.long_attention(query.index_select(0, long.source), layer, long)
+            out.index_copy_(0, long.target, attended.flatten(1))
+        return paged_attention(query, layer.data, metadata.rows, launches, causal, window, out[1:], sinks, layer.scales)
 
     @staticmethod
     def _attend_parts(

@@ -9,6 +9,7 @@ FULL = (
     f"{ATTENTION}::test_blocks_that_all_queries_see_need_no_masks",
     f"{ATTENTION}::test_loops_without_masks_for_any_heads_and_kv",
 )
+PACKAGES = ("tests/attention/test_long_rows.py",)
 LAUNCH = ("tests/kernels/test_attention_launch.py",)
 
 PREFILL_MUTANTS = (
@@ -75,5 +76,37 @@ PREFILL_MUTANTS = (
         ),
         ("all GPUs hold two programs", "max(1, min(2, held))", "2"),
         ("products that nothing overlaps with are split up", "90 <= self.capability < 120", "True"),
+    ),
+    *mutants_of(
+        "dflash_backend/attention/long_rows.py",
+        PACKAGES,
+        (
+            "rows of a captured step go to a package",
+            "seen = seq_lens - query_lens // 2 - max_overestimate",
+            "seen = seq_lens - query_lens // 2",
+        ),
+        ("a package that gives NaN is used", "if not off <= TOLERANCE:", "if off > TOLERANCE:"),
+        ("a package gets the block tables of other rows", "block_tables.index_select(0, which)", "block_tables"),
+        ("FlashAttention-2 gets blocks of any size", "block_size % BLOCK_MULTIPLE == 0", "block_size"),
+        ("a package reads KV in FP8", "needs.kv_dtype not in (None, needs.dtype)", "False"),
+    ),
+    *mutants_of(
+        "dflash_backend/attention/triton_backend.py",
+        PACKAGES,
+        (
+            "a package's output goes one token too far",
+            "out.index_copy_(0, long.target,",
+            "out.index_copy_(0, long.source,",
+        ),
+        (
+            "a package attends layers with sinks",
+            "self.long_attention is None or self.every_variant or self.pattern.sinks",
+            "self.long_attention is None or self.every_variant",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/attention/selection.py",
+        PACKAGES,
+        ("a package is chosen with batch_invariant", "chosen if needs.batch_invariant else chosen", "chosen"),
     ),
 )
