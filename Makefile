@@ -103,12 +103,17 @@ bench: setup ## Run the benchmark; results go to benchmarks/results
 bench-gpu: ## Measure decode cycles on an NVIDIA GPU against its limits: make bench-gpu ARGS="--shape qwen3-8b"
 	$(GPU_RUN) -m benchmarks.gpu $(ARGS)
 
-# Everything that runs on the GPU where there is one. Compiling takes most of the first run: ARGS="-n 12" shares it out.
-GPU_TESTS := tests/kernels tests/worker/test_step_ops.py tests/worker/test_transfers.py tests/attention/test_device_lengths.py \
-  tests/models/test_ops.py tests/test_device_lossless.py tests/gpu
+# Everything that runs on the GPU where there is one, the most telling first: what serves, against float64 and inside
+# replayed graphs, then the step's operations, engines, and single kernels. Compiling takes most of a first run, so
+# processes share it out where pytest-xdist is there.
+GPU_TESTS := tests/gpu/test_serving_attention.py tests/worker/test_step_ops.py tests/worker/test_transfers.py tests/gpu \
+  tests/attention/test_device_lengths.py tests/attention/test_long_rows.py tests/models/test_ops.py tests/test_device_lossless.py \
+  tests/kernels
+GPU_JOBS ?= 8
 
-test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server
-	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs $(GPU_TESTS) $(ARGS)
+test-gpu: ## Tests on an NVIDIA GPU: kernels on fresh random inputs, engine, server; GPU_JOBS: processes
+	$(GPU_RUN) -m pytest -p tests.gpu.fresh_inputs \
+	  $(if $(shell $(GPU_RUN) -c "import xdist; print(1)" 2>/dev/null),-n $(GPU_JOBS)) $(GPU_TESTS) $(ARGS)
 
 gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine without a package index
 	$(PYTHON) -m pip install -q --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \

@@ -66,10 +66,20 @@ class RandomEngine:
         for layer in (*self.kv.target, *self.kv.draft):
             layer.data.normal_()
         self.backend = attention_backend(shape, device, dtype)
+        # Of the core that was made last.
+        self.num_graphs = 0
 
-    def core(self, k: int, acceptance: SyntheticAcceptance | None, batch_invariant: bool = False) -> EngineCore:
+    def core(
+        self,
+        k: int,
+        acceptance: SyntheticAcceptance | None,
+        batch_invariant: bool = False,
+        prompt_tokens: int | None = None,
+    ) -> EngineCore:
         """An engine core on a device runner of its own, its graphs captured. `acceptance` is needed with k > 0.
-        batch_invariant: as the setting. Raises `ValueError` where the attention backend does not have it."""
+        batch_invariant: as the setting. prompt_tokens: of a step at most; all kernels are then compiled and all graphs
+        captured that a server has for these sizes. None: prompts are not computed. Raises `ValueError` where the
+        attention backend does not have `batch_invariant`."""
         sizes = self.sizes
         target = self.invariant_target if batch_invariant else self.target
         backend = self.backend.batch_invariant() if batch_invariant else self.backend
@@ -81,27 +91,29 @@ class RandomEngine:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
         state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, self.device)
         step = ModelStep(target, drafter, self.kv, backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype)
-        runner = ModelRunner(step, max_tokens=sizes.num_rows * (k + 1))
+        runner = ModelRunner(step, max_tokens=max(sizes.num_rows * (k + 1), prompt_tokens or 0))
         runner.prepare(
             use_graphs=True,
             progress=lambda message, fraction: None,
             sizes=sizes.batches,
-            serves=False,
+            serves=prompt_tokens is not None,
         )
-        # Prompts are not computed, so nothing bounds how many tokens of theirs a step takes.
+        self.num_graphs = runner.graphs.num_steps
+        # Where prompts are not computed, nothing bounds how many tokens of theirs a step takes.
         unbounded = 1 << 40
+        most = prompt_tokens or unbounded
         config = SchedulerConfig(
             num_blocks=sizes.num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=sizes.max_model_len,
             max_num_seqs=sizes.num_rows,
-            max_num_batched_tokens=unbounded,
+            max_num_batched_tokens=most,
             max_queue_size=sizes.num_rows,
             enable_prefix_caching=False,
             num_speculative_tokens=k,
             lookahead_base=1 if k else 0,
             drafter_max_len=max_positions(sizes.max_model_len, k) if k else 0,
-            max_prefill_tokens_per_step=unbounded,
+            max_prefill_tokens_per_step=most,
             max_step_s=float(unbounded),
         )
         return EngineCore(config, SkippedPrefill(runner), overlap=True)

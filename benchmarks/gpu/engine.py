@@ -7,9 +7,10 @@ computed (`SkippedPrefill`: the KV of the context is random numbers), and accept
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from dflash_backend.core.plan import StepPlan, StepResult, Worker
 from dflash_backend.messages import GenerationRequest, SamplingParams
 
 WARM_UP = 6
+GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 # A cell ends after so long, with no fewer cycles than this.
 LONGEST_S, FEWEST_CYCLES = 5.0, 3
 
@@ -32,15 +34,31 @@ class NotSteady(Exception):
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of requests that decode together, and the positions behind each when measuring begins."""
+    """A number of requests that decode together, and the positions behind each when measuring begins; `first`: behind
+    the first one, where it has others."""
 
     batch: int
     context: int
+    first: int | None = None
+
+    def context_of(self, index: int) -> int:
+        """Positions behind a request."""
+        return self.first if self.first is not None and index == 0 else self.context
+
+    @property
+    def longest(self) -> int:
+        """Positions behind the longest one."""
+        return max(self.context_of(0), self.context)
+
+    @property
+    def mean_context(self) -> float:
+        """Positions behind a request, the mean."""
+        return sum(self.context_of(index) for index in range(self.batch)) / self.batch
 
     def num_blocks(self, k: int, num_cycles: int, block_size: int) -> int:
         """KV blocks that the requests hold at most, with the drafter's queries and a step in flight."""
-        longest = self.context + self.max_tokens(k, num_cycles) + 2 * (k + 1)
-        return self.batch * -(-longest // block_size)
+        more = self.max_tokens(k, num_cycles) + 2 * (k + 1)
+        return sum(-(-(self.context_of(index) + more) // block_size) for index in range(self.batch))
 
     @staticmethod
     def max_tokens(k: int, num_cycles: int) -> int:
@@ -52,10 +70,14 @@ class SkippedPrefill:
     """A worker that takes all but the last position of a prefill chunk as computed: its KV is what lies in memory.
 
     To the core it does what the worker behind it does, so a request of 32k tokens is ready to decode after one step.
+    computes_prompts: it does not skip them for now. waited_s: seconds that `collect` has taken, in which the host had
+    nothing to do.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self.computes_prompts = False
+        self.waited_s = 0.0
 
     @property
     def overlaps(self) -> bool:
@@ -64,6 +86,9 @@ class SkippedPrefill:
 
     def submit(self, plan: StepPlan) -> None:
         """Submit the plan with each prompt reduced to its last token, as if the others were computed."""
+        if self.computes_prompts:
+            self._worker.submit(plan)
+            return
         rows = [
             msgspec.structs.replace(row, num_computed=row.num_computed + row.num_new - 1, num_new=1)
             for row in plan.rows
@@ -72,22 +97,34 @@ class SkippedPrefill:
 
     def collect(self) -> StepResult:
         """The result of the oldest step."""
-        return self._worker.collect()
+        started = time.perf_counter()
+        result = self._worker.collect()
+        self.waited_s += time.perf_counter() - started
+        return result
 
     def reset(self) -> None:
         """Remove every request."""
         self._worker.reset()
 
 
+def worker_of(core: EngineCore) -> SkippedPrefill:
+    """The worker of a core that runs on one."""
+    worker = core._worker
+    assert isinstance(worker, SkippedPrefill)
+    return worker
+
+
 @contextmanager
-def decoding(core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int) -> Iterator[int]:
+def decoding(
+    core: EngineCore, shape: Shape, cell: Cell, k: int, num_cycles: int, sampling: Mapping[str, Any] = GREEDY
+) -> Iterator[int]:
     """In this block `cell.batch` requests decode, k drafts each (0: none), and can for `num_cycles` steps. Gives the
-    number of tokens that they have generated before."""
-    prompt = torch.randint(1, shape.target.vocab_size - 1, (cell.context,), generator=_generator(cell)).tolist()
-    sampling = SamplingParams(max_tokens=cell.max_tokens(k, num_cycles), temperature=0.0)
+    number of tokens that they have generated before. sampling: their parameters."""
+    prompt = torch.randint(1, shape.target.vocab_size - 1, (cell.longest,), generator=_generator(cell)).tolist()
+    asked = SamplingParams(max_tokens=cell.max_tokens(k, num_cycles), **sampling)
     names = [f"{cell.batch}-{cell.context}-{k}-{index}" for index in range(cell.batch)]
-    for name in names:
-        core.add_request(GenerationRequest(name, prompt, sampling, ()))
+    for index, name in enumerate(names):
+        core.add_request(GenerationRequest(name, prompt[: cell.context_of(index)], asked, ()))
     try:
         yield sum(len(delta.token_ids) for _ in range(WARM_UP) for delta in core.step().deltas)
     finally:
@@ -105,6 +142,7 @@ def run_cell(
     dtype: torch.dtype,
     ceilings: Ceilings,
     system: str | None = None,
+    sampling: Mapping[str, Any] = GREEDY,
 ) -> Cycle:
     """Bring `cell.batch` requests to decode and time `num_cycles` steps of them by the wall clock, fewer if slow.
 
@@ -114,8 +152,9 @@ def run_cell(
     """
     phases = dict.fromkeys(PHASES, 0.0)
     num_tokens, num_deltas, num_done = 0, 0, 0
-    with decoding(core, shape, cell, k, num_cycles) as yielded:
-        started = time.perf_counter()
+    worker = worker_of(core)
+    with decoding(core, shape, cell, k, num_cycles, sampling) as yielded:
+        started, waited = time.perf_counter(), worker.waited_s
         while num_done < num_cycles and (num_done < FEWEST_CYCLES or time.perf_counter() - started < LONGEST_S):
             num_done += 1
             outputs = core.step()
@@ -123,10 +162,10 @@ def run_cell(
             num_tokens += sum(len(delta.token_ids) for delta in outputs.deltas)
             for phase, seconds in outputs.phase_seconds.items():
                 phases[phase] += seconds
-        seconds = time.perf_counter() - started
+        seconds, waited = time.perf_counter() - started, worker.waited_s - waited
     if num_deltas != num_done * cell.batch:
         raise NotSteady(f"{num_deltas} of {num_done * cell.batch} rows yielded tokens in {num_done} steps")
-    context = cell.context + (yielded + num_tokens / 2) / cell.batch
+    context = cell.mean_context + (yielded + num_tokens / 2) / cell.batch
     size = CycleSize(cell.batch, context, k, dtype.itemsize)
     return Cycle(
         shape=shape.name,
@@ -140,6 +179,7 @@ def run_cell(
         tokens_per_s=num_tokens / seconds,
         phases={phase: total / num_done for phase, total in phases.items()},
         floor=floor_seconds(cycle_work(shape, size), ceilings),
+        host_s=(seconds - waited) / num_done,
     )
 
 

@@ -9,17 +9,18 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, reference, sampling
+from benchmarks.gpu import attention, prompts, reference, sampling, traffic
 from benchmarks.gpu.build import BLOCK_SIZE, EngineSizes, RandomEngine, attention_backend
 from benchmarks.gpu.engine import Cell, NotSteady, run_cell
 from benchmarks.gpu.floor import Ceilings, kv_bytes_per_token
 from benchmarks.gpu.profile import profile_cell
-from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, Recorder, Results, Skipped
+from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, Cycle, Recorder, Results, Skipped, StepRun
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 from benchmarks.gpu.timing import measure_ceilings
@@ -75,6 +76,11 @@ def run_ceilings(context: Context) -> None:
         if context.out_of_time():
             context.skip("more attention, and sampling", "no time was left")
             return
+    for prompt in prompts.measure(shape, backend, context.dtype, context.device):
+        context.recorder.write(prompt)
+        if context.out_of_time():
+            context.skip("more prompts, and sampling", "no time was left")
+            return
     for sampled in sampling.measure(shape, context.dtype, context.device):
         context.recorder.write(sampled)
         if context.out_of_time():
@@ -112,6 +118,44 @@ def run_engine_part(context: Context) -> None:
         return
     for kernel in profile_cell(drafting, shape, grid[0], k, PROFILED_CYCLES, device):
         context.recorder.write(kernel)
+
+
+def run_traffic(context: Context) -> None:
+    """Prompts, mixed steps, unlike lengths, other numbers of rows, sampled rows, and the start, as far as KV fits."""
+    ceilings, shape, device = _ceilings(context), context.shape, context.device
+    sizes = traffic.SIZES[device.type]
+    k, cycles = shape.num_speculative_tokens, NUM_CYCLES[device.type]
+    steps = traffic.NUM_MIXED[device.type]
+    batch, positions, _ = sizes.mixed
+    fixed = [Cell(1, max(sizes.prompts)), Cell(batch + 1, positions)]
+    fitting, engine_sizes = _fitting(context, [*fixed, *(each.cell for each in sizes.cells)], cycles)
+    engine = RandomEngine(shape, replace(engine_sizes, batches=sizes.row_sizes), device, context.dtype)
+    core, started = traffic.start(engine, context.acceptance, sizes.chunk)
+    context.recorder.write(started)
+    todo: list[tuple[str, Callable[[], Cycle | StepRun]]] = [
+        (
+            f"a prompt of {tokens}",
+            partial(traffic.prompt_step, core, shape, tokens, sizes.chunk, context.dtype, ceilings),
+        )
+        for tokens in sizes.prompts
+    ]
+    todo.append(
+        ("mixed steps", partial(traffic.mixed_step, core, shape, sizes.mixed, k, steps, context.dtype, ceilings))
+    )
+    for each in sizes.cells:
+        if each.cell in fitting:
+            run = partial(
+                run_cell, core, shape, each.cell, k, cycles, context.dtype, ceilings, each.system, each.sampling
+            )
+            todo.append((f"{each.system}, batch {each.cell.batch}", run))
+    for what, run_once in todo:
+        if context.out_of_time():
+            context.skip(what, "no time was left")
+            continue
+        try:
+            context.recorder.write(run_once())
+        except (NotSteady, RequestError, torch.OutOfMemoryError) as error:
+            context.skip(what, f"{type(error).__name__}: {error}")
 
 
 def run_references(context: Context) -> None:
@@ -162,7 +206,7 @@ def _fitting(context: Context, grid: list[Cell], cycles: int) -> tuple[list[Cell
                 f"batch {cell.batch}, context {cell.context}",
                 f"its KV takes {gib[0]:.3g} GiB and there is room for {gib[1]:.3g} GiB",
             )
-    longest = max(cell.context + cell.max_tokens(k, cycles) for cell in fitting)
+    longest = max(cell.longest + cell.max_tokens(k, cycles) for cell in fitting)
     blocks = max(cell.num_blocks(k, cycles, BLOCK_SIZE) for cell in fitting)
     return fitting, EngineSizes(tuple(sorted({cell.batch for cell in fitting})), longest + 1, blocks)
 
@@ -179,6 +223,7 @@ def _ceilings(context: Context) -> Ceilings:
 PARTS: dict[str, Callable[[Context], None]] = {
     "ceilings": run_ceilings,
     "engine": run_engine_part,
+    "traffic": run_traffic,
     "references": run_references,
 }
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.floor import PHASES
-from benchmarks.gpu.results import DFLASH, NO_DRAFT, Cycle, Results
+from benchmarks.gpu.prompts import PACKAGES
+from benchmarks.gpu.results import DFLASH, EQUAL, NO_DRAFT, RAGGED, Cycle, Results
 from benchmarks.gpu.synthetic import MARK
 from benchmarks.markdown import markdown_table
 
@@ -61,8 +62,30 @@ def targets(results: Results) -> list[Target]:
         Target("host gap's share of a cycle, batch 32", 0.05, True, of(many, lambda c: c.idle_share)),
         Target("whole cycle over its floor, batch 1", 1.3, True, of(one, lambda c: c.cycle_s / c.floor_s)),
         Target(f"tokens/s of one stream, {MARK}", 1150, False, of(one, lambda c: c.tokens_per_s)),
+        Target("one row of 32k over equal lengths", 1.2, True, ragged_ratio(results)),
+        Target("prompt's attention over FlashAttention's rate", 0.8, False, prompt_ratio(results)),
         Target("attention at 32k over copy bandwidth", 0.7, False, max(attention, default=None)),
     ]
+
+
+def ragged_ratio(results: Results) -> float | None:
+    """Time of a cycle with one row of 32k over that of rows with as many positions in all; None if not measured."""
+    found = [[c for c in results.cycles if (c.shape, c.system) == (TARGET_SHAPE, name)] for name in (RAGGED, EQUAL)]
+    return found[0][0].cycle_s / found[1][0].cycle_s if all(found) else None
+
+
+def prompt_ratio(results: Results) -> float | None:
+    """Our rate of a prompt's attention over FlashAttention's, at the length where it is least; None if not measured."""
+    rates: dict[int, dict[str, float]] = {}
+    for run in results.prompts:
+        if run.shape == TARGET_SHAPE:
+            rates.setdefault(run.tokens, {})[run.system] = run.flops_per_s
+    ratios = [
+        own["triton"] / max(rate for system, rate in own.items() if system in PACKAGES)
+        for own in rates.values()
+        if "triton" in own and own.keys() & PACKAGES.keys()
+    ]
+    return min(ratios, default=None)
 
 
 def write(directory: Path, results: Results) -> str:
@@ -91,6 +114,9 @@ def as_json(results: Results) -> dict[str, Any]:
         "cycles": cycles,
         "attention": [asdict(run) for run in results.attention],
         "sampling": [asdict(run) for run in results.sampling],
+        "steps": [asdict(run) for run in results.steps],
+        "prompts": [asdict(run) for run in results.prompts],
+        "starts": [asdict(run) for run in results.starts],
         "kernels": [asdict(entry) for entry in results.kernels],
         "skipped": [asdict(entry) for entry in results.skipped],
     }
@@ -110,6 +136,14 @@ def markdown(results: Results) -> str:
     comparison = comparison_table(results)
     if comparison:
         parts += ["## Against other ways to run the same weights", comparison]
+    if results.steps:
+        parts += ["## Steps with prompts", step_table(results)]
+    if results.prompts:
+        parts += ["## Attention of one layer for a whole prompt", prompt_table(results)]
+    for run in results.starts:
+        known = "with kernels that were compiled before" if run.cached else "with every kernel compiled anew"
+        parts.append(f"{run.shape}: {run.seconds:.1f} s from loaded weights to the first request, {known}, "
+                     f"{run.num_graphs} padded steps.")  # fmt: skip
     if results.attention:
         parts += ["## Attention of one layer alone", attention_table(results)]
     if results.sampling:
@@ -134,14 +168,15 @@ def target_table(results: Results) -> str:
 def cycle_table(cycles: list[Cycle]) -> str:
     """Each cycle whose phases were measured: times, and in brackets how many times the floor."""
     header = ["model", "system", "batch", "context", *(f"{phase}, ms" for phase in PHASES), f"{GAP}, ms", "cycle, ms"]
-    header += ["floor, ms", "tokens/s", "acceptance"]
+    header += ["host, ms", "floor, ms", "tokens/s", "acceptance"]
     rows = []
     for cycle in cycles:
         if not cycle.phases or not cycle.floor:
             continue
         row = [cycle.shape, cycle.system, str(cycle.batch), str(cycle.nominal_context)]
         row += [_over_floor(cycle.phases.get(phase), cycle.over_floor(phase)) for phase in PHASES]
-        row += [_ms(cycle.gap_s), _over_floor(cycle.cycle_s, cycle.cycle_s / cycle.floor_s), _ms(cycle.floor_s)]
+        row += [_ms(cycle.gap_s), _over_floor(cycle.cycle_s, cycle.cycle_s / cycle.floor_s)]
+        row += [_ms(cycle.host_s), _ms(cycle.floor_s)]
         rows.append([*row, f"{cycle.tokens_per_s:.0f}", _acceptance(cycle)])
     return markdown_table(header, rows) if rows else "No cycle was measured with its phases."
 
@@ -170,6 +205,27 @@ def attention_table(results: Results) -> str:
         rows.append([*row, f"{run.seconds * 1e6:.1f}", f"{run.bytes_per_s / 1e12:.3f}", share])
     header = ["model", "backend", "as in", "batch", "queries", "context", "time, us", "TB/s", "of copy bandwidth"]
     return markdown_table(header, rows)
+
+
+def step_table(results: Results) -> str:
+    """Prompts alone, and steps of decode rows with a prompt beside them: times, and how many times the floor."""
+    rows = []
+    for run in results.steps:
+        row = [run.shape, run.name, str(run.batch), str(run.tokens)]
+        row += [_over_floor(run.seconds, run.seconds / run.floor_s if run.floor_s else None), _ms(run.device_s)]
+        rows.append([*row, _ms(run.host_s), _ms(run.floor_s)])
+    header = ["model", "step", "rows that decode", "tokens of the prompt", "time, ms", "phases, ms", "host, ms"]
+    return markdown_table([*header, "floor, ms"], rows)
+
+
+def prompt_table(results: Results) -> str:
+    """Operations per second by each system, and their share of the matrix rate."""
+    rows = []
+    for run in results.prompts:
+        share = "-" if results.ceilings is None else f"{run.flops_per_s / results.ceilings.matrix_rate:.0%}"
+        row = [run.shape, run.system, str(run.tokens), f"{run.seconds * 1e6:.1f}", f"{run.flops_per_s / 1e12:.1f}"]
+        rows.append([*row, share])
+    return markdown_table(["model", "system", "tokens", "time, us", "TFLOP/s", "of matrix rate"], rows)
 
 
 def sampling_table(results: Results) -> str:

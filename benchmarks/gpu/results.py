@@ -14,6 +14,10 @@ from benchmarks.gpu.floor import Ceilings
 DFLASH = "DFlash"
 INVARIANT = "DFlash, batch_invariant"
 NO_DRAFT = "k = 0"
+SERVING = "DFlash, a server's graphs"
+EQUAL = "DFlash, equal lengths"
+RAGGED = "DFlash, one row of 32k"
+SAMPLED = "DFlash, sampled"
 PLAIN_DFLASH = "plain torch, DFlash"
 PLAIN = "plain torch, k = 0"
 TRANSFORMERS = "transformers"
@@ -25,6 +29,7 @@ class Cycle:
 
     context: positions behind each row, the mean over the cycles. phases: device time of each phase, empty where they
     were not told apart. floor: of each phase, for this system's own work. synthetic: whether acceptance was drawn.
+    host_s: of a cycle, what the host did not spend waiting for the device.
     """
 
     shape: str
@@ -38,6 +43,7 @@ class Cycle:
     tokens_per_s: float
     phases: dict[str, float] = field(default_factory=dict)
     floor: dict[str, float] = field(default_factory=dict)
+    host_s: float | None = None
 
     @property
     def synthetic(self) -> bool:
@@ -77,6 +83,45 @@ class AttentionRun:
     queries: int
     seconds: float
     bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """Steps with prompts: all of one prompt of `tokens`, or one step in which `batch` rows decode beside that many.
+
+    seconds, device_s, host_s: by the wall clock, of the phases, and of the host without its waits. floor_s: the least
+    that the device can take."""
+
+    shape: str
+    name: str
+    batch: int
+    tokens: int
+    seconds: float
+    device_s: float
+    host_s: float
+    floor_s: float
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """The attention of one layer for a whole prompt of `tokens`, by a system."""
+
+    shape: str
+    system: str
+    tokens: int
+    seconds: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class StartRun:
+    """What a server does before its first request: kernels compiled and graphs captured. cached: whether Triton had
+    compiled kernels before."""
+
+    shape: str
+    seconds: float
+    num_graphs: int
+    cached: bool
 
 
 @dataclass(frozen=True)
@@ -122,6 +167,9 @@ class Results:
     cycles: list[Cycle] = field(default_factory=list)
     attention: list[AttentionRun] = field(default_factory=list)
     sampling: list[SamplingRun] = field(default_factory=list)
+    steps: list[StepRun] = field(default_factory=list)
+    prompts: list[PromptAttention] = field(default_factory=list)
+    starts: list[StartRun] = field(default_factory=list)
     kernels: list[KernelTime] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
 
@@ -144,6 +192,12 @@ class Results:
             self.attention.append(AttentionRun(**values))
         elif kind == "sampling":
             self.sampling.append(SamplingRun(**values))
+        elif kind == "step":
+            self.steps.append(StepRun(**values))
+        elif kind == "prompt":
+            self.prompts.append(PromptAttention(**values))
+        elif kind == "start":
+            self.starts.append(StartRun(**values))
         elif kind == "kernel":
             self.kernels.append(KernelTime(**values))
         elif kind == "skipped":
@@ -157,12 +211,15 @@ class Results:
         return next((c for c in self.cycles if (c.shape, c.system, c.batch, c.nominal_context) == wanted), None)
 
 
-Record = Ceilings | Cycle | AttentionRun | SamplingRun | KernelTime | Skipped
+Record = Ceilings | Cycle | AttentionRun | SamplingRun | StepRun | PromptAttention | StartRun | KernelTime | Skipped
 _KINDS: dict[type[Record], str] = {
     Ceilings: "ceilings",
     Cycle: "cycle",
     AttentionRun: "attention",
     SamplingRun: "sampling",
+    StepRun: "step",
+    PromptAttention: "prompt",
+    StartRun: "start",
     KernelTime: "kernel",
     Skipped: "skipped",
 }

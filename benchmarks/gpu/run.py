@@ -46,8 +46,9 @@ class Part:
 def parts(shapes: list[str]) -> list[Part]:
     """In the order of what matters most, should the time run out."""
     first, *others = shapes
-    result = [Part("ceilings", first, 45.0), Part("engine", first, 120.0), Part("references", first, 60.0)]
-    return result + [Part("engine", shape, 72.0) for shape in others] + [Part("references", s, 40.0) for s in others]
+    result = [Part("ceilings", first, 45.0), Part("engine", first, 90.0), Part("traffic", first, 80.0)]
+    result.append(Part("references", first, 40.0))
+    return result + [Part("engine", shape, 60.0) for shape in others] + [Part("references", s, 32.0) for s in others]
 
 
 def run_parts(todo: list[Part], records: Path, options: list[str], budget_s: float) -> None:

@@ -205,6 +205,11 @@ class GraphRunner:
         """Those of a kind."""
         return list(self._steps.get((sampled, shared), []))
 
+    @property
+    def num_steps(self) -> int:
+        """Padded steps of all kinds."""
+        return sum(map(len, self._steps.values()))
+
     def find(self, batch: HostBatch) -> PaddedStep | None:
         """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding.
         Where none of them shares prefixes, one that reads them for each row by itself will do."""

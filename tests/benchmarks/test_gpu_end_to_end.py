@@ -6,16 +6,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import part, report, run
+from benchmarks.gpu import part, prompts, report, run, traffic
+from benchmarks.gpu.engine import Cell, decoding
+from benchmarks.gpu.floor import Ceilings
 from benchmarks.gpu.plain import PlainPair
 from benchmarks.gpu.reference import load_transformers
-from benchmarks.gpu.results import DFLASH, INVARIANT, NO_DRAFT, PLAIN, PLAIN_DFLASH, TRANSFORMERS, Recorder, Results
+from benchmarks.gpu.results import (
+    DFLASH,
+    EQUAL,
+    INVARIANT,
+    NO_DRAFT,
+    PLAIN,
+    PLAIN_DFLASH,
+    RAGGED,
+    TRANSFORMERS,
+    Recorder,
+    Results,
+)
 from benchmarks.gpu.sampling import BATCHES, FILTERS
 from benchmarks.gpu.shapes import draft_tensors, target_tensors, tiny
+from dflash_backend.messages import GenerationRequest, StepOutputs
 from dflash_backend.worker.batch_parallel import one_thread
 
 CPU = torch.device("cpu")
@@ -63,6 +78,68 @@ def test_every_part_measures_and_the_report_says_that_it_is_no_measurement(tmp_p
     assert all(min(entry.seconds, entry.torch_seconds) > 0 for entry in results.sampling)
     assert "| tiny | top_k 20, top_p 0.95 |" in text
     assert results.kernels[0].seconds >= results.kernels[-1].seconds > 0
+
+
+def test_traffic_measures_prompts_mixed_steps_unlike_rows_and_the_start(tmp_path: Path) -> None:
+    results = run_parts(tmp_path, "tiny", "ceilings", "traffic")
+    assert results.skipped == []
+    sizes = traffic.SIZES["cpu"]
+    assert [(c.system, c.batch) for c in results.cycles] == [(each.system, each.cell.batch) for each in sizes.cells]
+    by_name = {cycle.system: cycle for cycle in results.cycles}
+    assert by_name[RAGGED].context == pytest.approx(by_name[EQUAL].context, abs=4)
+    assert all(0 < cycle.host_s <= cycle.cycle_s for cycle in results.cycles if cycle.host_s is not None)
+    assert all(cycle.host_s is not None for cycle in results.cycles)
+    assert [(run.name, run.batch, run.tokens) for run in results.steps] == [
+        *(("prompt", 0, tokens) for tokens in sizes.prompts),
+        ("mixed", sizes.mixed[0], sizes.mixed[2]),
+    ]
+    for run_ in results.steps:
+        assert run_.floor_s > 0
+        assert 0 < run_.host_s <= run_.seconds
+        assert run_.device_s > 0
+    assert {(run_.system, run_.tokens) for run_ in results.prompts} == {("torch", t) for t in prompts.TOKENS["cpu"]}
+    assert all(run_.flops_per_s * run_.seconds > 0 for run_ in results.prompts)
+    assert results.starts[0].seconds > 0
+    assert results.starts[0].num_graphs == 0, "a CPU has none"
+    text = report.write(tmp_path / "out", results)
+    assert "| tiny | mixed | 2 | 16 |" in text
+    assert "from loaded weights to the first request" in text
+
+
+def test_one_row_has_more_positions_than_the_others() -> None:
+    class Asked:
+        """Takes requests and has nothing to do."""
+
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+
+        def add_request(self, request: GenerationRequest) -> None:
+            self.lengths.append(len(request.prompt_token_ids))
+
+        def step(self) -> StepOutputs:
+            return StepOutputs()
+
+        def abort(self, names: list[str]) -> None:
+            assert len(names) == len(self.lengths)
+
+        def has_unfinished(self) -> bool:
+            return False
+
+    for cell in (Cell(3, 16, first=60), Cell(3, 16)):
+        core: Any = Asked()
+        with decoding(core, tiny(), cell, 3, 2):
+            pass
+        assert core.lengths == [cell.first or 16, 16, 16]
+        assert sum(core.lengths) / 3 == pytest.approx(cell.mean_context)
+
+
+def test_a_prompt_is_computed_and_its_tokens_are_all_in_the_floor() -> None:
+    shape, ceilings = tiny(), Ceilings(1e12, 1e9)  # nothing but operations counts
+    whole = traffic.prompt_floor(shape, 0, 100, torch.float32, ceilings)
+    parts = [traffic.prompt_floor(shape, begin, 50, torch.float32, ceilings) for begin in (0, 50)]
+    head = 2 * shape.target.decoder.hidden_size * shape.target.vocab_size / 1e9
+    assert sum(parts) - head == pytest.approx(whole, rel=0.01)
+    assert parts[1] > parts[0], "behind the first half"
 
 
 def test_experts_run_as_well(tmp_path: Path) -> None:

@@ -11,7 +11,21 @@ import pytest
 
 from benchmarks.gpu import report, run
 from benchmarks.gpu.floor import Ceilings
-from benchmarks.gpu.results import DFLASH, NO_DRAFT, PLAIN, AttentionRun, Cycle, Recorder, Results, Skipped
+from benchmarks.gpu.results import (
+    DFLASH,
+    EQUAL,
+    NO_DRAFT,
+    PLAIN,
+    RAGGED,
+    AttentionRun,
+    Cycle,
+    PromptAttention,
+    Recorder,
+    Results,
+    Skipped,
+    StartRun,
+    StepRun,
+)
 from benchmarks.gpu.run import Part
 
 FLOOR = {"verify": 4e-3, "accept": 1e-5, "inject": 1e-4, "draft": 1e-3}
@@ -46,6 +60,32 @@ def test_promises_are_checked_on_both_sides_and_not_without_a_measurement() -> N
     verdicts = {target.name: target.verdict for target in report.targets(results(slow))}
     assert verdicts["verify over its floor, batch 1"] == "missed"
     assert verdicts["whole cycle over its floor, batch 1"] == "missed"
+
+
+def test_traffic_is_held_to_equal_lengths_and_prompts_to_flash_attention() -> None:
+    measured = results(replace(CYCLE, system=RAGGED, cycle_s=6e-3), replace(CYCLE, system=EQUAL, cycle_s=5.5e-3))
+    rates = {"triton": 5e14, "torch": 9e14, "FlashAttention-3": 6e14, "FlashAttention-2": 4e14}
+    for tokens, factor in ((2048, 1.0), (8192, 0.9)):
+        for system, rate in rates.items():
+            own = rate * factor if system == "triton" else rate
+            measured.prompts.append(PromptAttention("Qwen3-8B", system, tokens, 1e-3, own))
+    found = {target.name: target for target in report.targets(measured)}
+    assert found["one row of 32k over equal lengths"].measured == pytest.approx(6 / 5.5)
+    assert found["prompt's attention over FlashAttention's rate"].measured == pytest.approx(0.75)
+    assert found["prompt's attention over FlashAttention's rate"].verdict == "missed"
+    empty = {target.name: target.verdict for target in report.targets(results(CYCLE))}
+    assert empty["one row of 32k over equal lengths"] == "not measured"
+    assert empty["prompt's attention over FlashAttention's rate"] == "not measured"
+    assert "| Qwen3-8B | FlashAttention-3 | 8192 | 1000.0 | 600.0 | 77% |" in report.markdown(measured)
+
+
+def test_steps_with_prompts_stand_beside_their_floor() -> None:
+    measured = results(CYCLE)
+    measured.steps.append(StepRun("Qwen3-8B", "mixed", 8, 256, 9e-3, 6e-3, 8e-3, 5e-3))
+    measured.starts.append(StartRun("Qwen3-8B", 41.5, 10, cached=False))
+    text = report.markdown(measured)
+    assert "| Qwen3-8B | mixed | 8 | 256 | 9.000 (1.80x) | 6.000 | 8.000 | 5.000 |" in text
+    assert "41.5 s from loaded weights to the first request, with every kernel compiled anew, 10 padded steps" in text
 
 
 def test_every_figure_with_drafts_is_marked_synthetic() -> None:
@@ -109,6 +149,6 @@ def test_a_part_that_fails_or_does_not_end_is_reported_and_the_next_one_runs(
 
 def test_parts_fit_the_budget_and_the_first_shape_comes_first() -> None:
     parts = run.parts(["a", "b", "c"])
-    assert [part.shape for part in parts[:3]] == ["a", "a", "a"]
+    assert [part.shape for part in parts[:4]] == ["a", "a", "a", "a"]
     assert sum(part.seconds for part in parts) + run.GRACE_S <= run.BUDGET_S
     assert run.BUDGET_S <= 480

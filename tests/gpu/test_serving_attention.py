@@ -29,6 +29,7 @@ ROWS: dict[str, tuple[list[int], list[int]]] = {
     "verifications of unlike lengths": ([16] * 8, [100, 250, 1000, 16, 4000, 31, LONG, 700]),
     "a prompt": ([300], [300]),
     "a chunk of a long prompt": ([300], [LONG]),
+    "a prompt of many tiles": ([3000], [3000]),
     "prompts of one length": ([300] * 4, [300] * 4),
     "chunks beside verifications": ([300, 16, 1, 16, 77], [1300, 2048, 100, 33, 77]),
 }

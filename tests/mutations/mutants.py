@@ -11,6 +11,7 @@ from tests.mutations.fp8_kv import FP8_KV_MUTANTS
 from tests.mutations.front_end import FRONT_END_MUTANTS
 from tests.mutations.gemma4 import GEMMA4_MUTANTS
 from tests.mutations.gpt_oss import GPT_OSS_MUTANTS
+from tests.mutations.gpu_benchmark import GPU_BENCHMARK_MUTANTS
 from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.hybrids import HYBRID_MUTANTS
 from tests.mutations.invariance import INVARIANCE_MUTANTS
@@ -40,6 +41,7 @@ MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTAN
 MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS + GEMMA4_MUTANTS
 MUTANTS += SNAPSHOT_MUTANTS + FP8_KV_MUTANTS + WINDOW_MUTANTS + READ_AHEAD_MUTANTS
 MUTANTS += SPECIAL_MUTANTS + SHARED_PREFIX_MUTANTS + LAUNCHER_MUTANTS + RESTING_MUTANTS + PREFILL_MUTANTS
+MUTANTS += GPU_BENCHMARK_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -1,0 +1,48 @@
+"""Defects of the GPU benchmark, which would report what was not measured."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+PARTS = "tests/benchmarks/test_gpu_end_to_end.py"
+TRAFFIC = (f"{PARTS}::test_traffic_measures_prompts_mixed_steps_unlike_rows_and_the_start",)
+ROWS = (f"{PARTS}::test_one_row_has_more_positions_than_the_others",)
+FLOOR = (f"{PARTS}::test_a_prompt_is_computed_and_its_tokens_are_all_in_the_floor",)
+REPORT = ("tests/benchmarks/test_gpu_report.py",)
+
+GPU_BENCHMARK_MUTANTS = (
+    *mutants_of(
+        "benchmarks/gpu/engine.py",
+        ROWS,
+        (
+            "the row with more positions has those of the others",
+            "prompt[: cell.context_of(index)]",
+            "prompt[: cell.context]",
+        ),
+    ),
+    *mutants_of(
+        "benchmarks/gpu/engine.py",
+        TRAFFIC,
+        (
+            "the host is said to work while it waits",
+            "host_s=(seconds - waited) / num_done",
+            "host_s=2 * seconds / num_done",
+        ),
+    ),
+    *mutants_of(
+        "benchmarks/gpu/traffic.py",
+        FLOOR,
+        (
+            "the floor of a prompt is that of its first token",
+            "size = CycleSize(1, begin + tokens / 2, tokens - 1,",
+            "size = CycleSize(1, begin, 0,",
+        ),
+        ("a prompt's later chunks see no earlier ones", "begin + tokens / 2", "tokens / 2"),
+    ),
+    *mutants_of(
+        "benchmarks/gpu/report.py",
+        REPORT,
+        ("the rate of torch is taken for FlashAttention's", "if system in PACKAGES)", ")"),
+        ("the length where we are best counts", "return min(ratios, default=None)", "return max(ratios, default=None)"),
+    ),
+)
