@@ -69,9 +69,7 @@ class Systems:
         if cell.drafter != self._name:
             self._name, draft = cell.drafter, self._drafts[cell.drafter]
             names = (FIXED, ADAPTIVE, INJECT) if cell.drafter == "random" else (FIXED, ADAPTIVE)
-            self._drafting = {
-                name: engine_of(draft=draft, adaptive_speculation=name == ADAPTIVE) for name in names
-            }
+            self._drafting = {name: engine_of(draft=draft, adaptive_speculation=name == ADAPTIVE) for name in names}
         llms = self._plain | self._drafting
         prompts = prompts_of(cell, llms[NONE])
         return {
