@@ -33,9 +33,8 @@ from dflash_backend.drafters.published import published_for, unsupported_target
 from dflash_backend.drafters.registry import drafter_class, is_drafter, read_draft, read_draft_config
 from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.drafters.speculators import is_speculators
+from dflash_backend.engine.kv_report import KVReport, draft_kv, target_kv
 from dflash_backend.models import decoder
-
-BLOCK_SIZE = EngineConfig().kv_block_size
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,6 @@ class WeightsReport:
     num_parameters: int
     num_bytes: int
     dtypes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class KVReport:
-    """KV of this model alone, in its own dtype: bytes of one token over all layers, and of a block of `block_size`."""
-
-    dtype: str
-    bytes_per_token: int
-    block_size: int
-    bytes_per_block: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,8 @@ class AttentionReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint. `facts` are names and values, in the order to show them. weights: None of a config alone."""
+    """One checkpoint. `facts` are names and values, in the order to show them. weights: None of a config alone. kv_fp8:
+    the KV of a target with `kv_cache_dtype` of fp8; None of a drafter, whose KV stays in its dtype."""
 
     kind: Literal["target", "drafter"]
     path: Path
@@ -85,6 +75,7 @@ class CheckpointReport:
     facts: tuple[tuple[str, str], ...]
     weights: WeightsReport | None
     kv: KVReport
+    kv_fp8: KVReport | None
     attention: AttentionReport
 
 
@@ -149,13 +140,17 @@ def inspect(name: str, draft_name: str | None = None) -> Inspection:
     if draft_name == NGRAM:
         ngram = read_ngram(EngineConfig())
         report = MethodReport(ngram.method, tuple(draft_facts(ngram)))
-        return Inspection((inspect_target(target),), PairReport(True, ngram.num_speculative_tokens), report)
+        k = ngram.num_speculative_tokens
+        return Inspection((inspect_target(target, k),), PairReport(True, k), report)
     draft = read_draft(find_model(draft_name, "--draft")).for_target(target)
-    return Inspection((inspect_target(target), inspect_draft(draft)), inspect_pair(target, draft))
+    reports = inspect_target(target, draft.num_speculative_tokens), inspect_draft(draft, target.decoder.max_len)
+    return Inspection(reports, inspect_pair(target, draft))
 
 
-def inspect_target(spec: TargetSpec) -> CheckpointReport:
-    """Raises `CheckpointError` when the weights are not those that the config asks for."""
+def inspect_target(spec: TargetSpec, num_drafts: int = 0) -> CheckpointReport:
+    """num_drafts: k of its drafter. Raises `CheckpointError` when the weights are not those that the config asks
+    for."""
+    kv, kv_fp8 = target_kv(spec.decoder, spec.dtype, num_drafts)
     headers = check_weights(
         spec.path,
         lambda source: decoder.TargetWeights.read(source, spec),
@@ -167,19 +162,24 @@ def inspect_target(spec: TargetSpec) -> CheckpointReport:
         format=spec.architecture,
         facts=tuple(target_facts(spec)),
         weights=_weights(spec.path, headers),
-        kv=_kv(spec.decoder, spec.dtype),
+        kv=kv,
+        kv_fp8=kv_fp8,
         attention=_attention(spec.decoder, set(decoder.target_patterns(spec)), spec.dtype),
     )
 
 
-def inspect_draft(spec: DraftModelSpec) -> CheckpointReport:
-    """Raises `CheckpointError` when the weights are not those that the config asks for."""
+def inspect_draft(spec: DraftModelSpec, request_tokens: int | None = None) -> CheckpointReport:
+    """request_tokens: the longest request of its target. Raises `CheckpointError` when the weights are not those that
+    the config asks for."""
     weights = _weights(spec.path, drafter_class(spec).check_weights(spec))
-    return _draft_report(spec, tuple(draft_facts(spec)), weights)
+    return _draft_report(spec, tuple(draft_facts(spec)), weights, request_tokens)
 
 
 def _draft_report(
-    spec: DraftModelSpec, facts: tuple[tuple[str, str], ...], weights: WeightsReport | None
+    spec: DraftModelSpec,
+    facts: tuple[tuple[str, str], ...],
+    weights: WeightsReport | None,
+    request_tokens: int | None = None,
 ) -> CheckpointReport:
     return CheckpointReport(
         kind="drafter",
@@ -187,7 +187,8 @@ def _draft_report(
         format=spec.format,
         facts=facts,
         weights=weights,
-        kv=_kv(spec.decoder, spec.dtype),
+        kv=draft_kv(spec.decoder, spec.dtype, request_tokens),
+        kv_fp8=None,
         attention=_attention(spec.decoder, set(draft_patterns(spec)), spec.dtype),
     )
 
@@ -209,11 +210,6 @@ def _weights(path: Path, headers: dict[str, TensorHeader]) -> WeightsReport:
         num_bytes=sum(header.num_bytes for header in headers.values()),
         dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
     )
-
-
-def _kv(spec: DecoderSpec, dtype: str) -> KVReport:
-    per_token = spec.kv_elements_per_token * TORCH_DTYPES[dtype].itemsize
-    return KVReport(dtype, per_token, BLOCK_SIZE, per_token * BLOCK_SIZE)
 
 
 def _attention(spec: DecoderSpec, patterns: set[AttentionPattern], dtype: str) -> AttentionReport:

@@ -44,10 +44,14 @@ def split_blocks(
     return (num_blocks if most is None else min(num_blocks, most)), enough
 
 
+def window_group(config: EngineConfig, window: int, num_drafts: int) -> WindowGroup:
+    """What a request holds of layers whose widest window is `window`, with k = `num_drafts`; without a pool."""
+    return WindowGroup(0, config.kv_block_size, window, config.max_num_batched_tokens, 2 * num_drafts + 2)
+
+
 def _enough(config: EngineConfig, pair: ModelPair, max_model_len: int) -> int:
     """Blocks of layers with a window that all requests which may run can hold, of `max_model_len` positions at most."""
-    reserved = 2 * pair.num_speculative_tokens + 2
-    group = WindowGroup(0, config.kv_block_size, max(1, widest_window(pair)), config.max_num_batched_tokens, reserved)
+    group = window_group(config, max(1, widest_window(pair)), pair.num_speculative_tokens)
     longest = CacheGroup(config.kv_block_size).blocks_for(max_model_len)
     steady, of_steps = min(group.steady_blocks, longest), group.most_blocks - group.steady_blocks
     times = 2 if config.enable_prefix_caching else 1

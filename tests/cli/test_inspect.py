@@ -84,6 +84,47 @@ def test_a_gpt_oss_target_is_described_with_its_sinks_windows_and_packed_experts
     assert "sliding window 9, sinks, head size" in cli("inspect", tmp_path).out
 
 
+def test_layers_with_a_window_keep_few_blocks_of_a_request(inspected, cli, tmp_path: Path) -> None:
+    make_target(tmp_path / "t", architecture="GptOssForCausalLM", num_hidden_layers=8)
+    make_draft(tmp_path / "d", num_target_layers=8)
+    alone = inspected(tmp_path / "t")["target"]
+    kv = alone["kv_cache"]
+    windows = kv["layers_with_a_window"]
+    # Half of the layers; a window of 9 with 2 positions of the last row, and the ends of both.
+    half = kv["bytes_per_token"] // 2
+    assert windows == {"window": 9, "num_layers": 4, "bytes_per_token": half, "blocks_per_request": 3}
+    blocks = -(-kv["request_tokens"] // 16)
+    assert kv["request_bytes_in_one_table"] == blocks * kv["bytes_per_block"]
+    assert kv["request_bytes"] == (blocks + 3) * 16 * half
+    in_fp8 = alone["kv_cache_fp8"]
+    assert in_fp8["request_bytes"] * kv["bytes_per_token"] == kv["request_bytes"] * in_fp8["bytes_per_token"]
+
+    both = inspected(tmp_path / "t", "--draft", tmp_path / "d")
+    with_drafts = both["target"]["kv_cache"]
+    k = both["pair"]["num_speculative_tokens"]
+    assert with_drafts["layers_with_a_window"]["blocks_per_request"] == -(-(8 + 2 * k + 2) // 16) + 2
+    drafter = both["drafter"]["kv_cache"]
+    assert drafter["layers_with_a_window"] is None
+    assert drafter["request_tokens"] == kv["request_tokens"]
+    assert both["pair"]["kv_request_bytes"] == with_drafts["request_bytes"] + drafter["request_bytes"]
+    assert (
+        f"4 layers with a window of at most 9, of which a request keeps {3} blocks"
+        in cli("inspect", tmp_path / "t").out
+    )
+
+
+def test_the_kv_in_fp8_has_scales_and_is_the_targets_alone(inspected) -> None:
+    data = inspected(TARGET, "--draft", DRAFT)
+    target, in_fp8 = data["target"]["kv_cache"], data["target"]["kv_cache_fp8"]
+    # In each of 8 layers K and V of 2 heads: 32 bytes and a scale.
+    assert in_fp8["bytes_per_token"] == 8 * 2 * 2 * (32 + 4)
+    assert in_fp8["request_bytes"] == 4096 * in_fp8["bytes_per_token"] < target["request_bytes"]
+    drafter = data["drafter"]
+    assert drafter["kv_cache_fp8"] is None
+    own = in_fp8["bytes_per_block"] + drafter["kv_cache"]["bytes_per_block"]
+    assert data["pair"]["fp8"]["kv_bytes_per_block"] == own < data["pair"]["kv_bytes_per_block"]
+
+
 def test_a_dspark_drafter_is_described_with_what_is_its_own(inspected, pair: tuple[Path, Path]) -> None:
     target, draft = pair
     make_dspark(draft, kind="gated")

@@ -12,6 +12,7 @@ from dflash_cli.commands.packages import engine_missing
 if TYPE_CHECKING:
     from dflash_backend.drafters.published import PublishedDrafter
     from dflash_backend.engine.inspection import CheckpointReport, Inspection
+    from dflash_backend.engine.kv_report import KVReport
 
 NAME_WIDTH = 24
 
@@ -123,12 +124,18 @@ def as_dict(found: Inspection) -> dict[str, Any]:
             "reason": pair.reason,
             "kv_bytes_per_token": sum(report.kv.bytes_per_token for report in found.checkpoints),
             "kv_bytes_per_block": sum(report.kv.bytes_per_block for report in found.checkpoints),
+            "kv_request_bytes": sum(report.kv.request_bytes for report in found.checkpoints),
+            "fp8": {
+                "kv_bytes_per_token": sum(kv.bytes_per_token for kv in _in_fp8(found)),
+                "kv_bytes_per_block": sum(kv.bytes_per_block for kv in _in_fp8(found)),
+                "kv_request_bytes": sum(kv.request_bytes for kv in _in_fp8(found)),
+            },
         }
     return data
 
 
 def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
-    weights, kv, attention = report.weights, report.kv, report.attention
+    weights, attention = report.weights, report.attention
     return {
         "path": str(report.path),
         "format": report.format,
@@ -142,12 +149,8 @@ def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
             "num_bytes": weights.num_bytes,
             "dtypes": weights.dtypes,
         },
-        "kv_cache": {
-            "dtype": kv.dtype,
-            "bytes_per_token": kv.bytes_per_token,
-            "block_size": kv.block_size,
-            "bytes_per_block": kv.bytes_per_block,
-        },
+        "kv_cache": _kv_dict(report.kv),
+        "kv_cache_fp8": None if report.kv_fp8 is None else _kv_dict(report.kv_fp8),
         "attention": {
             "causal": attention.causal,
             "non_causal": attention.non_causal,
@@ -161,6 +164,32 @@ def _checkpoint_dict(report: CheckpointReport) -> dict[str, Any]:
     }
 
 
+def _kv_dict(kv: KVReport) -> dict[str, Any]:
+    windows = kv.windows
+    return {
+        "dtype": kv.dtype,
+        "bytes_per_token": kv.bytes_per_token,
+        "block_size": kv.block_size,
+        "bytes_per_block": kv.bytes_per_block,
+        "request_tokens": kv.request_tokens,
+        "request_bytes": kv.request_bytes,
+        "request_bytes_in_one_table": kv.request_bytes_in_one_table,
+        "layers_with_a_window": None
+        if windows is None
+        else {
+            "window": windows.window,
+            "num_layers": windows.num_layers,
+            "bytes_per_token": windows.bytes_per_token,
+            "blocks_per_request": windows.blocks_per_request,
+        },
+    }
+
+
+def _in_fp8(found: Inspection) -> list[KVReport]:
+    """The KV of each model with the target's in FP8."""
+    return [report.kv_fp8 or report.kv for report in found.checkpoints]
+
+
 def as_text(found: Inspection) -> str:
     """The inspection as lines of a name and a value."""
     blocks = [_checkpoint_text(report) for report in found.checkpoints]
@@ -170,21 +199,45 @@ def as_text(found: Inspection) -> str:
         blocks.append("\n".join(["published drafters for it", *(f"  {name}" for name in found.published)]))
     pair = found.pair
     if pair is not None:
-        per_token = sum(report.kv.bytes_per_token for report in found.checkpoints)
-        per_block = sum(report.kv.bytes_per_block for report in found.checkpoints)
         rows = [("fit together", "yes" if pair.fits else f"no: {pair.reason}")]
         if pair.fits:
             rows += [
                 ("speculative tokens (k)", str(pair.num_speculative_tokens)),
-                ("KV of both", f"{_size(per_token)} a token, {_size(per_block)} a block"),
+                ("KV of both", _kv_sum([report.kv for report in found.checkpoints])),
+                ("KV of both, FP8", f"{_kv_sum(_in_fp8(found))}, with kv_cache_dtype=fp8"),
             ]
         blocks.append("\n".join(["pair", *_lines(rows)]))
     return "\n\n".join(blocks)
 
 
+def _kv_sum(kinds: list[KVReport]) -> str:
+    per_token, per_block, request = (
+        _size(sum(sizes))
+        for sizes in zip(*((kv.bytes_per_token, kv.bytes_per_block, kv.request_bytes) for kv in kinds), strict=True)
+    )
+    return f"{per_token} a token, {per_block} a block, {request} a request of {kinds[0].request_tokens:,} tokens"
+
+
+def _kv_rows(report: CheckpointReport) -> list[tuple[str, str]]:
+    """What the KV takes, in the checkpoint's dtype and in FP8, and what windows save of it."""
+    kv, windows, in_fp8 = report.kv, report.kv.windows, report.kv_fp8
+    cache = f"{_size(kv.bytes_per_token)} a token, {_size(kv.bytes_per_block)} a block of {kv.block_size}"
+    rows = [("KV cache", f"{cache}, in {kv.dtype}")]
+    request = f"{_size(kv.request_bytes)} for one of {kv.request_tokens:,} tokens"
+    if windows is not None:
+        layers = f"{windows.num_layers} layer{'s' if windows.num_layers > 1 else ''}"
+        saved = f"{_size(windows.bytes_per_token)} of a token is of {layers} with a window of at most {windows.window}"
+        rows.append(("KV of windows", f"{saved}, of which a request keeps {windows.blocks_per_request} blocks"))
+        request += f" ({_size(kv.request_bytes_in_one_table)} where windows have no blocks of their own)"
+    rows.append(("KV of a request", request))
+    if in_fp8 is not None:
+        sizes = f"{_size(in_fp8.bytes_per_token)} a token, {_size(in_fp8.bytes_per_block)} a block"
+        rows.append(("KV cache in FP8", f"{sizes}, {_size(in_fp8.request_bytes)} a request, with kv_cache_dtype=fp8"))
+    return rows
+
+
 def _checkpoint_text(report: CheckpointReport) -> str:
-    kv, attention = report.kv, report.attention
-    cache = f"{_size(kv.bytes_per_token)} a token, {_size(kv.bytes_per_block)}"
+    attention = report.attention
     kinds = [
         *(["causal"] if attention.causal else []),
         *(["non-causal"] if attention.non_causal else []),
@@ -195,7 +248,7 @@ def _checkpoint_text(report: CheckpointReport) -> str:
     rows = [
         *report.facts[1:],  # the first is the path, in the heading
         ("tensors", _tensors(report)),
-        ("KV cache", f"{cache} a block of {kv.block_size}, in {kv.dtype}"),
+        *_kv_rows(report),
         ("attention needed", ", ".join(kinds)),
     ]
     for name, lacks in _backends(report):
