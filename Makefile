@@ -122,8 +122,9 @@ gpu-packages: ## Fetch what the engine needs beside torch, for a GPU machine wit
 load: setup ## Run a load test and judge it: make load SCENARIO=shared-prefix; without SCENARIO, list them
 	@$(BIN)/python -m load_tests $(SCENARIO) $(LOAD_OPTIONS)
 
+# Each model that is trained takes STEPS steps, where they are said: a few hundred give a drafter that drafts, not a good one.
 demo-model: setup ## Train the demo pair again; DRAFTER=dflash2, dspark, eagle3 or HYBRID=1: another pair, in demo/pair-...
-	$(BIN)/python -m demo.train $(if $(HYBRID),--out demo/pair-hybrid --resume demo/pair --hybrid,$(if $(DRAFTER),--out demo/pair-$(DRAFTER) --resume demo/pair --target-steps 0 --drafter $(DRAFTER),--out demo/pair))
+	$(BIN)/python -m demo.train $(if $(STEPS),--drafter-steps $(STEPS) $(if $(DRAFTER),,--target-steps $(STEPS))) $(if $(HYBRID),--out demo/pair-hybrid --resume demo/pair --hybrid,$(if $(DRAFTER),--out demo/pair-$(DRAFTER) --resume demo/pair --target-steps 0 --drafter $(DRAFTER),--out demo/pair))
 
 # Their own pins (an older transformers, numpy 2) are not ours, so they come without dependencies; the extra has those that
 # they import.

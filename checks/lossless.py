@@ -1,8 +1,8 @@
 """Greedy output of every way to run the engine against `transformers`, token for token (invariant LOSSLESS).
 
 `python -m checks.lossless` prints, for each case, how many of the prompts agree, how often requests were preempted
-and the acceptance length. The write guard is on throughout. With `--draft DIR` the cases are those of another drafter
-of the demo target, of any kind (`make demo-model DRAFTER=dflash2`).
+and the acceptance length. The write guard is on throughout. With `--draft DIR [DIR ...]` the cases are those of other
+drafters of the demo target, of any kind (`make demo-model DRAFTER=dflash2`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.workload import load_prompts
 from dflash_backend import LLM
 from dflash_backend.checkpoints import read_target
 from dflash_backend.config import NGRAM, EngineConfig, asset_path
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.drafters.resolve import resolve_pair
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
@@ -118,22 +119,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--draft", type=Path, help="another drafter of the demo target")
+    parser.add_argument("--draft", type=Path, nargs="+", metavar="DIR", help="other drafters of the demo target")
     args = parser.parse_args()
     tokenizer = LLM(draft="").tokenizer
     prompts = [tokenizer.encode(row.prompt) for row in load_prompts(args.prompts)]
     expected = reference(prompts, args.max_tokens)
-    print(f"{'case':45} {'equal':>12} {'preemptions':>12} {'cached tokens':>14} {'acceptance':>11}")
     different = 0
-    for case in cases() if args.draft is None else drafter_cases(args.draft):
-        result = run_case(case, prompts, expected, args.max_tokens)
-        different += result.num_prompts - result.num_equal
-        accepted = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
-        print(
-            f"{case.name:45} {result.num_equal:>5} of {result.num_prompts:<3} {result.num_preemptions:>12} "
-            f"{result.num_cached_tokens:>14} {accepted:>11}",
-            flush=True,
-        )
+    for draft in args.draft or [None]:
+        if draft is not None:
+            print(f"{draft}: {read_draft(draft).method}")
+        print(f"{'case':45} {'equal':>12} {'preemptions':>12} {'cached tokens':>14} {'acceptance':>11}")
+        for case in cases() if draft is None else drafter_cases(draft):
+            result = run_case(case, prompts, expected, args.max_tokens)
+            different += result.num_prompts - result.num_equal
+            accepted = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
+            print(
+                f"{case.name:45} {result.num_equal:>5} of {result.num_prompts:<3} {result.num_preemptions:>12} "
+                f"{result.num_cached_tokens:>14} {accepted:>11}",
+                flush=True,
+            )
     raise SystemExit(1 if different else 0)
 
 

@@ -3,8 +3,8 @@
 
 `python -m checks.sampled_text` compares each way with the target alone, without drafter and prefix cache. Where two
 texts part, rounding must explain it: the two scores, or a token's distance from the edge of a filter, are equal up to
-1e-4 in float64. One answer in 2,000 may part so; each is printed. With `--draft DIR` the ways are those of another
-drafter of the demo target, of any kind (`make demo-model DRAFTER=dflash2`).
+1e-4 in float64. One answer in 2,000 may part so; each is printed. With `--draft DIR [DIR ...]` the ways are those of
+other drafters of the demo target, of any kind (`make demo-model DRAFTER=dflash2`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
 from dflash_backend.config import NGRAM, asset_path
+from dflash_backend.drafters.registry import read_draft
 from dflash_backend.messages import SamplingParams
 from dflash_kernels.gumbel_noise import gumbel_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
@@ -99,6 +100,15 @@ def drafter_ways(draft: Path) -> list[Way]:
         Way("always all of k, with prefix hits", own | {"adaptive_speculation": False}, times=2),
         Way("after preemptions, in chunks", own | small | {"max_num_batched_tokens": 64}),
     ]
+
+
+def all_ways(drafts: Sequence[Path], folder: Path) -> Iterator[Way]:
+    """Those of each of the drafters, said in their names; without any, those of the demo pair. `folder` is empty."""
+    if not drafts:
+        yield from ways(random_drafter(folder))
+    for draft in drafts:
+        method = read_draft(draft).method
+        yield from (replace(way, name=f"{method}, {way.name}") for way in drafter_ways(draft))
 
 
 def random_drafter(folder: Path) -> Path:
@@ -190,20 +200,20 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=100, help="%(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="1 to this one (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer (%(default)s)")
-    parser.add_argument("--draft", type=Path, help="another drafter of the demo target")
+    parser.add_argument("--draft", type=Path, nargs="+", metavar="DIR", help="other drafters of the demo target")
     args = parser.parse_args()
     asked = requests(args.prompts, range(1, args.seeds + 1), args.max_tokens)
     expected = target_alone(asked)
     num_answers = num_parted = num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for way in ways(random_drafter(Path(folder))) if args.draft is None else drafter_ways(args.draft):
+        for way in all_ways(args.draft or [], Path(folder)):
             tokens, llm = answers(way, asked)
             parted = partings(asked, expected, tokens)
             stats = llm.stats()
             num_answers, num_parted = num_answers + len(asked), num_parted + len(parted)
             num_wrong += sum(not each.is_tie for each in parted)
             print(
-                f"{way.name:35} {len(asked) - len(parted):>5} of {len(asked)} equal, acceptance length "
+                f"{way.name:45} {len(asked) - len(parted):>5} of {len(asked)} equal, acceptance length "
                 f"{stats.spec_decoding.acceptance_length:.2f}, {stats.num_preemptions} preemptions, "
                 f"{stats.prefix_cache_hits} cached tokens",
                 flush=True,

@@ -1,7 +1,8 @@
 """Apply each mutant to a copy of the source, run the tests that should notice, and list who was killed.
 
-`python -m tests.mutations.run` (or `make mutants`) runs all, `--only WORDS` those with the words in their name. Exits 1
-when a mutant survives, when its text is not in the source exactly once, or when the tests fail without any mutant.
+`python -m tests.mutations.run` (or `make mutants`) runs all, `--only WORDS [WORDS ...]` those whose name has one of
+these in it. Exits 1 when a mutant survives, when its text is not in the source exactly once, or when the tests fail
+without any mutant.
 """
 
 from __future__ import annotations
@@ -156,12 +157,15 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Verdict]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="WORDS", help="run the mutants whose name contains this")
+    parser.add_argument(
+        "--only", default=[""], nargs="+", metavar="WORDS", help="run the mutants whose name contains one of these"
+    )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="mutants at a time")
     arguments = parser.parse_args()
-    mutants = [mutant for mutant in MUTANTS if arguments.only in mutant.name]
-    if not mutants:
-        parser.error(f"no mutant's name contains '{arguments.only}'")
+    mutants = [mutant for mutant in MUTANTS if any(words in mutant.name for words in arguments.only)]
+    for words in arguments.only:
+        if not any(words in mutant.name for mutant in mutants):
+            parser.error(f"no mutant's name contains '{words}'")
     try:
         verdicts = run(mutants, max(1, arguments.jobs))
     except MutantError as error:
