@@ -1,10 +1,10 @@
-"""Attention compiled for GPUs that need not be here: registers, shared memory and spills.
+"""Attention and the gated delta rule compiled for GPUs that need not be here: registers, shared memory and spills.
 
     python -m benchmarks.gpu.compile_table [--out benchmarks/results/attention_kernels.md]
 
 compiles the kernels of a decode row with 15 drafts, which share contexts out among workers, and of a prefill chunk, for
-some shapes of heads and each architecture with the tiles that its shared memory gives, and reads what the assembler
-says of them. Nothing is run and no time is measured.
+some shapes of heads and each architecture with the tiles that its shared memory gives, and those of the delta rule for
+such rows, with heads of 128 numbers, and reads what the assembler says of them. Nothing is run and no time is measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.markdown import markdown_table
 from dflash_kernels.attention_schedule import PagedBatch, schedule_size
+from dflash_kernels.delta_rule import DeltaInputs
 from dflash_kernels.paged_attention_launch import Gpu, HeadShape, Launch, plan_launches
 
 # By compute capability: multiprocessors of one of its GPUs, shared memory that a program may have and that a
@@ -56,6 +57,10 @@ HEADER = [
 ]
 
 OVERLAP = "waits for all products that are on their way, and tensors of exponentials that are computed beside a product"
+
+
+DELTA_HEADER = ["GPU", "kernel", "rows", "warps", "registers", "spilled bytes", "shared KiB", "of"]
+DELTA_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,44 @@ def attention_launch(
     return launch, found
 
 
+def delta_launches(kind: str) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The kernels of the delta rule that a row of this kind runs, with their arguments."""
+    from dflash_kernels import delta_chunks
+
+    found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    kernels = delta_chunks._delta_systems_kernel, delta_chunks._delta_scan_kernel
+    runs = [kernel.run for kernel in kernels]
+    for kernel in kernels:
+        kernel.run = lambda *arguments, grid, warmup, kernel=kernel, **options: found.append(
+            (kernel, arguments, options)
+        )
+    try:
+        shape = 1, 2, QUERIES[kind]
+        queries, keys, values = torch.zeros(3, *shape, DELTA_HEAD_DIM)
+        tokens = DeltaInputs(queries, keys, values, torch.zeros(shape), torch.zeros(shape))
+        run = delta_chunks.delta_block if kind == "decode" else delta_chunks.chunked
+        run(tokens, torch.zeros(1, 2, DELTA_HEAD_DIM, DELTA_HEAD_DIM))
+    finally:
+        for kernel, original in zip(kernels, runs, strict=True):
+            kernel.run = original
+    return found
+
+
+def delta_rows(arch: int) -> tuple[list[list[str]], bool]:
+    """Rows of the table of the delta rule, and whether all fit the shared memory."""
+    rows, fits = [], True
+    for kind in QUERIES:
+        for kernel, arguments, options in delta_launches(kind):
+            compiled = compile_launch(kernel, arguments, options, arch)
+            numbers = [options["num_warps"], compiled.registers, compiled.spilled]
+            name = kernel.__name__.removeprefix("_delta_").removesuffix("_kernel")
+            cells = [f"sm_{arch}", name, kind, *map(str, numbers), f"{compiled.shared / 1024:.1f}"]
+            rows.append([*cells, str(GPUS[arch].shared_bytes >> 10)])
+            print(" ".join(rows[-1]), flush=True)
+            fits &= compiled.shared <= GPUS[arch].shared_bytes
+    return rows, fits
+
+
 def row_of(name: str, kind: str, arch: int) -> tuple[list[str], Compiled]:
     """A row of the table, and what it says."""
     launch, ((kernel, arguments, options),) = attention_launch(SHAPES[name], kind, arch)
@@ -180,12 +223,12 @@ def row_of(name: str, kind: str, arch: int) -> tuple[list[str], Compiled]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; 1 where a kernel spills or takes more shared memory than there is."""
+    """Entry point; 1 where attention spills or a kernel takes more shared memory than there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=GPUS, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="where the table is written as well")
     args = parser.parse_args(arguments)
-    rows, overlaps, fits = [], [], True
+    rows, overlaps, of_delta_rule, fits = [], [], [], True
     for arch in args.arch or GPUS:
         for name in SHAPES:
             for kind in QUERIES:
@@ -195,10 +238,14 @@ def main(arguments: list[str] | None = None) -> int:
                 fits &= compiled.shared <= GPUS[arch].shared_bytes and compiled.spilled == 0
                 if arch == 90 and kind == "prefill":
                     overlaps.append([name, *(f"{waits}, {beside}" for waits, beside in compiled.overlap)])
+        found, all_fit = delta_rows(arch)
+        of_delta_rule += found
+        fits &= all_fit
     text = f"{markdown_table(HEADER, rows, 'lllrrrrrrr')}\n"
     if overlaps:
         text += f"\nIn a turn of the loops of sm_90's prefill kernel: {OVERLAP}.\n\n"
         text += markdown_table(["heads", "without masks", "with masks"], overlaps, "lrr") + "\n"
+    text += f"\nThe gated delta rule:\n\n{markdown_table(DELTA_HEADER, of_delta_rule, 'lllrrrrr')}\n"
     print(text)
     if args.out:
         args.out.write_text(text)

@@ -33,7 +33,7 @@ from benchmarks.gpu.shapes import (
 )
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.triton_backend import TritonBackend
-from dflash_backend.checkpoints.spec import MoeSpec
+from dflash_backend.checkpoints.spec import DeltaNetSpec, MoeSpec
 from dflash_backend.checkpoints.weights import expected_tensors
 from dflash_backend.config import asset_path
 from dflash_backend.core.engine import EngineCore
@@ -50,6 +50,7 @@ from dflash_backend.drafters.spec import DraftModelSpec
 from dflash_backend.messages import GenerationRequest, SamplingParams, StructuredOutputs
 from dflash_backend.models.decoder import DecoderTarget, TargetWeights
 from dflash_backend.models.ops import select_ops
+from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker.graphs import capture_shapes
@@ -65,13 +66,14 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_TOKENS = 16, 2048, 4096, 2048
 # Several tiles of logits; the demo pair's tokenizer, for requests with a grammar, has fewer.
 VOCAB_SIZE = 5008
 STEM = [11] * 600
+COPIES = 8  # of states, for prefix hits
 REGEX = StructuredOutputs("regex", "[a-z]{1,9}")
 
 
 @dataclass(frozen=True)
 class Case:
     """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter. shared: all prompts begin
-    alike, and their KV is read together."""
+    alike, and their KV is read together. hybrid: half of the target's layers keep a state."""
 
     name: str
     k: int = 15
@@ -85,6 +87,7 @@ class Case:
     max_num_seqs: int = 16
     batch_invariant: bool = False
     shared: bool = False
+    hybrid: bool = False
 
 
 CASES = (
@@ -105,6 +108,8 @@ CASES = (
     Case("EAGLE-3, adaptive k", k=4, eagle3=True, adaptive=True),
     Case("dense, batch-invariant", adaptive=True, batch_invariant=True),
     Case("experts, batch-invariant", moe=True, batch_invariant=True),
+    Case("gated delta nets, k = 15", hybrid=True),
+    Case("gated delta nets, k = 23, adaptive", k=23, hybrid=True, adaptive=True),
 )
 
 
@@ -115,6 +120,10 @@ def shape_of(case: Case) -> Shape:
         rest["moe"] = MoeSpec(128, 8, 32, norm_topk_prob=True, sparse_layers=(True, True))
     kv_heads = 4 if case.moe else 8
     architecture = "Qwen3MoeForCausalLM" if case.moe else "Qwen3ForCausalLM"
+    if case.hybrid:
+        architecture = "Qwen3_5ForCausalLM"
+        net = DeltaNetSpec((True, False), 2, 4, 128, 128, 4, grouped=False)
+        rest |= {"delta_net": net, "attention_gate": True, "centred_norms": True, "rotary_dim": 64}
     target = _target(architecture, _decoder(2, 64, 128, 32, kv_heads, 128, **rest), VOCAB_SIZE)
     decoder = _decoder(1 if case.eagle3 else 2, 64, 128, 32, kv_heads, 128)
     if case.window:
@@ -149,6 +158,7 @@ def model_step(case: Case) -> ModelStep:
         dtype=DTYPE,
         wants_confidence=case.adaptive,
         draft_backend=plain,
+        pool=StatePool.allocate(shape.target.decoder, case.max_num_seqs + COPIES, DTYPE, CPU) if case.hybrid else None,
         shares_prefixes=case.shared,
     )
 
@@ -203,6 +213,7 @@ def scheduler_config(case: Case, drafter: Drafter[Any] | None, shapes: tuple[tup
         drafter_max_len=max_positions(MAX_MODEL_LEN, case.k) if drafter else 0,
         min_prefill_tokens_per_step=256,
         min_shared_positions=512 * case.shared,
+        num_state_snapshots=COPIES if case.hybrid else None,
     )
 
 

@@ -12,9 +12,8 @@ from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.models import TargetModel
-from dflash_backend.models.delta_rule import CHUNK
 from dflash_backend.models.parallel import SharedTarget
-from dflash_backend.models.recurrent_state import StatePool, pool_bytes
+from dflash_backend.models.recurrent_state import MAX_ROW_TOKENS, StatePool, pool_bytes
 from dflash_backend.worker.memory import GIB
 
 MIB = 1024**2
@@ -38,10 +37,10 @@ def check_recurrent(
             "setting 'batch_invariant' is on, and the gated delta net layers of the target in "
             f"{pair.target.path} have no batch-invariant form: turn it off, or serve a target without such layers"
         )
-    if pair.num_speculative_tokens >= CHUNK:
+    if pair.num_speculative_tokens >= MAX_ROW_TOKENS:
         raise ConfigError(
             f"setting 'num_speculative_tokens' is {pair.num_speculative_tokens}; a target with gated delta net layers "
-            f"takes at most {CHUNK - 1}"
+            f"takes at most {MAX_ROW_TOKENS - 1}"
         )
     num_copies, slots = num_snapshots(config), config.max_num_seqs
     size = pool_bytes(net, num_states(config), dtype)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec
 from dflash_backend.checkpoints.weights import WeightSource
-from dflash_backend.models.delta_rule import DeltaInputs, chunked, delta_block
 from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.recurrent_state import KeptBlock, StateGroup, StateRows
-
-L2_EPS = 1e-6
+from dflash_kernels.conv_heads import DeltaHeads
+from dflash_kernels.delta_rule import DeltaInputs
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class DeltaNetWeights:
 class DeltaNet:
     """One layer's gated delta net. number: which of the layers that have a state it is."""
 
-    def __init__(self, net: DeltaNetSpec, weights: DeltaNetWeights, eps: float, number: int) -> None:
+    def __init__(self, net: DeltaNetSpec, weights: DeltaNetWeights, eps: float, number: int, ops: LayerOps) -> None:
         self.net = net
+        self.heads = DeltaHeads(net.num_key_heads, net.num_value_heads, net.key_head_dim, net.value_head_dim)
+        self.ops = ops
         self.weights = weights
         self.eps = eps
         self.number = number
@@ -82,36 +84,19 @@ class DeltaNet:
         self, group: StateGroup, rows: StateRows, mixed: torch.Tensor, beta: torch.Tensor, log_decay: torch.Tensor
     ) -> tuple[torch.Tensor, KeptBlock]:
         """Outputs `[G, H, W, value_dim]` of a group's tokens, and what is kept of them."""
-        net = self.net
         state, tail = rows.load(self.number, group)
         # Where there is no token there may be any number: what is multiplied by 0 later must be finite.
         inputs = torch.cat([tail, mixed[group.index].masked_fill_(~group.valid[..., None], 0.0)], dim=1)
-        width = group.index.shape[1]
-        conv = self.weights.conv
-        convolved = inputs[:, :width] * conv[:, 0]
-        for j in range(1, net.conv_width):
-            convolved = convolved + inputs[:, j : j + width] * conv[:, j]
-        queries, keys, values = F.silu(convolved).float().split([net.key_size, net.key_size, net.value_size], dim=-1)
-        group_size = net.num_value_heads // net.num_key_heads
-
-        def per_head(x: torch.Tensor) -> torch.Tensor:
-            """Normalised, once for each value head: `[G, H, W, key_dim]`."""
-            x = x.unflatten(-1, (net.num_key_heads, -1)).transpose(1, 2)
-            x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
-            return x.repeat_interleave(group_size, dim=1)
-
         no_token = ~group.valid[:, None]
         tokens = DeltaInputs(
-            per_head(queries) * net.key_head_dim**-0.5,
-            per_head(keys),
-            values.unflatten(-1, (net.num_value_heads, -1)).transpose(1, 2),
+            *self.ops.conv_heads(inputs, self.weights.conv, self.heads),
             beta[group.index].transpose(1, 2).masked_fill(no_token, 0.0),
             log_decay[group.index].transpose(1, 2).masked_fill(no_token, 0.0),
         )
         if not group.may_draft:
-            outputs, state = chunked(tokens, state)
+            outputs, state = self.ops.delta_chunked(tokens, state)
             return outputs, KeptBlock(inputs, state=state)
-        block = delta_block(tokens, state)
+        block = self.ops.delta_block(tokens, state)
         return block.outputs, KeptBlock(inputs, tokens.keys, block)
 
     def _gated_norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

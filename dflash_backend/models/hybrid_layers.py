@@ -40,7 +40,7 @@ class DeltaNetLayer:
         self.eps = spec.rms_norm_eps
         self.weights = weights
         self.ops = ops
-        self.net = DeltaNet(spec.delta_net, weights.net, spec.rms_norm_eps, number)
+        self.net = DeltaNet(spec.delta_net, weights.net, spec.rms_norm_eps, number, ops)
 
     def forward(
         self, normed: torch.Tensor, hidden: torch.Tensor, context: PagedContext

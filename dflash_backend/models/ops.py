@@ -17,6 +17,9 @@ from dflash_backend.models.linear import Product
 from dflash_backend.models.rope import Rotary
 from dflash_kernels import (
     context_write,
+    conv_heads,
+    delta_chunks,
+    delta_rule,
     gelu_mul,
     grouped_conv,
     invariant_linear,
@@ -59,6 +62,9 @@ class LayerOps:
     grouped_conv = staticmethod(grouped_conv.grouped_conv_reference)
     selector_walk = staticmethod(selector_walk.selector_walk_reference)
     markov_step = staticmethod(markov_step.markov_step_reference)
+    conv_heads = staticmethod(conv_heads.conv_heads_reference)
+    delta_block = staticmethod(delta_rule.delta_block)
+    delta_chunked = staticmethod(delta_rule.chunked)
 
     @staticmethod
     def product_of(weight: torch.Tensor) -> Product:
@@ -136,6 +142,9 @@ if norms.triton is not None:
         grouped_conv = staticmethod(grouped_conv.grouped_conv)
         selector_walk = staticmethod(selector_walk.selector_walk)
         markov_step = staticmethod(markov_step.markov_step)
+        conv_heads = staticmethod(conv_heads.conv_heads)
+        delta_block = staticmethod(delta_chunks.delta_block)
+        delta_chunked = staticmethod(delta_chunks.chunked)
 
         @staticmethod
         def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:

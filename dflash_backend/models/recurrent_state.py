@@ -16,7 +16,10 @@ import numpy as np
 import torch
 
 from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec
-from dflash_backend.models.delta_rule import CHUNK, DeltaBlock, advance
+from dflash_kernels.delta_rule import CHUNK, DeltaBlock, advance
+
+# Tokens of a row that may have drafts, at most.
+MAX_ROW_TOKENS = CHUNK
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from dflash_backend.worker.batch import BatchTraits, LengthBounds, StepInputs
 from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.step import ModelStep
+from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES
 from dflash_kernels.token_bitmask import num_words
@@ -71,13 +72,15 @@ def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
 
 
 def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:
-    """Numbers of tokens that together take every tile of the experts, and every form of their grouping."""
+    """Numbers of tokens that together take every tile of the experts, every form of their grouping, and the form of
+    the delta rule for blocks of more tokens than a row of few drafts has."""
+    counts = {min(DELTA_CHUNK, max_tokens)} if step.pool is not None else set()
     moe = step.target.spec.decoder.moe
     if moe is None:
-        return []
+        return sorted(counts)
     entries = [tile.rows * moe.num_experts for tile in TILES] + [FEW_ENTRIES]
     last = {count // moe.experts_per_token for count in entries}
-    counts = {1, *last, *(count + 1 for count in last)}
+    counts |= {1, *last, *(count + 1 for count in last)}
     return sorted(count for count in counts if 1 <= count <= max_tokens)
 
 

@@ -1,5 +1,6 @@
 """A launch of each kernel of a decoder layer and of the drafter's context, in the shapes of Qwen3-8B, and of each of
-the mixture of experts, in those of Qwen3-30B-A3B, for `compile_only`."""
+the mixture of experts and of the gated delta net, in those of Qwen3-30B-A3B and Qwen3-Next-80B-A3B, for
+`compile_only`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
 from dflash_kernels.context_write import context_write
+from dflash_kernels.conv_heads import DeltaHeads, conv_heads
+from dflash_kernels.delta_chunks import chunked, delta_block
+from dflash_kernels.delta_rule import DeltaInputs
 from dflash_kernels.gelu_mul import gelu_mul
 from dflash_kernels.grouped_conv import grouped_conv
 from dflash_kernels.invariant_attention import invariant_attention, plan_pieces, with_tiles
@@ -58,6 +62,7 @@ def launches() -> None:
         attend([2048, 16, 0], causal=True, shape=shape)
     share_a_prefix()
     route_to_experts()
+    keep_a_state()
     in_any_batch([16], 32768)
     in_any_batch([300, 16, 0], 2000)
 
@@ -143,6 +148,17 @@ def route_to_experts() -> None:
         experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, tile=tile)
         experts_mlp(zeros(4, MOE_HIDDEN), gate_up, down, weights, experts, biases, (1.702, 7.0), tile)
     group(torch.zeros(FEW_ENTRIES + 1, 1, dtype=torch.int32), NUM_EXPERTS, TILES[-1].rows)
+
+
+def keep_a_state() -> None:
+    """A block of drafts that has few tokens, one that has more, and a chunk of a prompt."""
+    heads = DeltaHeads(16, 32, 128, 128)
+    channels = 2 * heads.num_key_heads * heads.key_dim + heads.num_value_heads * heads.value_dim
+    for run, num_rows, width in ((delta_block, 4, 16), (delta_block, 1, 40), (chunked, 1, 256)):
+        tokens = conv_heads(zeros(num_rows, 3 + width, channels), zeros(channels, 4), heads)
+        rates = torch.zeros(2, num_rows, heads.num_value_heads, width)
+        state = torch.zeros(num_rows, heads.num_value_heads, heads.key_dim, heads.value_dim)
+        run(DeltaInputs(*tokens, *rates), state)
 
 
 def fp8(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

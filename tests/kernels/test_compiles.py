@@ -16,6 +16,8 @@ FILES = {
         "attention_merge",
         "attention_schedule",
         "context_write",
+        "conv_heads",
+        "delta_chunks",
         "gelu_mul",
         "grouped_conv",
         "invariant_attention",

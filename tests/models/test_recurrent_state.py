@@ -16,8 +16,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from dflash_backend.checkpoints import read_target
 from dflash_backend.models import load_target
-from dflash_backend.models.delta_rule import DeltaInputs, advance, chunked, delta_block, recurrent
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows, pool_bytes
+from dflash_kernels.delta_rule import DeltaInputs, advance, chunked, delta_block, recurrent
 from tests.paged import block_tables, caches, context
 from tests.tiny_models import VOCAB_SIZE, make_target
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from tests.mutations.mutant import Mutant, mutants_of
 
-RULE = "dflash_backend/models/delta_rule.py"
+RULE = "kernels/dflash_kernels/delta_rule.py"
+CHUNKS = "kernels/dflash_kernels/delta_chunks.py"
+CONV = "kernels/dflash_kernels/conv_heads.py"
 STATE = "dflash_backend/models/recurrent_state.py"
 NET = "dflash_backend/models/delta_net.py"
 LAYERS = "dflash_backend/models/hybrid_layers.py"
 OF_STATE = ("tests/models/test_recurrent_state.py",)
+OF_CHUNKS = ("tests/kernels/test_delta_chunks.py",)
+OF_CONV_KERNEL = ("tests/kernels/test_conv_heads.py",)
 OF_ENGINE = ("tests/worker/test_recurrent_engines.py::test_greedy_text_is_that_of_transformers",)
 OF_FAMILY = ("tests/models/test_families.py::test_a_whole_prompt_gives_the_logits_of_transformers",)
 
@@ -77,13 +81,73 @@ HYBRID_MUTANTS = (
         NET,
         OF_FAMILY,
         ("the rate of a token is not its sigmoid", "beta = beta.float().sigmoid()", "beta = beta.float().clamp(0, 1)"),
-        ("keys are not normalised", "            per_head(keys),\n", "            per_head(keys) * 1.01,\n"),
+        ("the norm's gate is left out", "* F.silu(gate.float())", "* 1.0"),
+    ),
+    *mutants_of(
+        CONV,
+        OF_FAMILY,
+        ("keys are not normalised", "per_head(keys), split_values", "per_head(keys) * 1.01, split_values"),
         (
             "a value head reads the key head of its place",
-            "x.repeat_interleave(group_size, dim=1)",
-            "x.repeat(1, group_size, 1, 1)",
+            "x.repeat_interleave(heads.group, dim=1)",
+            "x.repeat(1, heads.group, 1, 1)",
         ),
-        ("the norm's gate is left out", "* F.silu(gate.float())", "* 1.0"),
+    ),
+    *mutants_of(
+        CONV,
+        OF_CONV_KERNEL,
+        (
+            "the kernel's convolution has its taps the other way round",
+            "(first + offset) * TAPS + tap,",
+            "(first + offset) * TAPS + TAPS - 1 - tap,",
+        ),
+        ("the kernel's queries are not scaled", "offset, x * scale, mask", "offset, x, mask"),
+        (
+            "a key head of the kernel serves the first of its value heads alone",
+            "key_head * GROUP + i) * width",
+            "key_head * GROUP) * width",
+        ),
+    ),
+    *mutants_of(
+        CHUNKS,
+        OF_CHUNKS,
+        (
+            "a token's system has its own update",
+            "earlier = place[:, None] < place\n",
+            "earlier = place[:, None] <= place\n",
+        ),
+        (
+            "the second token of a chunk takes nothing from the first",
+            "for i in range(1, tl.min",
+            "for i in range(2, tl.min",
+        ),
+        (
+            "an update has the rate of the token that reads it",
+            "tl.store(inverse_ptr + tile, inverse * beta)",
+            "tl.store(inverse_ptr + tile, inverse * beta[:, None])",
+        ),
+        (
+            "a chunk's state lacks the decay of its last token",
+            "tl.minimum((chunk + 1) * SIZE, width) - 1",
+            "tl.minimum((chunk + 1) * SIZE, width) - 2",
+        ),
+        (
+            "the upper rows of a state are the lower ones",
+            "of_high = of_low + HALF_KEY * VALUE_DIM\n",
+            "of_high = of_low\n",
+        ),
+        (
+            "a system's decays are masked behind their exp",
+            'mixing *= tl.exp(tl.where(seen, between, float("-inf")))',
+            "mixing *= tl.exp(between) * seen",
+        ),
+    ),
+    Mutant(
+        "blocks of more tokens than few are not compiled at the start",
+        "dflash_backend/worker/warm_up.py",
+        "{min(DELTA_CHUNK, max_tokens)} if step.pool is not None else set()",
+        "set()",
+        ("tests/benchmarks/test_kernel_variants.py",),
     ),
     Mutant(
         "the numbers of padding tokens reach a state",
