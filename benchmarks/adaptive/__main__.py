@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ HEADER = [
 ]
 
 
-def show_change(rounds: int, seconds: float) -> int:
+def show_change(rounds: int, seconds: float, clock: Callable[[], float]) -> int:
     """Math, then text at so high a temperature that no drafter can know it, then math: the exit status is 1 when
     adaptive has less than `LEAST_AFTER_CHANGE` of the better of none and fixed k in some part."""
     missed = False
@@ -129,7 +130,7 @@ def show_change(rounds: int, seconds: float) -> int:
         systems = Systems(Path(folder))
         for streams in (1, 8, 32):
             loops = systems.loops(Cell("demo", streams, 100, "math"))
-            parts = measure_change(loops, (0.0, UNPREDICTABLE, 0.0), rounds, seconds, STEPS_AFTER_CHANGE)
+            parts = measure_change(loops, (0.0, UNPREDICTABLE, 0.0), rounds, seconds, STEPS_AFTER_CHANGE, clock)
             for number, rates in enumerate(parts, start=1):
                 ratios = rates.ratios(ADAPTIVE, (NONE, FIXED))
                 missed |= statistics.median(ratios) < LEAST_AFTER_CHANGE
@@ -157,8 +158,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="where the results are written")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     if args.change:
-        return show_change(args.rounds, args.seconds)
+        return show_change(args.rounds, args.seconds, clock)
     if args.simulate:
         text = simulated_table()
         (args.out / "adaptive_simulated.md").write_text(text, encoding="utf-8")
@@ -167,7 +169,6 @@ def main() -> int:
     cells = all_cells() if args.full else corner_cells()
     cells = [cell for cell in cells if all(word in str(cell).replace(",", "").split() for word in args.cells)]
     rows, found, data = [], [], []
-    clock = time.process_time if args.cpu_time else time.perf_counter
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         systems = Systems(Path(folder))

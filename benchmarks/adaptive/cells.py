@@ -120,7 +120,12 @@ class Rates:
 
 
 def measure_change(
-    loops: dict[str, ClosedLoop], temperatures: Sequence[float], rounds: int, seconds: float, num_steps: int
+    loops: dict[str, ClosedLoop],
+    temperatures: Sequence[float],
+    rounds: int,
+    seconds: float,
+    num_steps: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Rates]:
     """Run all systems in turn through parts of a day, each with requests of another temperature; a part is measured
     from `num_steps` steps after the change on."""
@@ -128,7 +133,7 @@ def measure_change(
     for temperature in temperatures:
         for loop in loops.values():
             loop.temperature = temperature
-        parts.append(measure(loops, rounds, seconds, num_steps=num_steps))
+        parts.append(measure(loops, rounds, seconds, clock, num_steps))
     return parts
 
 
