@@ -9,7 +9,6 @@ a miss, in the median of rounds, or when first tokens differ.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -19,16 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from benchmarks.markdown import markdown_table
-from dflash_backend.checkpoints import read_target
-from dflash_backend.checkpoints.weights import expected_tensors
+from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from dflash_backend.models.decoder import TargetWeights
 from dflash_backend.models.recurrent_state import pool_bytes
 
 # Three layers with a gated delta net for each one with attention, as in the family.
@@ -49,21 +43,6 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-
-
-def write_small_target(directory: Path) -> Path:
-    """A random target with the tensors that such a config asks for."""
-    (directory / "config.json").write_text(json.dumps(SMALL))
-    layers = range(SMALL["num_hidden_layers"])
-    save_file({f"model.layers.{i}.x": torch.zeros(1) for i in layers}, directory / "model.safetensors")
-    spec = read_target(directory)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(each.shape, generator=generator) * 0.05
-        for name, each in expected_tensors(lambda source: TargetWeights.read(source, spec)).items()
-    }
-    save_file(tensors, directory / "model.safetensors")
-    return directory
 
 
 def first_token(built: BuiltEngine, name: str, prompt: list[int]) -> tuple[float, int]:
@@ -98,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=float, default=0.25, help="of a miss that a hit may take (%(default)s)")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="dflash-hits-") as folder:
-        target = args.target or str(write_small_target(Path(folder)))
+        target = args.target or str(write_small_target(Path(folder), SMALL))
         values = {"target_model": target, "draft_model": "", "max_num_seqs": 8}
         built = build_engine(EngineConfig.from_values(values))
         misses, hits, num_different = measure(built, args.tokens, args.rounds)

@@ -10,7 +10,6 @@ row reserves.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -19,17 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from safetensors.torch import save_file
-
 from benchmarks.markdown import markdown_table
-from dflash_backend.checkpoints import read_target
-from dflash_backend.checkpoints.weights import expected_tensors
+from benchmarks.small_target import write_small_target
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.messages import GenerationRequest, SamplingParams
-from dflash_backend.models.decoder import read_weights
 from dflash_backend.worker.kv_cache import bytes_per_block, window_bytes_per_block
 
 MIB = 1024**2
@@ -50,21 +44,6 @@ SMALL: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     "dtype": "float32",
 }
-
-
-def write_small_target(directory: Path) -> Path:
-    """A random target with the tensors that such a config asks for."""
-    (directory / "config.json").write_text(json.dumps(SMALL))
-    layers = range(SMALL["num_hidden_layers"])
-    save_file({f"model.layers.{i}.x": torch.zeros(1) for i in layers}, directory / "model.safetensors")
-    spec = read_target(directory)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(each.shape, generator=generator) * 0.05
-        for name, each in expected_tensors(lambda source: read_weights(source, spec)).items()
-    }
-    save_file(tensors, directory / "model.safetensors")
-    return directory
 
 
 def most_held(built: BuiltEngine, num_tokens: int) -> tuple[int, int]:
@@ -97,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-tokens", type=int, default=512, help="of a step (%(default)s)")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="dflash-windows-") as folder:
-        target = args.target or str(write_small_target(Path(folder)))
+        target = args.target or str(write_small_target(Path(folder), SMALL))
         values = {"target_model": target, "draft_model": "", "max_num_seqs": 4, "device": "cpu"}
         built = build_engine(EngineConfig.from_values({**values, "max_num_batched_tokens": args.step_tokens}))
         held = {num_tokens: most_held(built, num_tokens) for num_tokens in args.tokens}
