@@ -78,6 +78,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "-n", "logical", "tests/worker/test_random_overlap.py"),
         "1,000 random workloads with steps in flight yield what the engine without overlap yields",
     ),
+    "combinations": (
+        ("pytest", "-q", "-n", "logical", "tests/test_setting_combinations.py"),
+        "1,000 draws of settings, families, drafters and traffic: each request gets its target's own text",
+    ),
     "states": (
         (
             "pytest",
@@ -106,6 +110,7 @@ ENVIRON = {
     "examples": {"TEST_RANDOM": "1"},
     "tests": {"TEST_SCALE": "4"},
     "overlap": {"TEST_SCALE": "40"},
+    "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},
     "states": {"TEST_SCALE": "10"},
 }
 
