@@ -1,4 +1,5 @@
-"""The decoder layer that all targets and drafters share: `LayerConfig` says in what layers differ.
+"""The decoder layer of most targets and all drafters that are models: `LayerConfig` says in what layers differ. Gemma 4's
+is in `gemma4.py`, those of hybrids in `hybrid_layers.py`.
 
 Projections that read the same input are one matrix product (q, k and v; gate and up), and what lies between products
 and attention is an operation of `ops.py`: few calls, since at small batches a call costs more than its arithmetic.
