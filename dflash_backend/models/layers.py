@@ -1,5 +1,5 @@
-"""The decoder layer of most targets and all drafters that are models: `LayerConfig` says in what layers differ. Gemma 4's
-is in `gemma4.py`, those of hybrids in `hybrid_layers.py`.
+"""The decoder layer of most targets and of all drafters that are models: `LayerConfig` says in what layers differ.
+Gemma 4's is in `gemma4.py`, those of hybrids in `hybrid_layers.py`.
 
 Projections that read the same input are one matrix product (q, k and v; gate and up), and what lies between products
 and attention is an operation of `ops.py`: few calls, since at small batches a call costs more than its arithmetic.
