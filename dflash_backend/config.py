@@ -106,8 +106,8 @@ class EngineConfig:
     quantization: str | None = setting(
         None,
         "auto: the target's weights are as its checkpoint holds them; fp8: those of a checkpoint that is not quantised "
-        "become what FP8 (e4m3, a scale for each row) would hold, at the load and in `dtype`: it shows what FP8 costs, "
-        "and saves nothing yet; the drafter stays as it is",
+        "become FP8 (e4m3, a scale for each row) at the load, which saves memory on a GPU; on a CPU they are what FP8 "
+        "would hold, in `dtype`: it shows what FP8 costs; the drafter stays as it is",
         choices=("fp8",),
         refused=_OTHER_QUANTIZATION,
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_backend.models.decoder import DecoderTarget
+from dflash_backend.models.linear import QuantisedLinear
 from tests.batch_invariance import differing, random_prompts, run
 from tests.kernels.inputs import multiply_as_tensor_cores_do
+from tests.quantised import FP8_BLOCK, GPTQ, fp8_block, gptq, write
 from tests.scale import SCALE
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import triton_engine
@@ -25,6 +29,11 @@ FAMILIES = [
     pytest.param("GptOssForCausalLM", {}, SHAPES[-1:], marks=pytest.mark.slow),
 ]
 MANY_ROWS = [(17, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
+
+KEPT = {
+    "fp8": (fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]}),
+    "int4": (gptq(group=32), GPTQ | {"group_size": 32}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +79,23 @@ def test_logits_are_the_same_to_the_bit_chunked_or_whole_with_any_k(
     again = run(built, prompts[:1], prefix="again ", max_tokens=MAX_TOKENS)
     assert built.core.stats().prefix_cache_hits > hits
     assert differing(alone[1], again[1]) == 0
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_logits_of_a_target_that_stays_quantised_are_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
+    packer, config = KEPT[name]
+    make_models(tmp_path / "source", intermediate_size=160)
+    shutil.copytree(tmp_path / "source" / "draft", tmp_path / "draft")
+    write(tmp_path / "source" / "target", tmp_path, packer, config).quantised.rename(tmp_path / "target")
+    prompts = random_prompts(3, VOCAB_SIZE, longest=32)
+    alone = run(triton_engine(**settings(tmp_path, 1, 0, 256)), prompts[:1], max_tokens=MAX_TOKENS)
+    built = triton_engine(**settings(tmp_path, 3, 15, 60))
+    target = built.runner.step.target
+    assert isinstance(target, DecoderTarget)
+    assert isinstance(target.layers[0].weights.mlp.down, QuantisedLinear)
+    together = run(built, prompts, max_tokens=MAX_TOKENS)
+    assert differing(alone[1], together[1]) == 0
+    assert together[0]["0"] == alone[0]["0"]
 
 
 @pytest.mark.parametrize(("rows", "k"), MANY_ROWS)

@@ -42,7 +42,13 @@ SHAPES = {
 }
 QUERIES = {"decode": 16, "prefill": 2048}
 BLOCK_SIZE, CONTEXT = 16, 32768
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
 HEADER = [
     "GPU",
     "heads",

@@ -60,6 +60,7 @@ from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
 from dflash_backend.worker.warm_up import warm_up
+from dflash_kernels.quantised_weight import FP8, INT4
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_TOKENS = 16, 2048, 4096, 2048
@@ -73,7 +74,8 @@ REGEX = StructuredOutputs("regex", "[a-z]{1,9}")
 @dataclass(frozen=True)
 class Case:
     """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter. shared: all prompts begin
-    alike, and their KV is read together. hybrid: half of the target's layers keep a state."""
+    alike, and their KV is read together. hybrid: half of the target's layers keep a state. quantised: what the
+    projections of both models are kept in."""
 
     name: str
     k: int = 15
@@ -88,6 +90,7 @@ class Case:
     batch_invariant: bool = False
     shared: bool = False
     hybrid: bool = False
+    quantised: str | None = None
 
 
 CASES = (
@@ -110,6 +113,9 @@ CASES = (
     Case("experts, batch-invariant", moe=True, batch_invariant=True),
     Case("gated delta nets, k = 15", hybrid=True),
     Case("gated delta nets, k = 23, adaptive", k=23, hybrid=True, adaptive=True),
+    Case("FP8 weights, adaptive k", adaptive=True, max_num_seqs=64, quantised=FP8),
+    Case("INT4 weights, k = 7", k=7, max_num_seqs=64, quantised=INT4),
+    Case("FP8 weights, batch-invariant", batch_invariant=True, quantised=FP8),
 )
 
 
@@ -144,7 +150,7 @@ def model_step(case: Case) -> ModelStep:
     positions = max_positions(MAX_MODEL_LEN, case.k)
     ops, plain = select_ops(CPU, "triton", case.batch_invariant), TritonBackend(BLOCK_SIZE)
     backend = plain.batch_invariant() if case.batch_invariant else plain
-    weights = TargetWeights.read(target_tensors(shape, DTYPE, CPU), shape.target)
+    weights = TargetWeights.read(target_tensors(shape, DTYPE, CPU, case.quantised), shape.target)
     target = DecoderTarget(shape.target, weights, positions, ops)
     kv = PagedKVCache.allocate(shape.target.decoder, shape.draft.decoder, NUM_BLOCKS, BLOCK_SIZE, DTYPE, CPU)
     return ModelStep(
@@ -174,7 +180,7 @@ def _drafter(
     if case.eagle3:
         return _eagle3(case, shape, target, kv, backend)
     drafter = block_drafter_class(shape.draft)
-    weights = drafter.model_class.weights_class.read(draft_tensors(shape, DTYPE, CPU), shape.draft)
+    weights = drafter.model_class.weights_class.read(draft_tensors(shape, DTYPE, CPU, case.quantised), shape.draft)
     model = drafter.model_class(shape.draft, weights, max_positions(MAX_MODEL_LEN, case.k), ops)
     return drafter(model, target, kv.draft, backend)
 

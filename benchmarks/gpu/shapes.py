@@ -8,13 +8,15 @@ stands in for a checkpoint: a model reads its tensors from it one by one, and ea
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dflash_backend.checkpoints.quantization.keepable import FP8
+from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
 from dflash_backend.drafters.dflash.config import DFlashSpec
@@ -70,6 +72,35 @@ class RandomTensors(WeightSource):
     def make(self, name: str) -> torch.Tensor:
         """The tensor `name`. Raises `KeyError` where the checkpoint has none."""
         return self.tensor(name, *self.expected[name].shape)
+
+
+class RandomQuantised(RandomTensors):
+    """As `RandomTensors`, whose projections stay quantised: FP8 with a scale for each 128 x 128, or INT4 with a scale
+    and a zero point for each 128 weights of a row."""
+
+    def __init__(
+        self, expected: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, kind: str, seed: int = 0
+    ) -> None:
+        super().__init__(expected, dtype, device, seed)
+        self.kind = kind
+
+    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+        return all(name.endswith("_proj.weight") for name in names)
+
+    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
+        generator = torch.Generator(self.device).manual_seed(self.seed + zlib.crc32(name.encode()))
+
+        def integers(high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(0, high, shape, dtype=torch.uint8, device=self.device, generator=generator)
+
+        columns, rows = min(128, in_features), 128 if self.kind == FP8 else 1
+        blocks = -(-out_features // rows), -(-in_features // columns)
+        of_numbers = torch.float32 if self.kind == FP8 else torch.float16
+        scales = torch.full(blocks, WEIGHT_STD / 8, dtype=of_numbers, device=self.device)
+        zeros = None if self.kind == FP8 else integers(16, *blocks)
+        # Codes below 0x70 of e4m3 are numbers of up to 128.
+        codes = integers(0x70 if self.kind == FP8 else 16, out_features, in_features)
+        return KeptWeight(self.kind, codes, scales, zeros, rows, columns)
 
 
 def _decoder(
@@ -185,14 +216,26 @@ def block_drafter_class(spec: DFlashSpec) -> type[DFlashDrafter]:
     return found
 
 
-def target_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
-    """The target's checkpoint tensors."""
-    return RandomTensors(target_expected(shape), dtype, device)
+def target_tensors(
+    shape: Shape, dtype: torch.dtype, device: torch.device, quantised: str | None = None
+) -> RandomTensors:
+    """The target's checkpoint tensors. quantised: FP8 or INT4, of which its projections are."""
+    return _random(target_expected(shape), dtype, device, 0, quantised)
 
 
-def draft_tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> RandomTensors:
-    """The drafter's checkpoint tensors."""
-    return RandomTensors(draft_expected(shape), dtype, device, seed=1)
+def draft_tensors(
+    shape: Shape, dtype: torch.dtype, device: torch.device, quantised: str | None = None
+) -> RandomTensors:
+    """The drafter's checkpoint tensors, as `target_tensors`."""
+    return _random(draft_expected(shape), dtype, device, 1, quantised)
+
+
+def _random(
+    expected: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, seed: int, quantised: str | None
+) -> RandomTensors:
+    if quantised is None:
+        return RandomTensors(expected, dtype, device, seed)
+    return RandomQuantised(expected, dtype, device, quantised, seed)
 
 
 def num_elements(tensors: dict[str, torch.Tensor]) -> int:

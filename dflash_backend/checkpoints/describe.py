@@ -12,6 +12,7 @@ from pathlib import Path
 from dflash_backend.checkpoints.files import DTYPE_BYTES, code_files, num_weights, read_headers, weight_files
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.keepable import kept_bytes
 from dflash_backend.checkpoints.quantization.stored import quantised, weights_of
 from dflash_backend.checkpoints.rope import rope_in_words
 from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec, Gemma4Spec, TargetSpec
@@ -142,8 +143,11 @@ def _quantised_facts(directory: Path, served: str) -> Facts:
     counts = Counter(scheme.in_words() for scheme in weights.values())
     schemes = "; ".join(f"{scheme} ({count} projections)" for scheme, count in counts.items())
     files, memory = (f"{size / 1024**2:.1f} MiB" for size in (stored, numbers * FLOAT_BYTES[served]))
+    kept, num_kept = kept_bytes(headers, quantization)
+    share = f"{100 * num_kept / max(numbers, 1):.0f} % of these weights in {kept / 1024**2:.1f} MiB of memory"
     return [
         ("quantised", f"{quantization.method}: {schemes}; {8 * stored / max(numbers, 1):.2f} bits a weight"),
+        ("kept", f"on a GPU, whose products read codes: {share}, the others dequantised; on a CPU none"),
         (
             "dequantised",
             f"at load: {files} in the files are {memory} of {served} in memory; activations are not quantised",

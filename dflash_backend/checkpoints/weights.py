@@ -23,8 +23,10 @@ from dflash_backend.checkpoints.decoder_fields import DTYPES
 from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_headers
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
+from dflash_backend.checkpoints.quantization.keepable import kept_as_one
+from dflash_backend.checkpoints.quantization.kept import KeptWeight, is_in_order, keep
 from dflash_backend.checkpoints.quantization.slices import read_parts
-from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, stored_weight
+from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
 
@@ -44,11 +46,13 @@ PARTS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "qzeros
 
 
 class WeightSource(ABC):
-    """Where a model takes its tensors from. `dtype` and `device` are those of its parameters."""
+    """Where a model takes its tensors from. `dtype` and `device` are those of its parameters. keep_quantised: whether
+    weights that can stay quantised do, since the device has products of them."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, keep_quantised: bool = False) -> None:
         self.dtype = dtype
         self.device = device
+        self.keep_quantised = keep_quantised
 
     @abstractmethod
     def read(self, name: str, out: torch.Tensor) -> None:
@@ -58,6 +62,15 @@ class WeightSource(ABC):
         """As `read`, for the weight `[out_features, in_features]` of a projection, which files may hold quantised.
         `name` ends in `.weight`."""
         self.read(name, out)
+
+    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+        """Whether the weights of these projections, each with its number of rows, stay quantised as one product: then
+        `read_kept` gives each of them. Their names end in `.weight`."""
+        return False
+
+    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
+        """The weight of a projection in its codes, in place of `read_projection`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no weights quantised")
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
@@ -134,8 +147,9 @@ class _CheckpointFiles(WeightSource):
         device: torch.device,
         progress: Progress | None,
         ahead: ReadAhead,
+        keep_quantised: bool = False,
     ) -> None:
-        super().__init__(dtype, device)
+        super().__init__(dtype, device, keep_quantised)
         self._ahead = ahead
         self._headers = contents.headers
         self._quantised = contents.quantised
@@ -168,6 +182,26 @@ class _CheckpointFiles(WeightSource):
         dequantise(stored, {role: self._stored(part) for role, part in stored.tensors.items()}, out)
         for part in stored.tensors.values():
             self._count(part)
+
+    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+        if not self.keep_quantised:
+            return False
+        stored = [self._quantised.get(name.removesuffix(".weight")) for name in names]
+        found = [each for each in stored if each is not None]
+        schemes = zip((each.scheme for each in found), names.values(), strict=False)
+        if len(found) < len(stored) or not kept_as_one(schemes, in_features):
+            return False
+        # A small tensor, looked at besides those that are read ahead.
+        orders = [(each, each.tensors[Role.ORDER]) for each in found if Role.ORDER in each.tensors]
+        return all(is_in_order(self._stored(order, (slice(None),)), each.scheme.block[1]) for each, order in orders)
+
+    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
+        stored = self._quantised[name.removesuffix(".weight")]
+        parts = {role: self._stored(part) for role, part in stored.tensors.items()}
+        kept = keep(stored, parts, (out_features, in_features), self.device)
+        for part in stored.tensors.values():
+            self._count(part)
+        return kept
 
     def read_projection_slice(
         self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int
@@ -228,20 +262,21 @@ def load_weights(
     *,
     ignored: Callable[[str], bool] = lambda name: False,
     progress: Progress | None = None,
+    keep_quantised: bool = False,
 ) -> Model:
     """What `read` makes of the checkpoint in a directory, its parameters in `dtype` on `device`.
 
     `read` runs twice: first on parameters without memory, for the names, shapes and kinds of the tensors, so that all
     files are checked before the first tensor is read. `ignored` as for `check_weights`. `progress` is called with each
     file's name once it has been read, the bytes so far and their rate, and with the share of all bytes so far; in a
-    large file also every few seconds.
+    large file also every few seconds. keep_quantised: as of a `WeightSource`.
 
     Raises `CheckpointError` on a file that cannot be read, and as `check_weights` does.
     """
     contents = _check(directory, read, ignored)
     names = contents.order if reads_ahead(device) else []
     with ReadAhead(contents.headers, names, pinned=device.type == "cuda") as ahead:
-        return read(_CheckpointFiles(contents, dtype, device, progress, ahead))
+        return read(_CheckpointFiles(contents, dtype, device, progress, ahead, keep_quantised))
 
 
 def check_weights(

@@ -22,7 +22,7 @@ from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patt
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.device import choose_device, num_cores, share_cores
-from dflash_backend.engine.quantised import check_quantization, report_kv_dtype, target_kv_dtype
+from dflash_backend.engine.quantised import check_quantization, keeps_quantised, report_kv_dtype, target_kv_dtype
 from dflash_backend.engine.ranks import check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
 from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots
@@ -112,7 +112,8 @@ def build_engine(
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
     # With a probe, the most that there can be; how much there is shows once the models are loaded.
-    budget = gpu_budget(config, expected_use(probe, model_bytes(pair, dtype))) if probe else cpu_budget(config)
+    weights = model_bytes(pair, dtype, keeps_quantised(config, device), config.quantization == "fp8")
+    budget = gpu_budget(config, expected_use(probe, weights)) if probe else cpu_budget(config)
     sizes = settle_sizes(config, pair, budget, dtype)
     try:
         models = _load_models(config, pair, sizes, dtype, device, report)
@@ -261,7 +262,7 @@ def _check_pair(
     """Raises `ConfigError` for settings that this pair cannot have."""
     check_recurrent(config, pair, dtype, device, report)
     check_tensor_parallel(config, pair.target, device)
-    check_quantization(config, pair.target, report)
+    check_quantization(config, pair.target, keeps_quantised(config, device), report)
     report_kv_dtype(config, pair, dtype, report)
 
 

@@ -11,6 +11,7 @@ from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
+from dflash_backend.models.ops import select_ops
 from dflash_backend.worker.kv_cache import bytes_per_block, bytes_per_token
 
 KV_DTYPES = {"fp8": FP8, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -40,9 +41,17 @@ def report_kv_dtype(
     )
 
 
-def check_quantization(config: EngineConfig, target: TargetSpec, report: Callable[[str, float], None]) -> None:
-    """Say what the setting `quantization` makes of the target's weights. Raises `ConfigError` where they cannot have
-    it, with what would work."""
+def keeps_quantised(config: EngineConfig, device: torch.device) -> bool:
+    """Whether weights stay quantised on this device: where there are kernels for their products, and the target is not
+    shared by ranks."""
+    return select_ops(device).keeps_quantised and config.tensor_parallel_size == 1
+
+
+def check_quantization(
+    config: EngineConfig, target: TargetSpec, keeps: bool, report: Callable[[str, float], None]
+) -> None:
+    """Say what the setting `quantization` makes of the target's weights. keeps: they stay quantised. Raises
+    `ConfigError` where they cannot have it, with what would work."""
     if config.quantization is None:
         return
     moe, stored = target.decoder.moe, load_quantization(target.path)
@@ -57,6 +66,5 @@ def check_quantization(config: EngineConfig, target: TargetSpec, report: Callabl
     if reason is not None:
         where = f"setting 'quantization' is '{config.quantization}', which the target in {target.path} cannot have"
         raise ConfigError(f"{where}: {reason}")
-    report(
-        "target: quantised at load: FP8 (e4m3), a scale for each row; in memory dequantised, so nothing is saved", 0.05
-    )
+    memory = "kept so, but for experts" if keeps else "dequantised, so nothing is saved"
+    report(f"target: quantised at load: FP8 (e4m3), a scale for each row; in memory {memory}", 0.05)

@@ -15,6 +15,8 @@ import torch
 from dflash_backend.checkpoints.describe import weight_bytes
 from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.at_load import made_fp8_bytes
+from dflash_backend.checkpoints.quantization.keepable import kept_bytes
 from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
@@ -191,11 +193,18 @@ def at_length(pair: ModelPair, max_model_len: int) -> ModelPair:
     return dataclasses.replace(pair, target=target, draft=dataclasses.replace(draft, decoder=scaled(draft.decoder)))
 
 
-def model_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
-    """Memory that the weights of both models take in `dtype`, from the headers of their files."""
-    return (
-        sum(num_parameters(read_headers(path), load_quantization(path)) for path in pair.checkpoints) * dtype.itemsize
-    )
+def model_bytes(pair: ModelPair, dtype: torch.dtype, keeps_quantised: bool = False, fp8: bool = False) -> int:
+    """Memory that the weights of both models take in `dtype`, from the headers of their files. keeps_quantised: those
+    that can stay quantised do; fp8: the target's become FP8 as they are loaded."""
+    total = 0
+    for path in pair.checkpoints:
+        headers, quantization = read_headers(path), load_quantization(path)
+        total += num_parameters(headers, quantization) * dtype.itemsize
+        if keeps_quantised:
+            made = fp8 and path == pair.target.path
+            kept, numbers = made_fp8_bytes(headers) if made else kept_bytes(headers, quantization)
+            total += kept - numbers * dtype.itemsize
+    return total
 
 
 def loaded_bytes(pair: ModelPair, dtype: torch.dtype) -> int:

@@ -147,6 +147,7 @@ def load_target(
         device,
         ignored=lambda name: is_unused(spec, name),
         progress=progress,
+        keep_quantised=(ops or select_ops(device)).keeps_quantised,
     )
     return target_of(spec, weights, max_positions, ops)
 

@@ -1,18 +1,21 @@
-"""The matrix product of a decoder, with the weights that it multiplies by."""
+"""The matrix product of a decoder, with the weights that it multiplies by: as numbers, or quantised."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.cpu_product import CpuWeight
+from dflash_kernels import quantised_linear as quantised
+from dflash_kernels.quantised_weight import QuantisedWeight
 
-Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-"""`x @ weight.T + bias` of x `[..., in_features]`, as `torch.nn.functional.linear`."""
-ProductOf = Callable[[torch.Tensor], Product]
+Product = Callable[[torch.Tensor, Any, "torch.Tensor | None"], torch.Tensor]
+"""`x @ weight.T + bias` of x `[..., in_features]`, as `torch.nn.functional.linear`, for one kind of weight."""
+ProductOf = Callable[[torch.Tensor | QuantisedWeight], Product]
 """The product for a weight."""
 
 
@@ -20,10 +23,10 @@ class Linear:
     """`x @ weight.T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`, or None. product: what
     multiplies; in float32 on a CPU `F.linear` gives way to oneDNN where that is faster."""
 
-    __slots__ = ("_cpu", "bias", "product", "weight")
+    __slots__ = ("_cpu", "_weight", "bias", "product")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, product: Product = F.linear) -> None:
-        self.weight = weight
+        self._weight = weight
         self.bias = bias
         self.product = product
         self._cpu = CpuWeight(weight) if product is F.linear and CpuWeight.fits(weight) else None
@@ -35,44 +38,128 @@ class Linear:
         """The projections of one input as one product: their rows lie below one another, in the order of
         `out_features`, which has the size of each by its name. `prefix` comes before the names."""
         total, sizes = sum(out_features.values()), list(out_features.values())
-        linear = cls(source.empty(total, in_features), source.empty(total) if bias else None)
-        for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+        names = {f"{prefix}{name}.weight": size for name, size in out_features.items()}
+        kept = _read_kept(source, names, in_features) if source.keeps(names, in_features) else None
+        weight, offset = (
+            source.empty(total, in_features) if kept is None else None,
+            source.empty(total) if bias else None,
+        )
+        for kind, parameter in (("weight", weight), ("bias", offset)):
             if parameter is not None:
                 read = source.read_projection if kind == "weight" else source.read
                 for name, part in zip(out_features, parameter.split(sizes), strict=True):
                     read(f"{prefix}{name}.{kind}", part)
-        return linear
+        if kept is not None:
+            return QuantisedLinear(kept, offset, source.dtype)
+        assert weight is not None
+        return cls(weight, offset)
 
     @classmethod
     def stacked(cls, parts: Sequence[Linear]) -> Linear:
         """The outputs of all parts side by side, in memory of its own. Either all parts have a bias or none has."""
         biases = [part.bias for part in parts if part.bias is not None]
-        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+        bias = torch.cat(biases) if biases else None
+        kept = [part.quantised for part in parts if isinstance(part, QuantisedLinear)]
+        if len(kept) == len(parts) and QuantisedWeight.alike(kept):
+            return QuantisedLinear(QuantisedWeight.stacked(kept), bias, parts[0].dtype)
+        return cls(torch.cat([part.weight for part in parts]), bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` -> `[..., out_features]`."""
         if self._cpu is not None and self._cpu.pays(x.numel() // x.shape[-1]):
             return self._cpu.product(x, self.bias)
-        return self.product(x, self.weight, self.bias)
+        return self.product(x, self._weight, self.bias)
 
     def with_product(self, product_of: ProductOf) -> Linear:
         """The same weights, multiplied by what `product_of` chooses for them."""
-        product = product_of(self.weight)
-        return self if product is self.product else Linear(self.weight, self.bias, product)
+        product = product_of(self._weight)
+        return self if product is self.product else Linear(self._weight, self.bias, product)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """The product that gives the outputs `index` alone: a view for a slice, a copy for int64 indices."""
-        return Linear(self.weight[index], None if self.bias is None else self.bias[index], self.product)
+        return Linear(self._weight[index], None if self.bias is None else self.bias[index], self.product)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, as numbers."""
+        return self._weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight's numbers."""
+        return self._weight.dtype
 
     @property
     def in_features(self) -> int:
         """Size of the input."""
-        return self.weight.shape[1]
+        return self._weight.shape[1]
 
     @property
     def out_features(self) -> int:
         """Size of the output."""
-        return self.weight.shape[0]
+        return self._weight.shape[0]
+
+
+class QuantisedLinear(Linear):
+    """A product by a weight that stays quantised. dtype: what its numbers are taken for where they are asked for."""
+
+    __slots__ = ("_dtype", "quantised")
+
+    def __init__(
+        self,
+        weight: QuantisedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        product: Product | None = None,
+    ) -> None:
+        self.quantised = weight
+        self.bias = bias
+        self._dtype = dtype
+        self.product = QUANTISED_PRODUCT if product is None else product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.quantised, self.bias)
+
+    def with_product(self, product_of: ProductOf) -> Linear:
+        product = product_of(self.quantised)
+        return self if product is self.product else QuantisedLinear(self.quantised, self.bias, self._dtype, product)
+
+    def rows(self, index: torch.Tensor | slice) -> Linear:
+        """As `Linear.rows`; always a copy."""
+        bias = None if self.bias is None else self.bias[index]
+        return QuantisedLinear(self.quantised.taken(index), bias, self._dtype, self.product)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as numbers, made anew whenever it is asked for."""
+        return self.quantised.dequantised(self._dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def in_features(self) -> int:
+        return self.quantised.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.quantised.shape[0]
+
+
+QUANTISED_PRODUCT: Product = (
+    quantised.quantised_linear_reference if quantised.triton is None else quantised.quantised_linear
+)
+"""What multiplies by a quantised weight unless operations choose otherwise."""
+
+
+def _read_kept(source: WeightSource, names: Mapping[str, int], in_features: int) -> QuantisedWeight:
+    """The weights of these projections and numbers of rows as one, in the layout of the products."""
+    parts = []
+    for name, size in names.items():
+        kept = source.read_kept(name, size, in_features)
+        parts.append(QuantisedWeight.of_codes(kept.kind, kept.codes, kept.scales, kept.zeros, kept.rows, kept.columns))
+    return parts[0] if len(parts) == 1 else QuantisedWeight.stacked(parts)
 
 
 def embedded(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

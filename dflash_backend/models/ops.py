@@ -29,11 +29,13 @@ from dflash_kernels import (
     moe_routing,
     prompt_lookup,
     qk_norm_rope_write,
+    quantised_linear,
     selector_walk,
     silu_mul,
 )
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.dispatch import use_triton
+from dflash_kernels.quantised_weight import QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class Rotation:
 
 
 class LayerOps:
-    """The operations as a few torch calls each; `TritonLayerOps` replaces all of them."""
+    """The operations as a few torch calls each; `TritonLayerOps` replaces all of them. keeps_quantised: whether weights
+    that can stay quantised should, since products by them save memory."""
+
+    keeps_quantised = False
 
     rms_norm = staticmethod(norms.rms_norm_reference)
     add_rms_norm = staticmethod(norms.add_rms_norm_reference)
@@ -67,9 +72,9 @@ class LayerOps:
     delta_chunked = staticmethod(delta_rule.chunked)
 
     @staticmethod
-    def product_of(weight: torch.Tensor) -> Product:
+    def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
         """What a target multiplies by `weight` with."""
-        return F.linear
+        return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear_reference
 
     @staticmethod
     def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -115,8 +120,9 @@ class InvariantLayerOps(LayerOps):
     experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
 
     @staticmethod
-    def product_of(weight: torch.Tensor) -> Product:
+    def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
         """As `LayerOps.product_of`: by oneDNN in float32, for any number of rows, so that one library does all."""
+        assert isinstance(weight, torch.Tensor), "weights are dequantised for operations of torch"
         if not CpuWeight.fits(weight):
             return invariant_linear.invariant_linear_reference
         packed = CpuWeight(weight)
@@ -132,6 +138,8 @@ if norms.triton is not None:
     class TritonLayerOps(LayerOps):
         """The operations as kernels. They need a GPU, or Triton's interpreter, and skip slots below 0 in any case."""
 
+        keeps_quantised = True
+
         rms_norm = staticmethod(norms.rms_norm)
         add_rms_norm = staticmethod(norms.add_rms_norm)
         silu_mul = staticmethod(silu_mul.silu_mul)
@@ -145,6 +153,11 @@ if norms.triton is not None:
         conv_heads = staticmethod(conv_heads.conv_heads)
         delta_block = staticmethod(delta_chunks.delta_block)
         delta_chunked = staticmethod(delta_chunks.chunked)
+
+        @staticmethod
+        def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
+            """As `LayerOps.product_of`."""
+            return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear
 
         @staticmethod
         def rotation(rotary: Rotary, positions: torch.Tensor) -> Rotation:
@@ -189,9 +202,11 @@ if norms.triton is not None:
         experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
 
         @staticmethod
-        def product_of(weight: torch.Tensor) -> Product:
+        def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
             """As `LayerOps.product_of`."""
-            return invariant_linear.invariant_linear
+            if isinstance(weight, torch.Tensor):
+                return invariant_linear.invariant_linear
+            return quantised_linear.invariant_quantised_linear
 
 
 def select_ops(device: torch.device, wanted: str | None = None, batch_invariant: bool = False) -> LayerOps:

@@ -2,8 +2,8 @@
 which takes up to seconds, and all requests would wait.
 
 Steps of padding rows alone run under the bounds of real ones; they read and write nothing. What a kernel is compiled
-for is enumerated: tiles of attention, tiles of experts, draft widths, rows of a budget, dtypes of logits. The counting
-driver of `benchmarks.gpu.kernel_variants` shows that no workload adds a kernel.
+for is enumerated: tiles of attention, of experts and of quantised weights, draft widths, rows of a budget, dtypes of
+logits. The counting driver of `benchmarks.gpu.kernel_variants` shows that no workload adds a kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dflash_backend.worker.step import ModelStep
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES
+from dflash_kernels.quantised_linear import every_tile
 from dflash_kernels.token_bitmask import num_words
 
 # Tokens of a prefill chunk that takes the tallest tiles of attention, whatever the heads.
@@ -52,8 +53,9 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
 
 @contextmanager
 def _every_variant(step: ModelStep) -> Iterator[None]:
-    """In this block the attention of both models runs every kernel that it has."""
-    with step.backend.every_variant(), (step.draft_backend or step.backend).every_variant():
+    """In this block the attention of both models, and products of quantised weights, run every kernel that they
+    have."""
+    with step.backend.every_variant(), (step.draft_backend or step.backend).every_variant(), every_tile():
         yield
 
 

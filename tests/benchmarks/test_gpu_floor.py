@@ -12,6 +12,7 @@ from benchmarks.gpu import floor, shapes, step_bytes
 from benchmarks.gpu.floor import Ceilings, CycleSize, Work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.synthetic import SyntheticAcceptance
+from dflash_kernels.quantised_weight import FP8, INT4, QuantisedWeight
 
 BF16 = 2
 CEILINGS = Ceilings(copy_bandwidth=4.3e12, matrix_rate=780e12)
@@ -76,6 +77,22 @@ def test_quantised_weights_are_those_of_the_targets_projections_alone(name: str,
     found = step_bytes.cycle_bytes(shapes.qwen3_8b(), size())
     projections = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
     assert found["KV fp8"] - found[f"weights {name}, KV fp8"] == pytest.approx(projections * (2 - bits / 8), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fp8", FP8), ("int4", INT4)])
+def test_bytes_of_a_quantised_weight_are_what_it_takes_in_memory(name: str, kind: str) -> None:
+    codes = torch.zeros(256, 512, dtype=torch.uint8)
+    rows, dtype = (128, torch.float32) if kind == FP8 else (1, torch.float16)
+    weight = QuantisedWeight.of_codes(kind, codes, torch.zeros(256 // rows, 4, dtype=dtype), None, rows, 128)
+    assert weight.num_bytes / codes.numel() == step_bytes.WEIGHTS[name]
+
+
+def test_experts_count_as_they_are_in_memory_however_they_are_stored() -> None:
+    shape = shapes.qwen3_30b_a3b()
+    found = step_bytes.cycle_bytes(shape, size())
+    attention = 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048)
+    bytes_of_fp8 = 1 + 4 / 128**2
+    assert found["KV fp8"] - found["weights fp8, KV fp8"] == pytest.approx(attention * (2 - bytes_of_fp8), rel=1e-6)
 
 
 def test_floor_prints_a_line_for_each_size_on_any_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,11 @@ def test_the_facts_say_scheme_bits_and_sizes(tmp_path: Path) -> None:
     assert f" are {4 * numbers / 1024**2:.1f} MiB of float32 in memory" in facts["dequantised"]
     assert f"at load: {numbers / 1024**2:.1f} MiB in the files" in facts["dequantised"]
     assert facts["dequantised"].endswith("activations are not quantised")
+    # A float32 for each 128 x 128: 3 by 2 of gate, up and down, 1 by 2 of q, k and v, 2 by 1 of o.
+    blocks = 5 * (3 * 6 + 3 * 2 + 2)
+    assert facts["kept"].startswith(
+        f"on a GPU, whose products read codes: 100 % of these weights in {(numbers + 4 * blocks) / 1024**2:.1f} MiB"
+    )
     bfloat16 = dict(target_facts(spec, "bfloat16"))["dequantised"]
     assert f" are {2 * numbers / 1024**2:.1f} MiB of bfloat16" in bfloat16
 
@@ -51,6 +56,31 @@ def test_sizes_count_weights_and_not_words(tmp_path: Path, packer: Packer, confi
     pairs = [ModelPair(read_target(directory), None, 0) for directory in (copies.plain, copies.quantised)]
     sizes = [model_bytes(pair, torch.float32) for pair in pairs]
     assert sizes[0] == sizes[1] == loaded_bytes(pairs[1], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("packer", "config", "least", "most"),
+    [
+        (fp8_block(), FP8_BLOCK, 1.0, 1.1),
+        (gptq(group=32), GPTQ | {"group_size": 32}, 0.5, 0.7),
+        # Groups that no product reads.
+        (gptq(), GPTQ, 4.0, 4.0),
+    ],
+)
+def test_sizes_know_what_stays_quantised(
+    tmp_path: Path, packer: Packer, config: dict[str, object], least: float, most: float
+) -> None:
+    make_target(tmp_path / "source", hidden_size=160, intermediate_size=320)
+    copies = write(tmp_path / "source", tmp_path, packer, config)
+    pair = ModelPair(read_target(copies.quantised), None, 0)
+    saved = model_bytes(pair, torch.float32) - model_bytes(pair, torch.float32, keeps_quantised=True)
+    # Rows and columns of 64, 32, 32, 64 and three times 320, by 160, in five layers.
+    numbers = 5 * 160 * (64 + 32 + 32 + 64 + 3 * 320)
+    assert least * numbers <= 4 * numbers - saved <= most * numbers
+    plain = ModelPair(read_target(copies.plain), None, 0)
+    assert model_bytes(plain, torch.float32, keeps_quantised=True) == model_bytes(plain, torch.float32)
+    made = model_bytes(plain, torch.float32) - model_bytes(plain, torch.float32, keeps_quantised=True, fp8=True)
+    assert 4 * numbers - made == numbers + 4 * 5 * (64 + 32 + 32 + 160 + 2 * 320 + 160)
 
 
 def test_the_log_says_what_dequantised_weights_take(tmp_path: Path) -> None:

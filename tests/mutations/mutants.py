@@ -16,6 +16,7 @@ from tests.mutations.gpu_benchmark import GPU_BENCHMARK_MUTANTS
 from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.hybrids import HYBRID_MUTANTS
 from tests.mutations.invariance import INVARIANCE_MUTANTS
+from tests.mutations.kept_weights import KEPT_WEIGHTS_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.overlap import OVERLAP_MUTANTS
 from tests.mutations.parallel import PARALLEL_MUTANTS
@@ -42,7 +43,7 @@ MUTANTS += SECURITY_MUTANTS + FRONT_END_MUTANTS + DFLASH2_MUTANTS + DSPARK_MUTAN
 MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTANTS + ROUTING_MUTANTS + GEMMA4_MUTANTS
 MUTANTS += SNAPSHOT_MUTANTS + FP8_KV_MUTANTS + WINDOW_MUTANTS + READ_AHEAD_MUTANTS
 MUTANTS += SPECIAL_MUTANTS + SHARED_PREFIX_MUTANTS + LAUNCHER_MUTANTS + RESTING_MUTANTS + PREFILL_MUTANTS
-MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS
+MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -1,23 +1,27 @@
 """Quantises the weights of a plain checkpoint while it is loaded: FP8 with a scale for each row, as tools write it.
 
-The values are those that such a checkpoint stands for, in the dtype that is served: what FP8 costs shows before one is
-made.
+The values are those that such a checkpoint stands for: what FP8 costs shows before one is made. Where products by
+quantised weights are there, projections stay FP8; else they become numbers of the dtype that is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.quantization.dequantise import CHUNK
-from dflash_backend.checkpoints.quantization.scheme import damaged
+from dflash_backend.checkpoints.quantization.keepable import FLOAT32_BYTES, FP8, NOT_ALONE, kept_as_one, kind_of
+from dflash_backend.checkpoints.quantization.kept import KeptWeight
+from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme, damaged
 from dflash_backend.checkpoints.weights import WeightSource, whole_shape
 
-FP8 = "fp8"
 CODE = torch.float8_e4m3fn
 LARGEST = torch.finfo(CODE).max
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SCHEME = Scheme(Layout.FLOAT8, 8, (1, None), ("weight_scale",))
+EMBEDDING = "embed_tokens"
 # The experts of a layer in one tensor `[num_experts, out_features, in_features]`, by the ends of their names.
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
 # Projections that published FP8 checkpoints leave as they are, by the ends of their names.
@@ -29,7 +33,7 @@ class Fp8Source(WeightSource):
     gates of shared experts and of delta nets, and all that is no projection stay as they are."""
 
     def __init__(self, plain: WeightSource) -> None:
-        super().__init__(plain.dtype, plain.device)
+        super().__init__(plain.dtype, plain.device, plain.keep_quantised)
         self._plain = plain
 
     def read(self, name: str, out: torch.Tensor) -> None:
@@ -41,8 +45,23 @@ class Fp8Source(WeightSource):
         """Raises `CheckpointError` for weights that are not finite."""
         self._plain.read_projection(name, out)
         projection = name.removesuffix(".weight")
-        if projection.rpartition(".")[2] not in KEPT:
+        if not _stays(projection):
             round_to_fp8(projection, out)
+
+    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+        as_one = kept_as_one(((SCHEME, rows) for rows in names.values()), in_features)
+        return self.keep_quantised and as_one and not any(_stays(name.removesuffix(".weight")) for name in names)
+
+    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
+        """Raises `CheckpointError` for weights that are not finite."""
+        self._plain.read_projection(name, plain := self.empty(out_features, in_features))
+        codes = torch.empty(plain.shape, dtype=torch.uint8, device=plain.device)
+        scales = torch.empty(out_features, 1, device=plain.device)
+        for rows in _chunks(plain):
+            numbers = plain[rows].float()
+            scales[rows] = _scales(name.removesuffix(".weight"), numbers)
+            codes[rows] = (numbers / scales[rows]).to(CODE).view(torch.uint8)
+        return KeptWeight(FP8, codes, scales, None, 1, in_features)
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         """The whole is rounded first where it is, since a row has one scale."""
@@ -72,13 +91,42 @@ def round_to_fp8(projection: str, weight: torch.Tensor) -> None:
     the scale the row's largest number by that of e4m3. Raises `CheckpointError` where a number is not finite."""
     if weight.device.type == "meta":
         return
-    rows = weight.view(-1, weight.shape[-1])
-    step = max(1, CHUNK // rows.shape[1])
-    for first in range(0, len(rows), step):
-        part = rows[first : first + step]
-        numbers = part.float()
-        largest = numbers.abs().amax(dim=1, keepdim=True)
-        if not bool(largest.isfinite().all()):
-            raise damaged(projection, "has numbers that are not finite")
-        scale = (largest / LARGEST).clamp(min=SMALLEST_SCALE)
-        part.copy_((numbers / scale).to(CODE).float() * scale)
+    weights = weight.view(-1, weight.shape[-1])
+    for rows in _chunks(weights):
+        numbers = weights[rows].float()
+        scale = _scales(projection, numbers)
+        weights[rows] = (numbers / scale).to(CODE).float() * scale
+
+
+def _chunks(weight: torch.Tensor) -> Iterator[slice]:
+    """Some of the rows of `[n, in_features]` at a time."""
+    step = max(1, CHUNK // weight.shape[1])
+    return (slice(first, first + step) for first in range(0, len(weight), step))
+
+
+def _scales(projection: str, numbers: torch.Tensor) -> torch.Tensor:
+    """The scale of each row of float32 `[n, in_features]`: `[n, 1]`."""
+    largest = numbers.abs().amax(dim=1, keepdim=True)
+    if not bool(largest.isfinite().all()):
+        raise damaged(projection, "has numbers that are not finite")
+    return (largest / LARGEST).clamp(min=SMALLEST_SCALE)
+
+
+def made_fp8_bytes(headers: Mapping[str, TensorHeader]) -> tuple[int, int]:
+    """Bytes of the weights of a plain checkpoint that are kept in FP8, with their scales, and how many numbers these
+    weights have, by the headers."""
+    num_bytes = num_numbers = 0
+    for name, header in headers.items():
+        projection, _, part = name.rpartition(".")
+        if part != "weight" or len(header.shape) != 2 or _stays(projection) or projection.endswith(EMBEDDING):
+            continue
+        rows, columns = header.shape
+        if not any(each in projection for each in NOT_ALONE) and kind_of(SCHEME, columns, rows) is not None:
+            num_bytes += rows * (columns + FLOAT32_BYTES)
+            num_numbers += rows * columns
+    return num_bytes, num_numbers
+
+
+def _stays(projection: str) -> bool:
+    """Whether a projection stays as it is."""
+    return projection.rpartition(".")[2] in KEPT

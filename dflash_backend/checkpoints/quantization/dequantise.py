@@ -26,7 +26,7 @@ def dequantise(stored: StoredWeight, parts: Parts, out: torch.Tensor) -> None:
     for each number, and little else. Raises `CheckpointError` on parts that contradict each other, and on numbers that
     are not finite.
     """
-    _check_small_parts(stored, parts, out.shape)
+    check_small_parts(stored, parts, out.shape)
     scheme, device = stored.scheme, out.device
     rows, columns = out.shape
     below, beside = scheme.blocks(rows, columns)
@@ -50,13 +50,14 @@ def dequantise(stored: StoredWeight, parts: Parts, out: torch.Tensor) -> None:
         out[part] = numbers
 
 
-def _check_small_parts(stored: StoredWeight, parts: Parts, shape: torch.Size) -> None:
+def check_small_parts(stored: StoredWeight, parts: Parts, shape: Sequence[int]) -> None:
+    """Raises `CheckpointError` where the small parts of a weight of `shape` contradict it or each other."""
     if Role.SHAPE in parts:
         check_shape(stored, parts[Role.SHAPE], shape)
     if Role.ZERO_BIAS in parts and bool(parts[Role.ZERO_BIAS].any()):
         raise damaged(stored.projection, "has a bias beside it, which this model does not have")
     if Role.ORDER in parts:
-        order, (_, beside) = parts[Role.ORDER], stored.scheme.blocks(*shape)
+        order, (_, beside) = parts[Role.ORDER], stored.scheme.blocks(shape[0], shape[1])
         if int(order.min()) < 0 or int(order.max()) >= beside:
             raise damaged(stored.projection, f"puts columns in groups that are not from 0 to {beside - 1}")
 

@@ -136,6 +136,17 @@ def quantised(headers: Mapping[str, TensorHeader], quantization: Quantization) -
     return found
 
 
+def shape_of(projection: str, scheme: Scheme, headers: Mapping[str, TensorHeader]) -> tuple[int, int]:
+    """Rows and columns of the weight, rounded up to whole words."""
+    first, second = headers[f"{projection}.{CODES[scheme.layout]}"].shape
+    per_word = WORD_BITS // scheme.bits
+    if scheme.layout is Layout.GPTQ:
+        return second, first * per_word
+    if scheme.layout is Layout.AWQ:
+        return second * per_word, first
+    return first, second * per_word if scheme.layout is Layout.PACKED else second
+
+
 def weights_of(projection: str, scheme: Scheme, headers: Mapping[str, TensorHeader]) -> int:
     """How many numbers the weight has, rounded up to whole words."""
     numbers = math.prod(headers[f"{projection}.{CODES[scheme.layout]}"].shape)

@@ -113,6 +113,7 @@ class DFlashModel:
             device,
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
+            keep_quantised=(ops or select_ops(device)).keeps_quantised,
         )
         return cls(spec, weights, max_positions, ops)
 

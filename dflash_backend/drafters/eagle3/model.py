@@ -116,6 +116,7 @@ class Eagle3Model:
             device,
             ignored=lambda name: is_unused(spec, name),
             progress=progress,
+            keep_quantised=(ops or select_ops(device)).keeps_quantised,
         )
         return cls(spec, weights, max_positions, ops)
 

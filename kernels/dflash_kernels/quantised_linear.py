@@ -1,0 +1,325 @@
+"""Products by weights that stay quantised (`quantised_weight.py`): activations keep their dtype, codes become numbers
+of it on their way to the tensor cores, and scales multiply the sums, in float32.
+
+With few tokens, reading the codes takes the time. So the weight is the first factor of a tile, whose rows are many
+whatever the number of tokens is, and where a weight has too few rows to give every multiprocessor a program, its
+columns are split among several, whose sums are added up in their order. With many tokens the same kernel runs over
+larger tiles. Nothing here waits for the device, and launches follow from shapes alone.
+
+Codes of e4m3 are read by the compiler's own conversion where it has one (compute capability 8.9 and later), else by
+integer operations. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dflash_kernels.launcher import cached_launches
+from dflash_kernels.quantised_weight import INT4, MIDDLE, QuantisedWeight
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU needs the reference only
+    triton = None
+
+# How codes of e4m3 are read: by integer operations; by the compiler's conversion, in two steps, since that to bfloat16
+# is an instruction of one number at a time on Hopper; by its conversion alone. And the compute capabilities from which.
+BY_INTEGERS, BY_FLOAT32, DIRECTLY = 0, 1, 2
+READINGS = ((10, 0), DIRECTLY), ((8, 9), BY_FLOAT32)
+
+
+def quantised_linear_reference(
+    x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, `[..., in]` -> `[..., out]` in x's dtype, from numbers in float32. bias: `[out]`."""
+    product = F.linear(x.float(), weight.dequantised(torch.float32), None if bias is None else bias.float())
+    return product.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's part of a product: `tokens` rows of the input by `outputs` rows of the weight, a run of columns at a
+    time, with `stages` such pieces under way."""
+
+    tokens: int
+    outputs: int
+    stages: int
+    warps: int
+
+
+# Ascending in tokens, by the number of which one is chosen.
+TILES = (
+    Tile(tokens=16, outputs=64, stages=5, warps=4),
+    Tile(tokens=32, outputs=64, stages=5, warps=4),
+    Tile(tokens=64, outputs=64, stages=4, warps=4),
+    Tile(tokens=128, outputs=128, stages=3, warps=8),
+)
+# For any number of tokens, so that a row has the same bits in any batch.
+INVARIANT_TILE = TILES[2]
+# Of float32, which is multiplied without tensor cores, from registers.
+WIDE_TILE = Tile(tokens=16, outputs=32, stages=2, warps=4)
+
+# Programs that keep a large GPU's memory busy. Columns are split until there are as many: in 8 parts at most, of four
+# runs at least.
+WANTED_PROGRAMS, MAX_SPLITS, MIN_RUNS = 256, 8, 4
+
+_every_tile = False
+
+
+@contextmanager
+def every_tile() -> Iterator[None]:
+    """In this block each product runs every kernel that it has, which compiles them."""
+    global _every_tile
+    before, _every_tile = _every_tile, True
+    try:
+        yield
+    finally:
+        _every_tile = before
+
+
+def tile_of(num_tokens: int, dtype: torch.dtype) -> Tile:
+    """The lowest tile that holds the tokens, else the largest."""
+    if dtype.itemsize > 2:
+        return WIDE_TILE
+    return next((tile for tile in TILES if num_tokens <= tile.tokens), TILES[-1])
+
+
+def num_splits(num_tokens: int, weight: QuantisedWeight, tile: Tile) -> int:
+    """In how many parts the columns are multiplied."""
+    if num_tokens > tile.tokens:
+        return 1
+    outputs, inputs = weight.shape
+    wanted = WANTED_PROGRAMS // -(-outputs // tile.outputs)
+    return max(1, min(wanted, MAX_SPLITS, inputs // (weight.run * MIN_RUNS)))
+
+
+if triton is not None:
+    _MIDDLE = tl.constexpr(MIDDLE)
+    _BY_INTEGERS, _BY_FLOAT32 = tl.constexpr(BY_INTEGERS), tl.constexpr(BY_FLOAT32)
+    # The bits of 128 in bfloat16 and of 1024 in float16, whose last bits are those of an integer.
+    _BF16_BITS, _FP16_BITS = tl.constexpr(0x4300), tl.constexpr(0x6400)
+
+    @triton.jit
+    def numbers_of_e4m3(codes, dtype: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr):
+        """uint8 -> numbers in `dtype`, exactly; in float32 with WIDEN. Bits are moved to where it has sign, exponent
+        and mantissa, and a power of two makes up for its other bias."""
+        if READING != _BY_INTEGERS:
+            numbers = codes.to(tl.float8e4nv, bitcast=True)
+            if READING == _BY_FLOAT32:
+                numbers = numbers.to(tl.float16).to(tl.float32)
+            numbers = numbers.to(tl.float32 if WIDEN else dtype)
+        else:
+            # A signed shift leaves the sign in the bits behind it too.
+            bits = codes.to(tl.int8, bitcast=True).to(tl.int16)
+            if dtype == tl.bfloat16:
+                numbers = ((bits << 4) & -0x7810).to(tl.bfloat16, bitcast=True)
+                if WIDEN:
+                    numbers = numbers.to(tl.float32)
+                numbers = numbers * tl.full([], 2.0**120, numbers.dtype)
+            else:
+                numbers = ((bits << 7) & -0x4001).to(tl.float16, bitcast=True)
+                if WIDEN or dtype == tl.float32:
+                    numbers = numbers.to(tl.float32)
+                numbers = numbers * tl.full([], 256.0, numbers.dtype)
+        return numbers
+
+    @triton.jit
+    def number_of_int4(codes, dtype: tl.constexpr, WIDEN: tl.constexpr):
+        """uint8 from 0 to 15 -> numbers in `dtype` that are a constant more, so that no integer is converted, which is
+        slow. Differences of them are exact."""
+        bits = codes.to(tl.int16)
+        if dtype == tl.bfloat16:
+            numbers = (bits | _BF16_BITS).to(tl.bfloat16, bitcast=True)
+        else:
+            numbers = (bits | _FP16_BITS).to(tl.float16, bitcast=True)
+        if WIDEN or dtype == tl.float32:
+            numbers = numbers.to(tl.float32)
+        return numbers
+
+    @triton.jit
+    def zero_numbers(zeros_ptr, offsets, mask, dtype: tl.constexpr, WIDEN: tl.constexpr):
+        """The zero points of some rows, as `number_of_int4` has them; of all rows the same without zero points."""
+        if zeros_ptr is None:
+            zeros = number_of_int4(tl.full(offsets.shape, _MIDDLE, tl.uint8), dtype, WIDEN)
+        else:
+            zeros = number_of_int4(tl.load(zeros_ptr + offsets, mask=mask, other=0), dtype, WIDEN)
+        return zeros
+
+    @triton.jit
+    def sums_of_int4(
+        x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
+        RUN: tl.constexpr, WIDEN: tl.constexpr,
+    ):  # fmt: skip
+        """The products of a run of columns, without scales: `[rows, tokens]`. Both halves of a byte are numbers of one
+        row, half a run apart."""
+        zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
+        half = tl.arange(0, RUN // 2)
+        offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
+        packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
+        x_ptrs += run * RUN + half[:, None]
+        first = tl.load(x_ptrs, mask=is_token[None, :], other=0.0)
+        second = tl.load(x_ptrs + RUN // 2, mask=is_token[None, :], other=0.0)
+        if WIDEN:
+            first = first.to(tl.float32)
+            second = second.to(tl.float32)
+        sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
+        return tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
+
+    @triton.jit
+    def sums_of_e4m3(
+        x_ptrs, is_token, codes_ptr, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
+        EVEN: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+    ):  # fmt: skip
+        """As `sums_of_int4`. EVEN: every run is whole."""
+        column = run * RUN + tl.arange(0, RUN)
+        x_mask, codes_mask = is_token[None, :], is_row[:, None]
+        if not EVEN:
+            x_mask = x_mask & (column < inputs)[:, None]
+            codes_mask = codes_mask & (column < inputs)[None, :]
+        offsets = row.to(tl.int64)[:, None] * inputs + column[None, :]
+        codes = tl.load(codes_ptr + offsets, mask=codes_mask, other=0)
+        x = tl.load(x_ptrs + column[:, None], mask=x_mask, other=0.0)
+        if WIDEN:
+            x = x.to(tl.float32)
+        return tl.dot(numbers_of_e4m3(codes, dtype, READING, WIDEN), x, input_precision="ieee")
+
+    # One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
+    @cached_launches
+    @triton.jit(do_not_specialize=["num_rows", "scale_stride", "runs_per_part"])
+    def _quantised_linear_kernel(
+        x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs, scale_stride,
+        runs_per_part, PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
+        EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, READING: tl.constexpr,
+        WIDEN: tl.constexpr,
+    ):  # fmt: skip
+        """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
+        Programs that read the same rows of the weight run one after the other. COLUMNS: how many share a scale, 0 for
+        all of them."""
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_token, is_row = token < num_rows, row < outputs
+        part = tl.program_id(2)
+        x_ptrs = x_ptr + token.to(tl.int64)[None, :] * x_stride
+        result = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        first = part * runs_per_part
+        last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
+        for run in range(first, last):
+            of_block = row // ROWS
+            if COLUMNS:
+                of_block += run * RUN // COLUMNS * scale_stride
+            if PACKED:
+                sums = sums_of_int4(
+                    x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, RUN, WIDEN
+                )
+            else:
+                sums = sums_of_e4m3(
+                    x_ptrs, is_token, codes_ptr, run, row, inputs, is_row, dtype, RUN, EVEN, READING, WIDEN
+                )
+            if COLUMNS:
+                scale = tl.load(scales_ptr + of_block, mask=is_row, other=0.0)
+                sums = sums * scale.to(tl.float32)[:, None]
+            result += sums
+        if COLUMNS == 0:
+            scale = tl.load(scales_ptr + row // ROWS, mask=is_row, other=0.0)
+            result = result * scale.to(tl.float32)[:, None]
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        out_rows = token.to(tl.int64)[None, :]
+        if SPLIT:
+            out_rows += part.to(tl.int64) * num_rows
+        out_ptrs = out_ptr + out_rows * outputs + row[:, None]
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
+
+    @cached_launches
+    @triton.jit(do_not_specialize=["num_rows", "num_parts"])
+    def _add_parts_kernel(parts_ptr, bias_ptr, out_ptr, num_rows, num_parts, outputs, BLOCK: tl.constexpr):
+        """One program adds up the parts of some numbers of one row, in their order."""
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        is_column = column < outputs
+        result = tl.zeros([BLOCK], dtype=tl.float32)
+        offsets = row * outputs + column
+        for _ in range(num_parts):
+            result += tl.load(parts_ptr + offsets, mask=is_column, other=0.0)
+            offsets += tl.cast(num_rows, tl.int64) * outputs
+        if bias_ptr is not None:
+            result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * outputs + column, result.to(out_ptr.dtype.element_ty), mask=is_column)
+
+    # The interpreter multiplies bfloat16 as if it were integers, so products are of float32 there.
+    INTERPRETED = not isinstance(_quantised_linear_kernel, triton.JITFunction)
+    PARTS_BLOCK = 512
+
+    def quantised_linear(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `quantised_linear_reference`; the elements of a row of `x` are contiguous."""
+        num_rows = x.numel() // weight.shape[1]
+        if _every_tile and num_rows:
+            _run_every_tile(x, weight, bias)
+        tile = tile_of(num_rows, x.dtype)
+        return multiply(x, weight, bias, tile, num_splits(num_rows, weight, tile))
+
+    def invariant_quantised_linear(
+        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `quantised_linear`, in tiles and an order that do not follow from the number of rows: a row has the same
+        bits alone and among any others."""
+        return multiply(x, weight, bias, WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1)
+
+    def _run_every_tile(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
+        """Each kernel of this product, over one row."""
+        row = x.reshape(-1, weight.shape[1])[:1]
+        for tile in [WIDE_TILE] if x.itemsize > 2 else TILES:
+            for splits in {1, num_splits(1, weight, tile)}:
+                multiply(row, weight, bias, tile, splits)
+
+    def multiply(
+        x: torch.Tensor,
+        weight: QuantisedWeight,
+        bias: torch.Tensor | None,
+        tile: Tile,
+        splits: int,
+        reading: int | None = None,
+    ) -> torch.Tensor:
+        """The product by these tiles. reading: how codes of e4m3 are read, by default as suits the device."""
+        outputs, inputs = weight.shape
+        rows = x.reshape(-1, inputs)
+        num_rows, device = len(rows), x.device
+        out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
+        if num_rows:
+            is_packed, num_runs = weight.kind == INT4, triton.cdiv(inputs, weight.run)
+            parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
+            grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
+            _quantised_linear_kernel[grid](
+                rows, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
+                out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
+                triton.cdiv(num_runs, splits), PACKED=is_packed, ROWS=weight.rows,
+                COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
+                EVEN=inputs % weight.run == 0, SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
+                READING=BY_INTEGERS if is_packed else reading_on(device) if reading is None else reading,
+                WIDEN=INTERPRETED,
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+            if parts is not None:
+                _add_parts_kernel[(num_rows, triton.cdiv(outputs, PARTS_BLOCK))](
+                    parts, bias, out, num_rows, splits, outputs, BLOCK=PARTS_BLOCK
+                )
+        return out.view(*x.shape[:-1], outputs)
+
+
+def reading_on(device: torch.device) -> int:
+    """How codes of e4m3 are read there."""
+    if device.type != "cuda":
+        return BY_INTEGERS
+    return reading_of(torch.cuda.get_device_capability(device))
+
+
+def reading_of(capability: tuple[int, int]) -> int:
+    """How codes of e4m3 are read by GPUs of this compute capability."""
+    return next((reading for least, reading in READINGS if capability >= least), BY_INTEGERS)

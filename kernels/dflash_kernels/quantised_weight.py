@@ -1,0 +1,163 @@
+"""A weight that stays quantised in memory, in the layout that `quantised_linear` multiplies by.
+
+A number is `(code - zero point) * scale`. Codes are e4m3 (Micikevicius et al., arXiv 2209.05433), which has no zero
+points, or integers of 4 bits, to which compressed-tensors', GPTQ's and AWQ's words are all repacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+FP8, INT4 = "fp8", "int4"
+# The zero point of codes of 4 bits that have none of their own.
+MIDDLE = 8
+# Columns that are multiplied at a time: at most, and at least, since tensor cores take 16.
+MAX_RUN, MIN_RUN = 128, 32
+
+
+def run_of(columns: int) -> int:
+    """Columns that are multiplied at a time where `columns` share a scale: a power of two that divides them."""
+    return min(MAX_RUN, columns & -columns)
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight `[out_features, in_features]` in codes.
+
+    codes: of e4m3 uint8 `[out_features, in_features]`; of 4 bits uint8 `[in_features / run, out_features, run / 2]`,
+    for each run of columns and each row a byte for two columns: number j of a run in the lower half of byte j, number
+    `run / 2 + j` in its upper half. So the bytes that a program reads at a time lie side by side, and each half of them
+    is a run of columns.
+    scales: `[ceil(in_features / columns), ceil(out_features / rows)]`, float32 for e4m3, else of any floating dtype.
+    zeros: uint8 of the same shape, for codes of 4 bits; None where all are `MIDDLE`.
+    rows, columns: how many of the weight's share a scale.
+    """
+
+    kind: str
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    rows: int
+    columns: int
+
+    @classmethod
+    def of_codes(
+        cls,
+        kind: str,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        rows: int,
+        columns: int,
+    ) -> QuantisedWeight:
+        """codes: uint8 `[out_features, in_features]`, one in a byte, of 4 bits from 0 on. scales, zeros: as checkpoints
+        have them, `[ceil(out_features / rows), ceil(in_features / columns)]`."""
+        packed = pack(codes, run_of(columns)) if kind == INT4 else codes.contiguous()
+        beside = None if zeros is None or bool((zeros == MIDDLE).all()) else zeros.T.contiguous()
+        return cls(kind, packed, scales.T.contiguous(), beside, rows, columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """out_features, in_features."""
+        if self.kind == FP8:
+            return self.codes.shape[0], self.codes.shape[1]
+        runs, out, half = self.codes.shape
+        return out, runs * 2 * half
+
+    @property
+    def run(self) -> int:
+        """Columns that are multiplied at a time; the last ones may be fewer where codes are of e4m3."""
+        return run_of(self.columns) if self.kind == INT4 or len(self.scales) > 1 else MAX_RUN
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, which is what a product reads."""
+        tensors = [self.codes, self.scales, *([] if self.zeros is None else [self.zeros])]
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+    def taken(self, index: torch.Tensor | slice) -> QuantisedWeight:
+        """The rows `index` alone: a slice, or int64 indices."""
+        along = 0 if self.kind == FP8 else 1
+        out, _ = self.shape
+        first, last = (0, 0) if isinstance(index, torch.Tensor) else index.indices(out)[:2]
+        in_blocks = isinstance(index, slice) and index.step in (None, 1) and first % self.rows == 0
+        whole = self if in_blocks else self.with_scale_of_each_row()
+        of_scales = slice(first // whole.rows, math.ceil(last / whole.rows)) if in_blocks else index
+        return replace(
+            whole,
+            codes=whole.codes[(slice(None),) * along + (index,)].contiguous(),
+            scales=whole.scales[:, of_scales].contiguous(),
+            zeros=None if whole.zeros is None else whole.zeros[:, of_scales].contiguous(),
+        )
+
+    def with_scale_of_each_row(self) -> QuantisedWeight:
+        """The same numbers, with `rows` of 1."""
+        if self.rows == 1:
+            return self
+        out, _ = self.shape
+        scales, zeros = (
+            None if each is None else each.repeat_interleave(self.rows, dim=1)[:, :out].contiguous()
+            for each in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        return replace(self, scales=scales, zeros=zeros, rows=1)
+
+    @staticmethod
+    def alike(parts: Sequence[QuantisedWeight]) -> bool:
+        """Whether the rows of all of them can be those of one weight."""
+        return len({(part.kind, part.shape[1], part.columns) for part in parts}) == 1
+
+    @classmethod
+    def stacked(cls, parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
+        """The rows of all parts, which are `alike`, below one another, in memory of their own."""
+        first = parts[0]
+        in_blocks = all(part.rows == first.rows for part in parts)
+        if not in_blocks or any(part.shape[0] % part.rows for part in parts[:-1]):
+            parts = [part.with_scale_of_each_row() for part in parts]
+        zeros = None
+        if any(part.zeros is not None for part in parts):
+            filled = [_zeros_of(part) for part in parts]
+            zeros = torch.cat(filled, dim=1)
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts], dim=0 if first.kind == FP8 else 1),
+            scales=torch.cat([part.scales for part in parts], dim=1),
+            zeros=zeros,
+        )
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers, `[out_features, in_features]`: in float32, then rounded to `dtype`."""
+        out, inner = self.shape
+        scales = _spread(self.scales.float(), self.rows, self.columns, out, inner)
+        if self.kind == FP8:
+            return (self.codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
+        zeros = _spread(_zeros_of(self).float(), self.rows, self.columns, out, inner)
+        return ((unpack(self.codes).float() - zeros) * scales).to(dtype)
+
+
+def _zeros_of(weight: QuantisedWeight) -> torch.Tensor:
+    """The zero points, as a tensor in any case."""
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full_like(weight.scales, MIDDLE, dtype=torch.uint8)
+
+
+def _spread(blocks: torch.Tensor, rows: int, columns: int, out: int, inner: int) -> torch.Tensor:
+    """What each number of a weight has, from what each block has: `[beside, below]` -> `[out, inner]`."""
+    return blocks.T.repeat_interleave(rows, dim=0)[:out].repeat_interleave(columns, dim=1)[:, :inner]
+
+
+def pack(codes: torch.Tensor, run: int) -> torch.Tensor:
+    """Codes of 4 bits, one in a byte, uint8 `[out, in]`, as `QuantisedWeight.codes`; `run` divides `in`."""
+    low, high = codes.view(len(codes), -1, 2, run // 2).unbind(2)
+    return (low | (high << 4)).transpose(0, 1).contiguous()
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """What `pack` took: uint8 `[out, in]`."""
+    halves = torch.stack([packed & 0x0F, packed >> 4], dim=2)
+    return halves.permute(1, 0, 2, 3).reshape(packed.shape[1], -1)

@@ -1,0 +1,209 @@
+"""Products by weights that stay quantised equal those by the numbers that their codes stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_kernels import quantised_linear as products
+from dflash_kernels.quantised_linear import (
+    BY_FLOAT32,
+    BY_INTEGERS,
+    DIRECTLY,
+    INVARIANT_TILE,
+    TILES,
+    WIDE_TILE,
+    every_tile,
+    invariant_quantised_linear,
+    multiply,
+    num_splits,
+    quantised_linear,
+    quantised_linear_reference,
+    tile_of,
+)
+from dflash_kernels.quantised_weight import FP8, INT4, MIDDLE, QuantisedWeight, pack, run_of, unpack
+from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Rows, columns, and how many of them share a scale.
+FP8_SHAPES = {
+    "blocks": (200, 384, 128, 128),
+    "small blocks, the last ones cut": (100, 176, 24, 32),
+    "a scale for each row": (72, 300, 1, 300),
+    "one scale": (72, 300, 72, 300),
+}
+INT4_SHAPES = {"groups of 128": (72, 384, 128), "groups of 32": (40, 160, 32), "one group": (40, 256, 256)}
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Uniform from 0.5 to 1.5, float32 of `shape`."""
+    return 0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """From 0 to 15, uint8 of `shape`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+
+
+def fp8(out: int, inner: int, rows: int, columns: int, seed: int = 0) -> QuantisedWeight:
+    """A weight in e4m3, all of whose codes occur."""
+    codes = torch.randint(0, 256, (out, inner), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scales = numbers(-(-out // rows), -(-inner // columns), seed=seed) / 64
+    return QuantisedWeight.of_codes(FP8, codes.to(DEVICE), scales, None, rows, columns)
+
+
+def int4(out: int, inner: int, columns: int, zeros: bool = True, seed: int = 0) -> QuantisedWeight:
+    """A weight of 4 bits."""
+    groups = inner // columns
+    points = integers(out, groups, seed=seed + 1) if zeros else None
+    scales = (numbers(out, groups, seed=seed) / 8).half()
+    return QuantisedWeight.of_codes(INT4, integers(out, inner, seed=seed), scales, points, 1, columns)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within what rounding to the dtype, and sums in another order, make."""
+    assert found.dtype == expected.dtype
+    size = float(expected.float().abs().max())
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[found.dtype] * size, rtol=0)
+
+
+@pytest.mark.parametrize("name", FP8_SHAPES)
+@pytest.mark.parametrize("reading", [BY_INTEGERS, BY_FLOAT32, DIRECTLY])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_fp8_products_equal_the_reference_however_codes_are_read(name: str, reading: int, dtype: torch.dtype) -> None:
+    if DEVICE == "cuda" and products.reading_on(torch.device(DEVICE)) < reading:
+        pytest.skip("the compiler for this GPU knows no e4m3")
+    weight = fp8(*FP8_SHAPES[name])
+    x, bias = random(21, weight.shape[1], seed=1).to(dtype), random(weight.shape[0], seed=2).to(dtype)
+    for splits in (1, 2):
+        found = multiply(x, weight, bias, tile_of(16, dtype), splits, reading)
+        assert_close(found, quantised_linear_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("name", INT4_SHAPES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_int4_products_equal_the_reference(name: str, zeros: bool, dtype: torch.dtype) -> None:
+    weight = int4(*INT4_SHAPES[name], zeros=zeros)
+    x, bias = random(21, weight.shape[1], seed=1).to(dtype), random(weight.shape[0], seed=2).to(dtype)
+    for splits in (1, 2):
+        found = multiply(x, weight, bias, tile_of(16, dtype), splits)
+        assert_close(found, quantised_linear_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.tokens} tokens")
+@pytest.mark.parametrize("weight", [fp8(200, 256, 128, 128), int4(136, 256, 128)], ids=["fp8", "int4"])
+def test_every_tile_gives_the_same_product(tile: products.Tile, weight: QuantisedWeight) -> None:
+    for num_tokens in (1, tile.tokens, tile.tokens + 3):
+        x = random(num_tokens, 256, seed=num_tokens).half()
+        assert_close(multiply(x, weight, None, tile, 1), quantised_linear_reference(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("weight", [fp8(96, 512, 1, 512), int4(96, 512, 64)], ids=["fp8", "int4"])
+def test_a_row_has_the_same_bits_among_any_rows_where_that_is_asked_for(
+    weight: QuantisedWeight, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":
+        multiply_as_tensor_cores_do(monkeypatch)
+    x = random(150, 512).to(dtype)
+    whole = invariant_quantised_linear(x, weight)
+    for count in (1, 2, 17, 100):
+        assert torch.equal(invariant_quantised_linear(x[9 : 9 + count], weight), whole[9 : 9 + count]), count
+
+
+def test_columns_are_split_only_where_a_weight_has_few_rows_and_all_tokens_fit_a_tile() -> None:
+    small, tall = fp8(64, 4096, 1, 4096), fp8(64 * 256, 128, 1, 128)
+    assert num_splits(16, small, TILES[0]) == 8
+    assert num_splits(17, small, TILES[0]) == 1
+    assert num_splits(16, tall, TILES[0]) == 1
+    # Each part has four runs of columns at least.
+    assert num_splits(1, fp8(64, 1024, 1, 1024), TILES[0]) == 2
+
+
+def test_shapes_are_those_of_a_linear_layer() -> None:
+    weight = fp8(40, 64, 1, 64)
+    assert quantised_linear(random(2, 3, 64), weight).shape == (2, 3, 40)
+    assert quantised_linear(random(0, 64), weight).shape == (0, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_product_that_compiles_runs_every_tile_and_gives_its_own_result(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = fp8(64, 1024, 1, 1024), random(3, 1024).to(dtype)
+    expected, run, plain = quantised_linear(x, weight), [], products.multiply
+
+    def noted(x: torch.Tensor, weight: QuantisedWeight, bias: None, tile: products.Tile, splits: int) -> torch.Tensor:
+        run.append((tile, splits))
+        return plain(x, weight, bias, tile, splits)
+
+    monkeypatch.setattr(products, "multiply", noted)
+    with every_tile():
+        assert torch.equal(quantised_linear(x, weight), expected)
+    tiles = TILES if dtype == torch.float16 else [WIDE_TILE]
+    assert set(run) == {(tile, splits) for tile in tiles for splits in (1, 2)}
+    run.clear()
+    quantised_linear(x, weight)
+    assert len(run) == 1
+    assert INVARIANT_TILE in TILES
+
+
+def test_codes_of_four_bits_are_packed_by_halves_of_a_run_and_unpacked_again() -> None:
+    codes = integers(6, 128)
+    packed = pack(codes, 64)
+    assert packed.shape == (2, 6, 32)
+    assert int(packed[1, 3, 5]) == int(codes[3, 64 + 5]) + 16 * int(codes[3, 64 + 32 + 5])
+    assert torch.equal(unpack(packed), codes)
+
+
+def test_a_run_is_the_largest_power_of_two_that_divides_a_group() -> None:
+    assert [run_of(columns) for columns in (32, 64, 96, 128, 192, 1024)] == [32, 64, 32, 128, 64, 128]
+
+
+@pytest.mark.parametrize(
+    "index", [slice(128, None), slice(0, 128), slice(100, 180), torch.tensor([150, 3, 3])], ids=str
+)
+@pytest.mark.parametrize("weight", [fp8(200, 64, 128, 32), int4(200, 64, 32), fp8(200, 64, 200, 64)], ids=str)
+def test_rows_that_are_taken_have_their_scales(index: torch.Tensor | slice, weight: QuantisedWeight) -> None:
+    taken = weight.taken(index.to(DEVICE) if isinstance(index, torch.Tensor) else index)
+    expected = weight.dequantised(torch.float32)[index]
+    assert torch.equal(taken.dequantised(torch.float32), expected)
+    x = random(2, 64)
+    assert_close(quantised_linear(x, taken), x @ expected.T)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (fp8(256, 64, 128, 32), fp8(100, 64, 128, 32, seed=1)),
+        (fp8(100, 64, 128, 32), fp8(128, 64, 128, 32, seed=1)),
+        (fp8(96, 64, 96, 64), fp8(32, 64, 32, 64, seed=1), fp8(32, 64, 1, 64, seed=2)),
+        (int4(64, 64, 32), int4(32, 64, 32, zeros=False, seed=1)),
+        (int4(64, 64, 64, zeros=False), int4(32, 64, 64, zeros=False, seed=1)),
+    ],
+    ids=["whole blocks", "a block is cut", "a scale for each tensor", "zero points of one part", "none"],
+)
+def test_parts_below_one_another_keep_their_numbers(parts: tuple[QuantisedWeight, ...]) -> None:
+    assert QuantisedWeight.alike(parts)
+    stacked = QuantisedWeight.stacked(parts)
+    expected = torch.cat([part.dequantised(torch.float32) for part in parts])
+    assert stacked.shape == tuple(expected.shape)
+    assert torch.equal(stacked.dequantised(torch.float32), expected)
+    x = random(2, 64)
+    assert_close(quantised_linear(x, stacked), x @ expected.T)
+
+
+def test_zero_points_that_are_all_in_the_middle_are_not_kept() -> None:
+    codes, scales = integers(8, 64), numbers(8, 2)
+    with_zeros = QuantisedWeight.of_codes(INT4, codes, scales, torch.full_like(scales, MIDDLE).byte(), 1, 32)
+    assert with_zeros.zeros is None
+    without = QuantisedWeight.of_codes(INT4, codes, scales, None, 1, 32)
+    assert torch.equal(with_zeros.dequantised(torch.float32), without.dequantised(torch.float32))
+
+
+def test_bytes_are_those_of_codes_scales_and_zero_points() -> None:
+    assert fp8(256, 512, 128, 128).num_bytes == 256 * 512 + 2 * 4 * 4
+    assert int4(256, 512, 128).num_bytes == 256 * 512 // 2 + 256 * 4 * (2 + 1)

@@ -1,0 +1,157 @@
+"""Defects of weights that stay quantised. The model runs, and its text is worse or no text at all."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+KERNELS = "tests/kernels/test_quantised_linear.py"
+MODELS = "tests/models/test_kept_weights.py"
+FP8 = (f"{KERNELS}::test_fp8_products_equal_the_reference_however_codes_are_read",)
+INT4 = (f"{KERNELS}::test_int4_products_equal_the_reference",)
+FORMATS = (f"{MODELS}::test_projections_keep_their_codes_and_give_the_logits_of_their_numbers",)
+DEQUANTISED = (f"{MODELS}::test_what_no_product_is_there_for_is_dequantised",)
+TAKEN = (f"{KERNELS}::test_rows_that_are_taken_have_their_scales",)
+STACKED = (f"{KERNELS}::test_parts_below_one_another_keep_their_numbers",)
+
+KEPT_WEIGHTS_MUTANTS = (
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        FP8,
+        (
+            "scales of kept blocks are transposed",
+            "of_block += run * RUN // COLUMNS * scale_stride",
+            "of_block += (row // ROWS) * (scale_stride - 1) + run * RUN // COLUMNS",
+        ),
+        ("a kept block of rows begins one late", "of_block = row // ROWS", "of_block = tl.maximum(row - 1, 0) // ROWS"),
+        (
+            "a kept block of columns begins one run late",
+            "of_block += run * RUN // COLUMNS * scale_stride",
+            "of_block += tl.maximum(run - 1, 0) * RUN // COLUMNS * scale_stride",
+        ),
+        ("codes of bfloat16 keep a second sign", "& -0x7810", "& -0x10"),
+        ("codes of float16 keep a second sign", "& -0x4001", "& -0x1"),
+        ("bfloat16's other bias is not made up for", "2.0**120", "2.0**119"),
+        ("one scale for all columns is left out", "if COLUMNS == 0:", "if COLUMNS < 0:"),
+        ("columns past the last are multiplied", "if not EVEN:", "if EVEN:"),
+        ("each part begins with the first columns", "first = part * runs_per_part", "first = part * 0"),
+        ("the sum of parts leaves out the last", "for _ in range(num_parts):", "for _ in range(num_parts - 1):"),
+        (
+            "each part has its bias",
+            "None if splits > 1 else bias",
+            "bias",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        INT4,
+        ("zero points of kept weights are left out", "if zeros_ptr is None:", "if zeros_ptr is None or True:"),
+        (
+            "the halves of a packed byte change places",
+            "number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first",
+            "number_of_int4(packed >> 4, dtype, WIDEN) - zeros, first",
+        ),
+        ("packed codes are read as bytes", "number_of_int4(packed & 0x0F", "number_of_int4(packed"),
+        ("the second half of a run is the first", "tl.load(x_ptrs + RUN // 2,", "tl.load(x_ptrs,"),
+        (
+            "a row of packed codes is its neighbour's",
+            "(tl.cast(run, tl.int64) * outputs + row)",
+            "(tl.cast(run, tl.int64) * outputs + row + 1)",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        (f"{KERNELS}::test_a_row_has_the_same_bits_among_any_rows_where_that_is_asked_for",),
+        (
+            "batch-invariant products split columns by the number of rows",
+            "WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1)",
+            "INVARIANT_TILE, num_splits(len(x), weight, INVARIANT_TILE))",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        (f"{KERNELS}::test_a_product_that_compiles_runs_every_tile_and_gives_its_own_result",),
+        (
+            "the start compiles products of one part alone",
+            "for splits in {1, num_splits(1, weight, tile)}:",
+            "for splits in {1}:",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_weight.py",
+        FORMATS,
+        ("kept nibbles are packed in the other order", "(low | (high << 4))", "(high | (low << 4))"),
+        (
+            "zero points are dropped where one is in the middle",
+            "bool((zeros == MIDDLE).all())",
+            "bool((zeros == MIDDLE).any())",
+        ),
+        (
+            "kept scales are not transposed",
+            "scales.T.contiguous(), beside",
+            "scales.reshape(scales.shape[::-1]), beside",
+        ),
+        ("kept zero points are not transposed", "else zeros.T.contiguous()", "else zeros.reshape(zeros.shape[::-1])"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_weight.py",
+        TAKEN,
+        ("rows within a block have the scales of whole ones", "first % self.rows == 0", "True"),
+        ("rows that are taken have the first scales", "slice(first // whole.rows,", "slice(0,"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_weight.py",
+        STACKED,
+        (
+            "blocks that are cut are stacked as whole ones",
+            "any(part.shape[0] % part.rows for part in parts[:-1])",
+            "False",
+        ),
+        (
+            "parts without zero points have 0",
+            "torch.full_like(weight.scales, MIDDLE,",
+            "torch.full_like(weight.scales, 0,",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/keepable.py",
+        DEQUANTISED,
+        ("INT8 is kept as INT4", "and scheme.bits == 4", "and scheme.bits > 0"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        DEQUANTISED,
+        (
+            "columns in another order are kept as if in order",
+            "(groups.long() == expected).all()",
+            "(groups.long() >= 0).all()",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        (
+            f"{MODELS}::test_codes_that_are_no_numbers_are_refused",
+            f"{MODELS}::test_weights_that_are_not_finite_are_refused",
+        ),
+        ("codes that are no numbers are kept", "if has_nan or not", "if not"),
+        (
+            "scales that are not finite are kept",
+            "(scales.float() * LARGEST).isfinite().all()",
+            "(scales.float() > -1).any()",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/models/linear.py",
+        (f"{MODELS}::test_a_drafter_keeps_its_codes_and_those_of_its_context_kv",),
+        ("context KV of a kept drafter is dequantised", "len(kept) == len(parts) and", "not kept and"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/at_load.py",
+        ("tests/checkpoints/test_quantised_loading.py::test_sizes_know_what_stays_quantised",),
+        ("embeddings count as FP8", "or projection.endswith(EMBEDDING)", ""),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/sizing.py",
+        ("tests/checkpoints/test_quantised_loading.py::test_sizes_know_what_stays_quantised",),
+        ("sizes take kept weights for numbers", "total += kept - numbers * dtype.itemsize", "total += 0"),
+    ),
+)

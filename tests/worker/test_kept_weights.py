@@ -1,0 +1,56 @@
+"""An engine whose models stay quantised gives the text of the same models dequantised, with drafts and without.
+
+Kernels run on a GPU, else under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.models.decoder import DecoderTarget
+from dflash_backend.models.linear import QuantisedLinear
+from tests.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
+from tests.tiny_models import make_pair
+from tests.worker.engines import engine, outputs_of, triton_engine
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+PROMPTS = [[1, 2, 3, 4, 5, 6], [9, 8, 7], [5] * 11]
+ASKED: list[dict[str, Any]] = [
+    {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True},
+    {"max_tokens": 4, "temperature": 0.8, "seed": 1, "ignore_eos": True},
+    {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True},
+]
+FORMATS = {
+    "fp8": (fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]}),
+    "int4": (awq(32), AWQ | {"group_size": 32}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_pair_that_stays_quantised_gives_the_text_of_its_numbers(tmp_path: Path, name: str) -> None:
+    packer, config = FORMATS[name]
+    settings: dict[str, Any] = make_pair(tmp_path) | {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.01}
+    for model, folder in (("target_model", "t"), ("draft_model", "d")):
+        settings[model] = str(write(tmp_path / folder, tmp_path / f"q{folder}", packer, config).quantised)
+    expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
+    for draft in (settings["draft_model"], ""):
+        built = triton_engine(**settings | {"draft_model": draft})
+        target = built.runner.step.target
+        assert isinstance(target, DecoderTarget)
+        assert isinstance(target.layers[0].weights.qkv, QuantisedLinear)
+        found = outputs_of(built, PROMPTS, ASKED)
+        assert found.tokens == expected.tokens
+    assert sum(map(len, expected.tokens.values())) == 12
+
+
+def test_fp8_made_at_load_stays_fp8(tmp_path: Path) -> None:
+    settings: dict[str, Any] = make_pair(tmp_path) | {"max_model_len": 64, "kv_cache_gb": 0.01, "quantization": "fp8"}
+    expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
+    built = triton_engine(**settings)
+    target = built.runner.step.target
+    assert isinstance(target, DecoderTarget)
+    assert isinstance(target.layers[0].weights.mlp.gate_up, QuantisedLinear)
+    assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens
