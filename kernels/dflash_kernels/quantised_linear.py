@@ -258,7 +258,7 @@ if triton is not None:
     PARTS_BLOCK = 512
 
     def quantised_linear(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `quantised_linear_reference`; the elements of a row of `x` are contiguous."""
+        """As `quantised_linear_reference`."""
         num_rows = x.numel() // weight.shape[1]
         if _every_tile and num_rows:
             _run_every_tile(x, weight, bias)
@@ -290,6 +290,8 @@ if triton is not None:
         """The product by these tiles. reading: how codes of e4m3 are read, by default as suits the device."""
         outputs, inputs = weight.shape
         rows = x.reshape(-1, inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         num_rows, device = len(rows), x.device
         out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
         if num_rows:

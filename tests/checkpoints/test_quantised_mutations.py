@@ -16,6 +16,7 @@ import torch
 from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import load_target
+from dflash_backend.models.ops import LayerOps, select_ops
 from tests.checkpoints.test_mutations import VALUES, entries, mutate_file
 from tests.oracle.compressed_tensors_library import FORMATS, config, library
 from tests.quantised import AWQ, FP8_BLOCK, GPTQ, awq, fp8_block, gptq, write
@@ -47,6 +48,21 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     }
     for name in ("fp8 of rows", "int8 of rows with zero points", "int4 of groups with zero points"):
         made[name] = (library(*FORMATS[name]), config(*FORMATS[name]))
+    return [write(root / "source", root / name, *of).quantised for name, of in made.items()]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints whose weights stay quantised where there are products of them."""
+    root = tmp_path_factory.mktemp("kept")
+    make_target(root / "source", hidden_size=64, intermediate_size=96, **SMALL)
+    four_bits = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32}
+    made = {
+        "fp8": (fp8_block(16, 32), FP8_BLOCK | {"weight_block_size": [16, 32]}),
+        "gptq": (gptq(group=32), GPTQ | {"group_size": 32}),
+        "awq": (awq(32), AWQ | {"group_size": 32}),
+        "packed": (library("pack-quantized", four_bits), config("pack-quantized", four_bits)),
+    }
     return [write(root / "source", root / name, *of).quantised for name, of in made.items()]
 
 
@@ -88,12 +104,12 @@ def damage(directory: Path, source: Path, rng: random.Random) -> None:
         path.write_bytes(change(path.read_bytes(), rng))
 
 
-def attempt(directory: Path) -> str | None:
+def attempt(directory: Path, ops: LayerOps | None = None) -> str | None:
     """What is refused when the checkpoint is inspected and loaded; None where nothing is."""
     try:
         spec = read_target(directory)
         inspect_target(spec)
-        load_target(spec, 16, torch.float32, torch.device("cpu"))
+        load_target(spec, 16, torch.float32, torch.device("cpu"), ops=ops)
     except CheckpointError as error:
         return str(error)
     return None
@@ -112,3 +128,15 @@ def test_a_damaged_quantised_checkpoint_loads_or_is_refused(sound: list[Path], t
             assert "\n" not in refusal, f"seed {seed}: {refusal}"
             refusals.append(refusal)
     assert 10 < len(refusals) < CASES // 4 - 5
+
+
+def test_damaged_weights_that_stay_quantised_load_or_are_refused_as_those_that_are_dequantised(
+    kept: list[Path], tmp_path: Path
+) -> None:
+    ops, refused = select_ops(torch.device("cpu"), "triton"), 0
+    for seed in range(CASES // 4):
+        damage(tmp_path / "damaged", kept[seed % len(kept)], random.Random(f"kept {seed}"))
+        own, other = attempt(tmp_path / "damaged", ops), attempt(tmp_path / "damaged")
+        assert (own is None) == (other is None), f"seed {seed}: {own}; {other}"
+        refused += own is not None
+    assert CASES // 16 < refused < CASES // 4
