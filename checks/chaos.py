@@ -50,7 +50,8 @@ class Round:
     """What one kill led to. `internal_s`: seconds from the kill to each stream's INTERNAL. `right_answer_s`: seconds to
     the next answer, which was the right one; None if it was another or did not come. `surprises`: whatever else was
     seen, in words. victim: the process that was ended. noticed_within_s: how long its silence may go
-    unnoticed. starts_later_s: how much longer the next engine may take to start than one process does."""
+    unnoticed. starts_later_s: how much longer the next engine may take to start than one process does. messages: those
+    of the INTERNAL errors."""
 
     internal_s: list[float]
     right_answer_s: float | None
@@ -59,6 +60,7 @@ class Round:
     victim: str = "engine"
     noticed_within_s: float = 0.0
     starts_later_s: float = 0.0
+    messages: frozenset[str] = frozenset()
 
     @property
     def kept(self) -> bool:
@@ -115,6 +117,7 @@ class _Stream:
     number: int
     begun: threading.Event = field(default_factory=threading.Event)
     internal_at: float | None = None
+    message: str = ""
     surprise: str = ""
 
     def __post_init__(self) -> None:
@@ -128,8 +131,9 @@ class _Stream:
             ):
                 self.begun.set()
             self.surprise = f"stream {self.number} ended as if nothing had happened"
-        except Internal:
+        except Internal as error:
             self.internal_at = time.monotonic()
+            self.message = str(error)
         except ClientError as error:
             self.surprise = f"stream {self.number}: {error.status}: {error}"
         self.begun.set()
@@ -142,14 +146,23 @@ def right_answer(client: DFlashClient) -> str:
 
 @dataclass(frozen=True)
 class Victim:
-    """Which process is ended, and how. rank: 0 for the engine. The rest as of `Round`."""
+    """What is ended, and how: by itself a process. rank: 0 for the engine. The rest as of `Round`."""
 
     rank: int = 0
     number: signal.Signals = signal.SIGKILL
     noticed_within_s: float = 0.0
     starts_later_s: float = 0.0
 
-    def pid(self, server_pid: int) -> int:
+    @property
+    def name(self) -> str:
+        """For the table of rounds."""
+        return f"rank {self.rank}" if self.rank else "engine"
+
+    def end(self, server_pid: int) -> None:
+        """End it."""
+        os.kill(self._pid(server_pid), self.number)
+
+    def _pid(self, server_pid: int) -> int:
         """Its process. Ranks have started in their order."""
         if self.rank == 0:
             (engine,) = engine_pids(server_pid)
@@ -164,7 +177,7 @@ def play(server: TritonServer, client: DFlashClient, answer: str, victim: Victim
     streams = [_Stream(client, number) for number in range(STREAMS)]
     for stream in streams:
         stream.begun.wait(GIVE_UP_S)
-    os.kill(victim.pid(server.pid), victim.number)
+    victim.end(server.pid)
     killed_at = time.monotonic()
     surprises: list[str] = []
     num_unavailable, right_answer_s = 0, None
@@ -186,9 +199,9 @@ def play(server: TritonServer, client: DFlashClient, answer: str, victim: Victim
         stream.thread.join(GIVE_UP_S)
     surprises += [stream.surprise for stream in streams if stream.surprise]
     internal_s = [stream.internal_at - killed_at for stream in streams if stream.internal_at is not None]
-    name = f"rank {victim.rank}" if victim.rank else "engine"
+    messages = frozenset(stream.message for stream in streams if stream.internal_at is not None)
     bounds = victim.noticed_within_s, victim.starts_later_s
-    return Round(internal_s, right_answer_s, num_unavailable, surprises, name, *bounds)
+    return Round(internal_s, right_answer_s, num_unavailable, surprises, victim.name, *bounds, messages)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -201,6 +214,20 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         tempfile.tempdir = directory
         return 0 if _run(options.rounds, options.ranks, options.stop, directory) else 1
+
+
+HEADING = f"round  ended   INTERNAL on {STREAMS} streams: first, last [s]  next right answer [s]  UNAVAILABLE then"
+
+
+def line(number: int, result: Round) -> str:
+    """A round's row under the heading."""
+    times = result.internal_s or [float("nan")]
+    answered = "never" if result.right_answer_s is None else f"{result.right_answer_s:.2f}"
+    row = (
+        f"{number:5}  {result.victim:6}  {len(result.internal_s):2} of {STREAMS}: {min(times):.2f}, {max(times):.2f}"
+        f"  {answered:>10}  {result.num_unavailable:10}"
+    )
+    return " ".join([row, *result.surprises])
 
 
 def victim_of(number: int, ranks: int, stop: bool) -> Victim:
@@ -223,20 +250,12 @@ def _run(rounds: int, ranks: int, stop: bool, directory: str) -> bool:
     members: set[Process] = set()
     with server, DFlashClient(server.http_url, "http", timeout_s=GIVE_UP_S) as client:
         answer = right_answer(client)
-        print(f"round  ended   INTERNAL on {STREAMS} streams: first, last [s]  next right answer [s]  UNAVAILABLE then")
+        print(HEADING)
         for number in range(1, rounds + 1):
             members |= family(server.pid)
             result = play(server, client, answer, victim_of(number, ranks, stop))
             kept = kept and result.kept
-            times = result.internal_s or [float("nan")]
-            answered = "never" if result.right_answer_s is None else f"{result.right_answer_s:.2f}"
-            print(
-                f"{number:5}  {result.victim:6}  {len(result.internal_s):2} of {STREAMS}: "
-                f"{min(times):.2f}, {max(times):.2f}"
-                f"  {answered:>10}  {result.num_unavailable:10}",
-                *result.surprises,
-                flush=True,
-            )
+            print(line(number, result), flush=True)
         members |= family(server.pid)
     left = count.since(members)
     print(f"left over: {len(left.processes)} processes, {len(left.segments)} segments in /dev/shm, ", end="")

@@ -42,6 +42,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "malformed": (("checks.malformed", "--requests", "10000"), "10,000 malformed requests"),
     "chaos": (("checks.chaos", "--rounds", "20"), "the engine is killed 20 times under load"),
     "ranks": (("checks.chaos", "--rounds", "10", "--ranks", "2"), "a rank of two is killed 10 times under load"),
+    "ray_ranks": (
+        ("checks.ray_ranks", "--rounds", "5"),
+        "two Ray nodes share a target, and one is lost 5 times under load",
+    ),
     "tensor_parallel": (("checks.tensor_parallel",), "200 texts of 2 and 4 ranks are those of one process"),
     "tenant_flood": (("checks.tenant_flood",), "short requests beside 500 long prompts of another tenant"),
     "cancel_cost": (("checks.cancel_cost",), "asking whether 64 clients are still there"),

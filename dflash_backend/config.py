@@ -124,6 +124,12 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "processes that share each layer of the target, on a CPU (docs/tensor-parallel.md)", low=1, high=64
     )
+    distributed_executor: str | None = setting(
+        None,
+        "where the processes of tensor_parallel_size run: mp: all on this machine; ray: each on a node of its own of a "
+        "Ray cluster that runs already, with the engine on this one; auto: mp",
+        choices=("mp", "ray"),
+    )
     data_parallel_size: int = setting(
         1,
         "engines behind the model, each with its own KV cache and on its own GPU; on a CPU they share the cores. Other "

@@ -21,7 +21,7 @@ from dflash_backend.core.trace import StepTrace
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
-from dflash_backend.engine.device import choose_device, num_cores, share_cores
+from dflash_backend.engine.device import choose_device, num_cores, num_rank_cores, share_cores
 from dflash_backend.engine.quantised import check_quantization, keeps_quantised, report_kv_dtype, target_kv_dtype
 from dflash_backend.engine.ranks import check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
@@ -43,6 +43,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
 from dflash_backend.models.ops import select_ops
+from dflash_backend.models.parallel import SharedTarget
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
@@ -76,6 +77,11 @@ class BuiltEngine:
     ready: EngineReady
     trace: StepTrace | None = None
     grammars: GrammarCompiler | None = None
+
+    def check(self) -> None:
+        """Raises `RankLostError` when a process that shares the target is lost, and a step would fail."""
+        if isinstance(target := self.runner.step.target, SharedTarget):
+            target.check()
 
 
 @dataclass(frozen=True)
@@ -240,11 +246,11 @@ def _runner(
         pool=allocate_states(config, target, decoder, models.dtype, device),
         shares_prefixes=min_shared_positions(config, models.backend, target) > 0,
     )
-    size, cores = loaded_bytes(pair, models.dtype), num_cores(config)
+    size = loaded_bytes(pair, models.dtype)
     if config.tensor_parallel_size == 1:
-        threads = BatchThreads(num_batch_threads(size, cores), config.batch_invariant, size)
+        threads = BatchThreads(num_batch_threads(size, num_cores(config)), config.batch_invariant, size)
     else:  # passes over all ranks come one after the other
-        threads = BatchThreads(1, op_threads=num_op_threads(size, cores // config.tensor_parallel_size))
+        threads = BatchThreads(1, op_threads=num_op_threads(size, num_rank_cores(config)))
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
 

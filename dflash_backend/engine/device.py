@@ -46,6 +46,12 @@ def num_cores(config: EngineConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
 
 
+def num_rank_cores(config: EngineConfig) -> int:
+    """Cores for each rank of `tensor_parallel_size`: on one machine they share those of the engine, else each has its
+    own machine's."""
+    return num_cores(config) // (1 if config.distributed_executor == "ray" else config.tensor_parallel_size)
+
+
 def share_cores(config: EngineConfig, device: torch.device) -> None:
     """Give torch's operations this engine's share of the cores, on a CPU with several engines."""
     if device.type == "cpu" and config.data_parallel_size > 1:

@@ -86,6 +86,8 @@ class Built(Protocol):
     def ready(self) -> EngineReady: ...
     @property
     def trace(self) -> StepTrace | None: ...
+    def check(self) -> None:
+        """Raises when the engine can step no more, as a step would. An idle engine asks."""
 
 
 Builder = Callable[[EngineConfig, Callable[[str, float], None]], Built]
@@ -124,10 +126,11 @@ class Channel:
 class EngineLoop:
     """Takes what the stub sent, steps the engine while it has work, and sends what came of it."""
 
-    def __init__(self, core: Core, channel: Channel, trace: StepTrace | None = None) -> None:
-        self._core = core
+    def __init__(self, built: Built, channel: Channel) -> None:
+        self._core = built.core
+        self._check = built.check
         self._channel = channel
-        self._trace = trace
+        self._trace = built.trace
         self._ending = False
         self._num_received = 0
         self._spoke_at = 0.0
@@ -140,6 +143,8 @@ class EngineLoop:
         """Serve until `Shutdown` or `end`."""
         while True:
             busy = self._core.has_unfinished()
+            if not busy:
+                self._check()
             self._take(self._channel.receive(0 if busy else IDLE_POLL_MS))
             if self._ending:
                 return
@@ -247,7 +252,7 @@ def serve(build: Builder, load_errors: tuple[type[Exception], ...] = (ValueError
                 channel.send(EngineFailed(str(error), setup_error=True))
                 return 1
         freeze_heap()
-        loop = EngineLoop(built.core, channel, built.trace)
+        loop = EngineLoop(built, channel)
         signal.signal(signal.SIGTERM, _ender(loop))
         channel.send(built.ready)
         with _FailureReport(channel, "the engine stopped"):

@@ -1,6 +1,6 @@
 """The process of a rank other than 0: it runs the layers of the target, its part of them, on what rank 0 sends.
 
-Its standard input is the socket to rank 0. It ends with rank 0, whatever it is doing.
+As a process of rank 0's machine its standard input is the socket to rank 0. It ends with rank 0, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import torch
 
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.engine.rank_messages import Beat, RankReady, RankSetup
-from dflash_backend.engine.ranks import BEAT_S
+from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S
+from dflash_backend.engine.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.engine.sums import SharedSum
 from dflash_backend.models.ops import select_ops
-from dflash_backend.models.parallel import Follower, load_shard
+from dflash_backend.models.parallel import Follower, Reduce, load_shard
 from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.worker.kv_cache import PagedKVCache
@@ -32,49 +33,87 @@ from dflash_backend.worker.kv_cache import PagedKVCache
 _log = logging.getLogger(__name__)
 
 STDIN = 0
+# How long a rank that has failed waits to be ended: another one may be the cause, and its end must show first.
+FAILED_S = 2 * CAUSE_S
 
 
-def run(connection: Connection, setup: RankSetup) -> None:
-    """Load this rank's part, then run passes until rank 0 is gone."""
-    torch.set_num_threads(setup.num_threads)
-    device = torch.device("cpu")
-    reduce = SharedSum(setup.memory, setup.shard)
-    lock = threading.Lock()
+class RankZero(Protocol):
+    """What a rank has of rank 0. Any thread may send."""
 
-    def send(message: object) -> None:
-        with lock:
-            connection.send_bytes(pickle.dumps(message))
+    def send(self, message: object) -> None:
+        """Raises `OSError` when rank 0 has gone."""
 
-    threading.Thread(target=_beat, args=(send,), name="beat", daemon=True).start()
+    def receive(self) -> bytes:
+        """The next message. Raises `EOFError` when rank 0 has gone."""
+
+
+class _LocalRankZero:
+    """Rank 0 on this machine."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> bytes:
+        return self._connection.recv_bytes()
+
+
+def run(setup: RankSetup, rank_zero: RankZero, reduce: Reduce, join: Callable[[], None] = lambda: None) -> None:
+    """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
+    all have loaded. Any other error is told to rank 0 and goes on."""
+    torch.set_num_threads(min(setup.num_threads, len(os.sched_getaffinity(0))))
+    threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:
-        target = load_shard(
-            setup.spec,
-            setup.shard,
-            reduce,
-            setup.max_positions,
-            setup.dtype,
-            device,
-            ops=select_ops(device, None, setup.batch_invariant),
-            fp8=setup.fp8,
-        )
-        decoder = target.spec.decoder
-        kv = PagedKVCache.allocate(
-            decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device, setup.kv_dtype
-        )
-        pool = None
-        if decoder.delta_net is not None:
-            pool = StatePool.allocate(decoder, setup.num_states, setup.dtype, device)
-    except (CheckpointError, RuntimeError, MemoryError) as error:
-        send(RankReady(str(error) or type(error).__name__))
+        follower = _load(setup, reduce)
+    except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
+        rank_zero.send(RankReady(str(error) or type(error).__name__))
         return
-    send(RankReady())
+    rank_zero.send(RankReady())
+    try:
+        join()
+        with torch.inference_mode():
+            while True:
+                follower.run(pickle.loads(rank_zero.receive()))
+    except EOFError:
+        raise
+    except Exception as error:
+        _log.exception("rank %d stops", setup.shard.rank)
+        time.sleep(FAILED_S)
+        rank_zero.send(RankFailed(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _load(setup: RankSetup, reduce: Reduce) -> Follower:
+    device = torch.device("cpu")
+    target = load_shard(
+        setup.spec,
+        setup.shard,
+        reduce,
+        setup.max_positions,
+        setup.dtype,
+        device,
+        ops=select_ops(device, None, setup.batch_invariant),
+        fp8=setup.fp8,
+    )
+    decoder = target.spec.decoder
+    kv = PagedKVCache.allocate(decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device, setup.kv_dtype)
+    pool = None
+    if decoder.delta_net is not None:
+        pool = StatePool.allocate(decoder, setup.num_states, setup.dtype, device)
     backend: AttentionBackend = TorchBackend(setup.block_size)
     if setup.batch_invariant:
         backend = backend.batch_invariant()
-    follower = Follower(target, kv.target, backend, setup.dtype, pool)
-    with torch.inference_mode():
-        while True:
-            follower.run(pickle.loads(connection.recv_bytes()))
+    return Follower(target, kv.target, backend, setup.dtype, pool)
+
+
+def log_to_stderr(setup: RankSetup) -> None:
+    """Log lines of this process, with its rank."""
+    form = f"dflash: rank {setup.shard.rank}: %(name)s: %(message)s"
+    logging.basicConfig(level=setup.log_level.upper(), format=form)
 
 
 def _beat(send: Callable[[object], None]) -> None:
@@ -92,23 +131,22 @@ def _end_with(parent: WatchedProcess) -> None:
 
 
 def main() -> int:
-    """A rank, as `RankGroup` starts it. The exit status is 1 unless rank 0 has ended it."""
+    """A rank, as `LocalRanks` starts it. The exit status is 1 unless rank 0 has ended it."""
     # A Ctrl-C in a terminal reaches it as well, and rank 0 decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(os.dup(STDIN))
-    setup: RankSetup = pickle.loads(connection.recv_bytes())
-    form = f"dflash: rank {setup.shard.rank}: %(name)s: %(message)s"
-    logging.basicConfig(level=setup.log_level.upper(), format=form)
-    watched = WatchedProcess(setup.parent)
-    if os.getppid() != setup.parent:
+    local: LocalRank = pickle.loads(connection.recv_bytes())
+    log_to_stderr(local.setup)
+    watched = WatchedProcess(local.parent)
+    if os.getppid() != local.parent:
         return 1
     threading.Thread(target=_end_with, args=(watched,), name="parent-watch", daemon=True).start()
     try:
-        run(connection, setup)
+        run(local.setup, _LocalRankZero(connection), SharedSum(local.memory, local.setup.shard))
     except EOFError:
         return 0
-    except Exception:  # noqa: BLE001, the process's last words
-        _log.exception("rank %d stopped", setup.shard.rank)
+    except Exception:  # noqa: BLE001, it was logged, and told to rank 0
+        return 1
     return 1
 
 

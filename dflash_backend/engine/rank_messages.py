@@ -15,8 +15,8 @@ from dflash_backend.models.shard import Shard
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank must know to start. spec: of the whole target. num_states: slots of recurrent states, where it has
-    some. fp8: weights are those that FP8 would hold. memory: a file descriptor, where sums are taken."""
+    """What a rank must know to load. spec: of the whole target. num_states: slots of recurrent states, where it has
+    some. fp8: weights are those that FP8 would hold."""
 
     shard: Shard
     spec: TargetSpec
@@ -30,8 +30,27 @@ class RankSetup:
     kv_dtype: torch.dtype | None
     num_threads: int
     log_level: str
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """A rank on rank 0's machine. memory: a file descriptor, where sums are taken. parent: rank 0's process."""
+
+    setup: RankSetup
     memory: int
     parent: int
+
+
+@dataclass(frozen=True)
+class RemoteRank:
+    """A rank that may run on another machine. host: rank 0's address. beats_port: where it takes what ranks say.
+    engine_key: its public key. sums_port: where ranks find each other for sums."""
+
+    setup: RankSetup
+    host: str
+    beats_port: int
+    engine_key: bytes
+    sums_port: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,13 @@ class RankReady:
 @dataclass(frozen=True)
 class Beat:
     """A rank lives."""
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """A rank's last words: why it ends."""
+
+    error: str
 
 
 class _Pickler(pickle.Pickler):

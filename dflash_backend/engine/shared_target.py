@@ -9,7 +9,7 @@ import torch
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
-from dflash_backend.engine.device import num_cores
+from dflash_backend.engine.device import num_rank_cores
 from dflash_backend.engine.ranks import RankGroup
 from dflash_backend.engine.sizing import loaded_bytes
 from dflash_backend.models.interface import TargetModel
@@ -30,8 +30,8 @@ def load_shared_target(
 ) -> TargetModel:
     """The target, once all ranks have loaded their parts. Raises `CheckpointError`, and `ConfigError` when a rank has
     not loaded its own."""
-    size, fp8 = config.tensor_parallel_size, config.quantization == "fp8"
-    ranks = RankGroup(size, num_op_threads(loaded_bytes(pair, dtype), num_cores(config) // size))
+    fp8 = config.quantization == "fp8"
+    ranks = RankGroup.of(config, num_op_threads(loaded_bytes(pair, dtype), num_rank_cores(config)))
     ranks.start(pair.target, num_positions, num_blocks, config, dtype)
     device = torch.device("cpu")
     local = load_shard(pair.target, ranks.shard, ranks.reduce, num_positions, dtype, device, progress, ops, fp8=fp8)

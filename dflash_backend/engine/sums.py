@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,15 +63,7 @@ class SharedSum:
         self._counters[self._shard.rank * COUNTER_BYTES // 8] = self._count
         for rank in range(self._shard.size):
             self._wait(rank)
-        if x.dtype in (torch.float32, torch.float64):
-            torch.add(terms[0], terms[1], out=x)
-            for term in terms[2:]:
-                x.add_(term)
-            return
-        total = terms[0].float()
-        for term in terms[1:]:
-            total += term
-        x.copy_(total)
+        add_terms(terms, x)
 
     def _typed(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         views = [[slot.view(dtype) for slot in slots] for slots in self._slots]
@@ -90,6 +82,19 @@ class SharedSum:
             if reason := self._lost():
                 raise RuntimeError(reason)
             time.sleep(NAP_S)
+
+
+def add_terms(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum of at least two terms, added in their order, of 16 bits in float32."""
+    if out.dtype in (torch.float32, torch.float64):
+        torch.add(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            out.add_(term)
+        return
+    total = terms[0].float()
+    for term in terms[1:]:
+        total += term
+    out.copy_(total)
 
 
 def sum_memory(size: int) -> int:

@@ -196,6 +196,10 @@ class Follower:
 class OtherRanks(Protocol):
     """What reaches the ranks other than 0."""
 
+    @property
+    def lost(self) -> str:
+        """Why one is lost, empty while none is."""
+
     def send(self, step: SharedPass | StateChange) -> None:
         """Give a pass, or a change of states, to all of them. Raises `RuntimeError` when one is lost."""
 
@@ -229,6 +233,11 @@ class SharedTarget(TargetModel):
             return self.local.forward(token_ids, context, caches, capture)
         except Exception as error:
             raise RankLostError(f"a pass over all ranks failed: {type(error).__name__}: {error}") from error
+
+    def check(self) -> None:
+        """Raises `RankLostError` when a rank is lost."""
+        if reason := self.ranks.lost:
+            raise RankLostError(reason)
 
     def tell(self, change: StateChange) -> None:
         """Give a change of the states to all other ranks. Raises `RankLostError`."""

@@ -13,7 +13,9 @@ import pytest
 
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
-from dflash_backend.engine.ranks import HANG_S, RankGroup
+from dflash_backend.engine.local_ranks import LocalRanks
+from dflash_backend.engine.rank_links import HANG_S
+from dflash_backend.engine.ranks import RankGroup
 from dflash_backend.models.parallel import RankLostError, SharedTarget
 from tests.batch_invariance import differing, random_prompts, run
 from tests.quantised import GPTQ, gptq, write
@@ -50,7 +52,9 @@ def group(built: BuiltEngine) -> RankGroup:
 
 
 def rank_pids(built: BuiltEngine) -> list[int]:
-    return list(group(built).pids)
+    links = group(built).links
+    assert isinstance(links, LocalRanks)
+    return [process.pid for process in links.processes]
 
 
 def end(built: BuiltEngine) -> None:
@@ -203,7 +207,7 @@ def test_what_ranks_cannot_do_is_refused_at_the_start(
 
 
 def test_a_rank_that_cannot_load_says_why(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_backend.engine.ranks.sys.executable", "/bin/false")
+    monkeypatch.setattr("dflash_backend.engine.local_ranks.sys.executable", "/bin/false")
     with pytest.raises(ConfigError, match="rank 1 of 2 could not start"):
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
 
@@ -214,8 +218,8 @@ def test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended(
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 300\n")
     program.chmod(0o755)
-    monkeypatch.setattr("dflash_backend.engine.ranks.sys.executable", str(program))
-    monkeypatch.setattr("dflash_backend.engine.ranks.START_SILENCE_S", 1.0)
+    monkeypatch.setattr("dflash_backend.engine.local_ranks.sys.executable", str(program))
+    monkeypatch.setattr("dflash_backend.engine.rank_links.START_SILENCE_S", 1.0)
     with pytest.raises(ConfigError, match="rank 1 of 2 could not start: it has said nothing for 1 s"):
         build_engine(EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2}))
     assert not lives(int((tmp_path / "pid").read_text()))

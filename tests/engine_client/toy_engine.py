@@ -44,6 +44,7 @@ BREAK_IN_QUEUEING = 1006  # add_request raises what it should not
 DIE = 1003  # the process is gone in the middle of a step
 FAIL_AT, DIE_AT = 13, 14
 EVICT = 1007  # reports that all blocks have left the prefix cache
+BREAK_LATER = 1009  # once it has ended, the idle engine finds that it is broken
 SLOW = 1008  # a step with it takes a hundredth of a second
 BLOCK_SIZE = 16
 NUM_ROWS = 2  # free rows, whatever runs
@@ -76,6 +77,7 @@ class ToyCore:
         self._requests: dict[str, ToyRequest] = {}
         self._num_generated = 0
         self._hashes: list[bytes] = []
+        self.broken = False
 
     def add_request(self, request: GenerationRequest) -> None:
         first = request.prompt_token_ids[0]
@@ -142,6 +144,7 @@ class ToyCore:
             stats = state.stats() if state.request.sampling.stop else None
             return TokenDelta(request_id, tokens, None, stats, logprobs)
         del self._requests[request_id]
+        self.broken = prompt[0] == BREAK_LATER
         return TokenDelta(request_id, tokens, "length", state.stats(), logprobs)
 
 
@@ -157,6 +160,10 @@ class ToyBuilt:
     core: ToyCore
     ready: EngineReady
     trace: None = None
+
+    def check(self) -> None:
+        if self.core.broken:
+            raise RuntimeError("the toy is broken")
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> ToyBuilt:

@@ -1,0 +1,65 @@
+"""What rank 0 has of the other ranks, wherever they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from dflash_backend.engine.rank_messages import RankSetup
+
+BEAT_S = 0.5
+"""How often a rank says that it lives."""
+HANG_S = 10.0
+"""The longest silence of a rank that serves. With more work than cores it may be seconds without a fault."""
+START_SILENCE_S = 120.0
+"""The longest silence of a rank that starts: Python and torch are loaded before it speaks."""
+CAUSE_S = 1.0
+"""How long a rank's end may take to show once a sum with it has failed."""
+
+
+class Reduce(Protocol):
+    """As `models.parallel.Reduce`. num_bytes: of all terms that this rank has given."""
+
+    num_bytes: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class RankLinks(Protocol):
+    """The other ranks, numbered from 1. lost: why they were ended, empty while they serve."""
+
+    lost: str
+
+    @property
+    def reduce(self) -> Reduce:
+        """The sum over all ranks, once they serve."""
+
+    def start(self, setups: Sequence[RankSetup]) -> None:
+        """Start a rank for each, which loads its part. Raises `ConfigError` where they cannot be started."""
+
+    def name(self, rank: int) -> str:
+        """For errors: its number, and where it runs if that is another machine."""
+
+    def start_error(self, rank: int) -> str:
+        """Wait until the rank has loaded; why it has not, empty when it has."""
+
+    def serve(self) -> None:
+        """All have loaded: watch them from now on, and end all once one is lost, so that rank 0's sum with them fails.
+        Raises `RuntimeError` when sums cannot be taken."""
+
+    def send(self, data: bytes) -> None:
+        """Give it to all. Raises `OSError` when one has gone."""
+
+    def end(self) -> None:
+        """End all ranks. It may be called twice."""
+
+
+def cause_of(links: RankLinks) -> str:
+    """Which rank is lost, once something has failed: that may show before its end does. Empty when none is."""
+    deadline = time.monotonic() + CAUSE_S
+    while not links.lost and time.monotonic() < deadline:
+        time.sleep(CAUSE_S / 50)
+    return links.lost

@@ -1,0 +1,190 @@
+"""Ranks on the nodes of a Ray cluster that runs already: an actor for each, on a node of its own.
+
+The engine's process is rank 0 and Ray's driver, so this machine must be a node of the cluster. Actors and the placement
+group belong to the driver's job and end with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dflash_backend.config import ConfigError
+from dflash_backend.engine.rank_links import START_SILENCE_S
+from dflash_backend.engine.rank_messages import RemoteRank
+from dflash_backend.engine.remote_rank import RankAddress, RemoteRankProcess
+from dflash_backend.engine.remote_ranks import RemoteRanks
+from dflash_backend.models.shard import Shard
+
+_log = logging.getLogger(__name__)
+
+PLACEMENT_S = 120.0
+"""How long a start waits for nodes: some may be on their way, or come back."""
+SAY_S = 15.0
+"""How often it says meanwhile what it waits for."""
+LOOK_S = 2.0
+ANSWER_S = 5.0
+"""How long a cluster may take to answer."""
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` leaves the address of this machine's cluster."""
+# A rank takes its node's processors as an operation needs them. Ray counts one, so that ranks of two engines may share
+# a node.
+CPUS = 1
+# Of the engine's environment, what a rank's process needs from its start on.
+VARIABLES = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+}
+
+
+def ray_ranks(size: int) -> RemoteRanks:
+    """The other ranks of `size`, on other nodes than this one. Raises `ConfigError` without a cluster to run them."""
+    return RemoteRanks(Shard(0, size), RayLauncher(size))
+
+
+def _connected() -> tuple[Any, bool]:
+    """The package ray, connected to the cluster, and whether this made the connection. Raises `ConfigError`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "setting 'distributed_executor' is 'ray', and the package ray is not installed here: install the extra "
+            f"`ray` of dflash-triton on every node, or set it to mp ({error})"
+        ) from None
+    if ray.is_initialized():
+        return ray, False
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        _check_address()
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError, OSError, SystemExit, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            "setting 'distributed_executor' is 'ray', and this machine is no node of a Ray cluster that answers: start "
+            f"one with `ray start`, name it in RAY_ADDRESS as HOST:PORT, or set it to mp ({error})"
+        ) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)  # Ray has put its own in place
+    return ray, True
+
+
+def _check_address() -> None:
+    """Raises `OSError` when nothing answers where the cluster should be, for which Ray itself takes five minutes, and
+    `ValueError` for addresses that would make another cluster, or a client of one."""
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address == "auto":
+        if not CURRENT_CLUSTER.exists():
+            return
+        address = CURRENT_CLUSTER.read_text(encoding="utf-8").strip()
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in host or not port.isdigit():
+        raise ValueError(f"RAY_ADDRESS is {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except OSError as error:
+        raise OSError(f"{address}: {error}") from None
+
+
+class _RayRank(RemoteRankProcess):
+    """What runs in an actor."""
+
+    def open_here(self, engine_key: bytes) -> RankAddress:
+        """As `open`, at the address by which Ray knows this node."""
+        import ray
+
+        host, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return self.open(host, f"node {host} (Ray's node {node[:12]})", engine_key)
+
+
+class RayLauncher:
+    """As `Launcher`."""
+
+    def __init__(self, size: int) -> None:
+        self._ray, self._connected_here = _connected()
+        self.host: str = self._ray.util.get_node_ip_address()
+        self._group = self._placed(size)
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        self._ended = False
+
+    def _placed(self, size: int) -> Any:
+        """A placement group with a bundle for each rank, that of rank 0 on this node. Raises `ConfigError`."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        here = {f"node:{self.host}": 0.001}
+        bundles = [{"CPU": CPUS} | (here if rank == 0 else {}) for rank in range(size)]
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        started = said = time.monotonic()
+        while not group.wait(LOOK_S):
+            now = time.monotonic()
+            if now - started > PLACEMENT_S:
+                missing = self._missing(size)
+                remove_placement_group(group)
+                self._disconnect()
+                raise ConfigError(f"{missing}. Add nodes with `ray start --address`, or lower tensor_parallel_size")
+            if now - said >= SAY_S or said == started:
+                _log.warning("waiting for nodes: %s", self._missing(size))
+                said = now
+        return group
+
+    def _missing(self, size: int) -> str:
+        nodes = sorted(node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"])
+        return (
+            f"{size} ranks need {size} nodes of the Ray cluster with a free CPU each, this one ({self.host}) among "
+            f"them; it has {len(nodes)}: {', '.join(nodes)}"
+        )
+
+    def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor_class = self._ray.remote(_RayRank)
+        for rank in range(1, num_ranks + 1):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+            options = actor_class.options(
+                num_cpus=CPUS, max_restarts=0, scheduling_strategy=where, runtime_env={"env_vars": VARIABLES}
+            )
+            self._actors.append(options.remote())
+        asked = [actor.open_here.remote(engine_key) for actor in self._actors]
+        try:
+            return list(self._ray.get(asked, timeout=START_SILENCE_S))
+        except self._ray.exceptions.RayError as error:
+            self.end()
+            raise ConfigError(f"the ranks could not be started on the Ray cluster: {error}") from None
+
+    def run(self, setups: Sequence[RemoteRank]) -> None:
+        self._runs = [actor.run.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
+
+    def ended(self, rank: int) -> str:
+        ready, _ = self._ray.wait([self._runs[rank - 1]], timeout=0)
+        if not ready:
+            return ""
+        try:
+            self._ray.get(ready[0])
+        except self._ray.exceptions.RayError as error:
+            return str(error)
+        return "it ended; the log says why"
+
+    def end(self) -> None:
+        if self._ended or not self._ray.is_initialized():
+            return
+        self._ended = True
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(self._ray.exceptions.RayError, RuntimeError, ValueError):
+            for actor in self._actors:
+                self._ray.kill(actor)
+            remove_placement_group(self._group)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connected_here:
+            self._ray.shutdown()

@@ -1,0 +1,139 @@
+"""The other ranks where they may run on other machines: passes by ZeroMQ with keys, sums by gloo."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from dflash_backend.engine import rank_links
+from dflash_backend.engine.network_sum import NetworkSum
+from dflash_backend.engine.rank_channel import Endpoint
+from dflash_backend.engine.rank_links import BEAT_S, HANG_S, cause_of
+from dflash_backend.engine.rank_messages import Beat, RankFailed, RankReady, RankSetup, RemoteRank
+from dflash_backend.engine.remote_rank import RankAddress
+from dflash_backend.models.shard import Shard
+
+
+class Launcher(Protocol):
+    """What starts processes of ranks on machines. host: this machine's address, by which they reach it."""
+
+    host: str
+
+    def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
+        """Start a process for each rank, which takes passes from the process with that key. Raises `ConfigError`."""
+
+    def run(self, setups: Sequence[RemoteRank]) -> None:
+        """Let each rank load and serve."""
+
+    def ended(self, rank: int) -> str:
+        """Why the process of a rank has ended, in words; empty while it is not known to have."""
+
+    def end(self) -> None:
+        """End them all. It may be called twice."""
+
+
+class RemoteRanks:
+    """As `RankLinks`. The thread that watches receives; sending is for the engine's."""
+
+    def __init__(self, shard: Shard, launcher: Launcher) -> None:
+        self.lost = ""
+        self.reduce = NetworkSum(shard, lambda: self.lost, lambda: cause_of(self))
+        self._num_others = shard.size - 1
+        self._launcher = launcher
+        self._endpoint = Endpoint()
+        self._beats, self._beats_port = self._endpoint.bind(launcher.host)
+        self._poller = zmq.Poller()
+        self._poller.register(self._beats, zmq.POLLIN)
+        self._addresses: list[RankAddress] = []
+        self._passes: list[zmq.Socket[bytes]] = []
+        # The sockets by which a rank's connection is known to have ended, with its number.
+        self._ends: dict[zmq.Socket[bytes], int] = {}
+        self._started: dict[int, str] = {}
+        self._watching: threading.Thread | None = None
+
+    def start(self, setups: Sequence[RankSetup]) -> None:
+        port = self.reduce.serve_store(self._launcher.host)
+        key = self._endpoint.keys.public
+        self._addresses = self._launcher.open(len(setups), key)
+        for rank, address in enumerate(self._addresses, 1):
+            self._endpoint.known.keys.add(address.key)
+            passes, ended = self._endpoint.connect(address.host, address.port, address.key)
+            self._passes.append(passes)
+            self._ends[ended] = rank
+            self._poller.register(ended, zmq.POLLIN)
+        self._launcher.run([RemoteRank(setup, self._launcher.host, self._beats_port, key, port) for setup in setups])
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on {self._addresses[rank - 1].node}"
+
+    def start_error(self, rank: int) -> str:
+        silence_s = rank_links.START_SILENCE_S
+        last = time.monotonic()
+        while rank not in self._started:
+            for each, message in self._receive():
+                if isinstance(message, RankReady | RankFailed):
+                    self._started[each] = message.error
+                if each == rank:
+                    last = time.monotonic()
+            if rank in self._started:
+                break
+            if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and "it ended; the log says why"):
+                return reason
+            if time.monotonic() - last > silence_s:
+                return f"it has said nothing for {silence_s:g} s"
+        return self._started[rank]
+
+    def serve(self) -> None:
+        self._watching = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._watching.start()
+        self.reduce.join(self._launcher.host)
+
+    def send(self, data: bytes) -> None:
+        for passes in self._passes:
+            try:
+                passes.send(data, zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                raise OSError(str(error)) from error
+
+    def end(self) -> None:
+        self.lost = self.lost or "the engine has ended"
+        self._launcher.end()
+        watching = self._watching
+        if watching is not None and watching.is_alive():
+            if watching is threading.current_thread():
+                return  # a socket is closed by its own thread, or with the process
+            watching.join(2 * BEAT_S)
+        self._endpoint.close()
+
+    def _watch(self) -> None:
+        last = dict.fromkeys(range(1, self._num_others + 1), time.monotonic())
+        while not self.lost:
+            messages = self._receive()
+            now = time.monotonic()
+            for rank, message in messages:
+                last[rank] = now
+                if isinstance(message, RankFailed):
+                    self.lost = self.lost or f"{self.name(rank)} failed: {message.error}"
+            if rank := self._ended_rank():
+                self.lost = self.lost or f"{self.name(rank)} has ended"
+            for rank, at in last.items():
+                if now - at > HANG_S:
+                    self.lost = self.lost or f"{self.name(rank)} has not answered for {HANG_S:g} s"
+        self._launcher.end()
+
+    def _receive(self) -> list[tuple[int, Beat | RankReady | RankFailed]]:
+        """What ranks have said, waiting up to a beat for the first of it, or for the end of a connection."""
+        messages = []
+        if self._beats in dict(self._poller.poll(int(BEAT_S * 1000))):
+            while self._beats.poll(0):
+                messages.append(pickle.loads(self._beats.recv()))
+        return messages
+
+    def _ended_rank(self) -> int:
+        """A rank whose connection has ended; 0 if none is known to have."""
+        return next((rank for ended, rank in self._ends.items() if ended.poll(0)), 0)

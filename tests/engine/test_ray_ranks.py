@@ -1,0 +1,86 @@
+"""Ranks on a Ray cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from checks.ray_nodes import RayNodes
+from checks.ray_ranks import ranks_there
+from dflash_backend.config import ConfigError
+from dflash_backend.engine import ray_ranks
+from dflash_backend.models.parallel import RankLostError
+from tests.engine.test_ranks import SETTINGS, end, texts, texts_until_lost
+from tests.engine.test_remote_ranks import RAY
+from tests.tiny_models import make_pair
+from tests.waiting import eventually
+from tests.worker.engines import engine
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_pair(tmp_path_factory.mktemp("models"), {"tie_word_embeddings": False})
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with RayNodes() as nodes, pytest.MonkeyPatch.context() as patch:
+        for name, value in nodes.environ.items():
+            patch.setenv(name, value)
+        yield nodes
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_give_the_text_of_one_and_leave_nothing(pair: dict[str, str], nodes: RayNodes) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(ranks_there(nodes)) == 1
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+        assert texts(shared, **sampling) == texts(alone, **sampling)
+    end(shared)
+    eventually(lambda: not ranks_there(nodes))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_nodes_are_refused_with_what_is_missing(
+    pair: dict[str, str], nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_ranks, "PLACEMENT_S", 1.0)
+    words = r"4 ranks need 4 nodes .* this one \(127.0.0.2\) among them; it has 2: 127.0.0.2, 127.0.0.3. Add nodes"
+    with pytest.raises(ConfigError, match=words):
+        engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_is_named_and_an_engine_waits_for_the_next(pair: dict[str, str], nodes: RayNodes) -> None:
+    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    texts(built, temperature=0.0)
+    nodes.remove()
+    with pytest.raises(RankLostError, match=r"rank 1 on node 127.0.0.3 \(Ray's node \w{12}\) has ended"):
+        texts_until_lost(built)
+    end(built)
+    nodes.add()
+    again = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    texts(again, temperature=0.0)
+    end(again)
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="the package ray is not installed here: install the extra `ray`"):
+        ray_ranks.ray_ranks(2)
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "local", "127.0.0.1:1"])
+def test_an_address_at_which_no_cluster_answers_is_refused_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"no node of a Ray cluster that answers: .*{address}"):
+        ray_ranks.ray_ranks(2)

@@ -1,0 +1,156 @@
+"""Ranks that are reached over the network: the text of one process, and an end when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine.build import BuiltEngine, build_engine
+from dflash_backend.engine.network_sum import NetworkSum
+from dflash_backend.engine.rank_links import HANG_S
+from dflash_backend.engine.remote_ranks import RemoteRanks
+from dflash_backend.models.parallel import RankLostError
+from dflash_backend.models.shard import Shard
+from tests.engine.rank_process import ProcessLauncher
+from tests.engine.test_ranks import PROMPTS, SETTINGS, end, group, lives, texts, texts_until_lost
+from tests.tiny_models import make_pair
+from tests.waiting import eventually
+from tests.worker.engines import Outputs, engine
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+RAY = {"distributed_executor": "ray"}
+# The engine in a process of its own, that is killed while its ranks wait for a pass.
+ENGINE = """
+import sys
+import pytest
+from tests.engine import test_remote_ranks as tests
+tests.over_the_network(pytest.MonkeyPatch())
+built = tests.engine(target_model=sys.argv[1], draft_model=sys.argv[2], **tests.SETTINGS, **tests.RAY,
+                     tensor_parallel_size=2)
+tests.texts(built, temperature=0.0)
+print(*tests.pids(built), flush=True)
+tests.time.sleep(600)
+"""
+
+
+def over_the_network(patch: pytest.MonkeyPatch) -> None:
+    """Engines that ask for Ray get ranks over the network, in processes of this machine."""
+
+    def ranks(size: int) -> RemoteRanks:
+        return RemoteRanks(Shard(0, size), ProcessLauncher())
+
+    patch.setattr("dflash_backend.engine.ranks.ray_ranks", ranks)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_pair(tmp_path_factory.mktemp("models"), {"tie_word_embeddings": False})
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    over_the_network(monkeypatch)
+
+
+def pids(built: BuiltEngine) -> list[int]:
+    links = group(built).links
+    assert isinstance(links, RemoteRanks)
+    launcher = links._launcher
+    assert isinstance(launcher, ProcessLauncher)
+    return [process.pid for process in launcher.processes]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_over_the_network_give_the_text_of_one_and_end_with_the_engine(pair: dict[str, str], size: int) -> None:
+    alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=size)
+    assert isinstance(group(shared).reduce, NetworkSum)
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+        assert texts(shared, **sampling) == texts(alone, **sampling)
+    assert shared.core.stats().prefix_cache_hits > 0
+    ranks = pids(shared)
+    assert all(map(lives, ranks))
+    end(shared)
+    assert not any(map(lives, ranks))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "has ended"), pytest.param(signal.SIGSTOP, "has not answered", marks=pytest.mark.slow)],
+)
+def test_the_loss_of_a_rank_ends_the_engine_and_is_named(
+    pair: dict[str, str], number: signal.Signals, words: str
+) -> None:
+    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
+    texts(built, temperature=0.0)
+    ranks = pids(built)
+    os.kill(ranks[1], number)
+    since = time.monotonic()
+    with pytest.raises(RankLostError, match=f"rank 2 on machine 2 {words}"):
+        texts_until_lost(built)
+    assert time.monotonic() - since < (HANG_S if number == signal.SIGSTOP else 0) + 3
+    end(built)
+    assert not any(map(lives, ranks))
+
+
+def test_the_loss_of_a_rank_shows_without_a_request(pair: dict[str, str]) -> None:
+    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    built.check()
+    os.kill(pids(built)[0], signal.SIGKILL)
+    eventually(lambda: group(built).lost)
+    with pytest.raises(RankLostError, match="rank 1 on machine 1 has ended"):
+        built.check()
+    end(built)
+
+
+def test_what_a_rank_fails_of_is_told(pair: dict[str, str]) -> None:
+    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    group(built).links.send(b"no message")
+    outputs = Outputs(built)
+    outputs.add("a", PROMPTS[0], max_tokens=8)
+    with pytest.raises(RankLostError, match="rank 1 on machine 1 failed: UnpicklingError"):
+        outputs.finish()
+    end(built)
+
+
+def test_ranks_end_with_an_engine_that_is_killed(pair: dict[str, str]) -> None:
+    command = [sys.executable, "-c", ENGINE, pair["target_model"], pair["draft_model"]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        ranks = [int(word) for word in process.stdout.readline().split()]
+        assert len(ranks) == 1
+        assert lives(ranks[0])
+        process.kill()
+    try:
+        eventually(lambda: not any(map(lives, ranks)))
+    finally:
+        for pid in filter(lives, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_cannot_load_says_why_and_where(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ProcessLauncher.run
+
+    def elsewhere(self: ProcessLauncher, setups: Any) -> None:
+        """As on a machine that has no such folder."""
+        run(self, [replace(s, setup=replace(s.setup, spec=replace(s.setup.spec, path=Path("/gone")))) for s in setups])
+
+    monkeypatch.setattr(ProcessLauncher, "run", elsewhere)
+    config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"rank 1 on machine 1 of 2 could not start: .*/gone"):
+        build_engine(config)
+
+
+def test_a_rank_that_ends_while_it_starts_is_an_error(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessLauncher, "run", lambda self, setups: self.processes[0].kill())
+    config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
+    with pytest.raises(ConfigError, match="rank 1 on machine 1 of 2 could not start: it"):
+        build_engine(config)

@@ -1,0 +1,77 @@
+"""Defects of ranks that are reached over a network. Those of keys stay silent until they are used."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+CHANNEL = "dflash_backend/engine/rank_channel.py"
+REMOTE = "dflash_backend/engine/remote_ranks.py"
+SUM = "dflash_backend/engine/network_sum.py"
+RAY = "dflash_backend/engine/ray_ranks.py"
+CHANNEL_TESTS = ("tests/engine/test_rank_channel.py",)
+SUM_TESTS = ("tests/engine/test_network_sum.py",)
+RANKS = "tests/engine/test_remote_ranks.py::"
+RAY_TESTS = "tests/engine/test_ray_ranks.py::"
+
+REMOTE_RANK_MUTANTS = (
+    *mutants_of(
+        CHANNEL,
+        CHANNEL_TESTS,
+        ("a socket takes messages from any key", "return key in self.keys", "return True"),
+        ("a socket takes messages without keys", "socket.curve_server = True", "socket.curve_server = False"),
+        (
+            "silence is no end of a connection",
+            "socket.heartbeat_timeout = int(silence_s * 1000)",
+            "socket.heartbeat_timeout = 0",
+        ),
+    ),
+    *mutants_of(
+        SUM,
+        SUM_TESTS,
+        (
+            "terms that came over the network are added from the last on",
+            "tuple(terms), flat",
+            "tuple(terms.flip(0)), flat",
+        ),
+        ("a lost rank is waited for in a sum over the network", "if reason := self._lost():", "if reason := '':"),
+        ("a rank is waited for in a sum for ever", "if time.monotonic() > deadline:", "if False:"),
+    ),
+    *mutants_of(
+        REMOTE,
+        (f"{RANKS}test_the_loss_of_a_rank_ends_the_engine_and_is_named",),
+        ("the end of a rank's connection is not noticed", "if rank := self._ended_rank():", "if rank := 0:"),
+        (
+            "a lost rank is named by the next one's node",
+            "self._addresses[rank - 1].node",
+            "self._addresses[rank % len(self._addresses)].node",
+        ),
+    ),
+    Mutant(
+        "a rank outlives its engine",
+        "dflash_backend/engine/remote_rank.py",
+        "    os._exit(1)\n",
+        "    return\n",
+        (f"{RANKS}test_ranks_end_with_an_engine_that_is_killed",),
+    ),
+    Mutant(
+        "why a rank failed stays on its machine",
+        "dflash_backend/engine/rank.py",
+        'rank_zero.send(RankFailed(f"{type(error).__name__}: {error}"))',
+        "pass",
+        (f"{RANKS}test_what_a_rank_fails_of_is_told",),
+    ),
+    Mutant(
+        "an idle engine does not ask for its ranks",
+        "dflash_backend/engine/process.py",
+        "                self._check()\n",
+        "                pass\n",
+        ("tests/engine/test_process.py",),
+    ),
+    Mutant(
+        "a cluster that does not answer is waited for",
+        RAY,
+        "        _check_address()\n",
+        "",
+        (f"{RAY_TESTS}test_an_address_at_which_no_cluster_answers_is_refused_at_once",),
+    ),
+)
