@@ -1,7 +1,9 @@
 """Settings, families, drafters and traffic drawn at random: each request gets the text that it gets from its target
 alone, with no drafter, no prefix cache and nothing beside it.
 
-A draw is a function of its seed, so that a failure can be repeated: `case(seed)`.
+A draw is a function of its seed, so that a failure can be repeated: `case(seed)`. With KV in FP8 a number at the border
+of two codes may fall to either side, as float32 is rounded in a batch of another shape (docs/checkpoints.md, "A KV
+cache in FP8"), so a few of those texts may part.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ RUNNERS: dict[str, dict[str, bool] | None] = {
 }
 NO_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 MAX_MODEL_LEN = 128
+MOST_PARTED_IN_FP8 = 0.01  # of the requests
 # Other draws in each nightly run, the same ones in `make test`.
 FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("TEST_RANDOM") else 0
 
@@ -161,6 +164,7 @@ def saved(folder: Path, drawn: Case) -> tuple[str, str]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_each_request_gets_what_its_target_alone_gives_it(folder: Path, part: int) -> None:
+    num_fp8, parted = 0, []
     for seed in range(FIRST + part, FIRST + part + 4 * scaled(8), 4):
         drawn = case(seed)
         target, draft = saved(folder, drawn)
@@ -170,8 +174,14 @@ def test_each_request_gets_what_its_target_alone_gives_it(folder: Path, part: in
         built = engine(**names, draft_model=draft, **drawn.settings)
         if (options := RUNNERS[drawn.runner]) is not None:
             built = on_device_runner(built, **options)
-        assert among_others(built, drawn, seed) == expected, (seed, drawn)
+        found = among_others(built, drawn, seed)
         built.core.check_invariants()
+        if drawn.target["kv_cache_dtype"] == "fp8":
+            num_fp8 += len(expected)
+            parted += [(seed, name) for name in expected if found[name] != expected[name]]
+        else:
+            assert found == expected, (seed, drawn)
+    assert len(parted) <= max(1, MOST_PARTED_IN_FP8 * num_fp8), parted
 
 
 def test_the_draws_differ_in_all_that_is_drawn() -> None:
