@@ -1,9 +1,9 @@
 """Which tokens a row may sample: min-p, top-k and top-p, at the row's temperature.
 
 Each filter keeps the tokens from some logit on, so all that has to be found is that logit. The reference sorts; the
-kernel searches, since sorting a large vocabulary costs more than reading it a dozen times, and since a search needs no
-memory beside. Tokens with equal logits are kept or hidden together, so the result does not depend on how something was
-sorted.
+kernel searches: among the few logits near the largest that `filter_candidates` keeps, or where these are too many, as
+with flat distributions, in the whole row, which it reads a dozen times. Tokens with equal logits are kept or hidden
+together, so the result does not depend on how something was sorted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
 except ImportError:  # a machine without a GPU needs the reference only
     triton = None
 
-# Elements that a program reads at a time, and its warps: it reads a whole row, many times, from the cache.
+# Elements that a program reads at a time, and its warps.
 TILE = 8192
 WARPS = 16
 
@@ -63,17 +63,7 @@ def _by_rank(
 
 
 if triton is not None:
-
-    @triton.jit
-    def _tile(row_ptr, base, vocab, BLOCK: tl.constexpr):
-        """A tile of a row's logits, -inf past the vocabulary."""
-        offsets = base + tl.arange(0, BLOCK)
-        return tl.load(row_ptr + offsets, mask=offsets < vocab, other=float("-inf")).to(tl.float32)
-
-    @triton.jit
-    def _weight(logits, top, scale):
-        """Proportional to the probability, 1 for the largest logit. `scale` is log2(e) over the temperature."""
-        return tl.exp2((logits - top) * scale)
+    from dflash_kernels.filter_candidates import candidates, row_ends, row_tile, weight_of
 
     @triton.jit
     def _ends(row_ptr, vocab, BLOCK: tl.constexpr):
@@ -81,7 +71,7 @@ if triton is not None:
         low = tl.full([BLOCK], float("inf"), tl.float32)
         top = tl.full([BLOCK], float("-inf"), tl.float32)
         for base in range(0, vocab, BLOCK):
-            logits = _tile(row_ptr, base, vocab, BLOCK)
+            logits = row_tile(row_ptr, base, vocab, BLOCK)
             top = tl.maximum(top, logits)
             low = tl.minimum(low, tl.where(logits > float("-inf"), logits, float("inf")))
         return tl.min(low, axis=0), tl.max(top, axis=0)
@@ -92,9 +82,9 @@ if triton is not None:
         total = tl.zeros([BLOCK], tl.float32)
         low = tl.full([BLOCK], float("inf"), tl.float32)
         for base in range(0, vocab, BLOCK):
-            logits = _tile(row_ptr, base, vocab, BLOCK)
+            logits = row_tile(row_ptr, base, vocab, BLOCK)
             kept = (logits >= lowest_kept) & (logits > float("-inf"))
-            total += tl.where(kept, _weight(logits, top, scale), 0.0)
+            total += tl.where(kept, weight_of(logits, top, scale), 0.0)
             low = tl.minimum(low, tl.where(kept, logits, float("inf")))
         return tl.sum(total, axis=0), tl.min(low, axis=0)
 
@@ -126,11 +116,11 @@ if triton is not None:
             above = tl.full([BLOCK], float("inf"), tl.float32)
             below = tl.full([BLOCK], float("-inf"), tl.float32)
             for base in range(0, vocab, BLOCK):
-                logits = _tile(row_ptr, base, vocab, BLOCK)
+                logits = row_tile(row_ptr, base, vocab, BLOCK)
                 is_above = logits > middle
                 weight = 1.0
                 if WEIGHTED:
-                    weight = _weight(logits, top, scale)
+                    weight = weight_of(logits, top, scale)
                 found += tl.where(is_above, weight, 0.0)
                 above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
                 below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
@@ -141,29 +131,58 @@ if triton is not None:
             turn += 1
         return low
 
+    @triton.jit
+    def _filter_row(
+        ptr, count, low, top, total, edge, top_k, top_p, by_rank, scale, IN_ALL: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """The lowest logit that is kept of the `count` numbers at `ptr`, which are all of a row (`IN_ALL`), or all that
+        may be kept. low, top: the lowest and largest. total: the weight of all in the row from `edge` on, the lowest
+        logit that min-p keeps."""
+        lowest_kept = edge
+        if by_rank:
+            kth = _search(ptr, count, low, top, top_k.to(tl.float32), top, scale, False, BLOCK)
+            lowest_kept = tl.maximum(lowest_kept, kth)
+        if top_p < 1.0:
+            found, low = _total(ptr, count, lowest_kept, top, scale, BLOCK)
+            if IN_ALL | by_rank:
+                total = found
+            lowest_kept = _search(ptr, count, low, top, top_p * total, top, scale, True, BLOCK)
+        return lowest_kept
+
     @cached_launches
     @triton.jit
     def _lowest_kept_kernel(
-        logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, vocab, stride, BLOCK: tl.constexpr
+        logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, kept_ptr, num_kept_ptr, ends_ptr, totals_ptr,
+        out_ptr, vocab, stride, num_slices,
+        BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, KEPT: tl.constexpr,
     ):  # fmt: skip
         """One program finds the lowest logit that one row keeps. A row that filters nothing is not read."""
         row = tl.program_id(0).to(tl.int64)
-        row_ptr = logits_ptr + row * stride
         temperature = tl.load(temperature_ptr + row)
         top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
         by_rank = (top_k > 0) & (top_k < vocab)
         lowest_kept = float("-inf")
         if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
             scale = 1.4426950408889634 / temperature
-            low, top = _ends(row_ptr, vocab, BLOCK)
+            low, top = row_ends(ends_ptr, row, num_slices, BLOCK_S)
             if min_p > 0.0:
                 lowest_kept = top + temperature * tl.log(min_p)
-            if by_rank:
-                kth = _search(row_ptr, vocab, low, top, top_k.to(tl.float32), top, scale, False, BLOCK)
-                lowest_kept = tl.maximum(lowest_kept, kth)
-            if top_p < 1.0:
-                total, low = _total(row_ptr, vocab, lowest_kept, top, scale, BLOCK)
-                lowest_kept = _search(row_ptr, vocab, low, top, top_p * total, top, scale, True, BLOCK)
+            if by_rank | (top_p < 1.0):
+                slices = tl.arange(0, BLOCK_S)
+                there = slices < num_slices
+                most = tl.max(tl.load(num_kept_ptr + row * num_slices + slices, mask=there, other=0), axis=0)
+                total = tl.sum(tl.load(totals_ptr + row * num_slices + slices, mask=there, other=0.0), axis=0)
+                if most <= KEPT:
+                    ptr, count = kept_ptr + row * num_slices * KEPT, num_slices * KEPT
+                    low, _ = _ends(ptr, count, BLOCK)
+                    lowest_kept = _filter_row(
+                        ptr, count, low, top, total, lowest_kept, top_k, top_p, by_rank, scale, False, BLOCK
+                    )
+                else:
+                    ptr = logits_ptr + row * stride
+                    lowest_kept = _filter_row(
+                        ptr, vocab, low, top, total, lowest_kept, top_k, top_p, by_rank, scale, True, BLOCK
+                    )
         tl.store(out_ptr + row, lowest_kept)
 
     def lowest_kept(
@@ -180,8 +199,11 @@ if triton is not None:
         Rows of `logits` must be contiguous. A row's result depends on nothing but the row."""
         out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         if len(logits) > 0:
+            found = candidates(logits, temperature, top_k, top_p, min_p, tile, WARPS)
+            num_slices, kept = found.kept.shape[1:]
             _lowest_kept_kernel[(len(logits),)](
-                logits, temperature, top_k, top_p, min_p, out, logits.shape[1], logits.stride(0),
-                BLOCK=tile, num_warps=WARPS,
+                logits, temperature, top_k, top_p, min_p, found.kept, found.num_kept, found.ends, found.totals, out,
+                logits.shape[1], logits.stride(0), num_slices,
+                BLOCK=tile, BLOCK_S=max(triton.next_power_of_2(num_slices), 2), KEPT=kept, num_warps=WARPS,
             )  # fmt: skip
         return out

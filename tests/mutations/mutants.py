@@ -8,6 +8,7 @@ from tests.mutations.dflash2 import DFLASH2_MUTANTS
 from tests.mutations.drafters import DRAFTERS_MUTANTS
 from tests.mutations.dspark import DSPARK_MUTANTS
 from tests.mutations.eagle3 import EAGLE3_MUTANTS
+from tests.mutations.filters import FILTER_MUTANTS
 from tests.mutations.fp8_kv import FP8_KV_MUTANTS
 from tests.mutations.front_end import FRONT_END_MUTANTS
 from tests.mutations.gemma4 import GEMMA4_MUTANTS
@@ -45,6 +46,7 @@ MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTAN
 MUTANTS += SNAPSHOT_MUTANTS + FP8_KV_MUTANTS + WINDOW_MUTANTS + READ_AHEAD_MUTANTS
 MUTANTS += SPECIAL_MUTANTS + SHARED_PREFIX_MUTANTS + LAUNCHER_MUTANTS + RESTING_MUTANTS + PREFILL_MUTANTS
 MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + REMOTE_RANK_MUTANTS
+MUTANTS += FILTER_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
