@@ -46,7 +46,8 @@ class Capabilities:
     run inside a CUDA graph, since the host waits for nothing in it. batch_invariant: those of `devices` on which it has
     a form whose queries do not depend on one another (`AttentionBackend.batch_invariant`). sinks: it takes the sinks of
     layers that have them. kv_dtypes: which KV it takes beside that of the queries' own dtype. shares_prefixes: it reads
-    KV that rows share once (`AttentionBatch.shared`).
+    KV that rows share once (`AttentionBatch.shared`). shares_work: what it costs follows from the rows' real lengths,
+    however far above them the bounds are.
     """
 
     causal: bool
@@ -62,6 +63,7 @@ class Capabilities:
     sinks: bool = False
     kv_dtypes: frozenset[torch.dtype] = frozenset()
     shares_prefixes: bool = False
+    shares_work: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -49,7 +49,9 @@ class PiecesMetadata(AttentionMetadata):
 
 
 class InvariantTritonBackend(TritonBackend):
-    """Paged attention in pieces at fixed positions."""
+    """Paged attention in pieces at fixed positions, of which there are as many as a row's bound says."""
+
+    capabilities = replace(TritonBackend.capabilities, shares_work=False)
 
     def prepare(  # type: ignore[override]
         self, layout: AttentionBatch, pattern: AttentionPattern, dtype: torch.dtype

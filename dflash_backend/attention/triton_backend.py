@@ -138,6 +138,7 @@ class TritonBackend(AttentionBackend):
         sinks=True,
         kv_dtypes=KV_DTYPES,
         shares_prefixes=True,
+        shares_work=True,
     )
 
     def __init__(self, block_size: int, long_attention: LongAttention | None = None) -> None:

@@ -5,7 +5,7 @@ of each row or, where the number of drafts follows the load, for those of `captu
 tokens is filled up with padding, which reads and writes nothing. There are two kinds: for steps of greedy requests
 alone, and for steps with sampled ones. The first graph ends with the target's own token for each of its logits, so
 that those of rows that ask for more, as for penalties or a grammar, can be chosen again before the second begins
-(`special_rows`). Prompts are run without a graph.
+(`special_rows`). Rows of prompts have steps of their own (`mixed_steps`); long prompts are run without a graph.
 
 Without graphs the same padded steps run operation by operation.
 """
@@ -25,6 +25,7 @@ import torch
 from dflash_backend.core.plan import MIN_SHARING_ROWS
 from dflash_backend.worker.batch import BatchTraits, HostBatch, LengthBounds, StepInputs
 from dflash_backend.worker.layout_buffer import LayoutBuffer
+from dflash_backend.worker.mixed_steps import mixed_inputs, smallest_mixed
 from dflash_backend.worker.step import ModelStep, Verified
 
 logger = logging.getLogger(__name__)
@@ -200,25 +201,34 @@ class GraphRunner:
         self._step = step
         self._layouts = layouts
         self._steps: dict[tuple[bool, bool], list[PaddedStep]] = {}
+        self._mixed: dict[bool, list[PaddedStep]] = {}
 
     def steps(self, sampled: bool, shared: bool = False) -> list[PaddedStep]:
         """Those of a kind."""
         return list(self._steps.get((sampled, shared), []))
 
+    def mixed(self, sampled: bool) -> list[PaddedStep]:
+        """Those for rows of any length."""
+        return list(self._mixed.get(sampled, []))
+
     @property
     def num_steps(self) -> int:
         """Padded steps of all kinds."""
-        return sum(map(len, self._steps.values()))
+        return sum(map(len, [*self._steps.values(), *self._mixed.values()]))
 
     def find(self, batch: HostBatch) -> PaddedStep | None:
         """The smallest padded step that can run `batch`; None when there is none, or none that is worth its padding.
         Where none of them shares prefixes, one that reads them for each row by itself will do."""
+        if not batch.decode_only:
+            steps = self.mixed(batch.traits.sampled)
+            number = smallest_mixed([step.inputs for step in steps], batch)
+            return None if number is None else steps[number]
         found = self._find(batch, shared=True) if batch.shared else None
         return found or self._find(batch, shared=False)
 
     def _find(self, batch: HostBatch, shared: bool) -> PaddedStep | None:
         steps = self.steps(batch.traits.sampled, shared)
-        if not steps or not batch.decode_only:
+        if not steps:
             return None
         count = len(batch.req_idx)
         num_tokens, draft_width = count + batch.num_verified, int(batch.num_next.max())
@@ -260,6 +270,7 @@ class GraphRunner:
             if (sampled or not kind) and (not shared or (self._step.shares_prefixes and size >= MIN_SHARING_ROWS))
         ]
         self._steps = {}
+        self._mixed = {}
         missing = []
         for number, (size, (num_verified, draft_width), kind, shared) in enumerate(wanted):
             name = f"{'sampled' if kind else 'greedy'} steps of {size} rows{' with a shared prefix' if shared else ''}"
@@ -271,14 +282,24 @@ class GraphRunner:
                 missing.append(name)
             else:
                 self._steps.setdefault((kind, shared), []).append(step)
-        if missing:
-            logger.warning(
-                "GPU memory runs short: %d of %d CUDA graphs are missing, the largest for %s. These steps run without, "
-                "which is slower. Lower gpu_memory_utilization or max_num_seqs for more graphs",
-                len(missing),
-                len(wanted),
-                missing[0],
-            )
+        _say_what_is_missing(missing, len(wanted))
+
+    def make_mixed(self, make: MakeStep, shapes: Sequence[tuple[int, int]], sampled: bool, progress: Progress) -> None:
+        """Make the steps for rows of any length with these numbers of rows and tokens, beside those of decode rows; the
+        rest as of `make`."""
+        wanted = [
+            (shape, kind) for shape in sorted(shapes, reverse=True) for kind in (True, False) if sampled or not kind
+        ]
+        missing = []
+        for number, ((num_rows, num_tokens), kind) in enumerate(wanted):
+            name = f"{'sampled' if kind else 'greedy'} steps of {num_tokens} tokens with prompts"
+            progress(f"CUDA graphs: {name}", number / len(wanted))
+            step = make(mixed_inputs(self._step, self._layouts, num_rows, num_tokens, kind))
+            if step is None:
+                missing.append(name)
+            else:
+                self._mixed.setdefault(kind, []).append(step)
+        _say_what_is_missing(missing, len(wanted))
 
     def _inputs(
         self, num_rows: int, num_tokens: int, draft_width: int, sampled: bool, shared: bool = False
@@ -299,6 +320,17 @@ class GraphRunner:
             budget=budget,
             draft_width=draft_width,
             shared=self._layouts.padded_shared(num_rows, num_tokens, state.max_len) if shared else None,
+        )
+
+
+def _say_what_is_missing(missing: Sequence[str], num_wanted: int) -> None:
+    if missing:
+        logger.warning(
+            "GPU memory runs short: %d of %d CUDA graphs are missing, the largest for %s. These steps run without, "
+            "which is slower. Lower gpu_memory_utilization or max_num_seqs for more graphs",
+            len(missing),
+            num_wanted,
+            missing[0],
         )
 
 

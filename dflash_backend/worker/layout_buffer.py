@@ -52,11 +52,11 @@ class LayoutBuffer:
         return SharedPrefixes(shared_rows(numbers), num_tokens, max_len)
 
     def send_padded(self, batch: HostBatch, num_rows: int, num_tokens: int) -> None:
-        """Send the layout of decode rows (`HostBatch.decode_only`) in a padded step. Where their tokens lie is decided
-        on the device. With a budget as many drafts are verified as there are tokens, since these run in any case."""
+        """Send the layout of rows in a padded step. Where their tokens and logits lie is decided on the device. With a
+        budget as many drafts are verified as there are tokens, since these run in any case."""
         nowhere = np.zeros(len(batch.req_idx), dtype=np.int64)
-        numbers = batch.numbers(num_rows, nowhere, nowhere, np.full(num_tokens, -1))
-        budget = batch.budget_numbers(self.k, num_rows, num_tokens - len(nowhere))
+        numbers = batch.numbers(num_rows, nowhere, np.where(batch.sample, 0, -1), np.full(num_tokens, -1))
+        budget = batch.budget_numbers(self.k, num_rows, num_tokens - int(batch.num_new.sum()))
         self._uploader.send([numbers, budget, shared_numbers(batch.shared, num_rows, self.block_size)])
 
     def send_nothing(self, num_rows: int, num_tokens: int) -> None:

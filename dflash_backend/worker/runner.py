@@ -40,6 +40,7 @@ from dflash_backend.worker.graphs import (
     EagerStep,
     GraphCapturer,
     GraphRunner,
+    MakeStep,
     PaddedStep,
     Progress,
     capture_sizes,
@@ -47,6 +48,7 @@ from dflash_backend.worker.graphs import (
 from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.logits import LogitsProcessors
 from dflash_backend.worker.logprobs import PendingLogprobs
+from dflash_backend.worker.mixed_steps import mixed_shapes
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.special_rows import SpecialRows
 from dflash_backend.worker.state import RequestStates
@@ -122,13 +124,14 @@ class ModelRunner:
         sizes: Sequence[int] | None = None,
         serves: bool = True,
         shapes: Sequence[tuple[int, int]] = (),
+        mixed: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Make the padded steps that decode rows alone run in; to be called once, before the first step. With
-        `HostStepOps` there are none.
+        """Make the padded steps; to be called once, before the first step. With `HostStepOps` there are none.
 
         With `use_graphs` they are captured, on a GPU whose attention backend allows it; that takes seconds, which
         `progress` is told of as `(message, fraction)`. `sizes`: the numbers of rows that they have, `capture_sizes` by
-        default; `shapes`: the drafts that they verify and propose, for each row, by default k and k. Without `serves`
+        default; `shapes`: the drafts that they verify and propose, for each row, by default k and k. `mixed`: rows and
+        tokens of the steps with prompts, `mixed_shapes` by default where steps are captured. Without `serves`
         only what greedy decode rows need: no padded steps for sampled requests, and on a GPU the kernels of other steps
         are compiled when they come.
         """
@@ -141,10 +144,20 @@ class ModelRunner:
         if not self.step.backend.capabilities.capturable and self.device.type == "cuda":
             return  # a backend that takes its sizes from exact lengths would run every row at its greatest
         if use_graphs and self.device.type == "cuda":
-            self.graphs.make(GraphCapturer(self.step, self.layouts), sizes, serves, progress, shapes)
+            make: MakeStep = GraphCapturer(self.step, self.layouts)
+            mixed = self._mixed_shapes() if mixed is None and serves else mixed or ()
         else:
-            quiet: Progress = lambda message, done: None  # noqa: E731
-            self.graphs.make(lambda inputs: EagerStep(self.step, inputs), sizes, serves, quiet, shapes)
+            # Without graphs a step with prompts gains nothing by padding.
+            make, progress, mixed = partial(EagerStep, self.step), lambda message, done: None, mixed or ()
+        self.graphs.make(make, sizes, serves, progress, shapes)
+        self.graphs.make_mixed(make, mixed, serves, progress)
+
+    def _mixed_shapes(self) -> list[tuple[int, int]]:
+        """Those of `mixed_steps`; none where a row's bound costs more than empty tiles: recurrent layers, and attention
+        in pieces of fixed positions."""
+        if self.step.pool is not None or not self.step.backend.capabilities.shares_work:
+            return []
+        return mixed_shapes(len(self.step.state.tokens), self._max_tokens, self.step.width)
 
     def submit(self, plan: StepPlan) -> None:
         """As `core.plan.Worker.submit`. Raises `KVWriteError` when the guard is on and finds a breach."""
@@ -301,6 +314,8 @@ class ModelRunner:
         copies = self._copied_states(rows) if self.step.pool is not None else []
         waits = grammars is not None and grammars.waits
         padded = self.graphs.find(batch) if not copies and of_prompt is None else None
+        if guard is not None and not batch.decode_only:
+            padded = None
         if padded is not None:
             self.layouts.send_padded(batch, padded.inputs.num_rows, padded.inputs.num_tokens)
         complete: Callable[[], StepOutput]

@@ -35,7 +35,11 @@ class ReferenceStepOps(DeviceStepOps):
 
 
 def device_runner(
-    built: BuiltEngine, padded: bool = True, ops: StepOps | None = None, shapes: Sequence[tuple[int, int]] = ()
+    built: BuiltEngine,
+    padded: bool = True,
+    ops: StepOps | None = None,
+    shapes: Sequence[tuple[int, int]] = (),
+    mixed: Sequence[tuple[int, int]] = (),
 ) -> ModelRunner:
     """A runner with the steps of a GPU over the models of an engine that was built for a CPU, and over its KV."""
     runner = ModelRunner(
@@ -44,7 +48,7 @@ def device_runner(
         grammars=built.grammars,
     )
     if padded:
-        runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=shapes)
+        runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=shapes, mixed=mixed)
     return runner
 
 

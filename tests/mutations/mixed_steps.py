@@ -1,0 +1,46 @@
+"""Defects of padded steps that take prompts beside decode rows."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import mutants_of
+
+TESTS = ("tests/worker/test_mixed_steps.py",)
+
+MIXED_STEP_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/worker/layout_buffer.py",
+        TESTS,
+        ("a chunk that does not end a prompt has logits", "np.where(batch.sample, 0, -1)", "nowhere"),
+        (
+            "a prompt's tokens leave as much room for drafts as one",
+            "num_tokens - int(batch.num_new.sum())",
+            "num_tokens - len(nowhere)",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/mixed_steps.py",
+        TESTS,
+        (
+            "a mixed step has a row's logits for one token",
+            "torch.zeros(num_rows * step.width, dtype",
+            "torch.zeros(num_rows, dtype",
+        ),
+        (
+            "rows of prompts have the bound of decode rows",
+            "LengthBounds(np.full(num_rows, num_tokens), longest",
+            "LengthBounds(np.full(num_rows, step.width), longest",
+        ),
+        ("a mixed step drafts where none of its rows does", "and inputs.traits.drafts == drafts", ""),
+        ("a mixed step is padded to any size", "<= inputs.num_tokens <= most", "<= inputs.num_tokens"),
+        ("chunks that choose nothing pay for logits", "and batch.traits.chooses", ""),
+    ),
+    *mutants_of(
+        "dflash_backend/worker/graphs.py",
+        TESTS,
+        (
+            "steps with prompts find no graph",
+            "if not batch.decode_only:\n            steps",
+            "if not batch.decode_only:\n            return None\n            steps",
+        ),
+    ),
+)
