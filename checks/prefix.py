@@ -23,11 +23,14 @@ from dflash_cli.commands.arguments import positive_int
 # What the project promises of a hit: its time to first token over a miss's, and how far acceptance may differ.
 MAX_FIRST_TOKEN_RATIO = 0.2
 MAX_ACCEPTANCE_DIFFERENCE = 0.02
+# Of the prefix, that a hit must begin behind: all but the last block, which the question may share.
+MIN_HIT_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class PrefixMeasurement:
-    """Medians over the prefixes. Times in seconds; lengths in tokens."""
+    """Medians over the prefixes. Times in seconds; lengths in tokens. fewest_cached_tokens: that a hit began behind,
+    which is what makes it one."""
 
     prefix_tokens: int
     repeats: int
@@ -36,6 +39,7 @@ class PrefixMeasurement:
     miss_acceptance_length: float
     hit_acceptance_length: float
     outputs_equal: bool
+    fewest_cached_tokens: int
 
     @property
     def first_token_ratio(self) -> float:
@@ -46,6 +50,8 @@ class PrefixMeasurement:
     def misses(self) -> list[str]:
         """What does not keep its bound, in words."""
         found = [] if self.outputs_equal else ["a hit gives another output than a miss"]
+        if self.fewest_cached_tokens < MIN_HIT_SHARE * self.prefix_tokens:
+            found.append(f"a hit began behind {self.fewest_cached_tokens} of the prefix's {self.prefix_tokens} tokens")
         if self.first_token_ratio > MAX_FIRST_TOKEN_RATIO:
             found.append(
                 f"first token after {self.first_token_ratio:.3f} of a miss's time; at most {MAX_FIRST_TOKEN_RATIO}"
@@ -76,6 +82,7 @@ def measure_prefix(
     rng = random.Random(0)
     miss: list[RequestOutput] = []
     hit: list[RequestOutput] = []
+    cached: list[int] = []
 
     def ask(prefix: list[int], question: HeldOutPrompt, salt: str) -> RequestOutput:
         ids = prefix + llm.tokenizer.encode(question.prompt)
@@ -88,7 +95,9 @@ def measure_prefix(
         miss.append(ask(prefix, question, f"miss {repeat}"))
         for other in others:
             ask(prefix, other, f"hit {repeat}")
+        before = llm.stats().prefix_cache_hits
         hit.append(ask(prefix, question, f"hit {repeat}"))
+        cached.append(llm.stats().prefix_cache_hits - before)
         on_prefix(repeat + 1, repeats)
     return PrefixMeasurement(
         prefix_tokens=prefix_tokens,
@@ -98,6 +107,7 @@ def measure_prefix(
         miss_acceptance_length=acceptance_length(miss),
         hit_acceptance_length=acceptance_length(hit),
         outputs_equal=[output.token_ids for output in miss] == [output.token_ids for output in hit],
+        fewest_cached_tokens=min(cached),
     )
 
 

@@ -17,7 +17,7 @@ from checks import acceptance, cancel_cost, malformed, mixed, nightly
 from checks.flooded import FloodedTimes
 from checks.prefix import PrefixMeasurement
 
-GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True)
+GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True, 1488)
 
 
 @pytest.mark.slow
@@ -44,6 +44,7 @@ def test_the_scheduler_benchmark_names_each_bound_that_is_missed() -> None:
         ({"outputs_equal": False}, ["another output"]),
         ({"hit_first_token_s": 0.05}, ["first token after 0.500"]),
         ({"hit_acceptance_length": 10.0}, ["acceptance differs by 13.0%"]),
+        ({"fewest_cached_tokens": 0}, ["behind 0 of the prefix's 1500 tokens"]),
     ],
 )
 def test_a_prefix_measurement_names_each_bound_that_is_missed(changes: dict[str, Any], words: list[str]) -> None:

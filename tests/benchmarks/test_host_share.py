@@ -40,7 +40,7 @@ def test_the_share_is_in_the_table_and_in_the_json(tmp_path: Path) -> None:
         for system in (report.BASELINE, report.NO_DRAFT, report.DFLASH)
         for streams in (1, 32)
     ]
-    prefix = PrefixMeasurement(10, 1, 1.0, 0.1, 2.0, 2.0, True)
+    prefix = PrefixMeasurement(10, 1, 1.0, 0.1, 2.0, 2.0, True, 10)
     measured = report.Runs(runs, through_ratio=0.8, through_ratios=[0.8], host=HOST)
     text = report.write(tmp_path, measured, prefix, {"cores": 2, "torch": "2", "prompts": 1})
     row = next(line for line in text.splitlines() if "host's own share" in line)

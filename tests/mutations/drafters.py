@@ -12,6 +12,7 @@ LOGITS = ("tests/oracle/test_golden.py::test_draft_logits_are_those_of_the_autho
 FEATURES = ("tests/oracle/test_golden.py::test_features_are_those_of_the_authors_code_the_last_layers_too",)
 READ = "tests/drafters/test_dflash_config.py::"
 LAYER_IDS = ("tests/drafters/test_layer_ids.py",)
+INSPECT = "tests/cli/test_inspect.py::"
 CONFIG_ALONE = ("tests/cli/test_inspect_config.py",)
 SEAM = "tests/drafters/test_seam.py::"
 DESCRIBED = ("tests/checkpoints/test_describe.py",)
@@ -20,6 +21,42 @@ LOOKED_UP = ("tests/kernels/test_prompt_lookup.py",)
 NGRAM = ("tests/drafters/test_ngram.py",)
 
 DRAFTERS_MUTANTS = (
+    Mutant(
+        "positions are rotated in 16 bits",
+        "dflash_backend/models/rope.py",
+        "return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)",
+        "return self.cos[positions % 2**15].unsqueeze(1), self.sin[positions % 2**15].unsqueeze(1)",
+        ("tests/worker/test_long_positions.py::test_drafts_across_a_border_are_those_of_a_dense_drafter",),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/kv_report.py",
+        (
+            f"{INSPECT}test_layers_with_a_window_keep_few_blocks_of_a_request",
+            f"{INSPECT}test_the_kv_in_fp8_has_scales_and_is_the_targets_alone",
+        ),
+        (
+            "inspect: a long request keeps all blocks of its windows",
+            "        kept -= max(0,",
+            "        kept -= 0 * max(0,",
+        ),
+        (
+            "inspect: blocks of windows have no place for drafts",
+            "window_group(EngineConfig(), max(of_layers), num_drafts)",
+            "window_group(EngineConfig(), max(of_layers), 0)",
+        ),
+        (
+            "inspect: KV in FP8 has no scales",
+            "per_token = bytes_per_token(decoder, dtype)",
+            "per_token = bytes_per_token(decoder, torch.uint8 if dtype == FP8 else dtype)",
+        ),
+    ),
+    Mutant(
+        "a prefix that was not found counts as a hit",
+        "checks/prefix.py",
+        "self.fewest_cached_tokens < MIN_HIT_SHARE * self.prefix_tokens",
+        "False",
+        ("tests/benchmarks/test_bounds.py::test_a_prefix_measurement_names_each_bound_that_is_missed",),
+    ),
     Mutant(
         "the last layer's feature is taken before the norm, as for speculators",
         DRAFTER,
