@@ -3,8 +3,9 @@
 `python -m checks.ray_ranks` starts two nodes on this machine, the other one in a network namespace where that is
 allowed (`--loopback`: at another loopback address), compares the answers with those of one process, and in each round
 removes the other node with 16 streams in flight and brings it back: killed with all its processes, or with `--unplug`
-without a network, which shows only once it has said nothing for a while. It prints a line for each round as
-`checks.chaos` does, what clients were told, and what is left over. The exit status is 0 when every bound was kept.
+without a network, which shows only once it has said nothing for a while. In the last round it kills the engine, with
+which its ranks have to end. It prints a line for each round as `checks.chaos` does, what clients were told, and what is
+left over. The exit status is 0 when every bound was kept.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ def check(nodes: RayNodes, rounds: int, unplug: bool, num_prompts: int, director
             result = chaos.play(server, client, answer, lost_node(nodes, unplug))
             kept = kept and result.kept and all(nodes.network.there in message for message in result.messages)
             print(chaos.line(number, result), *sorted(result.messages), sep="\n  ", flush=True)
+        members |= ranks_there(nodes)
+        result = chaos.play(server, client, answer, chaos.Victim(starts_later_s=chaos.RANKS_START_S))
+        print(chaos.line(rounds + 1, result), flush=True)
+        kept = kept and result.kept and len(ranks_there(nodes)) == 1
         members |= family(server.pid) | ranks_there(nodes)
     ended = gone(members, END_S)
     left = count.since(members)
