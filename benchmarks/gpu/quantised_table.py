@@ -18,20 +18,20 @@ import torch
 from benchmarks.gpu.compile_table import GPUS, compile_launch
 from benchmarks.markdown import markdown_table
 from dflash_kernels import quantised_linear as products
-from dflash_kernels.quantised_weight import FP8, INT4, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
 
 SIZE, GROUP = 4096, 128
-SCHEMES = ("FP8, 128 x 128", "FP8, rows", "INT4, groups of 128", "INT4, groups of 128, zero points")
+SCHEMES = ("FP8, 128 x 128", "FP8, rows", "INT8, rows", "INT4, groups of 128", "INT4, groups of 128, zero points")
 HEADER = ["GPU", "weights", "tokens x outputs", "warps", "stages", "registers", "spilled bytes", "shared KiB", "of"]
 
 
 def weight_of(scheme: str) -> QuantisedWeight:
     """A weight of 4096 by 4096."""
     groups = SIZE // GROUP
-    if scheme.startswith("FP8"):
-        codes, of_rows = torch.zeros(SIZE, SIZE, dtype=torch.uint8), scheme == "FP8, rows"
-        shape, rows, columns = ((1, SIZE), 1, SIZE) if of_rows else ((groups, groups), GROUP, GROUP)
-        return QuantisedWeight(FP8, codes, torch.zeros(shape), None, rows, columns)
+    if not scheme.startswith("INT4"):
+        codes, kind = torch.zeros(SIZE, SIZE, dtype=torch.uint8), FP8 if scheme.startswith("FP8") else INT8
+        shape, rows, columns = ((1, SIZE), 1, SIZE) if "rows" in scheme else ((groups, groups), GROUP, GROUP)
+        return QuantisedWeight(kind, codes, torch.zeros(shape), None, rows, columns)
     scales = torch.zeros(groups, SIZE, dtype=torch.float16)
     codes = torch.zeros(groups, SIZE, GROUP // 2, dtype=torch.uint8)
     return QuantisedWeight(INT4, codes, scales, scales.byte() if "zero points" in scheme else None, 1, GROUP)

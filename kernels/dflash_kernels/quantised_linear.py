@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.launcher import cached_launches
-from dflash_kernels.quantised_weight import INT4, MIDDLE, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, QuantisedWeight
 
 try:
     import triton
@@ -100,7 +100,7 @@ def num_splits(num_tokens: int, weight: QuantisedWeight, tile: Tile) -> int:
 
 
 if triton is not None:
-    _MIDDLE = tl.constexpr(MIDDLE)
+    _MIDDLE_OF_INT4, _MIDDLE_OF_INT8 = tl.constexpr(MIDDLE[INT4]), tl.constexpr(MIDDLE[INT8])
     _BY_INTEGERS, _BY_FLOAT32 = tl.constexpr(BY_INTEGERS), tl.constexpr(BY_FLOAT32)
     # The bits of 128 in bfloat16 and of 1024 in float16, whose last bits are those of an integer.
     _BF16_BITS, _FP16_BITS = tl.constexpr(0x4300), tl.constexpr(0x6400)
@@ -146,7 +146,7 @@ if triton is not None:
     def zero_numbers(zeros_ptr, offsets, mask, dtype: tl.constexpr, WIDEN: tl.constexpr):
         """The zero points of some rows, as `number_of_int4` has them; of all rows the same without zero points."""
         if zeros_ptr is None:
-            zeros = number_of_int4(tl.full(offsets.shape, _MIDDLE, tl.uint8), dtype, WIDEN)
+            zeros = number_of_int4(tl.full(offsets.shape, _MIDDLE_OF_INT4, tl.uint8), dtype, WIDEN)
         else:
             zeros = number_of_int4(tl.load(zeros_ptr + offsets, mask=mask, other=0), dtype, WIDEN)
         return zeros
@@ -172,11 +172,21 @@ if triton is not None:
         return tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
 
     @triton.jit
-    def sums_of_e4m3(
-        x_ptrs, is_token, codes_ptr, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
-        EVEN: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+    def numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype: tl.constexpr, WIDEN: tl.constexpr):
+        """uint8 `[rows, columns]` less the zero point of each row, which 8 bits and a sign of `dtype` hold."""
+        if zeros_ptr is None:
+            integers = codes.to(tl.int16) - _MIDDLE_OF_INT8
+        else:
+            zeros = tl.load(zeros_ptr + of_block, mask=is_row, other=0)
+            integers = codes.to(tl.int16) - zeros.to(tl.int16)[:, None]
+        return integers.to(tl.float32 if WIDEN else dtype)
+
+    @triton.jit
+    def sums_of_bytes(
+        x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr,
+        RUN: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
-        """As `sums_of_int4`. EVEN: every run is whole."""
+        """As `sums_of_int4`, of codes of e4m3 or, with INTEGERS, of integers. EVEN: every run is whole."""
         column = run * RUN + tl.arange(0, RUN)
         x_mask, codes_mask = is_token[None, :], is_row[:, None]
         if not EVEN:
@@ -187,16 +197,20 @@ if triton is not None:
         x = tl.load(x_ptrs + column[:, None], mask=x_mask, other=0.0)
         if WIDEN:
             x = x.to(tl.float32)
-        return tl.dot(numbers_of_e4m3(codes, dtype, READING, WIDEN), x, input_precision="ieee")
+        if INTEGERS:
+            numbers = numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype, WIDEN)
+        else:
+            numbers = numbers_of_e4m3(codes, dtype, READING, WIDEN)
+        return tl.dot(numbers, x, input_precision="ieee")
 
     # One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
     @cached_launches
     @triton.jit(do_not_specialize=["num_rows", "scale_stride", "runs_per_part"])
     def _quantised_linear_kernel(
         x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs, scale_stride,
-        runs_per_part, PACKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
-        EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, READING: tl.constexpr,
-        WIDEN: tl.constexpr,
+        runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        READING: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
         """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
         Programs that read the same rows of the weight run one after the other. COLUMNS: how many share a scale, 0 for
@@ -219,9 +233,10 @@ if triton is not None:
                     x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, RUN, WIDEN
                 )
             else:
-                sums = sums_of_e4m3(
-                    x_ptrs, is_token, codes_ptr, run, row, inputs, is_row, dtype, RUN, EVEN, READING, WIDEN
-                )
+                sums = sums_of_bytes(
+                    x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN,
+                    INTEGERS, READING, WIDEN,
+                )  # fmt: skip
             if COLUMNS:
                 scale = tl.load(scales_ptr + of_block, mask=is_row, other=0.0)
                 sums = sums * scale.to(tl.float32)[:, None]
@@ -295,16 +310,16 @@ if triton is not None:
         num_rows, device = len(rows), x.device
         out = torch.empty(num_rows, outputs, dtype=x.dtype, device=device)
         if num_rows:
-            is_packed, num_runs = weight.kind == INT4, triton.cdiv(inputs, weight.run)
+            num_runs, is_fp8 = triton.cdiv(inputs, weight.run), weight.kind == FP8
             parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
             grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
             _quantised_linear_kernel[grid](
                 rows, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
                 out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
-                triton.cdiv(num_runs, splits), PACKED=is_packed, ROWS=weight.rows,
+                triton.cdiv(num_runs, splits), PACKED=weight.kind == INT4, INTEGERS=not is_fp8, ROWS=weight.rows,
                 COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
                 EVEN=inputs % weight.run == 0, SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
-                READING=BY_INTEGERS if is_packed else reading_on(device) if reading is None else reading,
+                READING=BY_INTEGERS if not is_fp8 else reading_on(device) if reading is None else reading,
                 WIDEN=INTERPRETED,
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip

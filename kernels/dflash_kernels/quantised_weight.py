@@ -1,7 +1,7 @@
 """A weight that stays quantised in memory, in the layout that `quantised_linear` multiplies by.
 
 A number is `(code - zero point) * scale`. Codes are e4m3 (Micikevicius et al., arXiv 2209.05433), which has no zero
-points, or integers of 4 bits, to which compressed-tensors', GPTQ's and AWQ's words are all repacked.
+points, or integers of 8 or 4 bits, to which compressed-tensors', GPTQ's and AWQ's words are all repacked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-FP8, INT4 = "fp8", "int4"
-# The zero point of codes of 4 bits that have none of their own.
-MIDDLE = 8
+FP8, INT8, INT4 = "fp8", "int8", "int4"
+# The zero point of integers that have none of their own.
+MIDDLE = {INT8: 128, INT4: 8}
 # Columns that are multiplied at a time: at most, and at least, since tensor cores take 16.
 MAX_RUN, MIN_RUN = 128, 32
 
@@ -28,12 +28,12 @@ def run_of(columns: int) -> int:
 class QuantisedWeight:
     """A weight `[out_features, in_features]` in codes.
 
-    codes: of e4m3 uint8 `[out_features, in_features]`; of 4 bits uint8 `[in_features / run, out_features, run / 2]`,
-    for each run of columns and each row a byte for two columns: number j of a run in the lower half of byte j, number
-    `run / 2 + j` in its upper half. So the bytes that a program reads at a time lie side by side, and each half of them
-    is a run of columns.
+    codes: of 8 bits uint8 `[out_features, in_features]`, integers from 0 on; of 4 bits uint8
+    `[in_features / run, out_features, run / 2]`, for each run of columns and each row a byte for two columns: number j
+    of a run in the lower half of byte j, number `run / 2 + j` in its upper half. So the bytes that a program reads at a
+    time lie side by side, and each half of them is a run of columns.
     scales: `[ceil(in_features / columns), ceil(out_features / rows)]`, float32 for e4m3, else of any floating dtype.
-    zeros: uint8 of the same shape, for codes of 4 bits; None where all are `MIDDLE`.
+    zeros: uint8 of the same shape, for integers; None where all are `MIDDLE`.
     rows, columns: how many of the weight's share a scale.
     """
 
@@ -54,23 +54,23 @@ class QuantisedWeight:
         rows: int,
         columns: int,
     ) -> QuantisedWeight:
-        """codes: uint8 `[out_features, in_features]`, one in a byte, of 4 bits from 0 on. scales, zeros: as checkpoints
+        """codes: uint8 `[out_features, in_features]`, one in a byte, integers from 0 on. scales, zeros: as checkpoints
         have them, `[ceil(out_features / rows), ceil(in_features / columns)]`."""
         packed = pack(codes, run_of(columns)) if kind == INT4 else codes.contiguous()
-        beside = None if zeros is None or bool((zeros == MIDDLE).all()) else zeros.T.contiguous()
+        beside = None if zeros is None or bool((zeros == MIDDLE[kind]).all()) else zeros.T.contiguous()
         return cls(kind, packed, scales.T.contiguous(), beside, rows, columns)
 
     @property
     def shape(self) -> tuple[int, int]:
         """out_features, in_features."""
-        if self.kind == FP8:
+        if self.kind != INT4:
             return self.codes.shape[0], self.codes.shape[1]
         runs, out, half = self.codes.shape
         return out, runs * 2 * half
 
     @property
     def run(self) -> int:
-        """Columns that are multiplied at a time; the last ones may be fewer where codes are of e4m3."""
+        """Columns that are multiplied at a time; the last ones may be fewer where codes have 8 bits."""
         return run_of(self.columns) if self.kind == INT4 or len(self.scales) > 1 else MAX_RUN
 
     @property
@@ -81,7 +81,7 @@ class QuantisedWeight:
 
     def taken(self, index: torch.Tensor | slice) -> QuantisedWeight:
         """The rows `index` alone: a slice, or int64 indices."""
-        along = 0 if self.kind == FP8 else 1
+        along = 1 if self.kind == INT4 else 0
         out, _ = self.shape
         first, last = (0, 0) if isinstance(index, torch.Tensor) else index.indices(out)[:2]
         in_blocks = isinstance(index, slice) and index.step in (None, 1) and first % self.rows == 0
@@ -124,7 +124,7 @@ class QuantisedWeight:
             zeros = torch.cat(filled, dim=1)
         return replace(
             parts[0],
-            codes=torch.cat([part.codes for part in parts], dim=0 if first.kind == FP8 else 1),
+            codes=torch.cat([part.codes for part in parts], dim=1 if first.kind == INT4 else 0),
             scales=torch.cat([part.scales for part in parts], dim=1),
             zeros=zeros,
         )
@@ -136,14 +136,15 @@ class QuantisedWeight:
         if self.kind == FP8:
             return (self.codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
         zeros = _spread(_zeros_of(self).float(), self.rows, self.columns, out, inner)
-        return ((unpack(self.codes).float() - zeros) * scales).to(dtype)
+        codes = unpack(self.codes) if self.kind == INT4 else self.codes
+        return ((codes.float() - zeros) * scales).to(dtype)
 
 
 def _zeros_of(weight: QuantisedWeight) -> torch.Tensor:
     """The zero points, as a tensor in any case."""
     if weight.zeros is not None:
         return weight.zeros
-    return torch.full_like(weight.scales, MIDDLE, dtype=torch.uint8)
+    return torch.full_like(weight.scales, MIDDLE[weight.kind], dtype=torch.uint8)
 
 
 def _spread(blocks: torch.Tensor, rows: int, columns: int, out: int, inner: int) -> torch.Tensor:

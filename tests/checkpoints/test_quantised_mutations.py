@@ -62,6 +62,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         "gptq": (gptq(group=32), GPTQ | {"group_size": 32}),
         "awq": (awq(32), AWQ | {"group_size": 32}),
         "packed": (library("pack-quantized", four_bits), config("pack-quantized", four_bits)),
+        "int8": (library(*FORMATS["int8 of rows with zero points"]), config(*FORMATS["int8 of rows with zero points"])),
     }
     return [write(root / "source", root / name, *of).quantised for name, of in made.items()]
 

@@ -24,7 +24,7 @@ from dflash_kernels.paged_attention import paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
 from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY, TILES, WIDE_TILE, multiply
-from dflash_kernels.quantised_weight import FP8, INT4, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
 from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.shared_prefix import merge_parts
@@ -98,8 +98,10 @@ def by_quantised_weights() -> None:
     of_groups = torch.zeros(HIDDEN // 128, HIDDEN, dtype=torch.float16)
     plain = QuantisedWeight(INT4, packed, of_groups, None, 1, 128)
     with_zeros = QuantisedWeight(INT4, packed, of_groups, of_groups.byte(), 1, 128)
+    bytes_with_zeros = QuantisedWeight(INT8, codes, of_groups, of_groups.byte(), 1, 128)
     x = zeros(16, HIDDEN)
     for each in TILES:
+        multiply(x, bytes_with_zeros, None, each, 1)
         multiply(x, blocks, None, each, 2, BY_FLOAT32)
         multiply(x, rows, zeros(HIDDEN), each, 1, BY_INTEGERS)
         multiply(x, plain, None, each, 1)

@@ -21,7 +21,7 @@ from dflash_kernels.quantised_linear import (
     quantised_linear_reference,
     tile_of,
 )
-from dflash_kernels.quantised_weight import FP8, INT4, MIDDLE, QuantisedWeight, pack, run_of, unpack
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, QuantisedWeight, pack, run_of, unpack
 from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -62,6 +62,17 @@ def int4(out: int, inner: int, columns: int, zeros: bool = True, seed: int = 0) 
     return QuantisedWeight.of_codes(INT4, integers(out, inner, seed=seed), scales, points, 1, columns)
 
 
+def int8(out: int, inner: int, rows: int, columns: int, zeros: bool = True, seed: int = 0) -> QuantisedWeight:
+    """A weight of integers of 8 bits, of all values."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = -(-out // rows), -(-inner // columns)
+    codes, points = (
+        torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8) for shape in ((out, inner), blocks)
+    )
+    scales = (numbers(*blocks, seed=seed) / 128).bfloat16()
+    return QuantisedWeight.of_codes(INT8, codes.to(DEVICE), scales, points.to(DEVICE) if zeros else None, rows, columns)
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Within what rounding to the dtype, and sums in another order, make."""
     assert found.dtype == expected.dtype
@@ -87,6 +98,17 @@ def test_fp8_products_equal_the_reference_however_codes_are_read(name: str, read
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_int4_products_equal_the_reference(name: str, zeros: bool, dtype: torch.dtype) -> None:
     weight = int4(*INT4_SHAPES[name], zeros=zeros)
+    x, bias = random(21, weight.shape[1], seed=1).to(dtype), random(weight.shape[0], seed=2).to(dtype)
+    for splits in (1, 2):
+        found = multiply(x, weight, bias, tile_of(16, dtype), splits)
+        assert_close(found, quantised_linear_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("name", FP8_SHAPES)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_int8_products_equal_the_reference(name: str, zeros: bool, dtype: torch.dtype) -> None:
+    weight = int8(*FP8_SHAPES[name], zeros=zeros)
     x, bias = random(21, weight.shape[1], seed=1).to(dtype), random(weight.shape[0], seed=2).to(dtype)
     for splits in (1, 2):
         found = multiply(x, weight, bias, tile_of(16, dtype), splits)
@@ -172,7 +194,9 @@ def test_a_run_is_the_largest_power_of_two_that_divides_a_group() -> None:
 @pytest.mark.parametrize(
     "index", [slice(128, None), slice(0, 128), slice(100, 180), torch.tensor([150, 3, 3])], ids=str
 )
-@pytest.mark.parametrize("weight", [fp8(200, 64, 128, 32), int4(200, 64, 32), fp8(200, 64, 200, 64)], ids=str)
+@pytest.mark.parametrize(
+    "weight", [fp8(200, 64, 128, 32), int4(200, 64, 32), fp8(200, 64, 200, 64), int8(200, 64, 1, 64)], ids=str
+)
 def test_rows_that_are_taken_have_their_scales(index: torch.Tensor | slice, weight: QuantisedWeight) -> None:
     taken = weight.taken(index.to(DEVICE) if isinstance(index, torch.Tensor) else index)
     expected = weight.dequantised(torch.float32)[index]
@@ -189,8 +213,9 @@ def test_rows_that_are_taken_have_their_scales(index: torch.Tensor | slice, weig
         (fp8(96, 64, 96, 64), fp8(32, 64, 32, 64, seed=1), fp8(32, 64, 1, 64, seed=2)),
         (int4(64, 64, 32), int4(32, 64, 32, zeros=False, seed=1)),
         (int4(64, 64, 64, zeros=False), int4(32, 64, 64, zeros=False, seed=1)),
+        (int8(64, 64, 1, 64, zeros=False), int8(32, 64, 32, 64, seed=1)),
     ],
-    ids=["whole blocks", "a block is cut", "a scale for each tensor", "zero points of one part", "none"],
+    ids=["whole blocks", "a block is cut", "a scale for each tensor", "zero points of one part", "none", "int8"],
 )
 def test_parts_below_one_another_keep_their_numbers(parts: tuple[QuantisedWeight, ...]) -> None:
     assert QuantisedWeight.alike(parts)
@@ -202,11 +227,12 @@ def test_parts_below_one_another_keep_their_numbers(parts: tuple[QuantisedWeight
     assert_close(quantised_linear(x, stacked), x @ expected.T)
 
 
-def test_zero_points_that_are_all_in_the_middle_are_not_kept() -> None:
+@pytest.mark.parametrize("kind", [INT4, INT8])
+def test_zero_points_that_are_all_in_the_middle_are_not_kept(kind: str) -> None:
     codes, scales = integers(8, 64), numbers(8, 2)
-    with_zeros = QuantisedWeight.of_codes(INT4, codes, scales, torch.full_like(scales, MIDDLE).byte(), 1, 32)
+    with_zeros = QuantisedWeight.of_codes(kind, codes, scales, torch.full_like(scales, MIDDLE[kind]).byte(), 1, 32)
     assert with_zeros.zeros is None
-    without = QuantisedWeight.of_codes(INT4, codes, scales, None, 1, 32)
+    without = QuantisedWeight.of_codes(kind, codes, scales, None, 1, 32)
     assert torch.equal(with_zeros.dequantised(torch.float32), without.dequantised(torch.float32))
 
 

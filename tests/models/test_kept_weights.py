@@ -21,7 +21,7 @@ from dflash_backend.models.linear import Linear, QuantisedLinear
 from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.parallel import load_shard
 from dflash_backend.models.shard import Shard
-from dflash_kernels.quantised_weight import FP8, INT4
+from dflash_kernels.quantised_weight import FP8, INT4, INT8
 from tests.oracle.compressed_tensors_library import config, library
 from tests.paged import block_tables, caches, context
 from tests.quantised import (
@@ -45,6 +45,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS, TORCH = select_ops(DEVICE, "triton"), select_ops(DEVICE, "torch")
 NUM_TOKENS, MAX_POSITIONS = 21, 64
 SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 104, "tie_word_embeddings": False}
+CT_INT8: dict[str, Any] = {"num_bits": 8, "strategy": "channel"}
 CT_INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 64}
 
 FORMATS: dict[str, tuple[Packer, dict[str, Any], str]] = {
@@ -64,13 +65,25 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any], str]] = {
         config("pack-quantized", CT_INT4 | {"symmetric": False}),
         INT4,
     ),
+    "gptq of 8 bits": (gptq(8, group=64), GPTQ | {"bits": 8, "group_size": 64}, INT8),
+    "int8 of rows": (library("int-quantized", CT_INT8), config("int-quantized", CT_INT8), INT8),
+    "int8 of tensors with zero points": (
+        library("int-quantized", CT_INT8 | {"strategy": "tensor", "symmetric": False}),
+        config("int-quantized", CT_INT8 | {"strategy": "tensor", "symmetric": False}),
+        INT8,
+    ),
+    "pack-quantized of 8 bits": (
+        library("pack-quantized", CT_INT4 | {"num_bits": 8}),
+        config("pack-quantized", CT_INT4 | {"num_bits": 8}),
+        INT8,
+    ),
 }
 # Weights of these stay numbers, as on a CPU.
 DEQUANTISED: dict[str, tuple[Packer, dict[str, Any]]] = {
     "groups that no tile is made of": (gptq(), GPTQ),
     "columns in an order of their own": (gptq(group=64, shuffled=True), GPTQ | {"group_size": 64, "desc_act": True}),
     "an order that the config does not name": (gptq(group=64, shuffled=True), GPTQ | {"group_size": 64}),
-    "INT8": (gptq(8, group=64), GPTQ | {"bits": 8, "group_size": 64}),
+    "INT8 in groups that no tile is made of": (gptq(8), GPTQ | {"bits": 8}),
     "blocks of odd sizes": (fp8_block(24, 40), FP8_BLOCK | {"weight_block_size": [24, 40]}),
 }
 
@@ -199,7 +212,7 @@ def test_a_rank_of_a_shared_target_dequantises_its_part(tmp_path: Path) -> None:
     assert not any(isinstance(layer.weights.qkv, QuantisedLinear) for layer in part.layers)
 
 
-@pytest.mark.parametrize("name", ["fp8 in blocks", "gptq", "awq", "pack-quantized"])
+@pytest.mark.parametrize("name", ["fp8 in blocks", "gptq", "awq", "pack-quantized", "gptq of 8 bits"])
 def test_headers_say_what_the_weights_take_in_memory(tmp_path: Path, name: str) -> None:
     packer, fields, _ = FORMATS[name]
     make_target(tmp_path / "source", **SIZES)

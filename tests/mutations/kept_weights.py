@@ -44,7 +44,11 @@ KEPT_WEIGHTS_MUTANTS = (
     *mutants_of(
         "kernels/dflash_kernels/quantised_linear.py",
         INT4,
-        ("zero points of kept weights are left out", "if zeros_ptr is None:", "if zeros_ptr is None or True:"),
+        (
+            "zero points of kept weights are left out",
+            "number_of_int4(tl.load(zeros_ptr + offsets, mask=mask, other=0), dtype, WIDEN)",
+            "number_of_int4(tl.full(offsets.shape, _MIDDLE_OF_INT4, tl.uint8), dtype, WIDEN)",
+        ),
         (
             "the halves of a packed byte change places",
             "number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first",
@@ -82,8 +86,8 @@ KEPT_WEIGHTS_MUTANTS = (
         ("kept nibbles are packed in the other order", "(low | (high << 4))", "(high | (low << 4))"),
         (
             "zero points are dropped where one is in the middle",
-            "bool((zeros == MIDDLE).all())",
-            "bool((zeros == MIDDLE).any())",
+            "bool((zeros == MIDDLE[kind]).all())",
+            "bool((zeros == MIDDLE[kind]).any())",
         ),
         (
             "kept scales are not transposed",
@@ -108,14 +112,32 @@ KEPT_WEIGHTS_MUTANTS = (
         ),
         (
             "parts without zero points have 0",
-            "torch.full_like(weight.scales, MIDDLE,",
+            "torch.full_like(weight.scales, MIDDLE[weight.kind],",
             "torch.full_like(weight.scales, 0,",
         ),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/quantization/keepable.py",
         DEQUANTISED,
-        ("INT8 is kept as INT4", "and scheme.bits == 4", "and scheme.bits > 0"),
+        ("groups that no run divides are kept", "columns & -columns >= MIN_RUN", "columns & -columns > 0"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        FORMATS,
+        (
+            "signed integers are kept as if unsigned",
+            "codes, zeros = codes.int() + SIGNED,",
+            "codes, zeros = codes.int(),",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/quantised_linear.py",
+        (f"{KERNELS}::test_int8_products_equal_the_reference",),
+        (
+            "zero points of kept bytes are left out",
+            "codes.to(tl.int16) - zeros.to(tl.int16)[:, None]",
+            "codes.to(tl.int16)",
+        ),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/quantization/kept.py",

@@ -8,20 +8,22 @@ import torch
 
 from dflash_backend.checkpoints.quantization.dequantise import UNPACK, Parts, check_small_parts
 from dflash_backend.checkpoints.quantization.keepable import FP8, TRANSPOSED, kind_of
-from dflash_backend.checkpoints.quantization.scheme import damaged
+from dflash_backend.checkpoints.quantization.scheme import Layout, damaged
 from dflash_backend.checkpoints.quantization.stored import Role, StoredWeight
 
 # Of e4m3: the largest number, and the codes that are none.
 LARGEST, NOT_A_NUMBER = 448.0, 0x7F
+# What makes signed integers of 8 bits unsigned.
+SIGNED = 128
 
 
 @dataclass(frozen=True)
 class KeptWeight:
     """A weight `[out_features, in_features]`: a number is `(code - zero point) * scale`.
 
-    kind: FP8, of e4m3, or INT4. codes: uint8 `[out_features, in_features]`, one in a byte; of INT4 from 0 to 15.
+    kind: FP8, of e4m3, INT8 or INT4. codes: uint8 `[out_features, in_features]`, one in a byte, integers from 0 on.
     scales: `[ceil(out_features / rows), ceil(in_features / columns)]`, float32 for FP8, else of the file's dtype.
-    zeros: uint8 of the same shape, for INT4. rows, columns: how many share a scale.
+    zeros: uint8 of the same shape, for integers. rows, columns: how many share a scale.
     """
 
     kind: str
@@ -49,6 +51,9 @@ def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: tor
         has_nan = bool(((codes & NOT_A_NUMBER) == NOT_A_NUMBER).any())
     else:
         has_nan = False
+        if scheme.layout is Layout.INT8:  # signed ones
+            codes, zeros = codes.int() + SIGNED, None if zeros is None else zeros + SIGNED
+        codes = codes.to(torch.uint8)
     if has_nan or not bool((scales.float() * LARGEST).isfinite().all()):
         raise damaged(stored.projection, "has numbers that are not finite")
     return KeptWeight(
