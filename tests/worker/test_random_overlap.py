@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 K = 7
 NUM_WORKLOADS = 25
 LONGEST_PROMPT, LONGEST_OUTPUT = 14, 18
+# Rows and tokens of steps with prompts.
+MIXED = [(2, 16), (3, 24), (4, 48), (6, 64)]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ def workload(seed: int) -> Workload:
     options: dict[str, Any] = {"padded": rng.random() < 0.8}
     if settings.get("adaptive_speculation") and options["padded"]:
         options["shapes"] = capture_shapes(K)
+    if options["padded"] and rng.random() < 0.7:
+        most = settings.get("max_num_batched_tokens", MIXED[-1][1])
+        options["mixed"] = [(num_rows, num_tokens) for num_rows, num_tokens in MIXED if num_tokens <= most]
     requests = [_request(rng, index, settings["max_model_len"]) for index in range(rng.randint(2, 8))]
     return Workload(settings, options, requests)
 
