@@ -3,7 +3,7 @@
 Their shape is a number of tokens, which the rows share as they need, and a number of rows. What a step has of either is
 laid out on the device, as in decode steps with a budget (`dflash_kernels.verify_budget`), so one graph serves every
 mix. Attention shares the contexts out among its workers by the real lengths, so a row's bound, which is all of the
-tokens, costs nothing but tiles that are found empty.
+tokens, costs little: tiles without queries are left out on the device.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ except ImportError:  # a machine without a GPU needs no merge
 
 # Pieces and lines that a program takes at a time: few tiles have many pieces each, many tiles have few.
 FEW_TILES, MANY_TILES = (16, 1), (2, 8)
+# Programs at most where tiles are many: of those that a captured step with prompts might have, most are not there.
+MAX_PROGRAMS = 8192
 LOG2_E = 1.4426950408889634
 
 if triton is not None:
@@ -79,48 +81,48 @@ if triton is not None:
     ):  # fmt: skip
         """Some lines of a tile that workers share: their partial results, weighted by their shares of the softmax's
         denominator."""
-        tile = tl.program_id(0) // KV_HEADS
-        kv_head = tl.program_id(0) % KV_HEADS
+        tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
         share = tl.load(schedule_ptr)
         begin = tl.load(schedule_ptr + tile, mask=tile > 0, other=0)
         end = tl.load(schedule_ptr + 1 + tile)
-        first_worker = begin // share
-        last_worker = (end - 1) // share
+        first_worker, last_worker = begin // share, (end - 1) // share
         if (end <= begin) | (first_worker == last_worker):
             return  # without queries, or written by its only worker
         row = tl.load(schedule_ptr + 1 + num_tiles + tile)
         first = tl.load(schedule_ptr + 1 + 2 * num_tiles + tile)
         last = tl.load(schedule_ptr + 1 + 3 * num_tiles + tile)
-        m = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
-        query = first + m // GROUP
-        # What lies behind the row's own queries belongs to the next one.
-        is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))
+        num_blocks = tl.cdiv(lines_per_tile // GROUP * GROUP, BLOCK_L)
+        for block in range(tl.program_id(1), num_blocks, tl.num_programs(1)):
+            m = block * BLOCK_L + tl.arange(0, BLOCK_L)
+            query = first + m // GROUP
+            # What lies behind the row's own queries belongs to the next one.
+            is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))
 
-        d = tl.arange(0, BLOCK_D)
-        top = tl.full([BLOCK_L], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_L], tl.float32)
-        acc = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
-        for base in range(first_worker, last_worker + 1, BLOCK_P):
-            worker = base + tl.arange(0, BLOCK_P)
-            there = (worker <= last_worker)[:, None] & is_query[None, :]
-            slot = 2 * worker + (worker == first_worker).to(tl.int32)
-            line = ((slot * KV_HEADS + kv_head) * lines_per_tile)[:, None].to(tl.int64) + m[None, :]
-            lse = tl.load(lse_ptr + line, mask=there, other=float("-inf"))
-            mask = there[:, :, None] & (d < HEAD_DIM)[None, None, :]
-            partial = tl.load(partial_ptr + (line * HEAD_DIM)[:, :, None] + d[None, None, :], mask=mask, other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(lse - finite_top[None, :])
-            shrink = tl.exp2(top - finite_top)
-            total = total * shrink + tl.sum(weights, 0)
-            acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], 0)
-            top = new_top
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        head = kv_head * GROUP + m % GROUP
-        acc = with_sink(acc, top, total, sinks_ptr, head)
-        token = (tl.load(start_ptr + row) + query).to(tl.int64)
-        store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-        store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
+            d = tl.arange(0, BLOCK_D)
+            top = tl.full([BLOCK_L], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_L], tl.float32)
+            acc = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
+            for base in range(first_worker, last_worker + 1, BLOCK_P):
+                worker = base + tl.arange(0, BLOCK_P)
+                there = (worker <= last_worker)[:, None] & is_query[None, :]
+                slot = 2 * worker + (worker == first_worker).to(tl.int32)
+                line = ((slot * KV_HEADS + kv_head) * lines_per_tile)[:, None].to(tl.int64) + m[None, :]
+                lse = tl.load(lse_ptr + line, mask=there, other=float("-inf"))
+                mask = there[:, :, None] & (d < HEAD_DIM)[None, None, :]
+                partial = tl.load(partial_ptr + (line * HEAD_DIM)[:, :, None] + d[None, None, :], mask=mask, other=0.0)
+                new_top = tl.maximum(top, tl.max(lse, 0))
+                finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp2(lse - finite_top[None, :])
+                shrink = tl.exp2(top - finite_top)
+                total = total * shrink + tl.sum(weights, 0)
+                acc = acc * shrink[:, None] + tl.sum(partial * weights[:, :, None], 0)
+                top = new_top
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            head = kv_head * GROUP + m % GROUP
+            acc = with_sink(acc, top, total, sinks_ptr, head)
+            token = (tl.load(start_ptr + row) + query).to(tl.int64)
+            store_tile(acc, token, head, is_query, out_ptr, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
+            store_lse(top, total, token, head, is_query, out_lse_ptr, KV_HEADS * GROUP)
 
     def merge(
         rows: PagedBatch,
@@ -138,7 +140,8 @@ if triton is not None:
         sinks: as of `paged_attention_reference`. out_lse: as of `paged_attention`."""
         block_m, group = launch.tiling.block_m, heads["GROUP"]
         pieces, lines = MANY_TILES if launch.num_tiles * MANY_TILES[0] > launch.num_workers else FEW_TILES
-        _merge_kernel[(launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines))](
+        num_tiles, num_blocks = launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines)
+        _merge_kernel[(num_tiles, max(1, min(num_blocks, MAX_PROGRAMS // num_tiles)))](
             rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles, block_m,
             **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=4,
         )  # fmt: skip

@@ -56,8 +56,8 @@ def share_reference(units: np.ndarray, num_workers: int, min_units: int) -> int:
 
 
 def schedule_size(num_tiles: int) -> int:
-    """Numbers in a schedule: the units of a worker; then of each tile the units of it and all before it, its row, its
-    first query and one past its last."""
+    """Numbers in a schedule: the units of a worker; then of each tile that has queries the units of it and all before
+    it, its row, its first query and one past its last; behind the last one all units."""
     return 1 + 4 * num_tiles
 
 
@@ -93,6 +93,7 @@ if triton is not None:
     ):  # fmt: skip
         """One program for the whole launch. Without a table of tiles all rows have as many, in the order of rows."""
         total = 0
+        listed = 0
         longest = 1
         for base in range(0, num_tiles, BLOCK):
             tile = base + tl.arange(0, BLOCK)
@@ -111,12 +112,21 @@ if triton is not None:
             begin, end = tile_span(first, last, query_len, seq_len, table_len, CAUSAL, WINDOW)
             # A tile that sees nothing is some worker's all the same, which writes its zeros.
             units = tl.where(inside & (first < query_len), tl.maximum(tl.cdiv(end - begin, block_n), 1), 0)
-            tl.store(schedule_ptr + 1 + tile, total + tl.cumsum(units, 0), mask=inside)
-            tl.store(schedule_ptr + 1 + num_tiles + tile, row, mask=inside)
-            tl.store(schedule_ptr + 1 + 2 * num_tiles + tile, first, mask=inside)
-            tl.store(schedule_ptr + 1 + 3 * num_tiles + tile, last, mask=inside)
+            # Tiles without queries are left out, so that no worker goes through those of a row that is far below its
+            # bound.
+            there = units > 0
+            place = listed + tl.cumsum(there.to(tl.int32), 0)
+            tl.store(schedule_ptr + place, total + tl.cumsum(units, 0), mask=there)
+            tl.store(schedule_ptr + num_tiles + place, row, mask=there)
+            tl.store(schedule_ptr + 2 * num_tiles + place, first, mask=there)
+            tl.store(schedule_ptr + 3 * num_tiles + place, last, mask=there)
+            listed += tl.sum(there.to(tl.int32), 0)
             total += tl.sum(units, 0)
             longest = tl.maximum(longest, tl.max(units, 0))
+        for base in range(0, num_tiles, BLOCK):
+            tile = base + tl.arange(0, BLOCK)
+            # Behind the last one there are as many units as up to it.
+            tl.store(schedule_ptr + 1 + tile, total + tl.zeros_like(tile), mask=(tile >= listed) & (tile < num_tiles))
         share = tl.maximum(tl.cdiv(total, num_workers), tl.minimum(min_units, longest))
         whole = tl.cdiv(share, longest) * longest
         share = tl.where((whole - share) * WHOLE_TILES_COST <= share, whole, share)

@@ -192,6 +192,14 @@ def test_queries_that_see_nothing_of_a_piece_that_others_see(causal: bool, windo
     Case([34], [38], heads=(1, 1), dtype=torch.float16).check(causal, window, splits)
 
 
+@pytest.mark.parametrize("most", [1, 6, 20])
+def test_tiles_that_are_merged_by_few_programs(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Programs take several parts of a tile each where tiles are many, most of them without queries."""
+    monkeypatch.setattr("dflash_kernels.attention_merge.MAX_PROGRAMS", most)
+    Case([3, 1, 0, 30], [61, 40, 0, 50], query_bounds=[30] * 4, packed=True, heads=(4, 2)).check(True, None, 3)
+    Case([20, 5], [45, 37], heads=(16, 1)).check(True, 30, 3)
+
+
 def test_more_splits_than_are_merged_at_a_time() -> None:
     case = Case([1, 1], [320, 310], heads=(1, 1))
     case.cache[case.rows.block_tables[:, -2:].long()] *= 4  # the last ones weigh most

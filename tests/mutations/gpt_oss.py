@@ -36,8 +36,8 @@ GPT_OSS_MUTANTS = (
     Mutant(
         "a context that workers share has no sink",
         MERGE,
-        "        head = kv_head * GROUP + m % GROUP\n        acc = with_sink(acc, top, total, sinks_ptr, head)\n",
-        "        head = kv_head * GROUP + m % GROUP\n",
+        "            acc = with_sink(acc, top, total, sinks_ptr, head)\n",
+        "",
         OF_SINKS,
     ),
     Mutant(
