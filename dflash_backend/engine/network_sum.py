@@ -1,7 +1,7 @@
 """The sum over ranks of several machines, over the network: the same bits on each.
 
-Terms are gathered by gloo (torch.distributed) and added by each rank in the order of ranks, as `SharedSum` does, so
-that no number's sum depends on where in a tensor it lies. Numbers cross the network in the clear.
+Terms are exchanged by gloo (torch.distributed) and added in the order of ranks, as `SharedSum` does, so that no
+number's sum depends on where in a tensor it lies. Numbers cross the network in the clear.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, ProcessGroupGloo, TCPStore
@@ -23,6 +24,12 @@ SUM_S = 60.0
 """How long a rank waits for the others in a sum. Gloo itself gives up after `JOIN_S`."""
 LOOK_S = 0.5
 """How often it looks meanwhile whether one is lost."""
+
+
+PIECE_BYTES = 4 << 20
+"""What is summed at a time, which bounds the memory that a long prompt takes."""
+SCATTER_BYTES = 64 << 10
+"""From this size on bytes count for more than exchanges."""
 
 
 class SumError(RuntimeError):
@@ -40,7 +47,8 @@ class NetworkSum:
         self._shard = shard
         self._lost = lost
         self._cause = cause
-        self._group: ProcessGroupGloo | None = None
+        # ProcessGroupGloo, whose operations its stubs leave out.
+        self._group: Any = None
         self._store: TCPStore | None = None
         self.num_bytes = 0
 
@@ -77,13 +85,33 @@ class NetworkSum:
         assert self._group is not None, "join comes first"
         self.num_bytes += x.nbytes
         x = x.contiguous()
-        flat = x.view(-1)
-        terms = flat.new_empty(self._shard.size, len(flat))
-        # As bytes: gloo has not every type, and adds nothing here.
-        rows = list(terms.view(torch.uint8))
-        self._wait(self._group.allgather([rows], [flat.view(torch.uint8)]))  # type: ignore[attr-defined]
-        add_terms(tuple(terms), flat)
+        flat, step = x.view(-1), PIECE_BYTES // x.element_size()
+        for first in range(0, len(flat), step):
+            self._add(flat[first : first + step])
         return x
+
+    def _add(self, x: torch.Tensor) -> None:
+        """Sum at most one piece's numbers, in place."""
+        size = self._shard.size
+        if size == 2 or x.nbytes < SCATTER_BYTES:
+            add_terms(self._gathered(x), x)
+            return
+        # Each rank adds one part and gives the others the sum: 2 / size of the bytes, in two exchanges.
+        part = -(-len(x) // size)
+        given = x.new_zeros(size * part)
+        given[: len(x)] = x
+        terms = torch.empty_like(given)
+        self._wait(self._group.alltoall_base(terms.view(torch.uint8), given.view(torch.uint8), [], []))
+        own = x.new_empty(part)
+        add_terms(tuple(terms.view(size, part)), own)
+        x.copy_(torch.cat(self._gathered(own))[: len(x)])
+
+    def _gathered(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What each rank has."""
+        rows = x.new_empty(self._shard.size, len(x))
+        # As bytes: gloo has not every type, and adds nothing here.
+        self._wait(self._group.allgather([list(rows.view(torch.uint8))], [x.view(torch.uint8)]))
+        return tuple(rows)
 
     def _wait(self, work: torch.distributed.Work) -> None:
         """Until all terms are here."""

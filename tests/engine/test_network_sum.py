@@ -29,7 +29,7 @@ def joined(size: int, **rank_0) -> list[NetworkSum]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_each_rank_gets_the_terms_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
-    given = [terms(size, shape, dtype, seed) for seed, shape in enumerate([(1,), (7, 3), (300_001,)])]
+    given = [terms(size, shape, dtype, seed) for seed, shape in enumerate([(1,), (7, 3), (3, 6_001), (2_200_003,)])]
     sums = joined(size)
 
     def run(rank: int) -> list[torch.Tensor]:

@@ -30,9 +30,15 @@ REMOTE_RANK_MUTANTS = (
         SUM_TESTS,
         (
             "terms that came over the network are added from the last on",
-            "tuple(terms), flat",
-            "tuple(terms.flip(0)), flat",
+            "tuple(terms.view(size, part)), own",
+            "tuple(terms.view(size, part).flip(0)), own",
         ),
+        (
+            "few terms that came over the network are added from the last on",
+            "add_terms(self._gathered(x), x)",
+            "add_terms(self._gathered(x)[::-1], x)",
+        ),
+        ("only the first piece is summed", "self._add(flat[first : first + step])", "self._add(flat[:step])"),
         ("a lost rank is waited for in a sum over the network", "if reason := self._lost():", "if reason := '':"),
         ("a rank is waited for in a sum for ever", "if time.monotonic() > deadline:", "if False:"),
     ),
