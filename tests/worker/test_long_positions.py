@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache, PreTrainedModel
 
 from dflash_backend.attention import KVLayer
 from dflash_backend.attention.torch_backend import TorchBackend
@@ -39,7 +40,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"architecture": "Qwen3_5ForCausalLM", "layer_types": ["linear_attention", "full_attention"]},
     ),
     "attention": ("dflash", {}),
+    "sinks and windows": ("ngram", {"architecture": "GptOssForCausalLM"}),
+    "two kinds of heads": (
+        "dflash",
+        {"architecture": "Gemma4ForCausalLM", "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
+# Families of which `transformers` keeps all scores in memory, or all of a mask, and positions that it computes at once.
+CHUNKED, CHUNK = ("gpt_oss", "gemma4"), 1024
+
+
+def logits_of(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tensor:
+    """The last `count` positions' logits, `[count, vocab]`."""
+    if not model.config.model_type.startswith(CHUNKED):
+        return model(torch.tensor([ids]), logits_to_keep=count).logits[0]
+    first, cache = len(ids) - count, DynamicCache(config=model.config)
+    for start in range(0, first, CHUNK):
+        model(torch.tensor([ids[start : min(start + CHUNK, first)]]), past_key_values=cache, logits_to_keep=1)
+    return model(torch.tensor([ids[first:]]), past_key_values=cache).logits[0]
 
 
 @pytest.mark.parametrize("border", BORDERS)
@@ -63,7 +81,7 @@ def test_text_and_scores_across_a_border_are_those_of_transformers(name: str, bo
     tokens, found = outputs.tokens["0"], outputs.logprobs["0"]
     drafted = built.core.stats().spec_decoding
     assert drafted.num_draft_tokens > drafted.num_accepted_tokens
-    logits = model(torch.tensor([prompt + tokens]), logits_to_keep=MAX_TOKENS + 1).logits[0, :-1]
+    logits = logits_of(model, prompt + tokens, MAX_TOKENS + 1)[:-1]
     assert tokens == logits.argmax(dim=-1).tolist()
     expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor([each.logprobs[0] for each in found]), expected, atol=1e-4, rtol=0.0)
