@@ -86,6 +86,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "-n", "logical", "tests/test_setting_combinations.py"),
         "1,000 draws of settings, families, drafters and traffic: each request gets its target's own text",
     ),
+    "positions": (
+        ("pytest", "-q", "-n", "logical", "tests/worker/test_long_positions.py"),
+        "text, scores and drafts across the positions 2^15 and 2^16, four kinds of targets",
+    ),
+    "compiles": (
+        ("pytest", "-q", "tests/kernels/test_compiles.py"),
+        "every kernel compiles for Hopper, with every tile of quantised weights",
+    ),
     "states": (
         (
             "pytest",
@@ -114,6 +122,8 @@ ENVIRON = {
     "examples": {"TEST_RANDOM": "1"},
     "tests": {"TEST_SCALE": "4"},
     "overlap": {"TEST_SCALE": "40"},
+    "positions": {"TEST_SCALE": "4"},
+    "compiles": {"TEST_SCALE": "4"},
     "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},
     "states": {"TEST_SCALE": "10"},
 }

@@ -23,8 +23,6 @@ from dflash_kernels.moe_routing import FEW_ENTRIES, group, route
 from dflash_kernels.paged_attention import paged_attention, prepare_launches
 from dflash_kernels.paged_attention_launch import HOPPER, HeadShape, plan_launches
 from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
-from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY, TILES, WIDE_TILE, multiply
-from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
 from dflash_kernels.rms_norm import add_rms_norm, rms_norm
 from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.shared_prefix import merge_parts
@@ -66,7 +64,6 @@ def launches() -> None:
     share_a_prefix()
     route_to_experts()
     keep_a_state()
-    by_quantised_weights()
     in_any_batch([16], 32768)
     in_any_batch([300, 16, 0], 2000)
 
@@ -86,29 +83,6 @@ def in_any_batch(query_lens: list[int], context: int) -> None:
     for sinks in (None, zeros(HEADS)):
         for kv, scales in ((cache, None), fp8(cache)):
             invariant_attention(query, kv, rows, tiled, causal=True, window=None, sinks=sinks, scales=scales)
-
-
-def by_quantised_weights() -> None:
-    """Every tile of both kinds of weights, with scales of blocks, rows and groups, and every reading of e4m3."""
-    scales = torch.zeros(HIDDEN // 128, HIDDEN // 128)
-    codes = torch.zeros(HIDDEN, HIDDEN, dtype=torch.uint8)
-    blocks = QuantisedWeight(FP8, codes, scales, None, 128, 128)
-    rows = QuantisedWeight(FP8, codes, torch.zeros(1, HIDDEN), None, 1, HIDDEN)
-    packed = torch.zeros(HIDDEN // 128, HIDDEN, 64, dtype=torch.uint8)
-    of_groups = torch.zeros(HIDDEN // 128, HIDDEN, dtype=torch.float16)
-    plain = QuantisedWeight(INT4, packed, of_groups, None, 1, 128)
-    with_zeros = QuantisedWeight(INT4, packed, of_groups, of_groups.byte(), 1, 128)
-    bytes_with_zeros = QuantisedWeight(INT8, codes, of_groups, of_groups.byte(), 1, 128)
-    x = zeros(16, HIDDEN)
-    for each in TILES:
-        multiply(x, bytes_with_zeros, None, each, 1)
-        multiply(x, blocks, None, each, 2, BY_FLOAT32)
-        multiply(x, rows, zeros(HIDDEN), each, 1, BY_INTEGERS)
-        multiply(x, plain, None, each, 1)
-        multiply(x.half(), with_zeros, None, each, 1)
-    multiply(x, rows, None, TILES[0], 1, DIRECTLY)
-    for weight in (blocks, with_zeros):
-        multiply(x.float(), weight, None, WIDE_TILE, 1)
 
 
 def convolve_and_walk(rank: int = 256, num_candidates: int = 16) -> None:

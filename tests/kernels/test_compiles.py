@@ -27,12 +27,12 @@ FILES = {
         "moe_routing",
         "paged_attention",
         "qk_norm_rope_write",
-        "quantised_linear",
         "rms_norm",
         "selector_walk",
         "shared_prefix",
         "silu_mul",
     ],
+    "quantised_launches": ["quantised_linear"],
     "test_timestamp": ["timestamp"],
 }
 KERNELS = {

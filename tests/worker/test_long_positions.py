@@ -23,6 +23,7 @@ from dflash_backend.worker.batch import spans
 from tests.drafters.test_dflash import dense_drafter
 from tests.models.drafting import KeepsLogits, draft_batch, slots
 from tests.paged import BLOCK_SIZE
+from tests.scale import SCALE
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import engine, outputs_of
 
@@ -46,6 +47,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"architecture": "Gemma4ForCausalLM", "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
+# All of them where there is time, as in `make nightly`.
+BOTH = [(name, border) for name in CASES for border in BORDERS]
+if SCALE < 4:
+    BOTH = [("attention", BORDERS[0]), ("gated delta net", BORDERS[1])]
 # Families of which `transformers` keeps all scores in memory, or all of a mask, and positions that it computes at once.
 CHUNKED, CHUNK = ("gpt_oss", "gemma4"), 1024
 
@@ -60,8 +65,7 @@ def logits_of(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tenso
     return model(torch.tensor([ids[first:]]), past_key_values=cache).logits[0]
 
 
-@pytest.mark.parametrize("border", BORDERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "border"), BOTH)
 def test_text_and_scores_across_a_border_are_those_of_transformers(name: str, border: int, tmp_path: Path) -> None:
     method, changes = CASES[name]
     model = make_target(tmp_path / "t", **TINY, max_position_embeddings=LONGEST, **changes)

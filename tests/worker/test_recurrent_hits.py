@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.recurrent_state import StatePool
 from tests.models.test_family_engines import expected
+from tests.scale import SCALE
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner
 
@@ -71,7 +72,8 @@ def test_a_hit_at_every_block_border_gives_the_text_of_transformers(
     target, settings = model
     built = built_for(steps, **settings | ({} if draft else {"draft_model": ""}), num_state_snapshots=40)
     text = tokens(60, 1)
-    for length in range(16, 46):
+    # Every third length comes to each border in each way that it can.
+    for length in range(16, 46, 1 if steps == "of a CPU" or SCALE >= 4 else 3):
         prompt = [*text[: length - 1], 1 + length]  # of which the one before is no beginning
         wanted = expected(target, prompt)
         assert answer(built, prompt)[0] == [wanted], length
