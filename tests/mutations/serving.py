@@ -182,8 +182,8 @@ SERVING_MUTANTS = (
         ),
         (
             "a response waits for the metrics of steps",
-            "if of_steps or not self._specs[key[0]].of_steps]\n        histograms",
-            "]\n        histograms",
+            "due = [key for key in self._counts if of_steps or not self._specs[key[0]].of_steps]",
+            "due = list(self._counts)",
         ),
     ),
     Mutant(

@@ -29,9 +29,15 @@ def _tokens_and_drafts(llm: LLM, request_id: str) -> tuple[list[int], list[int]]
 
 
 @pytest.mark.slow
-def test_drafts_after_rejections_are_those_of_a_fresh_prefill() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_drafts_after_rejections_are_those_of_a_fresh_prefill(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and beside another request, with which a step has several rows."""
+    # Else each of two rows has a thread, and is a step with one row there.
+    monkeypatch.setattr("dflash_backend.engine.build.num_batch_threads", lambda *sizes: 1)
     llm = LLM(kv_write_guard=True, adaptive_speculation=False)
     core = llm.engine.core
+    if beside:
+        _start(llm, "other", llm.tokenizer.encode(load_prompts(3)[2].prompt))
     fresh = LLM(enable_prefix_caching=False, adaptive_speculation=False)
     same = total = 0
     for index, row in enumerate(load_prompts(2)):

@@ -43,23 +43,32 @@ def test_drafts_behind_a_prefix_of_a_request_without_speculation_are_accepted_as
     assert accepted["miss"] > 100
 
 
-def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int) -> torch.Tensor:
-    """The drafter's KV of the first `num_tokens` tokens of a request that has been prefilled with this k."""
+def draft_kv(llm: LLM, prompt: list[int], k: int, salt: str, num_tokens: int, beside: bool) -> torch.Tensor:
+    """The drafter's KV of the first `num_tokens` tokens of a request that has been prefilled with this k; `beside`:
+    together with another request."""
     core, drafter = llm.engine.core, llm.engine.runner.step.drafter
     assert isinstance(drafter, DFlashDrafter)
     sampling = SamplingParams(max_tokens=8, temperature=0.0, num_speculative_tokens=k, cache_salt=salt)
     core.add_request(GenerationRequest(salt, prompt, sampling))
+    if beside:
+        core.add_request(GenerationRequest("other", prompt[::-1], sampling))
     core.step()
     blocks, positions = np.array(core.scheduler.running[salt].block_ids), np.arange(num_tokens)
     slots = torch.from_numpy(blocks[positions // 16] * 16 + positions % 16)
     found = torch.stack([cache.slots[slots] for cache in drafter.caches])
-    core.abort([salt])
+    core.abort([salt, "other"])
     return found
 
 
-def test_a_request_without_speculation_leaves_the_drafters_kv_of_its_tokens(llm: LLM) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_request_without_speculation_leaves_the_drafters_kv_of_its_tokens(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else each of two rows has a thread, and is a step with one row there.
+    monkeypatch.setattr("dflash_backend.engine.build.num_batch_threads", lambda *sizes: 1)
+    llm = LLM(max_num_seqs=4, max_model_len=1024, kv_write_guard=True, adaptive_speculation=False)
     prompt = llm.tokenizer.encode(load_prompts(1)[0].prompt)
-    plain = draft_kv(llm, prompt, 0, "k = 0", len(prompt))
-    speculating = draft_kv(llm, prompt, 15, "k = 15", len(prompt))
+    plain = draft_kv(llm, prompt, 0, "k = 0", len(prompt), beside)
+    speculating = draft_kv(llm, prompt, 15, "k = 15", len(prompt), beside)
     torch.testing.assert_close(plain, speculating, atol=1e-4, rtol=1e-4)
     assert plain.abs().amax(dim=(0, 2, 3)).min() > 0, "every token has KV"

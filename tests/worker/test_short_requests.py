@@ -6,10 +6,13 @@ The bounds that a step is planned with are cut where such a request ends, so the
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dflash_backend.worker.logits import special_rows
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -40,3 +43,25 @@ def test_min_tokens_of_a_short_request_still_waits_for_what_is_in_flight(setting
     )
     assert found == expected
     assert all(len(output) >= 2 for output in found.values())
+
+
+def test_a_short_request_beside_one_with_a_bias_is_not_special() -> None:
+    """Its lowest start is below 0 with a block of drafts in flight; it has no `min_tokens` to hide stop tokens for."""
+    batch = SimpleNamespace(
+        req_idx=np.arange(2),
+        start=np.array([1, 9]),
+        num_new=np.ones(2, np.int64),
+        num_unverified=np.array([K, 0]),
+        sample=np.ones(2, bool),
+    )
+    biased = np.array([False, True])
+    none = np.zeros(2, bool)
+    requests = SimpleNamespace(
+        num_processed=1,
+        min_end=np.zeros(2, np.int64),
+        biased=biased,
+        masked=none,
+        penalised=none,
+        num_logprobs=np.full(2, -1),
+    )
+    assert special_rows(batch, requests).tolist() == [1]  # type: ignore[arg-type]
