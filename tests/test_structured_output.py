@@ -110,6 +110,28 @@ def test_drafts_that_the_grammar_does_not_allow_are_not_verified(llm):
     assert drafts.num_draft_tokens == drafts.num_accepted_tokens > 0
 
 
+def test_a_row_verifies_no_more_drafts_than_the_grammar_allows():
+    """Where nothing is forced, what the drafter proposes is cut at the first token that is not allowed."""
+    llm = LLM(kv_cache_gb=0.2, adaptive_speculation=False)
+    runner = llm.engine.runner
+    submit, verified, cut = runner.submit, 0, 0
+
+    def watch(plan):
+        nonlocal verified, cut
+        for row in plan.rows:
+            answer = runner.grammars._answers.get(row.request_id)
+            if answer is not None and not plan.new_requests:
+                assert row.num_draft <= len(answer.drafts)
+                verified += row.num_draft
+                cut += len(answer.drafts) < llm.engine.ready.num_speculative_tokens
+        submit(plan)
+
+    runner.submit = watch
+    generate(llm, structured_outputs={"regex": "[a-z ]{60}"}, temperature=0.0)
+    assert verified > 0
+    assert cut > 0
+
+
 def test_each_completion_of_n_follows_the_grammar_by_itself(llm):
     output = generate(llm, structured_outputs={"regex": REGEX}, n=4)
     texts = [one.text for one in output.outputs]
