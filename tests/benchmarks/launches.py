@@ -11,6 +11,14 @@ import torch
 from benchmarks.gpu.counting_driver import KernelCounts, install
 from dflash_kernels.launcher import CachedRun, cached_launches
 
+# Two of them differ in the constant alone, two in the number of warps alone.
+OPTIONS: tuple[dict[str, int], ...] = (
+    {"BLOCK": 16},
+    {"BLOCK": 32},
+    {"BLOCK": 32, "num_warps": 8},
+    {"num_warps": 2, "BLOCK": 32},
+)
+
 
 def check(kernel: Any, counts: KernelCounts) -> None:
     """Of each launch the kernel that Triton finds is run, with the same arguments; and none is compiled besides."""
@@ -21,7 +29,7 @@ def check(kernel: Any, counts: KernelCounts) -> None:
     for pointer in (aligned, other, half, whole, None):
         for number in (1, 2, 16, 17, 32, -3, 1 << 33, 1 << 40):
             for step in (1, 16, 1 << 33):
-                for options in ({"BLOCK": 16}, {"BLOCK": 32, "num_warps": 8}, {"num_warps": 2, "BLOCK": 32}):
+                for options in OPTIONS:
                     arguments = (pointer, number, step, 0.5)
                     for _ in range(2):
                         calls.clear()
