@@ -204,7 +204,7 @@ def test_copies_of_states_hold_what_they_are_found_for_in_random_traffic(overlap
         num_copied += len(engine.worker.snapshots)
         seed += 2
     assert num_hits > num_steps // 30
-    assert num_copied > num_steps // 200
+    assert num_copied >= num_steps // 200 > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
