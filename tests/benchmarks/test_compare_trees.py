@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare_trees
-from benchmarks.compare_trees import Tree, cpu_seconds, parse_tree, ratios, report, serve_command
+from benchmarks.compare_trees import Tree, cpu_seconds, parse_tree, ratios, report, run_rounds, serve_command
+from benchmarks.measure import Measurement
 
 PORTS = {"--http-port": 1, "--grpc-port": 2, "--metrics-port": 3}
 
@@ -57,6 +58,25 @@ def test_ratios_are_of_each_round_and_less_processor_time_is_a_larger_ratio() ->
     table = report([first, second])
     assert "| before | 20 | 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) |" in table
     assert "| after | 20 | 1.500 (1.000 to 2.000) | 2.000 (2.000 to 2.000) |" in table
+
+
+def test_rounds_whose_tokens_differ_are_counted_and_each_tree_has_its_turn_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trees, order = [Tree("before", Path("."), []), Tree("after", Path("."), [])], []
+
+    def measure(tree: Tree, prompts: list[list[int]], streams: int, max_tokens: int) -> Measurement:
+        order.append(tree.name)
+        tree.tokens_per_s.append(1.0)
+        differs = tree.name == "after" and prompts[0] == [2]
+        return Measurement(tree.name, streams, 1.0, outputs={0: [8 if differs else 7]})
+
+    monkeypatch.setattr(compare_trees, "measure", measure)
+    args = argparse.Namespace(prompts=2, streams=1, max_tokens=4, rounds=3)
+    assert run_rounds(trees, [[0], [1], [2], [3], [4], [5]], args) == 1
+    warm_up = 2 * compare_trees.WARM_UP_ROUNDS
+    assert order[warm_up:] == ["before", "after", "after", "before", "before", "after"]
+    assert [len(tree.tokens_per_s) for tree in trees] == [3, 3]
 
 
 def test_processor_time_is_that_of_a_server_and_its_children() -> None:
