@@ -283,8 +283,9 @@ class TritonService:
         try:
             return self._engines.receive(int(timeout_s * 1000))
         except EngineLost as lost:
+            # The page says so before the first client knows: one that then waits for readiness sees the next engine's.
+            self._reporter.reset_engine(lost.index)
             self._requests.fail_all_lost(lost)
             if self._publishers:
                 self._publishers[lost.index].clear()
-            self._reporter.reset_engine(lost.index)
             return []

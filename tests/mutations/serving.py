@@ -20,6 +20,13 @@ SERVING_MUTANTS = (
         "return wait_s",
         ("tests/client/test_request.py",),
     ),
+    Mutant(
+        "clients learn that an engine is gone before the metrics say so",
+        f"{TRITON}/service.py",
+        "            self._reporter.reset_engine(lost.index)\n            self._requests.fail_all_lost(lost)\n",
+        "            self._requests.fail_all_lost(lost)\n            self._reporter.reset_engine(lost.index)\n",
+        ("tests/triton/test_service.py",),
+    ),
     *mutants_of(
         BUILD,
         SETTINGS,

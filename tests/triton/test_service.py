@@ -27,6 +27,18 @@ def test_a_killed_engine_fails_requests_in_flight_and_refuses_later_ones_until_i
     assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
 
 
+def test_the_metrics_say_that_the_engine_is_gone_before_its_clients_do(service, triton):
+    sender = submit(service, [toy_engine.QUIET])
+    gauge = ("dflash:engine_ready", "dflash_0_0")
+    ready: list[float] = []
+    sender.before_last = lambda: ready.append(triton.values[gauge])
+    eventually(lambda: not service._engines.supervisors[0].engine._unconfirmed)
+    eventually(lambda: triton.values[gauge] == 1)
+    os.kill(service._engines.supervisors[0].engine.pid, signal.SIGKILL)
+    assert sender.all()[0].error.code == "INTERNAL"
+    assert ready == [0.0]
+
+
 @pytest.mark.parametrize("confirmed", [True, False])
 def test_an_error_in_the_engines_step_reaches_the_client_in_words(service, monkeypatch, confirmed):
     """A request that may have caused it is not told to come again, although the engine ended before it could say that
