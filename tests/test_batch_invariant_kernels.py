@@ -10,6 +10,7 @@ import pytest
 
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import QuantisedLinear
+from dflash_kernels.quantised_weight import QuantisedWeight
 from tests.batch_invariance import differing, random_prompts, run
 from tests.kernels.inputs import multiply_as_tensor_cores_do
 from tests.quantised import FP8_BLOCK, GPTQ, fp8_block, gptq, write
@@ -82,9 +83,16 @@ def test_logits_are_the_same_to_the_bit_chunked_or_whole_with_any_k(
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_logits_of_a_target_that_stays_quantised_are_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", pytest.param("Qwen3MoeForCausalLM", marks=pytest.mark.slow)]
+)
+def test_logits_of_a_target_that_stays_quantised_are_the_same_to_the_bit(
+    tmp_path: Path, architecture: str, name: str
+) -> None:
     packer, config = KEPT[name]
-    make_models(tmp_path / "source", intermediate_size=160)
+    has_experts = architecture == "Qwen3MoeForCausalLM"
+    inner = "moe_intermediate_size" if has_experts else "intermediate_size"
+    make_models(tmp_path / "source", architecture, **{inner: 160})
     shutil.copytree(tmp_path / "source" / "draft", tmp_path / "draft")
     write(tmp_path / "source" / "target", tmp_path, packer, config).quantised.rename(tmp_path / "target")
     prompts = random_prompts(3, VOCAB_SIZE, longest=32)
@@ -92,7 +100,7 @@ def test_logits_of_a_target_that_stays_quantised_are_the_same_to_the_bit(tmp_pat
     built = triton_engine(**settings(tmp_path, 3, 15, 60))
     target = built.runner.step.target
     assert isinstance(target, DecoderTarget)
-    assert isinstance(target.layers[0].weights.mlp.down, QuantisedLinear)
+    assert isinstance(target.layers[0].weights.mlp.down, QuantisedWeight if has_experts else QuantisedLinear)
     together = run(built, prompts, max_tokens=MAX_TOKENS)
     assert differing(alone[1], together[1]) == 0
     assert together[0]["0"] == alone[0]["0"]

@@ -118,7 +118,7 @@ def mlp_work(decoder: DecoderSpec, size: CycleSize, layer: int) -> Work:
     moe, itemsize = decoder.moe, size.weight_itemsize or size.itemsize
     if moe is None or not moe.sparse_layers[layer]:
         return matrix(decoder.hidden_size, 3 * decoder.intermediate_size, size.num_tokens, itemsize)
-    one = matrix(decoder.hidden_size, 3 * moe.intermediate_size, 1, size.itemsize)  # never quantised in memory
+    one = matrix(decoder.hidden_size, 3 * moe.intermediate_size, 1, itemsize)
     experts = expected_experts(moe.num_experts, moe.experts_per_token, size.num_tokens)
     router = matrix(decoder.hidden_size, moe.num_experts, size.num_tokens, size.itemsize)
     return router + Work(experts * one.bytes, size.num_tokens * moe.experts_per_token * one.flops)

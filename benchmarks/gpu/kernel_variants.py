@@ -116,6 +116,9 @@ CASES = (
     Case("FP8 weights, adaptive k", adaptive=True, max_num_seqs=64, quantised=FP8),
     Case("INT4 weights, k = 7", k=7, max_num_seqs=64, quantised=INT4),
     Case("FP8 weights, batch-invariant", batch_invariant=True, quantised=FP8),
+    Case("FP8 experts, batch-invariant", moe=True, batch_invariant=True, quantised=FP8),
+    Case("INT4 experts, k = 15", moe=True, quantised=INT4),
+    Case("FP8 experts, adaptive k", moe=True, adaptive=True, quantised=FP8),
 )
 
 

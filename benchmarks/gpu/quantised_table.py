@@ -3,13 +3,15 @@
     python -m benchmarks.gpu.quantised_table [--out benchmarks/results/quantised_kernels.md]
 
 compiles the kernel for each scheme, each tile and each architecture, in bfloat16, with codes read as suits that
-architecture, and reads what the assembler says of it. Nothing is run and no time is measured.
+architecture, those of experts in the sizes of Qwen3-30B-A3B, and reads what the assembler says of them. Nothing is run
+and no time is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +19,65 @@ import torch
 
 from benchmarks.gpu.compile_table import GPUS, compile_launch
 from benchmarks.markdown import markdown_table
+from dflash_kernels import moe, moe_routing
 from dflash_kernels import quantised_linear as products
+from dflash_kernels import quantised_moe as experts
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
 
 SIZE, GROUP = 4096, 128
+NUM_EXPERTS, PER_TOKEN, MOE_HIDDEN, MOE_INNER = 128, 8, 2048, 768
+LINEAR, INTO, OUT_OF = "Products", "Into experts, whose gate and up share the outputs", "Out of experts"
 SCHEMES = ("FP8, 128 x 128", "FP8, rows", "INT8, rows", "INT4, groups of 128", "INT4, groups of 128, zero points")
 HEADER = ["GPU", "weights", "tokens x outputs", "warps", "stages", "registers", "spilled bytes", "shared KiB", "of"]
 
 
-def weight_of(scheme: str) -> QuantisedWeight:
-    """A weight of 4096 by 4096."""
-    groups = SIZE // GROUP
+def weight_of(scheme: str, outputs: int = SIZE, inputs: int = SIZE) -> QuantisedWeight:
+    """A weight `[outputs, inputs]`, whose tensors have the memory of one number: nothing is read."""
+    groups = inputs // GROUP
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros((), dtype=dtype).expand(shape)
+
     if not scheme.startswith("INT4"):
-        codes, kind = torch.zeros(SIZE, SIZE, dtype=torch.uint8), FP8 if scheme.startswith("FP8") else INT8
-        shape, rows, columns = ((1, SIZE), 1, SIZE) if "rows" in scheme else ((groups, groups), GROUP, GROUP)
-        return QuantisedWeight(kind, codes, torch.zeros(shape), None, rows, columns)
-    scales = torch.zeros(groups, SIZE, dtype=torch.float16)
-    codes = torch.zeros(groups, SIZE, GROUP // 2, dtype=torch.uint8)
-    return QuantisedWeight(INT4, codes, scales, scales.byte() if "zero points" in scheme else None, 1, GROUP)
+        kind = FP8 if scheme.startswith("FP8") else INT8
+        in_rows = "rows" in scheme
+        shape, rows, columns = ((1, outputs), 1, inputs) if in_rows else ((groups, outputs // GROUP), GROUP, GROUP)
+        return QuantisedWeight(kind, zeros(outputs, inputs), zeros(*shape, dtype=torch.float32), None, rows, columns)
+    points = zeros(groups, outputs) if "zero points" in scheme else None
+    scales = zeros(groups, outputs, dtype=torch.float16)
+    return QuantisedWeight(INT4, zeros(groups, outputs, GROUP // 2), scales, points, 1, GROUP)
 
 
-def launch(scheme: str, tile: products.Tile, arch: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+KernelLaunch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A kernel, its arguments and options."""
+
+
+def expert_launches(scheme: str, tile: products.Tile, arch: int) -> list[KernelLaunch]:
+    """The kernels into experts and out of them that this tile would run on this architecture."""
+    kernels = experts._quantised_gate_up_kernel, experts._quantised_down_kernel
+    others = moe._sum_kernel, moe_routing._group_kernel
+    runs = [kernel.run for kernel in (*kernels, *others)]
+    found: list[KernelLaunch] = []
+    for kernel in kernels:
+        kernel.run = lambda *arguments, grid, warmup, kernel=kernel, **options: found.append(
+            (kernel, arguments, options)
+        )
+    for kernel in others:
+        kernel.run = lambda *arguments, **options: None
+    try:
+        gate_up = weight_of(scheme, NUM_EXPERTS * 2 * MOE_INNER, MOE_HIDDEN)
+        down = weight_of(scheme, NUM_EXPERTS * MOE_HIDDEN, MOE_INNER)
+        x = torch.zeros(4, MOE_HIDDEN, dtype=torch.bfloat16)
+        chosen = torch.zeros(4, PER_TOKEN, dtype=torch.int32)
+        reading = products.reading_of(divmod(arch, 10))
+        experts.run_by_tile(x, gate_up, down, chosen.bfloat16(), chosen, tile, reading)
+    finally:
+        for kernel, run in zip((*kernels, *others), runs, strict=True):
+            kernel.run = run
+    return found
+
+
+def launch(scheme: str, tile: products.Tile, arch: int) -> KernelLaunch:
     """The kernel that a product by this tile would run on this architecture, its arguments and options."""
     kernel, add = products._quantised_linear_kernel, products._add_parts_kernel
     before, found = (kernel.run, add.run), []
@@ -53,9 +93,18 @@ def launch(scheme: str, tile: products.Tile, arch: int) -> tuple[Any, tuple[Any,
     return only
 
 
-def row_of(scheme: str, tile: products.Tile, arch: int) -> list[str]:
-    """A row of the table."""
-    compiled = compile_launch(*launch(scheme, tile, arch), arch)
+def rows_of(scheme: str, arch: int) -> Iterator[tuple[str, list[str]]]:
+    """Rows of the tables, each with the name of its table."""
+    for tile in products.TILES:
+        yield LINEAR, row_of(launch(scheme, tile, arch), scheme, tile, arch)
+    for tile in experts.TILES:
+        for name, each in zip((INTO, OUT_OF), expert_launches(scheme, tile, arch), strict=True):
+            yield name, row_of(each, scheme, tile, arch)
+
+
+def row_of(launched: KernelLaunch, scheme: str, tile: products.Tile, arch: int) -> list[str]:
+    """A row of a table."""
+    compiled = compile_launch(*launched, arch)
     numbers = [tile.warps, tile.stages, compiled.registers, compiled.spilled]
     shared = f"{compiled.shared / 1024:.1f}"
     return [
@@ -74,15 +123,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, choices=GPUS, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="where the table is written as well")
     args = parser.parse_args(arguments)
-    rows, fits = [], True
+    tables: dict[str, list[list[str]]] = {LINEAR: [], INTO: [], OUT_OF: []}
+    fits = True
     for arch in args.arch or GPUS:
         for scheme in SCHEMES:
-            for tile in products.TILES:
-                row = row_of(scheme, tile, arch)
-                print(" ".join(row), flush=True)
-                rows.append(row)
+            for name, row in rows_of(scheme, arch):
+                print(name, *row, flush=True)
+                tables[name].append(row)
                 fits &= float(row[-2]) <= GPUS[arch].shared_bytes >> 10 and row[-3] == "0"
-    text = f"{markdown_table(HEADER, rows, 'lllrrrrrr')}\n"
+    parts = [f"{name}:\n\n{markdown_table(HEADER, rows, 'lllrrrrrr')}\n" for name, rows in tables.items()]
+    text = "\n".join(parts)
     print(text)
     if args.out:
         args.out.write_text(text)

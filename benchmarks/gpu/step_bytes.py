@@ -11,11 +11,10 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 
 BF16 = 2
 BATCHES, CONTEXTS = (1, 8, 32), (1000, 8000, 32000)
-# Of the target's projections: bytes of a weight with its share of scales. FP8 has a float32 for each 128 x 128, INT4 a
-# bfloat16 for each 128 of a row. Experts are dequantised at load.
+# Of the target's projections, experts among them: bytes of a weight with its share of scales. FP8 has a float32 for
+# each 128 x 128, INT4 a bfloat16 for each 128 of a row.
 WEIGHTS = {"fp8": 1 + 4 / 128**2, "int4": 0.5 + 2 / 128}
 SCALE_BYTES = 4  # of KV in FP8, for each token, head, and K or V
-EXPERTS = "experts are dequantised at load, so they count as bfloat16 in every column"
 
 
 def cycle_bytes(shape: Shape, size: CycleSize) -> dict[str, float]:
@@ -28,7 +27,7 @@ def cycle_bytes(shape: Shape, size: CycleSize) -> dict[str, float]:
 
 def table(names: list[str]) -> str:
     """A line for each shape, number of rows and context: gigabytes in bfloat16, and shares of them."""
-    return "\n".join([*_lines(names), "", EXPERTS])
+    return "\n".join(_lines(names))
 
 
 def _lines(names: list[str]) -> Iterator[str]:

@@ -90,6 +90,7 @@ def gemma4_experts(config: JsonReader, num_layers: int) -> MoeSpec | None:
         intermediate_size=config.integer("moe_intermediate_size"),
         norm_topk_prob=True,
         sparse_layers=(True,) * num_layers,
+        stacked=True,
         gelu=True,
     )
 

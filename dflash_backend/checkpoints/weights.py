@@ -26,7 +26,7 @@ from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
 from dflash_backend.checkpoints.quantization.kept import KeptWeight, is_in_order, keep
 from dflash_backend.checkpoints.quantization.slices import read_parts
-from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight
+from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
 
@@ -41,8 +41,6 @@ INTEGER_DTYPES = ("I64", "I32")
 BYTE_DTYPES = ("U8",)
 # How often progress within a file is said.
 REPORT_S = 2.0
-# What only the tensors of a quantised weight are called, behind its projection's name.
-PARTS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "qzeros", "scales", "weight_zero_point")
 
 
 class WeightSource(ABC):
@@ -71,6 +69,16 @@ class WeightSource(ABC):
     def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
         """The weight of a projection in its codes, in place of `read_projection`."""
         raise NotImplementedError(f"{type(self).__name__} keeps no weights quantised")
+
+    def keeps_experts(self, name: str, out_features: int, in_features: int) -> bool:
+        """Whether the tensor `name`, `[num_experts, out_features, in_features]`, stays quantised: then
+        `read_kept_experts` gives it."""
+        return False
+
+    def read_kept_experts(self, name: str, num_experts: int, out_features: int, in_features: int) -> KeptWeight:
+        """A tensor of all experts in its codes, in place of `read`: a weight with the rows of all experts below one
+        another."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no experts quantised")
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         """As `read`, of some of `num_parts` parts of equal size along `dim`: `out` has these one behind the other."""
@@ -315,7 +323,7 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
     headers = {name: header for name, header in found.items() if name in expected or not ignored(name)}
     for name, header in headers.items():
         if name not in expected:
-            raise CheckpointError(f"{header.file}: {_surplus(name, header, weights, quantization)}")
+            raise CheckpointError(f"{header.file}: {surplus(name, header, weights, quantization)}")
         _check_tensor(name, header, expected[name])
     missing = sorted(set(expected) - set(headers))
     if missing:
@@ -352,24 +360,6 @@ def _expected(
             del expected[f"{projection}.weight"]
             expected |= parts
     return weights, expected
-
-
-def _surplus(
-    name: str, header: TensorHeader, weights: Mapping[str, StoredWeight], quantization: Quantization | None
-) -> str:
-    """What is wrong with a tensor that no part of the model is read from."""
-    text = f"tensor '{name}' of shape {list(header.shape)} is not part of this model"
-    projection, _, part = name.rpartition(".")
-    if part in PARTS and quantization is None:
-        return (
-            f"{text}: it is of a quantised weight, and config.json has no quantization_config that says how to read it"
-        )
-    if part in PARTS and quantization is not None and projection in quantization.ignored:
-        return f"{text}: by {quantization.where} '{projection}' is not quantised"
-    if part == "weight" and projection in weights:
-        tensors = ", ".join(weights[projection].tensors.values())
-        return f"{text}: by config.json '{projection}' is quantised, which takes {tensors}"
-    return text
 
 
 def _check_tensor(name: str, header: TensorHeader, expected: Expected) -> None:

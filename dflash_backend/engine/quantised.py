@@ -66,5 +66,5 @@ def check_quantization(
     if reason is not None:
         where = f"setting 'quantization' is '{config.quantization}', which the target in {target.path} cannot have"
         raise ConfigError(f"{where}: {reason}")
-    memory = "kept so, but for experts" if keeps else "dequantised, so nothing is saved"
+    memory = "kept so" if keeps else "dequantised, so nothing is saved"
     report(f"target: quantised at load: FP8 (e4m3), a scale for each row; in memory {memory}", 0.05)

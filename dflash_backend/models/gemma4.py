@@ -14,6 +14,7 @@ import torch
 from dflash_backend.attention import AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.experts import ExpertWeight, read_experts, run_experts
 from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput, target_patterns
 from dflash_backend.models.linear import Linear, ProductOf, embedded
 from dflash_backend.models.mlp import DenseMlp, Mlp
@@ -27,16 +28,16 @@ class Gemma4Experts:
 
     router: hidden -> num_experts. router_norm: what the normed hidden state is multiplied by before it, its learned
     scale over the root of the hidden size, float32. expert_scale: `[num_experts]`, times an expert's weight. gate_up:
-    `[num_experts, 2 * intermediate, hidden]`; down: `[num_experts, hidden, intermediate]`. norm: of what experts read;
-    mlp_norm and own_norm: of what the MLP and the experts give.
+    `[num_experts, 2 * intermediate, hidden]`; down: `[num_experts, hidden, intermediate]`; or both quantised. norm: of
+    what experts read; mlp_norm and own_norm: of what the MLP and the experts give.
     """
 
     moe: MoeSpec
     router: Linear
     router_norm: torch.Tensor
     expert_scale: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
     norm: torch.Tensor
     mlp_norm: torch.Tensor
     own_norm: torch.Tensor
@@ -44,11 +45,7 @@ class Gemma4Experts:
     @classmethod
     def read(cls, source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> Gemma4Experts:
         """The experts of the layer whose tensors' names begin with `prefix`."""
-        inner = moe.intermediate_size
-        gate_up = source.empty(moe.num_experts, 2 * inner, hidden)
-        down = source.empty(moe.num_experts, hidden, inner)
-        source.read(f"{prefix}experts.gate_up_proj", gate_up)
-        source.read(f"{prefix}experts.down_proj", down)
+        gate_up, down = read_experts(source, prefix, hidden, moe)
         scale = source.tensor(f"{prefix}router.scale", hidden)
         return cls(
             moe,
@@ -72,7 +69,7 @@ class Gemma4Experts:
         weights, experts = ops.route(logits, self.moe.experts_per_token, self.moe.norm_topk_prob)
         weights = weights * self.expert_scale[experts.long()]
         x = ops.rms_norm(hidden, self.norm, eps)
-        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts, is_gelu=True)
+        return run_experts(ops, x, (self.gate_up, self.down), weights, experts, is_gelu=True)
 
 
 @dataclass(frozen=True)

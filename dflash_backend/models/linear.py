@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.weights import WeightSource
 from dflash_backend.models.cpu_product import CpuWeight
 from dflash_kernels import quantised_linear as quantised
@@ -39,7 +40,7 @@ class Linear:
         `out_features`, which has the size of each by its name. `prefix` comes before the names."""
         total, sizes = sum(out_features.values()), list(out_features.values())
         names = {f"{prefix}{name}.weight": size for name, size in out_features.items()}
-        kept = _read_kept(source, names, in_features) if source.keeps(names, in_features) else None
+        kept = read_kept(source, names, in_features) if source.keeps(names, in_features) else None
         weight, offset = (
             source.empty(total, in_features) if kept is None else None,
             source.empty(total) if bias else None,
@@ -153,13 +154,15 @@ QUANTISED_PRODUCT: Product = (
 """What multiplies by a quantised weight unless operations choose otherwise."""
 
 
-def _read_kept(source: WeightSource, names: Mapping[str, int], in_features: int) -> QuantisedWeight:
+def read_kept(source: WeightSource, names: Mapping[str, int], in_features: int) -> QuantisedWeight:
     """The weights of these projections and numbers of rows as one, in the layout of the products."""
-    parts = []
-    for name, size in names.items():
-        kept = source.read_kept(name, size, in_features)
-        parts.append(QuantisedWeight.of_codes(kept.kind, kept.codes, kept.scales, kept.zeros, kept.rows, kept.columns))
+    parts = [in_products(source.read_kept(name, size, in_features)) for name, size in names.items()]
     return parts[0] if len(parts) == 1 else QuantisedWeight.stacked(parts)
+
+
+def in_products(kept: KeptWeight) -> QuantisedWeight:
+    """The same weight in the layout of the products."""
+    return QuantisedWeight.of_codes(kept.kind, kept.codes, kept.scales, kept.zeros, kept.rows, kept.columns)
 
 
 def embedded(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from dflash_backend.checkpoints.spec import MoeSpec
 from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.models.experts import ExpertWeight, read_experts, run_experts
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.ops import LayerOps
 
@@ -59,31 +60,22 @@ class SparseMlp:
     """The router sends each token to its most likely experts, each of which runs over all of its tokens.
 
     router: hidden -> num_experts. gate_up: `[num_experts, 2 * intermediate, hidden]`; down:
-    `[num_experts, hidden, intermediate]`. biases: `[num_experts, 2 * intermediate]` and `[num_experts, hidden]`, or
-    None. The kernels read nothing back to the host, so that a captured graph holds for every routing; torch waits for
-    the device.
+    `[num_experts, hidden, intermediate]`; or both quantised. biases: `[num_experts, 2 * intermediate]` and
+    `[num_experts, hidden]`, or None. The kernels read nothing back to the host, so that a captured graph holds for
+    every routing; torch waits for the device.
     """
 
     moe: MoeSpec
     router: Linear
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def read(cls, source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -> SparseMlp:
-        """The MLP whose tensors' names begin with `prefix`, its experts in one tensor. hidden: size of a token."""
-        inner = moe.intermediate_size
+        """The MLP whose tensors' names begin with `prefix`. hidden: size of a token."""
         router = Linear.read(source, prefix, {"gate": moe.num_experts}, hidden)
-        gate_up = source.empty(moe.num_experts, 2 * inner, hidden)
-        down = source.empty(moe.num_experts, hidden, inner)
-        if moe.stacked:
-            source.read(f"{prefix}experts.gate_up_proj", gate_up)
-            source.read(f"{prefix}experts.down_proj", down)
-        for expert in range(0 if moe.stacked else moe.num_experts):
-            for name, out in zip(("gate", "up", "down"), (*gate_up[expert].split(inner), down[expert]), strict=True):
-                source.read_projection(f"{prefix}experts.{expert}.{name}_proj.weight", out)
-        return cls(moe, router, gate_up, down)
+        return cls(moe, router, *read_experts(source, prefix, hidden, moe))
 
     def with_product(self, product_of: ProductOf) -> SparseMlp:
         """The same weights, the router's multiplied by what `product_of` chooses; experts are an operation."""
@@ -95,7 +87,7 @@ class SparseMlp:
         weights, experts = self.route(x, ops)
         swiglu = self.moe.swiglu
         clamp = None if swiglu is None else (swiglu.alpha, swiglu.limit)
-        return ops.experts_mlp(x, self.gate_up, self.down, weights, experts, self.biases, clamp)
+        return run_experts(ops, x, (self.gate_up, self.down), weights, experts, self.biases, clamp)
 
     def route(self, x: torch.Tensor, ops: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token: their weights, in `x`'s dtype, and ids, both `[n, experts_per_token]`, the most

@@ -30,6 +30,7 @@ from dflash_kernels import (
     prompt_lookup,
     qk_norm_rope_write,
     quantised_linear,
+    quantised_moe,
     selector_walk,
     silu_mul,
 )
@@ -63,6 +64,7 @@ class LayerOps:
     gelu_mul = staticmethod(gelu_mul.gelu_mul_reference)
     route = staticmethod(moe_routing.route_reference)
     experts_mlp = staticmethod(moe.experts_mlp_reference)
+    quantised_experts_mlp = staticmethod(quantised_moe.quantised_experts_mlp_reference)
     prompt_lookup = staticmethod(prompt_lookup.prompt_lookup_reference)
     grouped_conv = staticmethod(grouped_conv.grouped_conv_reference)
     selector_walk = staticmethod(selector_walk.selector_walk_reference)
@@ -146,6 +148,7 @@ if norms.triton is not None:
         gelu_mul = staticmethod(gelu_mul.gelu_mul)
         route = staticmethod(moe_routing.route)
         experts_mlp = staticmethod(moe.experts_mlp)
+        quantised_experts_mlp = staticmethod(quantised_moe.quantised_experts_mlp)
         prompt_lookup = staticmethod(prompt_lookup.prompt_lookup)
         grouped_conv = staticmethod(grouped_conv.grouped_conv)
         selector_walk = staticmethod(selector_walk.selector_walk)
@@ -200,6 +203,7 @@ if norms.triton is not None:
         """As `InvariantLayerOps`, as kernels."""
 
         experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
+        quantised_experts_mlp = staticmethod(quantised_moe.invariant_quantised_experts_mlp)
 
         @staticmethod
         def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:

@@ -270,9 +270,8 @@ if triton is not None:
         num_tokens, per_token = experts.shape
         num_experts, hidden, inner = down.shape
         num_entries = experts.numel()
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if num_tokens == 0:
-            return out
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
         tile = tile or tile_for(num_entries, num_experts)
         blocks = moe_routing.group(experts.contiguous(), num_experts, tile.rows)
         num_blocks = len(blocks.experts)
@@ -295,6 +294,12 @@ if triton is not None:
             HIDDEN=hidden, INNER=inner,
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, **launch,
         )  # fmt: skip
+        return sum_of_parts(parts, num_tokens, per_token)
+
+    def sum_of_parts(parts: torch.Tensor, num_tokens: int, per_token: int) -> torch.Tensor:
+        """`[num_tokens * per_token, hidden]` -> `[num_tokens, hidden]`: a token's entries, added up in their order."""
+        hidden = parts.shape[1]
+        out = parts.new_empty(num_tokens, hidden)
         block = min(1024, triton.next_power_of_2(hidden))
         sums = (num_tokens, triton.cdiv(hidden, block))
         _sum_kernel[sums](parts, out, HIDDEN=hidden, PER_TOKEN=per_token, BLOCK=block)

@@ -152,8 +152,32 @@ if triton is not None:
         return zeros
 
     @triton.jit
+    def inputs_of_run(
+        x_ptrs, is_token, run, inputs, PACKED: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr
+    ):
+        """What a run of columns meets of the input, `[columns, tokens]`: both halves of it where codes are packed, else
+        the whole of it twice. EVEN: every run is whole."""
+        if PACKED:
+            half_ptrs = x_ptrs + (run * RUN + tl.arange(0, RUN // 2))[:, None]
+            first = tl.load(half_ptrs, mask=is_token[None, :], other=0.0)
+            second = tl.load(half_ptrs + RUN // 2, mask=is_token[None, :], other=0.0)
+            if WIDEN:
+                first = first.to(tl.float32)
+                second = second.to(tl.float32)
+        else:
+            column = run * RUN + tl.arange(0, RUN)
+            x_mask = is_token[None, :]
+            if not EVEN:
+                x_mask = x_mask & (column < inputs)[:, None]
+            first = tl.load(x_ptrs + column[:, None], mask=x_mask, other=0.0)
+            if WIDEN:
+                first = first.to(tl.float32)
+            second = first
+        return first, second
+
+    @triton.jit
     def sums_of_int4(
-        x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
+        first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
         RUN: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
         """The products of a run of columns, without scales: `[rows, tokens]`. Both halves of a byte are numbers of one
@@ -162,12 +186,6 @@ if triton is not None:
         half = tl.arange(0, RUN // 2)
         offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
         packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
-        x_ptrs += run * RUN + half[:, None]
-        first = tl.load(x_ptrs, mask=is_token[None, :], other=0.0)
-        second = tl.load(x_ptrs + RUN // 2, mask=is_token[None, :], other=0.0)
-        if WIDEN:
-            first = first.to(tl.float32)
-            second = second.to(tl.float32)
         sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
         return tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
 
@@ -183,25 +201,54 @@ if triton is not None:
 
     @triton.jit
     def sums_of_bytes(
-        x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr,
-        RUN: tl.constexpr, EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+        x, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
+        EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
-        """As `sums_of_int4`, of codes of e4m3 or, with INTEGERS, of integers. EVEN: every run is whole."""
+        """As `sums_of_int4`, of codes of e4m3 or, with INTEGERS, of integers."""
         column = run * RUN + tl.arange(0, RUN)
-        x_mask, codes_mask = is_token[None, :], is_row[:, None]
+        codes_mask = is_row[:, None]
         if not EVEN:
-            x_mask = x_mask & (column < inputs)[:, None]
             codes_mask = codes_mask & (column < inputs)[None, :]
         offsets = row.to(tl.int64)[:, None] * inputs + column[None, :]
         codes = tl.load(codes_ptr + offsets, mask=codes_mask, other=0)
-        x = tl.load(x_ptrs + column[:, None], mask=x_mask, other=0.0)
-        if WIDEN:
-            x = x.to(tl.float32)
         if INTEGERS:
             numbers = numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype, WIDEN)
         else:
             numbers = numbers_of_e4m3(codes, dtype, READING, WIDEN)
         return tl.dot(numbers, x, input_precision="ieee")
+
+    @triton.jit
+    def sums_of_run(
+        first, second, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row,
+        dtype: tl.constexpr, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        RUN: tl.constexpr, EVEN: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
+    ):  # fmt: skip
+        """The products of a run of columns with what it meets of the input, `[rows, tokens]`, times its scales.
+        COLUMNS: how many share a scale; 0 for all of them, whose scale is left to `with_scale_of_rows`."""
+        of_block = row // ROWS
+        if COLUMNS:
+            of_block += run * RUN // COLUMNS * scale_stride
+        if PACKED:
+            sums = sums_of_int4(
+                first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, RUN, WIDEN
+            )
+        else:
+            sums = sums_of_bytes(
+                first, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN, INTEGERS, READING,
+                WIDEN,
+            )  # fmt: skip
+        if COLUMNS:
+            scale = tl.load(scales_ptr + of_block, mask=is_row, other=0.0)
+            sums = sums * scale.to(tl.float32)[:, None]
+        return sums
+
+    @triton.jit
+    def with_scale_of_rows(result, scales_ptr, row, is_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """The sums over all columns, `[rows, tokens]`, times the scale of each row where it has one alone."""
+        if COLUMNS == 0:
+            scale = tl.load(scales_ptr + row // ROWS, mask=is_row, other=0.0)
+            result = result * scale.to(tl.float32)[:, None]
+        return result
 
     # One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
     @cached_launches
@@ -213,8 +260,7 @@ if triton is not None:
         READING: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
         """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
-        Programs that read the same rows of the weight run one after the other. COLUMNS: how many share a scale, 0 for
-        all of them."""
+        Programs that read the same rows of the weight run one after the other."""
         dtype: tl.constexpr = x_ptr.dtype.element_ty
         token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -225,25 +271,12 @@ if triton is not None:
         first = part * runs_per_part
         last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
         for run in range(first, last):
-            of_block = row // ROWS
-            if COLUMNS:
-                of_block += run * RUN // COLUMNS * scale_stride
-            if PACKED:
-                sums = sums_of_int4(
-                    x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, RUN, WIDEN
-                )
-            else:
-                sums = sums_of_bytes(
-                    x_ptrs, is_token, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype, RUN, EVEN,
-                    INTEGERS, READING, WIDEN,
-                )  # fmt: skip
-            if COLUMNS:
-                scale = tl.load(scales_ptr + of_block, mask=is_row, other=0.0)
-                sums = sums * scale.to(tl.float32)[:, None]
-            result += sums
-        if COLUMNS == 0:
-            scale = tl.load(scales_ptr + row // ROWS, mask=is_row, other=0.0)
-            result = result * scale.to(tl.float32)[:, None]
+            x, other = inputs_of_run(x_ptrs, is_token, run, inputs, PACKED, RUN, EVEN, WIDEN)
+            result += sums_of_run(
+                x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
+                PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
+            )  # fmt: skip
+        result = with_scale_of_rows(result, scales_ptr, row, is_row, ROWS, COLUMNS)
         if bias_ptr is not None:
             result += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
         out_rows = token.to(tl.int64)[None, :]

@@ -81,7 +81,6 @@ class QuantisedWeight:
 
     def taken(self, index: torch.Tensor | slice) -> QuantisedWeight:
         """The rows `index` alone: a slice, or int64 indices."""
-        along = 1 if self.kind == INT4 else 0
         out, _ = self.shape
         first, last = (0, 0) if isinstance(index, torch.Tensor) else index.indices(out)[:2]
         in_blocks = isinstance(index, slice) and index.step in (None, 1) and first % self.rows == 0
@@ -89,7 +88,7 @@ class QuantisedWeight:
         of_scales = slice(first // whole.rows, math.ceil(last / whole.rows)) if in_blocks else index
         return replace(
             whole,
-            codes=whole.codes[(slice(None),) * along + (index,)].contiguous(),
+            codes=whole.codes[(slice(None),) * self.dim_of_rows + (index,)].contiguous(),
             scales=whole.scales[:, of_scales].contiguous(),
             zeros=None if whole.zeros is None else whole.zeros[:, of_scales].contiguous(),
         )
@@ -114,20 +113,12 @@ class QuantisedWeight:
     @classmethod
     def stacked(cls, parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
         """The rows of all parts, which are `alike`, below one another, in memory of their own."""
-        first = parts[0]
-        in_blocks = all(part.rows == first.rows for part in parts)
-        if not in_blocks or any(part.shape[0] % part.rows for part in parts[:-1]):
-            parts = [part.with_scale_of_each_row() for part in parts]
-        zeros = None
-        if any(part.zeros is not None for part in parts):
-            filled = [_zeros_of(part) for part in parts]
-            zeros = torch.cat(filled, dim=1)
-        return replace(
-            parts[0],
-            codes=torch.cat([part.codes for part in parts], dim=1 if first.kind == INT4 else 0),
-            scales=torch.cat([part.scales for part in parts], dim=1),
-            zeros=zeros,
-        )
+        return _below_one_another(parts, torch.cat([part.codes for part in parts], dim=parts[0].dim_of_rows))
+
+    @property
+    def dim_of_rows(self) -> int:
+        """The dimension of `codes` along which rows lie."""
+        return 1 if self.kind == INT4 else 0
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """The numbers, `[out_features, in_features]`: in float32, then rounded to `dtype`."""
@@ -138,6 +129,46 @@ class QuantisedWeight:
         zeros = _spread(_zeros_of(self).float(), self.rows, self.columns, out, inner)
         codes = unpack(self.codes) if self.kind == INT4 else self.codes
         return ((codes.float() - zeros) * scales).to(dtype)
+
+
+class WeightStack:
+    """Weights of one shape, which are `alike`, that become one weight: their rows below one another. Each goes to its
+    place as it comes, so that beside the whole there is memory for one of them alone."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._parts: list[QuantisedWeight] = []
+        self._codes: torch.Tensor | None = None
+
+    def add(self, part: QuantisedWeight) -> None:
+        """The next weight."""
+        along = part.dim_of_rows
+        if self._codes is None:
+            shape = list(part.codes.shape)
+            shape[along] *= self._num_parts
+            self._codes = part.codes.new_empty(shape)
+        place = self._codes.chunk(self._num_parts, along)[len(self._parts)]
+        place.copy_(part.codes)
+        self._parts.append(replace(part, codes=place))
+
+    def whole(self) -> QuantisedWeight:
+        """All of them, once the last one is there."""
+        assert self._codes is not None
+        assert len(self._parts) == self._num_parts
+        return _below_one_another(self._parts, self._codes)
+
+
+def _below_one_another(parts: Sequence[QuantisedWeight], codes: torch.Tensor) -> QuantisedWeight:
+    """One weight of the rows of all parts, whose codes are `codes`."""
+    first = parts[0]
+    in_blocks = all(part.rows == first.rows for part in parts)
+    if not in_blocks or any(part.shape[0] % part.rows for part in parts[:-1]):
+        parts = [part.with_scale_of_each_row() for part in parts]
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        filled = [_zeros_of(part) for part in parts]
+        zeros = torch.cat(filled, dim=1)
+    return replace(parts[0], codes=codes, scales=torch.cat([part.scales for part in parts], dim=1), zeros=zeros)
 
 
 def _zeros_of(weight: QuantisedWeight) -> torch.Tensor:

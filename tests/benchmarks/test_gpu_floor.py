@@ -87,12 +87,14 @@ def test_bytes_of_a_quantised_weight_are_what_it_takes_in_memory(name: str, kind
     assert weight.num_bytes / codes.numel() == step_bytes.WEIGHTS[name]
 
 
-def test_experts_count_as_they_are_in_memory_however_they_are_stored() -> None:
+@pytest.mark.parametrize("name", step_bytes.WEIGHTS)
+def test_experts_that_are_read_count_as_quantised_and_their_router_does_not(name: str) -> None:
     shape = shapes.qwen3_30b_a3b()
     found = step_bytes.cycle_bytes(shape, size())
-    attention = 48 * (2048 * (4096 + 2 * 512) + 4096 * 2048)
-    bytes_of_fp8 = 1 + 4 / 128**2
-    assert found["KV fp8"] - found["weights fp8, KV fp8"] == pytest.approx(attention * (2 - bytes_of_fp8), rel=1e-6)
+    attention = 2048 * (4096 + 2 * 512) + 4096 * 2048
+    experts = floor.expected_experts(128, 8, 16) * 3 * 2048 * 768
+    saved = 48 * (attention + experts) * (2 - step_bytes.WEIGHTS[name])
+    assert found["KV fp8"] - found[f"weights {name}, KV fp8"] == pytest.approx(saved, rel=1e-6)
 
 
 def test_floor_prints_a_line_for_each_size_on_any_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ def test_it_runs_on_a_cpu_and_says_that_it_measures_nothing(capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "measure nothing" in out
     assert "| tiny | int4 | 3 |" in out
+    assert "| experts | int4 | 3 |" in out
 
 
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from dflash_kernels.rms_norm import add_rms_norm, rms_norm
 from dflash_kernels.selector_walk import selector_walk
 from dflash_kernels.shared_prefix import merge_parts
 from dflash_kernels.silu_mul import silu_mul
+from tests.kernels.expert_launches import launch_quantised_experts
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, DRAFT_LAYERS = 4096, 12288, 32, 8, 128, 5
 HEAD_SHAPE = HeadShape(HEADS, KV_HEADS, HEAD_DIM, 2)
@@ -63,6 +64,7 @@ def launches() -> None:
         attend([2048, 16, 0], causal=True, shape=shape)
     share_a_prefix()
     route_to_experts()
+    launch_quantised_experts()
     keep_a_state()
     in_any_batch([16], 32768)
     in_any_batch([300, 16, 0], 2000)

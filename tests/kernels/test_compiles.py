@@ -27,6 +27,7 @@ FILES = {
         "moe_routing",
         "paged_attention",
         "qk_norm_rope_write",
+        "quantised_moe",
         "rms_norm",
         "selector_walk",
         "shared_prefix",

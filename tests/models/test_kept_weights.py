@@ -168,17 +168,6 @@ def test_a_head_keeps_its_codes_and_gives_some_of_its_rows_to_a_drafter(tmp_path
     assert_same(kept.lm_head.rows(ids)(x), plain.lm_head(x)[:, ids])
 
 
-def test_experts_are_dequantised_and_everything_beside_them_keeps_its_codes(tmp_path: Path) -> None:
-    sizes = SIZES | {"moe_intermediate_size": 64}
-    make_target(tmp_path / "source", architecture="Qwen3MoeForCausalLM", **sizes)
-    directory = write(tmp_path / "source", tmp_path, fp8_block(), FP8_BLOCK).quantised
-    kept, plain = load(directory), load(directory, TORCH)
-    for layer, other in zip(kept.layers, plain.layers, strict=True):
-        assert isinstance(layer.weights.qkv, QuantisedLinear)
-        assert torch.equal(layer.weights.mlp.gate_up, other.weights.mlp.gate_up)
-    assert_same(logits(kept), logits(plain))
-
-
 def test_a_drafter_keeps_its_codes_and_those_of_its_context_kv(tmp_path: Path) -> None:
     make_draft(tmp_path / "source")
     directory = write(tmp_path / "source", tmp_path, fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]})

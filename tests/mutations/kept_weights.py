@@ -32,7 +32,11 @@ KEPT_WEIGHTS_MUTANTS = (
         ("codes of float16 keep a second sign", "& -0x4001", "& -0x1"),
         ("bfloat16's other bias is not made up for", "2.0**120", "2.0**119"),
         ("one scale for all columns is left out", "if COLUMNS == 0:", "if COLUMNS < 0:"),
-        ("columns past the last are multiplied", "if not EVEN:", "if EVEN:"),
+        (
+            "columns past the last are multiplied",
+            "x_mask = is_token[None, :]\n            if not EVEN:",
+            "x_mask = is_token[None, :]\n            if EVEN:",
+        ),
         ("each part begins with the first columns", "first = part * runs_per_part", "first = part * 0"),
         ("the sum of parts leaves out the last", "for _ in range(num_parts):", "for _ in range(num_parts - 1):"),
         (
@@ -55,7 +59,7 @@ KEPT_WEIGHTS_MUTANTS = (
             "number_of_int4(packed >> 4, dtype, WIDEN) - zeros, first",
         ),
         ("packed codes are read as bytes", "number_of_int4(packed & 0x0F", "number_of_int4(packed"),
-        ("the second half of a run is the first", "tl.load(x_ptrs + RUN // 2,", "tl.load(x_ptrs,"),
+        ("the second half of a run is the first", "tl.load(half_ptrs + RUN // 2,", "tl.load(half_ptrs,"),
         (
             "a row of packed codes is its neighbour's",
             "(tl.cast(run, tl.int64) * outputs + row)",

@@ -17,6 +17,7 @@ from tests.mutations.gpu_benchmark import GPU_BENCHMARK_MUTANTS
 from tests.mutations.grammar import GRAMMAR_MUTANTS
 from tests.mutations.hybrids import HYBRID_MUTANTS
 from tests.mutations.invariance import INVARIANCE_MUTANTS
+from tests.mutations.kept_experts import KEPT_EXPERTS_MUTANTS
 from tests.mutations.kept_weights import KEPT_WEIGHTS_MUTANTS
 from tests.mutations.launcher import LAUNCHER_MUTANTS
 from tests.mutations.mixed_steps import MIXED_STEP_MUTANTS
@@ -47,7 +48,7 @@ MUTANTS += GPT_OSS_MUTANTS + QUANTISED_MUTANTS + PARALLEL_MUTANTS + HYBRID_MUTAN
 MUTANTS += SNAPSHOT_MUTANTS + FP8_KV_MUTANTS + WINDOW_MUTANTS + READ_AHEAD_MUTANTS
 MUTANTS += SPECIAL_MUTANTS + SHARED_PREFIX_MUTANTS + LAUNCHER_MUTANTS + RESTING_MUTANTS + PREFILL_MUTANTS
 MUTANTS += GPU_BENCHMARK_MUTANTS + CONTINUED_MUTANTS + KEPT_WEIGHTS_MUTANTS + REMOTE_RANK_MUTANTS
-MUTANTS += FILTER_MUTANTS + MIXED_STEP_MUTANTS
+MUTANTS += FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (

@@ -12,11 +12,13 @@ import pytest
 
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import QuantisedLinear
+from dflash_kernels.quantised_weight import QuantisedWeight
 from tests.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
-from tests.tiny_models import make_pair
+from tests.tiny_models import MASK_TOKEN_ID, make_pair
 from tests.worker.engines import engine, outputs_of, triton_engine
 
 pytestmark = pytest.mark.usefixtures("single_thread")
+FEATURES = {"target_layer_ids": [0, 1], "mask_token_id": MASK_TOKEN_ID}
 PROMPTS = [[1, 2, 3, 4, 5, 6], [9, 8, 7], [5] * 11]
 ASKED: list[dict[str, Any]] = [
     {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True},
@@ -44,6 +46,22 @@ def test_a_pair_that_stays_quantised_gives_the_text_of_its_numbers(tmp_path: Pat
         found = outputs_of(built, PROMPTS, ASKED)
         assert found.tokens == expected.tokens
     assert sum(map(len, expected.tokens.values())) == 12
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_that_stay_quantised_give_the_text_of_their_numbers(tmp_path: Path, name: str) -> None:
+    packer, config = FORMATS[name]
+    moe = {"architecture": "Qwen3MoeForCausalLM", "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    settings: dict[str, Any] = make_pair(tmp_path, moe, num_target_layers=3, dflash_config=FEATURES)
+    settings |= {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.01}
+    settings["target_model"] = str(write(tmp_path / "t", tmp_path / "q", packer, config).quantised)
+    expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
+    for draft in (settings["draft_model"], ""):
+        built = triton_engine(**settings | {"draft_model": draft})
+        target = built.runner.step.target
+        assert isinstance(target, DecoderTarget)
+        assert isinstance(target.layers[0].weights.mlp.gate_up, QuantisedWeight)
+        assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens
 
 
 def test_fp8_made_at_load_stays_fp8(tmp_path: Path) -> None:

@@ -6,13 +6,21 @@ quantised weights are there, projections stay FP8; else they become numbers of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from dflash_backend.checkpoints.files import TensorHeader
 from dflash_backend.checkpoints.quantization.dequantise import CHUNK
-from dflash_backend.checkpoints.quantization.keepable import FLOAT32_BYTES, FP8, NOT_ALONE, kept_as_one, kind_of
+from dflash_backend.checkpoints.quantization.keepable import (
+    FLOAT32_BYTES,
+    FP8,
+    dequantised_experts,
+    is_kept,
+    kept_as_one,
+    kind_of,
+)
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme, damaged
 from dflash_backend.checkpoints.weights import WeightSource, whole_shape
@@ -55,13 +63,15 @@ class Fp8Source(WeightSource):
     def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
         """Raises `CheckpointError` for weights that are not finite."""
         self._plain.read_projection(name, plain := self.empty(out_features, in_features))
-        codes = torch.empty(plain.shape, dtype=torch.uint8, device=plain.device)
-        scales = torch.empty(out_features, 1, device=plain.device)
-        for rows in _chunks(plain):
-            numbers = plain[rows].float()
-            scales[rows] = _scales(name.removesuffix(".weight"), numbers)
-            codes[rows] = (numbers / scales[rows]).to(CODE).view(torch.uint8)
-        return KeptWeight(FP8, codes, scales, None, 1, in_features)
+        return _made(name.removesuffix(".weight"), plain)
+
+    def keeps_experts(self, name: str, out_features: int, in_features: int) -> bool:
+        return self.keep_quantised and kept_as_one([(SCHEME, out_features)], in_features)
+
+    def read_kept_experts(self, name: str, num_experts: int, out_features: int, in_features: int) -> KeptWeight:
+        """Raises `CheckpointError` for weights that are not finite."""
+        self._plain.read(name, plain := self.empty(num_experts, out_features, in_features))
+        return _made(name, plain.view(-1, in_features))
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
         """The whole is rounded first where it is, since a row has one scale."""
@@ -79,6 +89,17 @@ class Fp8Source(WeightSource):
             return
         self.read_projection(name, whole := out.new_empty(whole_shape(out, dim, parts, num_parts)))
         _take(whole, out, dim, parts, num_parts)
+
+
+def _made(projection: str, plain: torch.Tensor) -> KeptWeight:
+    """`[out_features, in_features]` as FP8 with a scale for each row. Raises `CheckpointError`."""
+    codes = torch.empty(plain.shape, dtype=torch.uint8, device=plain.device)
+    scales = torch.empty(len(plain), 1, device=plain.device)
+    for rows in _chunks(plain):
+        numbers = plain[rows].float()
+        scales[rows] = _scales(projection, numbers)
+        codes[rows] = (numbers / scales[rows]).to(CODE).view(torch.uint8)
+    return KeptWeight(FP8, codes, scales, None, 1, plain.shape[1])
 
 
 def _take(whole: torch.Tensor, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
@@ -115,16 +136,17 @@ def _scales(projection: str, numbers: torch.Tensor) -> torch.Tensor:
 def made_fp8_bytes(headers: Mapping[str, TensorHeader]) -> tuple[int, int]:
     """Bytes of the weights of a plain checkpoint that are kept in FP8, with their scales, and how many numbers these
     weights have, by the headers."""
-    num_bytes = num_numbers = 0
+    shapes = {}
     for name, header in headers.items():
         projection, _, part = name.rpartition(".")
-        if part != "weight" or len(header.shape) != 2 or _stays(projection) or projection.endswith(EMBEDDING):
-            continue
-        rows, columns = header.shape
-        if not any(each in projection for each in NOT_ALONE) and kind_of(SCHEME, columns, rows) is not None:
-            num_bytes += rows * (columns + FLOAT32_BYTES)
-            num_numbers += rows * columns
-    return num_bytes, num_numbers
+        if len(header.shape) == 3 and name.endswith(STACKED):
+            shapes[name] = math.prod(header.shape[:2]), header.shape[2]
+        elif part == "weight" and len(header.shape) == 2 and not (_stays(projection) or projection.endswith(EMBEDDING)):
+            shapes[projection] = header.shape[0], header.shape[1]
+    kinds = {projection: kind_of(SCHEME, columns, rows) for projection, (rows, columns) in shapes.items()}
+    dequantised = dequantised_experts(kinds)
+    kept = [shape for projection, shape in shapes.items() if is_kept(projection, kinds, dequantised)]
+    return sum(rows * (columns + FLOAT32_BYTES) for rows, columns in kept), sum(map(math.prod, kept))
 
 
 def _stays(projection: str) -> bool:

@@ -7,6 +7,7 @@ multiplied. All weights that cannot are dequantised as they are loaded.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 
 from dflash_backend.checkpoints.files import TensorHeader
@@ -19,13 +20,17 @@ MIN_RUN = 32
 # Below, a projection is too small for its size to matter, and others than products read it.
 MIN_OUTPUTS = 16
 TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
-# Projections that are never multiplied by themselves, by parts of their names: experts are an operation of their own,
-# and those of gated delta nets are taken apart as they are read.
-NOT_ALONE = (".experts.", ".linear_attn.")
+# Projections of gated delta nets are taken apart as they are read.
+TAKEN_APART = ".linear_attn."
+# A projection of an expert: what is before is that of its layer, the end says which it is.
+OF_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(\w+)")
+INTO_EXPERTS = ("gate_proj", "up_proj")
 FLOAT32_BYTES, FLOAT16_BYTES, ZERO_BYTES = 4, 2, 1
+Kind = tuple[str, int] | None
+"""What a weight is kept as, and how many of its columns share a scale; None where it is dequantised."""
 
 
-def kind_of(scheme: Scheme, in_features: int, out_features: int) -> tuple[str, int] | None:
+def kind_of(scheme: Scheme, in_features: int, out_features: int) -> Kind:
     """What a weight of this scheme and width is kept as, and how many of its columns share a scale; None where it is
     dequantised: columns in an order of their own, and groups that no tile is made of."""
     in_bytes = scheme.layout in (Layout.FLOAT8, Layout.INT8)
@@ -46,24 +51,53 @@ def kept_as_one(schemes: Iterable[tuple[Scheme, int]], in_features: int) -> bool
     return len(kinds) == 1 and None not in kinds
 
 
+def dequantised_experts(kinds: Mapping[str, Kind]) -> set[str]:
+    """What the names of the experts' projections begin with in the layers whose experts are dequantised: all of a layer
+    are, where those of one projection are not all kept as the same. kinds: of projections, None for one that is not
+    quantised too."""
+    found: dict[tuple[str, bool], set[Kind]] = {}
+    for projection, kind in kinds.items():
+        if match := OF_EXPERT.fullmatch(projection):
+            found.setdefault((match[1], match[2] in INTO_EXPERTS), set()).add(kind)
+    return {layer for (layer, _), each in found.items() if len(each) > 1 or None in each}
+
+
+def is_kept(projection: str, kinds: Mapping[str, Kind], dequantised: set[str]) -> bool:
+    """Whether a projection is kept, by what each can be kept as and `dequantised_experts`."""
+    match = OF_EXPERT.fullmatch(projection)
+    among = match is not None and match[1] in dequantised
+    return kinds[projection] is not None and TAKEN_APART not in projection and not among
+
+
 def kept_bytes(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> tuple[int, int]:
     """Bytes of the weights of a checkpoint that are kept, with their scales and zero points, and how many numbers these
     weights have. Where projections of several schemes are multiplied as one, they are dequantised all the same, which
-    headers do not show."""
+    headers do not show, but of experts."""
     num_bytes = num_numbers = 0
     if quantization is None:
         return num_bytes, num_numbers
-    for projection, scheme in quantised(headers, quantization).items():
-        out, inner = shape_of(projection, scheme, headers)
-        kept = kind_of(scheme, inner, out)
-        if kept is None or any(part in projection for part in NOT_ALONE):
-            continue
-        below, beside = scheme.blocks(out, inner)
-        if scheme.layout is Layout.FLOAT8:
-            num_bytes += out * inner + below * beside * FLOAT32_BYTES
-        else:
-            of_block = FLOAT16_BYTES if scheme.symmetric else FLOAT16_BYTES + ZERO_BYTES
-            num_bytes += out * inner if kept[0] == INT8 else math.ceil(out * inner / 2)
-            num_bytes += below * beside * of_block
-        num_numbers += out * inner
+    schemes = quantised(headers, quantization)
+    shapes = {projection: shape_of(projection, scheme, headers) for projection, scheme in schemes.items()}
+    kinds: dict[str, Kind] = {name.rpartition(".")[0]: None for name in headers}
+    for projection, scheme in schemes.items():
+        out, inner = shapes[projection]
+        kinds[projection] = kind_of(scheme, inner, out)
+    dequantised = dequantised_experts(kinds)
+    for projection, scheme in schemes.items():
+        kind = kinds[projection]
+        if kind is not None and is_kept(projection, kinds, dequantised):
+            num_bytes += _bytes_of(projection, scheme, kind, *shapes[projection])
+            num_numbers += math.prod(shapes[projection])
     return num_bytes, num_numbers
+
+
+def _bytes_of(projection: str, scheme: Scheme, kind: tuple[str, int], out: int, inner: int) -> int:
+    """Bytes of a weight that is kept."""
+    below, beside = scheme.blocks(out, inner)
+    if OF_EXPERT.fullmatch(projection) and out % (scheme.block[0] or out):
+        below = out  # blocks that would end in the next expert's rows become a scale for each row
+    if scheme.layout is Layout.FLOAT8:
+        return out * inner + below * beside * FLOAT32_BYTES
+    of_block = FLOAT16_BYTES if scheme.symmetric else FLOAT16_BYTES + ZERO_BYTES
+    codes = out * inner if kind[0] == INT8 else math.ceil(out * inner / 2)
+    return codes + below * beside * of_block

@@ -13,6 +13,8 @@ from dflash_backend.checkpoints.spec import CheckpointError
 
 WORD_BITS = 32
 INTEGERS = ("I32", "I64")
+# What only the tensors of a quantised weight are called, behind its projection's name.
+PARTS = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "qzeros", "scales", "weight_zero_point")
 
 
 class Role(Enum):
@@ -122,6 +124,24 @@ def _parts(projection: str, shape: tuple[int, int], scheme: Scheme) -> Iterator[
         yield Part(Role.ORDER, ("weight_g_idx",), ((inner,),), INTEGERS)
     for name in ("input_scale", "activation_scale", "input_zero_point"):
         yield Part(Role.UNREAD, (name,), ((), (1,), (1, 1)), (*PLAIN_DTYPES, "I8", "F8_E4M3"), required=False)
+
+
+def surplus(
+    name: str, header: TensorHeader, weights: Mapping[str, StoredWeight], quantization: Quantization | None
+) -> str:
+    """What is wrong with a tensor that no part of the model is read from."""
+    text = f"tensor '{name}' of shape {list(header.shape)} is not part of this model"
+    projection, _, part = name.rpartition(".")
+    if part in PARTS and quantization is None:
+        return (
+            f"{text}: it is of a quantised weight, and config.json has no quantization_config that says how to read it"
+        )
+    if part in PARTS and quantization is not None and projection in quantization.ignored:
+        return f"{text}: by {quantization.where} '{projection}' is not quantised"
+    if part == "weight" and projection in weights:
+        tensors = ", ".join(weights[projection].tensors.values())
+        return f"{text}: by config.json '{projection}' is quantised, which takes {tensors}"
+    return text
 
 
 def quantised(headers: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, Scheme]:
