@@ -118,6 +118,7 @@ CASES = (
     Case("FP8 weights, batch-invariant", batch_invariant=True, quantised=FP8),
     Case("FP8 experts, batch-invariant", moe=True, batch_invariant=True, quantised=FP8),
     Case("INT4 experts, k = 15", moe=True, quantised=INT4),
+    Case("gated delta nets, FP8 weights, k = 15", hybrid=True, quantised=FP8),
     Case("FP8 experts, adaptive k", moe=True, adaptive=True, quantised=FP8),
 )
 

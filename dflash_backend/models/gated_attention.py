@@ -17,8 +17,9 @@ from dflash_backend.models.linear import Linear
 def read_gated_qkv(source: WeightSource, prefix: str, spec: DecoderSpec, bias: bool) -> Linear:
     """hidden -> queries, keys, values and gates, from tensors whose names begin with `prefix`. They are stored with
     each query head before its gate."""
-    weight = _read(source, prefix, spec, "weight")
-    return Linear(weight, _read(source, prefix, spec, "bias") if bias else None)
+    rows = {"q_proj": 2 * spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    stored = Linear.read(source, prefix, rows, spec.hidden_size, bias)
+    return stored.rows(_row_order(spec).to(source.device))
 
 
 def head_order(spec: DecoderSpec) -> torch.Tensor:
@@ -30,15 +31,10 @@ def head_order(spec: DecoderSpec) -> torch.Tensor:
     return torch.cat([torch.arange(half), low, torch.arange(half, 2 * half), high])
 
 
-def _read(source: WeightSource, prefix: str, spec: DecoderSpec, kind: str) -> torch.Tensor:
-    """The weights or biases of all four."""
-    hidden = (spec.hidden_size,) if kind == "weight" else ()
-    read = source.read_projection if kind == "weight" else source.read
-    stored = [source.empty(rows, *hidden) for rows in (2 * spec.query_size, spec.kv_size, spec.kv_size)]
-    for name, out in zip(("q_proj", "k_proj", "v_proj"), stored, strict=True):
-        read(f"{prefix}{name}.{kind}", out)
-    order = head_order(spec).to(stored[0].device)
-    queries, gates = stored[0].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
-    keys = stored[1].unflatten(0, (spec.num_kv_heads, spec.head_dim))
-    ordered = [heads.index_select(1, order).flatten(0, 1) for heads in (queries, keys)]
-    return torch.cat([*ordered, stored[2], gates.flatten(0, 1)])
+def _row_order(spec: DecoderSpec) -> torch.Tensor:
+    """Which stored row comes to each place, int64 `[2 * query_size + 2 * kv_size]`."""
+    order, queries = head_order(spec), 2 * spec.query_size
+    rows = torch.arange(queries + 2 * spec.kv_size)
+    heads, gates = rows[:queries].unflatten(0, (spec.num_heads, 2, spec.head_dim)).unbind(1)
+    keys, values = rows[queries:].unflatten(0, (2, spec.num_kv_heads, spec.head_dim))
+    return torch.cat([heads[:, order].flatten(), keys[:, order].flatten(), values.flatten(), gates.flatten()])

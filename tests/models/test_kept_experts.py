@@ -21,6 +21,8 @@ from dflash_backend.checkpoints.quantization.keepable import kept_bytes
 from dflash_backend.models import TargetModel, load_target
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.gemma4 import Gemma4Experts, Gemma4Target
+from dflash_backend.models.hybrid_layers import DeltaNetLayerWeights
+from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import QuantisedLinear
 from dflash_backend.models.mlp import SharedExpertMlp, SparseMlp
 from dflash_backend.models.ops import LayerOps
@@ -66,7 +68,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 104,
     "tie_word_embeddings": False,
 }
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 64}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+}
 UNQUANTISED = ["lm_head", "re:.*mlp[.]gate$"]
 # 64 rows of an expert are two blocks, or a part of one.
 SMALL_BLOCKS = {"weight_block_size": [32, 32]}
@@ -84,6 +90,12 @@ def logits(target: TargetModel) -> torch.Tensor:
     pool = noisy_pool(decoder, device=DEVICE.type)
     paged = context(block_tables(1), [0], [NUM_TOKENS], target.patterns, device=DEVICE.type, pool=pool)
     return target.logits(target.forward(ids, paged, caches(decoder, device=DEVICE.type), ()).hidden)
+
+
+def layers_of(target: TargetModel) -> list[LayerWeights | DeltaNetLayerWeights]:
+    """The weights of all layers."""
+    assert isinstance(target, DecoderTarget)
+    return [layer.weights for layer in target.layers]
 
 
 def experts(target: TargetModel) -> list[SparseMlp | Gemma4Experts]:
@@ -150,10 +162,33 @@ def test_experts_beside_a_shared_one_keep_their_codes_as_that_does(
     directory = make(tmp_path, packer, fields, architecture, **HYBRID)
     kept = load(directory)
     assert_kept(kept, load(directory, TORCH), (kind, kind))
-    assert isinstance(kept, DecoderTarget)
-    for layer in kept.layers:
-        assert isinstance(layer.weights.mlp, SharedExpertMlp)
-        assert isinstance(layer.weights.mlp.shared.down, QuantisedLinear)
+    for layer in layers_of(kept):
+        assert isinstance(layer.mlp, SharedExpertMlp)
+        assert isinstance(layer.mlp.shared.down, QuantisedLinear)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
+@pytest.mark.parametrize("name", ["fp8 in blocks", "awq"])
+def test_gated_attention_and_what_is_out_of_delta_nets_keep_their_codes(
+    tmp_path: Path, architecture: str, name: str
+) -> None:
+    packer, fields, _ = FORMATS[name]
+    directory = make(tmp_path, packer, fields, architecture, **HYBRID)
+    kept = load(directory)
+    (net, attention), (_, plain) = layers_of(kept), layers_of(load(directory, TORCH))
+    assert isinstance(net, DeltaNetLayerWeights)
+    assert isinstance(attention, LayerWeights)
+    assert isinstance(plain, LayerWeights)
+    dense = [net.net.output, attention.qkv, attention.output]
+    for layer in (net, attention):
+        assert isinstance(layer.mlp, SharedExpertMlp)
+        dense += [layer.mlp.shared.gate_up, layer.mlp.shared.down]
+    kept_dense = [each.quantised.num_bytes for each in dense if isinstance(each, QuantisedLinear)]
+    assert len(kept_dense) == len(dense)
+    assert torch.equal(attention.qkv.weight, plain.qkv.weight)
+    # Rows of a block that change places have a scale each.
+    found, _ = kept_bytes(read_headers(directory), load_quantization(directory))
+    assert found == pytest.approx(bytes_of_experts(kept) + sum(kept_dense), rel=0.02)
 
 
 def test_projections_into_and_out_of_experts_may_be_of_two_schemes(tmp_path: Path) -> None:

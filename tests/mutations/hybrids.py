@@ -185,6 +185,13 @@ HYBRID_MUTANTS = (
         OF_FAMILY,
     ),
     Mutant(
+        "gates of attention lie before its keys",
+        "dflash_backend/models/gated_attention.py",
+        "keys[:, order].flatten(), values.flatten(), gates.flatten()",
+        "gates.flatten(), keys[:, order].flatten(), values.flatten()",
+        OF_FAMILY,
+    ),
+    Mutant(
         "the shared expert has no gate",
         "dflash_backend/models/mlp.py",
         "self.gate(x).sigmoid() * self.shared.forward(x, ops)",

@@ -129,6 +129,20 @@ KEPT_EXPERTS_MUTANTS = (
         ("sizes forget that blocks of an expert are cut", "below = out  #", "below = below  #"),
     ),
     *mutants_of(
+        "dflash_backend/checkpoints/quantization/keepable.py",
+        (f"{MODELS}::test_gated_attention_and_what_is_out_of_delta_nets_keep_their_codes",),
+        ("sizes take what is out of delta nets for numbers", '".linear_attn.in_proj_"', '".linear_attn."'),
+    ),
+    *mutants_of(
+        "dflash_backend/models/gated_attention.py",
+        (f"{MODELS}::test_gated_attention_and_what_is_out_of_delta_nets_keep_their_codes",),
+        (
+            "gated attention is dequantised",
+            "return stored.rows(_row_order(spec).to(source.device))",
+            "return Linear(stored.weight, stored.bias).rows(_row_order(spec).to(source.device))",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/checkpoints/quantization/at_load.py",
         MADE,
         ("sizes forget stacked experts made FP8", "len(header.shape) == 3 and name", "len(header.shape) == 4 and name"),

@@ -20,8 +20,8 @@ MIN_RUN = 32
 # Below, a projection is too small for its size to matter, and others than products read it.
 MIN_OUTPUTS = 16
 TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
-# Projections of gated delta nets are taken apart as they are read.
-TAKEN_APART = ".linear_attn."
+# Projections into gated delta nets are taken apart as they are read.
+TAKEN_APART = ".linear_attn.in_proj_"
 # A projection of an expert: what is before is that of its layer, the end says which it is.
 OF_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(\w+)")
 INTO_EXPERTS = ("gate_proj", "up_proj")
