@@ -142,12 +142,12 @@ class WeightStack:
 
     def add(self, part: QuantisedWeight) -> None:
         """The next weight."""
-        along = part.dim_of_rows
+        along, (size, _) = part.dim_of_rows, part.shape
         if self._codes is None:
             shape = list(part.codes.shape)
             shape[along] *= self._num_parts
             self._codes = part.codes.new_empty(shape)
-        place = self._codes.chunk(self._num_parts, along)[len(self._parts)]
+        place = self._codes.narrow(along, len(self._parts) * size, size)
         place.copy_(part.codes)
         self._parts.append(replace(part, codes=place))
 

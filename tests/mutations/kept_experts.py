@@ -81,8 +81,8 @@ KEPT_EXPERTS_MUTANTS = (
         ),
         (
             "all experts have the codes of the first",
-            "chunk(self._num_parts, along)[len(self._parts)]",
-            "chunk(self._num_parts, along)[0]",
+            "narrow(along, len(self._parts) * size, size)",
+            "narrow(along, 0, size)",
         ),
     ),
     *mutants_of(
