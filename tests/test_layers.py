@@ -30,6 +30,7 @@ def read_table() -> dict[str, set[str]]:
 ALLOWED = read_table()
 # Modules that count as packages of their own: what others may know of theirs.
 APART = (
+    "core.ending",
     "core.plan",
     "core.prefix_cache",
     "core.scheduler_config",

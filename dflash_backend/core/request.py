@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from dflash_backend.core.ending import EndRule
 from dflash_backend.core.plan import NewRequest, ScheduledRequest
 from dflash_backend.core.prefix_cache import BlockHashes
 from dflash_backend.core.scheduler_config import SchedulerConfig
@@ -57,7 +58,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     seed: int
     num_speculative_tokens: int
-    stop_ids: frozenset[int]
+    ending: EndRule
     block_hashes: BlockHashes
     arrival: int
     arrival_s: float
@@ -112,9 +113,6 @@ class Request:
         sampling = request.sampling
         k = sampling.num_speculative_tokens
         k = config.num_speculative_tokens if k is None else k
-        # A grammar allows the end of an answer only when it is complete, and with `ignore_eos` when it cannot go on.
-        has_grammar = sampling.structured_outputs is not None
-        eos = () if sampling.ignore_eos and not has_grammar else request.eos_token_ids
         limits_s = [seconds for seconds in (request.deadline_s, sampling.timeout / 1e6) if seconds > 0]
         return cls(
             request_id=request.request_id,
@@ -124,7 +122,7 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             seed=derive_seed(config.seed, arrival) if sampling.seed is None else sampling.seed,
             num_speculative_tokens=k,
-            stop_ids=frozenset(eos) | frozenset(sampling.stop_token_ids),
+            ending=EndRule.of(sampling, request.eos_token_ids),
             block_hashes=BlockHashes(sampling.cache_salt, config.block_size, config.reads_next_tokens),
             arrival=arrival,
             arrival_s=now,
@@ -172,19 +170,13 @@ class Request:
         return self.num_tokens - 1 if self.pending_draft else self.num_tokens
 
     def append(self, token_ids: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
-        """Append the tokens of a step up to the one that ends the request; what was kept, and why it ended.
-
-        Tokens past the end are dropped. A stop token is kept: its text is the detokeniser's to leave out. It is no
-        stop before `min_tokens` tokens, where the worker draws one only if a grammar allows nothing else.
-        """
-        min_tokens = 0 if self.grammar is not None else self.sampling.min_tokens
-        for count, token_id in enumerate(token_ids, start=1):
-            self.token_ids.append(token_id)
-            if token_id in self.stop_ids and self.num_output_tokens >= min_tokens:
-                return token_ids[:count], "stop"
-            if self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
-                return token_ids[:count], "length"
-        return token_ids, None
+        """Append the tokens of a step up to the one that ends the request, and drop those behind it; what was kept, and
+        why it ended."""
+        most = max_model_len - self.num_prompt_tokens
+        count, reason = self.ending.apply(token_ids, self.num_output_tokens, most)
+        kept = token_ids if count == len(token_ids) else token_ids[:count]
+        self.token_ids += kept
+        return kept, reason
 
     def note_yield(self, num_draft: int, num_tokens: int) -> None:
         """Count a step that verified `num_draft` drafts and appended `num_tokens` tokens, at least one."""

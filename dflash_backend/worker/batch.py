@@ -7,13 +7,14 @@ padding at the end, which is what a captured graph runs; within it rows may have
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from dflash_backend.attention import SharedPrefixes
 from dflash_backend.core.plan import DraftBudget, ScheduledRequest, SharedPrefix
+from dflash_backend.worker.ended_rows import DraftingRow
 from dflash_backend.worker.shared_rows import shared_numbers, shared_rows
 from dflash_backend.worker.state import RequestStates
 from dflash_backend.worker.transfers import ALIGNMENT
@@ -119,7 +120,7 @@ class StepInputs:
     budget: float32 `[2 + k + R]` on the device, which drafts are verified, as `dflash_kernels.verify_budget` reads it:
     `batch.num_draft` has how many there are, and where tokens and logits lie is not known yet. None: it is as `batch`
     says. draft_width: drafts that a row proposes at most; None: k. shared: rows that read a prefix together; None for
-    none.
+    none. drafting: on the host, the rows that draft unless they end with the step; others draft in any case.
     """
 
     batch: DeviceBatch
@@ -130,6 +131,15 @@ class StepInputs:
     budget: torch.Tensor | None = None
     draft_width: int | None = None
     shared: SharedPrefixes | None = None
+    drafting: Sequence[DraftingRow] = ()
+
+    def without_drafts(self, rows: Sequence[int]) -> StepInputs | None:
+        """The same with no drafts to propose in these rows, on the host; None when no other row drafts."""
+        if not rows:
+            return self
+        num_next = self.batch.num_next.clone()
+        num_next.numpy()[list(rows)] = 0
+        return replace(self, batch=replace(self.batch, num_next=num_next)) if num_next.numpy().any() else None
 
     @property
     def num_rows(self) -> int:

@@ -34,6 +34,7 @@ from dflash_backend.models.parallel import RankLostError
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.worker.batch import HostBatch
 from dflash_backend.worker.batch_parallel import BatchThreads
+from dflash_backend.worker.ended_rows import drafting_rows
 from dflash_backend.worker.grammars import GrammarAnswer, GrammarStates, StepGrammars
 from dflash_backend.worker.graphs import (
     ChosenTokens,
@@ -326,8 +327,10 @@ class ModelRunner:
         else:
             if padded is not None:
                 inputs = padded.inputs
+            elif self.step.ops.on_host:
+                inputs = replace(batch.ragged(share), drafting=drafting_rows(rows, self.requests))
             else:
-                inputs = batch.ragged(share) if self.step.ops.on_host else self.layouts.send_ragged(batch)
+                inputs = self.layouts.send_ragged(batch)
             processors = LogitsProcessors.of(batch, self.requests)
             forwarded = self.step.forward(inputs, guard, processors, of_prompt)
             complete = partial(self.step.complete, forwarded, guard, processors, grammars, copies)

@@ -20,6 +20,7 @@ from dflash_backend.error_text import first_line
 from dflash_backend.models.interface import PagedContext, TargetModel
 from dflash_backend.models.recurrent_state import StateLayout, StatePool, StateRows
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
+from dflash_backend.worker.ended_rows import ended_rows
 from dflash_backend.worker.grammars import StepGrammars
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.logits import LogitsProcessors
@@ -28,7 +29,7 @@ from dflash_backend.worker.pending_context import Context, PendingContext
 from dflash_backend.worker.prompt_logprobs import PromptLogprobs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import StepOps
-from dflash_backend.worker.step_tensors import Prepared
+from dflash_backend.worker.step_tensors import Accepted, Prepared
 from dflash_backend.worker.write_guard import WriteGuard
 from dflash_kernels import timestamp
 
@@ -282,7 +283,7 @@ class ModelStep:
             self._inject(self.drafter, inputs.batch, prepared, verified.features, guard)
         record(timestamps, 3)
         if self.drafter is not None and inputs.traits.drafts:
-            self._draft(self.drafter, inputs, verified.features, accepted.count, guard)
+            self._draft(self.drafter, inputs, verified.features, accepted, guard)
         if verified.states is not None:
             self._commit(verified.states, inputs.batch.num_new + accepted.count, copies)
         record(timestamps, 4)
@@ -340,10 +341,14 @@ class ModelStep:
         drafter: Drafter,
         inputs: StepInputs,
         features: torch.Tensor | None,
-        num_accepted: torch.Tensor,
+        accepted: Accepted,
         guard: WriteGuard | None,
     ) -> None:
         """Propose the next step's drafts and leave them in the state, behind the anchor."""
+        ended = ended_rows(inputs.batch.req_idx, accepted, self.state, inputs.drafting)
+        if (left := inputs.without_drafts(ended)) is None:
+            return
+        inputs = left
         queries, before = None, None
         if drafter.placeholder_id is not None:
             lookahead_base = drafter.lookahead_base or 0
@@ -351,7 +356,7 @@ class ModelStep:
             if guard is not None:
                 guard.check_draft(queries, inputs.batch.num_next, lookahead_base)
         if drafter.reads_next_tokens and features is not None:
-            before = self.ops.features_before_anchors(features, inputs.batch, num_accepted)
+            before = self.ops.features_before_anchors(features, inputs.batch, accepted.count)
         draft = DraftBatch(self.ops.history(inputs, self.state), queries, before)
         asked = self.wants_confidence and inputs.traits.wants_confidence
         sampler = self.ops.draft_sampler(inputs, self.state, self.draft_temperature_ratio, asked)

@@ -85,13 +85,13 @@ SCHEDULING_MUTANTS = (
         ENGINE,
     ),
     *mutants_of(
-        f"{CORE}/request.py",
+        f"{CORE}/ending.py",
         ENGINE,
-        ("a stop token is not sent", 'token_ids[:count], "stop"', 'token_ids[: count - 1], "stop"'),
-        ("tokens behind a stop token are sent", 'token_ids[:count], "stop"', 'token_ids, "stop"'),
+        ("a stop token is not sent", 'return count, "stop"', 'return count - 1, "stop"'),
+        ("tokens behind a stop token are sent", 'return count, "stop"', 'return len(token_ids), "stop"'),
         (
             "a stop token counts before min_tokens",
-            "token_id in self.stop_ids and self.num_output_tokens >= min_tokens",
+            "token_id in self.stop_ids and num_before + count >= self.min_tokens",
             "token_id in self.stop_ids",
         ),
     ),

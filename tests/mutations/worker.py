@@ -8,10 +8,30 @@ ACCEPT = "kernels/dflash_kernels/accept.py"
 DFLASH = "dflash_backend/drafters/dflash"
 DRAFTERS = "dflash_backend/drafters"
 WORKER = "dflash_backend/worker"
+ENDED_ROWS = ("tests/worker/test_ended_rows.py",)
 GUARD = ("tests/worker/test_write_guard.py",)
 LOGITS = ("tests/worker/test_logits.py",)
 
 WORKER_MUTANTS = (
+    *mutants_of(
+        f"{WORKER}/ended_rows.py",
+        ENDED_ROWS,
+        (
+            "rows that have ended draft",
+            "is not None:\n            found.append(number)",
+            "is not None and False:\n            found.append(number)",
+        ),
+        ("a row's rejected drafts end it", "tokens[number][:num_new], num_before", "tokens[number], num_before"),
+        ("an answer is taken for a token longer when its drafts are made", "+ 1 - num_new", "+ 2 - num_new"),
+        ("a chunk of a prompt is taken for an answer", "if row.sample and row.num_next_draft", "if row.num_next_draft"),
+    ),
+    Mutant(
+        "drafts are left out of the wrong row",
+        f"{WORKER}/batch.py",
+        "num_next.numpy()[list(rows)] = 0",
+        "num_next.numpy()[[len(num_next) - 1 - row for row in rows]] = 0",
+        ENDED_ROWS,
+    ),
     Mutant(
         "the first block that a window shows is one too late",
         "dflash_backend/attention/torch_backend.py",

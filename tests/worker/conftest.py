@@ -9,6 +9,12 @@ import pytest
 from tests.tiny_models import make_pair
 
 
+@pytest.fixture(autouse=True)
+def steps_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a busy machine, whose steps take long, gets other plans: fewer tokens of a prompt in a step."""
+    monkeypatch.setattr("dflash_backend.core.step_time.AUTO_STEP_S", 60.0)
+
+
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     models = make_pair(tmp_path_factory.mktemp("pair"))

@@ -61,9 +61,10 @@ def on_device_runner(built: BuiltEngine, overlap: bool = True, **options: Any) -
 
 
 def engine(**settings: Any) -> BuiltEngine:
-    """An engine on the CPU with the write guard on, which always drafts k tokens; `settings` come on top. Without
-    models it is the demo pair's."""
-    values = {"device": "cpu", "kv_write_guard": True, "adaptive_speculation": False, **settings}
+    """An engine on the CPU with the write guard on, which always drafts k tokens, and whose steps are the same however
+    busy the machine is; `settings` come on top. Without models it is the demo pair's."""
+    steady = {"adaptive_speculation": False, "max_step_time_ms": 60_000.0}
+    values = {"device": "cpu", "kv_write_guard": True, **steady, **settings}
     return build_engine(EngineConfig.from_values(values))
 
 

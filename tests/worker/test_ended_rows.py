@@ -1,0 +1,173 @@
+"""On a CPU a row whose answer ends with the step proposes no drafts, and every other row proposes as it would have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.workload import load_prompts
+from dflash_backend import LLM
+from dflash_backend.core.ending import EndRule
+from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepPlan
+from dflash_backend.messages import SamplingParams, StructuredOutputs
+from dflash_backend.worker.ended_rows import DraftingRow, drafting_rows, ended_rows
+from dflash_backend.worker.step_ops import HostStepOps
+from dflash_backend.worker.step_tensors import Accepted
+from tests.worker.engines import Outputs, engine, on_device_runner
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of their answers the drafter guesses most."""
+    encode = LLM(draft="").tokenizer.encode
+    return [encode(row.prompt) for row in load_prompts(6)]
+
+
+@dataclass
+class Watched:
+    """What each step's plan asks to draft of rows that yield tokens, and what was drafted, by request."""
+
+    monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        store = HostStepOps.store_drafts
+
+        def note(ops: HostStepOps, drafts: Any, batch: Any, state: Any) -> None:
+            self.made |= zip(batch.req_idx.tolist(), batch.num_next.tolist(), strict=True)
+            store(ops, drafts, batch, state)
+
+        self.monkeypatch.setattr(HostStepOps, "store_drafts", note)
+
+    def follow(self, runner: Any) -> None:
+        submit = runner.submit
+
+        def submitted(plan: StepPlan) -> None:
+            self.made.clear()
+            submit(plan)
+            index = {name: record.index for name, record in runner.requests.records.items()}
+            self.asked = {
+                row.request_id: (row.num_next_draft, self.made.get(index[row.request_id], 0))
+                for row in plan.rows
+                if row.num_next_draft
+            }
+
+        self.monkeypatch.setattr(runner, "submit", submitted)
+
+
+def ways_to_end(stop: int) -> list[dict[str, Any]]:
+    """Parameters of six requests; `stop` is a token that comes."""
+    return [
+        {"max_tokens": 21, "ignore_eos": True},
+        {"max_tokens": 25, "stop_token_ids": [stop]},
+        {"max_tokens": 25, "stop_token_ids": [stop], "min_tokens": 12},
+        {"max_tokens": 17, "temperature": 0.8, "seed": 5},
+        {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 6},
+        {"max_tokens": 23, "num_speculative_tokens": 2},
+    ]
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.usefixtures("single_thread")
+def test_rows_that_end_propose_nothing_and_all_others_what_the_plan_asks(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, chunk: int | None
+) -> None:
+    """The oracle is the core, which ends the requests. Chunks have rows that choose no token."""
+    built = engine(max_num_seqs=4, kv_cache_gb=0.2, max_model_len=256, max_prefill_tokens_per_step=chunk)
+    first = Outputs(built)
+    first.add("0", prompts[0], max_tokens=12, temperature=0.0, ignore_eos=True)
+    tokens = first.finish()["0"]
+    watched = Watched(monkeypatch)
+    watched.follow(built.runner)
+    outputs = Outputs(built)
+    for number, sampling in enumerate(ways_to_end(tokens[5])):
+        prompt = prompts[0] if number < 3 else prompts[number]
+        outputs.add(str(number), prompt, eos_token_ids=(tokens[9],), **({"temperature": 0.0} | sampling))
+    ended, went_on = set(), 0
+    while outputs.core.has_unfinished():
+        outputs.step()
+        for name, (asked, made) in watched.asked.items():
+            # A request that was preempted meanwhile has not ended either.
+            has_ended = name in outputs.reasons
+            assert made == (0 if has_ended else asked), (name, asked)
+            ended |= {name} if has_ended else set()
+            went_on += not has_ended
+    assert len(outputs.reasons) == 6
+    assert {outputs.reasons[name] for name in ended} == {"stop", "length"}, ended
+    assert went_on >= 10
+
+
+@pytest.mark.usefixtures("single_thread")
+def test_the_answers_are_those_of_steps_that_draft_for_every_row(prompts: list[list[int]]) -> None:
+    """Those of a GPU, where the host learns of a step's tokens when the drafts are made."""
+    texts = []
+    for of_device in (False, True):
+        built = engine(max_num_seqs=4, kv_cache_gb=0.2, max_model_len=256)
+        outputs = Outputs(on_device_runner(built, overlap=False, padded=False) if of_device else built)
+        for number, sampling in enumerate(ways_to_end(0)):
+            outputs.add(str(number), prompts[number], eos_token_ids=(1,), **({"temperature": 0.0} | sampling))
+        texts.append(outputs.finish())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens", "num_before", "expected"),
+    [
+        ({"max_tokens": 5}, [8, 8], 2, (2, None)),
+        ({"max_tokens": 5}, [8, 8, 8, 8], 2, (3, "length")),
+        ({"max_tokens": 5}, [8, 2, 8], 2, (2, "stop")),
+        ({"max_tokens": 5}, [8, 8, 2], 2, (3, "stop")),
+        ({"max_tokens": 4}, [8, 8, 2], 2, (2, "length")),
+        ({"max_tokens": 9, "ignore_eos": True}, [8, 2, 8], 0, (3, None)),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [2]}, [8, 2, 8], 0, (2, "stop")),
+        ({"max_tokens": 9, "min_tokens": 3}, [8, 2, 8, 2, 8], 0, (4, "stop")),
+        ({"max_tokens": 9, "min_tokens": 3}, [8, 8, 2], 0, (3, "stop")),
+        ({"max_tokens": 9, "min_tokens": 3, "structured_outputs": "json"}, [2], 0, (1, "stop")),
+        ({"max_tokens": 9, "ignore_eos": True, "structured_outputs": "json"}, [2], 0, (1, "stop")),
+    ],
+)
+def test_an_answer_ends_at_its_first_stop_or_at_its_length(
+    sampling: dict[str, Any], tokens: list[int], num_before: int, expected: tuple[int, str | None]
+) -> None:
+    if sampling.pop("structured_outputs", None):
+        sampling["structured_outputs"] = StructuredOutputs("json", "{}")
+    rule = EndRule.of(SamplingParams(**sampling), (2,))
+    assert rule.apply(tokens, num_before) == expected
+
+
+def test_a_lower_limit_than_the_requests_own_ends_an_answer_sooner() -> None:
+    rule = EndRule.of(SamplingParams(max_tokens=9), ())
+    assert rule.apply([8, 8, 8], 3, 5) == (2, "length")
+    assert rule.apply([8, 8, 8], 3, 50) == (3, None)
+
+
+def test_an_answers_length_counts_from_its_prompt_and_with_the_steps_own_tokens(settings: dict[str, Any]) -> None:
+    """A stop token below `min_tokens` does not end a row, and the next position does."""
+    runner = engine(**settings).runner
+    sampling = SamplingParams(min_tokens=4, max_tokens=9)
+    record = runner.requests.add(NewRequest("a", [5, 6, 7], 3, sampling, (2,), 0))
+    rows = [DraftingRow(0, record.num_prompt_tokens, record.ending)]
+    accepted = Accepted(torch.tensor([1]), torch.tensor([[8, 2, 0, 0]]))
+    # Of the answer, the last token's position less three is its place, from 0 on.
+    for position, expected in ((5, []), (6, [0]), (7, [0])):
+        runner.step.state.computed[record.index] = position
+        assert ended_rows(torch.tensor([record.index]), accepted, runner.step.state, rows) == expected
+
+
+def test_a_row_that_yields_nothing_cannot_end(settings: dict[str, Any]) -> None:
+    """Its tokens are 0, which may be one that ends answers; the last chunk of a resumed request drafts."""
+    runner = engine(**settings).runner
+    runner.requests.add(NewRequest("a", [5, 6, 7], 3, SamplingParams(max_tokens=9), (0,), 0))
+    row = ScheduledRequest(
+        "a", num_computed=0, num_new=2, num_draft=0, sample=False, num_next_draft=3, new_block_ids=[]
+    )
+    assert drafting_rows([row], runner.requests) == []
+    sampling = msgspec.structs.replace(row, sample=True)
+    assert [found.number for found in drafting_rows([sampling], runner.requests)] == [0]
+    without = msgspec.structs.replace(sampling, num_next_draft=0)
+    assert drafting_rows([without], runner.requests) == []
