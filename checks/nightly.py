@@ -90,6 +90,18 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "-n", "logical", "tests/worker/test_long_positions.py"),
         "text, scores and drafts across the positions 2^15 and 2^16, four kinds of targets",
     ),
+    "sweeps": (
+        (
+            "pytest",
+            "-q",
+            "-n",
+            "logical",
+            "tests/worker/test_recurrent_hits.py",
+            "tests/test_batch_invariance.py",
+            "tests/test_batch_invariant_kernels.py",
+        ),
+        "hits behind copied states and batch-invariant logits in all ways of which make test runs some",
+    ),
     "compiles": (
         ("pytest", "-q", "tests/kernels/test_compiles.py"),
         "every kernel compiles for Hopper, with every tile of quantised weights",
@@ -123,6 +135,7 @@ ENVIRON = {
     "tests": {"TEST_SCALE": "4"},
     "overlap": {"TEST_SCALE": "40"},
     "positions": {"TEST_SCALE": "4"},
+    "sweeps": {"TEST_SCALE": "4"},
     "compiles": {"TEST_SCALE": "4"},
     "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},
     "states": {"TEST_SCALE": "10"},

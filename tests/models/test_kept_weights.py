@@ -44,7 +44,13 @@ from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS, TORCH = select_ops(DEVICE, "triton"), select_ops(DEVICE, "torch")
 NUM_TOKENS, MAX_POSITIONS = 21, 64
-SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "vocab_size": 104, "tie_word_embeddings": False}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "vocab_size": 104,
+    "tie_word_embeddings": False,
+}
 CT_INT8: dict[str, Any] = {"num_bits": 8, "strategy": "channel"}
 CT_INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 64}
 

@@ -19,12 +19,13 @@ pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
 PROMPTS = {"a": [1, 2, 3, 4, 5, 6], "b": [9, 8, 7], "c": [5] * 11}
 LATER = {"d": list(range(3, 33)), "e": list(range(5, 50))}
 SHAPES = [(4, 48), (8, 96), (8, 160)]
+# Prompts beside decode rows have 20 tokens of each step.
+SIZES = {"max_num_seqs": 8, "max_prefill_tokens_per_step": 20, "max_num_batched_tokens": 200}
 
 
 @pytest.fixture
 def pair(settings: dict[str, Any]) -> dict[str, Any]:
-    # Prompts beside decode rows have 20 tokens of each step.
-    return settings | {"max_num_seqs": 8, "max_prefill_tokens_per_step": 20, "max_num_batched_tokens": 200}
+    return settings | SIZES
 
 
 def mixed_plan(pair: dict[str, Any], **sampling: dict[str, Any]) -> tuple[ModelRunner, StepPlan]:
@@ -215,9 +216,9 @@ def test_text_is_the_same_with_mixed_steps(
 
 
 @pytest.mark.slow
-def test_text_is_the_same_with_interpreted_kernels(pair: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_the_same_with_interpreted_kernels(few_layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_backend.worker.mixed_steps.MIXED_TOKENS", (48, 96, 160))
-    sizes = pair | {"kv_write_guard": False}
+    sizes = few_layers | SIZES | {"kv_write_guard": False}
     expected = run(engine(**sizes))
     built = triton_engine(**sizes)
     built.runner.prepare(use_graphs=False, progress=lambda message, fraction: None, mixed=SHAPES[:2])

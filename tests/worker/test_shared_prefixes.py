@@ -58,9 +58,9 @@ def watched(built: BuiltEngine) -> list[AttentionBatch]:
     return found
 
 
-def test_the_text_is_that_of_each_request_by_itself(settings: dict[str, Any], low_bound: None) -> None:
+def test_the_text_is_that_of_each_request_by_itself(few_layers: dict[str, Any], low_bound: None) -> None:
     """In padded steps, as graphs run them."""
-    sizes = settings | SIZES | {"kv_write_guard": False}
+    sizes = few_layers | SIZES | {"kv_write_guard": False}
     expected = run(engine(**sizes))
     built = triton_engine(**sizes)
     assert built.core.config.min_shared_positions == 8
@@ -70,9 +70,9 @@ def test_the_text_is_that_of_each_request_by_itself(settings: dict[str, Any], lo
     assert max(shared) == len(SYSTEM)
 
 
-def test_kv_in_fp8_is_read_once_too(settings: dict[str, Any], low_bound: None) -> None:
+def test_kv_in_fp8_is_read_once_too(few_layers: dict[str, Any], low_bound: None) -> None:
     """The bytes and their scales are those of the same blocks, so the text is that of each request by itself."""
-    sizes = settings | SIZES | {"kv_write_guard": False, "kv_cache_dtype": "fp8"}
+    sizes = few_layers | SIZES | {"kv_write_guard": False, "kv_cache_dtype": "fp8"}
     expected = run(triton_engine(**sizes, share_prefix_attention=False))
     built = triton_engine(**sizes)
     layouts = watched(built)
@@ -83,9 +83,9 @@ def test_kv_in_fp8_is_read_once_too(settings: dict[str, Any], low_bound: None) -
 @pytest.mark.slow
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_steps_with_a_guard_and_with_a_budget_share_too(
-    settings: dict[str, Any], low_bound: None, adaptive: bool
+    few_layers: dict[str, Any], low_bound: None, adaptive: bool
 ) -> None:
-    sizes = settings | SIZES | {"kv_write_guard": not adaptive, "adaptive_speculation": adaptive}
+    sizes = few_layers | SIZES | {"kv_write_guard": not adaptive, "adaptive_speculation": adaptive}
     expected = run(engine(**sizes))
     built = triton_engine(**sizes)
     layouts = watched(built)
@@ -94,8 +94,8 @@ def test_steps_with_a_guard_and_with_a_budget_share_too(
 
 
 @pytest.mark.slow
-def test_steps_that_are_not_padded_share_too(settings: dict[str, Any], low_bound: None) -> None:
-    sizes = settings | SIZES | {"kv_write_guard": False}
+def test_steps_that_are_not_padded_share_too(few_layers: dict[str, Any], low_bound: None) -> None:
+    sizes = few_layers | SIZES | {"kv_write_guard": False}
     expected = run(engine(**sizes))
     built = triton_engine(**sizes)
     built.runner.graphs._steps.clear()
@@ -143,11 +143,11 @@ def test_from_where_on_it_pays_with_the_heads_of_a_published_model() -> None:
         {"attention_backend": "torch"},
     ],
 )
-def test_what_switches_it_off(settings: dict[str, Any], changes: dict[str, Any]) -> None:
-    built = triton_engine(**(settings | SIZES | changes))
+def test_what_switches_it_off(few_layers: dict[str, Any], changes: dict[str, Any]) -> None:
+    built = triton_engine(**(few_layers | SIZES | changes))
     assert built.core.config.min_shared_positions == 0
     assert not built.runner.step.shares_prefixes
 
 
-def test_by_default_rows_share_what_pays(settings: dict[str, Any]) -> None:
-    assert triton_engine(**(settings | SIZES)).core.config.min_shared_positions == 512
+def test_by_default_rows_share_what_pays(few_layers: dict[str, Any]) -> None:
+    assert triton_engine(**(few_layers | SIZES)).core.config.min_shared_positions == 512
