@@ -15,6 +15,7 @@ from dflash_cli.launcher.server import LauncherError, TritonServer
 from dflash_cli.launcher.triton_install import find_triton
 from dflash_client import DFlashClient
 from tests.servers import clean_environ, local_server
+from tests.waiting import eventually
 
 # With a number of drafts that does not depend on the time of steps.
 SETTINGS = {
@@ -24,6 +25,8 @@ SETTINGS = {
     "kv_write_guard": "true",
     "adaptive_speculation": "false",
 }
+# Looks at the metrics page, 50 ms apart: longer than the second between two updates.
+SETTLED = 25
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,3 +87,21 @@ def metric(server: TritonServer) -> Callable[..., float]:
         return MetricsPage.read(server.metrics_url).value(name, **labels)
 
     return metric
+
+
+def settle(metric: Callable[..., float]) -> None:
+    """Wait until the page has what came before, which the stub hands over once a second: what other tests did must not
+    be counted as what comes next."""
+    names = (
+        "dflash:generation_tokens_total",
+        "dflash:prompt_tokens_total",
+        "dflash:request_errors_total",
+        "dflash:e2e_request_latency_seconds_count",
+    )
+    shown: list[list[float]] = []
+
+    def settled() -> bool:
+        shown.append([metric(name) for name in names])
+        return len(shown) > SETTLED and shown[-1] == shown[-SETTLED]
+
+    eventually(settled, "the page has what came before")

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_client import DFlashClient
 from dflash_client.errors import Cancelled, RequestTimeout
-from tests.server.conftest import SETTINGS
+from tests.server.conftest import SETTINGS, settle
 from tests.waiting import eventually
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
@@ -22,6 +22,12 @@ FREE_WITHIN_S = 1.0
 
 def idle(metric) -> bool:
     return metric("dflash:num_requests_running") == 0 == metric("dflash:num_requests_waiting")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled(metric) -> None:
+    """The page has what files before this one cancelled; each test here waits for what it cancels itself."""
+    settle(metric)
 
 
 @pytest.fixture

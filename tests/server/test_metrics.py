@@ -5,31 +5,17 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from tests.server.conftest import settle
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.smoke
 
 COUNTED = "dflash:generation_tokens_total"
-# Looks at the page, 50 ms apart: longer than the second between two updates.
-SETTLED = 25
 
 
 @pytest.fixture(autouse=True)
 def settled(metric):
-    """The page has what came before, which the stub hands over once a second."""
-    names = (
-        COUNTED,
-        "dflash:prompt_tokens_total",
-        "dflash:request_errors_total",
-        "dflash:e2e_request_latency_seconds_count",
-    )
-    shown: list[list[float]] = []
-
-    def settled() -> bool:
-        shown.append([metric(name) for name in names])
-        return len(shown) > SETTLED and shown[-1] == shown[-SETTLED]
-
-    eventually(settled, "the page has what came before")
+    settle(metric)
 
 
 def test_counters_grow_by_what_a_request_did(grpc_client, metric):

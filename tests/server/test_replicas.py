@@ -47,7 +47,8 @@ def test_two_engines_answer_as_one_and_one_that_is_killed_takes_its_own_streams_
         client.generate(long_prompt, max_tokens=2)
         again = client.generate(long_prompt, max_tokens=2)
         assert again.spec_stats["num_cached_tokens"] >= 100
-        assert sorted(metric(page(), "requests_routed_total")) == ["dflash_0_0-0", "dflash_0_0-1"]
+        both = ["dflash_0_0-0", "dflash_0_0-1"]
+        eventually(lambda: sorted(metric(page(), "requests_routed_total")) == both, "both are on the page")
         pids = engine_pids(server.pid)
         assert len(pids) == 2
         outcomes: list[str] = []
@@ -69,7 +70,8 @@ def test_two_engines_answer_as_one_and_one_that_is_killed_takes_its_own_streams_
         for thread in threads:
             thread.join(120)
         assert sorted(outcomes) == ["Internal", "Internal", "whole", "whole"]
-        eventually(lambda: set(metric(page(), "engine_ready").values()) == {1.0})
-        assert metric(page(), "engine_restarts_total") == {"": 1.0}
+        # The page may be one of before the death was noticed, on which both are ready too.
+        eventually(lambda: metric(page(), "engine_restarts_total") == {"": 1.0}, "the restart is counted")
+        eventually(lambda: set(metric(page(), "engine_ready").values()) == {1.0}, "both are ready")
         assert [client.generate(q, max_tokens=64, temperature=0).text for q in QUESTIONS] == right
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), "both engines are gone")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 
+from tests.server.conftest import settle
 from tests.server.raw_grpc import WAIT_S, infer, inputs_of, text_of
 from tests.waiting import eventually
 
@@ -185,6 +186,7 @@ def test_requests_on_one_stream_are_each_answered(server, answer):
 
 def test_a_cancelled_stream_ends_with_cancelled(server, metric):
     errors: list = []
+    settle(metric)
     before = metric("dflash:request_errors_total", status="CANCELLED")
     running = "dflash:num_requests_running"
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
