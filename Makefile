@@ -62,7 +62,11 @@ test test-fast nightly: export PYTHONDONTWRITEBYTECODE =
 
 # A worker for each core and one more, since server tests wait; each has servers of its own. Eight at most, since each
 # holds torch and the models it has loaded.
-PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --maxprocesses 8 --strict-skips
+PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --maxprocesses 8 --strict-skips --strict-times \
+  --file-times $(VENV)/times-$(TIER).csv
+
+TIER := full
+test-fast: TIER := fast
 
 test: setup style ## Lint, types and all tests, slow ones included
 	@$(MAKE) --no-print-directory -j 2 types pytest
@@ -70,8 +74,8 @@ test: setup style ## Lint, types and all tests, slow ones included
 pytest:
 	$(PYTEST)
 
-test-fast: setup ## The quick tests, for each change: less of what is random, and few with a server
-	TEST_SCALE=0.1 $(PYTEST) -m "smoke or not (slow or server)"
+test-fast: setup ## Quick tests of every package, for each change: less of what is random, and one server
+	TEST_SCALE=0.1 $(PYTEST) --tier fast
 
 nightly: setup lint ## Every promise at its full count, an hour or two; results go to benchmarks/results/nightly
 	$(BIN)/python -m checks.nightly

@@ -1,4 +1,4 @@
-"""What holds for every test: where kernels run, which tests share a worker, and which skips are allowed.
+"""What holds for every test: where kernels run, which tests share a worker and come first, and which skips are allowed.
 
 Triton reads its variable when a kernel's module is imported, and the attention backends import them, so a conftest of
 `tests/kernels` alone would come too late.
@@ -6,11 +6,12 @@ Triton reads its variable when a kernel's module is imported, and the attention 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -22,6 +23,7 @@ import torch
 from hypothesis import settings
 
 from tests.allowed_skips import is_allowed
+from tests.tiers import ROOT, Tier, read_table
 
 # The same examples in each run, so that a red one is about the change; `make nightly` looks at others.
 settings.register_profile("same", derandomize=True)
@@ -67,23 +69,65 @@ def inference_mode() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-skips", action="store_true", help="fail for skips that tests/allowed_skips.py lacks")
+    parser.addoption(
+        "--strict-times", action="store_true", help="fail for files far above their row of tests/tiers.csv"
+    )
+    parser.addoption("--file-times", metavar="CSV", help="write the seconds that each file takes there")
+    parser.addoption("--tier", choices=get_args(Tier), default="full", help="fast: what `make test-fast` runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--strict-times") or config.getoption("--file-times"):
+        from tests.file_times import FileTimes  # needs psutil, which a machine with a GPU may lack
+
+        config.pluginmanager.register(FileTimes(config, config.getoption("--tier")), "file-times")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the fast tier, its files alone: importing the others takes seconds in each worker."""
+    if config.getoption("--tier") == "full" or not collection_path.match("test_*.py"):
+        return None
+    row = read_table().get(collection_path.relative_to(ROOT).as_posix())
+    return None if row is not None and row.is_fast else True
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first, so that no worker is left with one of them at the end; and for several workers, files with
-    servers, which wait, spread evenly among the others, which compute."""
-    items.sort(key=lambda item: (not item.get_closest_marker("slow"), not item.get_closest_marker("server")))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--tier") == "fast":
+        slow = [item for item in items if is_slow(item)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not is_slow(item)]
     if "PYTEST_XDIST_WORKER" in os.environ:
-        kinds: dict[tuple[bool, bool], dict[Path, None]] = {}
-        for item in items:
-            kind = (item.get_closest_marker("slow") is None, item.get_closest_marker("server") is None)
-            kinds.setdefault(kind, {})[item.path] = None
-        places: dict[Path, tuple[bool, float]] = {}
-        for (is_quick, _), files in kinds.items():
-            for number, file in enumerate(files):
-                places.setdefault(file, (is_quick, (number + 0.5) / len(files)))
+        places = places_of(items)
         items.sort(key=lambda item: places[item.path])
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether the fast tier is without this test: it is slow, or needs a server that no other test there uses."""
+    if item.get_closest_marker("smoke"):
+        return False
+    return any(item.get_closest_marker(name) for name in ("slow", "server"))
+
+
+def places_of(items: Sequence[pytest.Item]) -> dict[Path, float]:
+    """When each file begins, from 0 to 1. The longest come first, so that no worker is left with one of them at the
+    end; files with servers, which wait, are spread among the others, which compute."""
+    table = read_table()
+    with_servers = {item.path for item in items if item.get_closest_marker("server")}
+    kinds: dict[bool, dict[Path, float]] = {}
+    for item in items:
+        row = table.get(item.path.relative_to(ROOT).as_posix())
+        # A file that was not measured may be a long one.
+        wall = math.inf if row is None or row.wall is None else row.wall
+        kinds.setdefault(item.path in with_servers, {})[item.path] = wall
+    places: dict[Path, float] = {}
+    for files in kinds.values():
+        known = sum(seconds for seconds in files.values() if seconds < math.inf) or 1.0
+        before = 0.0
+        for file, seconds in sorted(files.items(), key=lambda entry: (-entry[1], entry[0])):
+            places[file] = before / known
+            before += seconds if seconds < math.inf else 0.0
+    return places
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,19 +1,24 @@
-"""The tiers of the tests: what `make test-fast` leaves out `make test` runs, and a skip is allowed or a failure."""
+"""The tiers of the tests: what `make test-fast` leaves out `make test` runs, each tier has an end to its time, and a
+skip is allowed or a failure."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.allowed_skips import ALLOWED, is_allowed
-from tests.conftest import ONE_AT_A_TIME, SMOKE, SPLIT, refuse_skip
+from tests.conftest import ONE_AT_A_TIME, SMOKE, SPLIT, is_slow, places_of, pytest_ignore_collect, refuse_skip
+from tests.file_times import OUTSIDE, files_above, processor_seconds
 from tests.scale import scaled
-
-ROOT = Path(__file__).parents[1]
+from tests.tiers import BUDGETS, LARGEST_S, ROOT, UNMEASURED_S, Row, Tier, files_of_tests, read_table, total
 
 
 def skipped(node_id: str, reason: str) -> pytest.TestReport:
@@ -27,13 +32,182 @@ def config(strict: bool) -> Any:
 def test_make_test_leaves_no_test_out() -> None:
     """Whatever is not in the fast tier, or in none, is then run by it."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^PYTEST = (.*)$", makefile, re.MULTILINE)
+    (command,) = re.findall(r"^PYTEST = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
     (at_once,) = re.findall(r"^test: setup style .*\n\t@\$\(MAKE\) .* -j 2 (.*)$", makefile, re.MULTILINE)
     assert at_once.split() == ["types", "pytest"]
     assert re.findall(r"^pytest:\n\t(.*)$", makefile, re.MULTILINE) == ["$(PYTEST)"]
     for options in (command, (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.pytest")[2]):
-        assert not re.search(r" -[mk]\b|--deselect|--ignore", options)
+        assert not re.search(r" -[mk]\b|--deselect|--ignore|--tier", options)
     assert "--strict-skips" in command
+
+
+def test_every_file_of_tests_has_a_row_and_every_row_a_file() -> None:
+    new = set(files_of_tests()) - set(read_table())
+    assert not new, f"measure the new files: python -m tests.tiers {' '.join(sorted(new))}"
+    assert not set(read_table()) - set(files_of_tests()), "take the rows of files that are gone out of tests/tiers.csv"
+
+
+@pytest.mark.parametrize("tier", ["fast", "full"])
+def test_a_tier_ends_in_time_whatever_is_added(tier: Tier) -> None:
+    """To add more than there is room for, make something cheaper; from the fast tier, files can be taken out."""
+    found = total(read_table(), tier)
+    assert found <= BUDGETS[tier], f"{found:.0f} of {BUDGETS[tier]:.0f} processor seconds in the {tier} tier"
+
+
+def test_no_file_keeps_one_worker_for_long() -> None:
+    large = {file: row.seconds for file, row in read_table().items() if (row.seconds or 0.0) > LARGEST_S}
+    assert not large, "split them, or make them cheaper"
+
+
+def test_the_fast_tier_has_tests_of_every_package_and_of_a_server() -> None:
+    folders = {path.parent for path in (ROOT / "dflash_backend").glob("*/__init__.py")}
+    packages = {folder.name for folder in folders} | {"kernels", "client", "cli", "frontend", "server", "lint", "docs"}
+    fast = {file for file, row in read_table().items() if row.is_fast}
+    covered = {Path(file).parts[1] for file in fast}
+    assert packages - covered == set()
+    assert set(SMOKE) <= fast
+
+
+def test_what_was_not_measured_counts_too_and_a_run_is_written_into_its_tier() -> None:
+    rows = {"tests/test_a.py": Row(1.0, 2.0, True, None), "tests/test_b.py": Row(None, None)}
+    assert [total(rows, "full"), total(rows, "fast")] == [1.0 + UNMEASURED_S, UNMEASURED_S]
+    times = {"tests/test_a.py": (3.0, 4.0), "tests/test_b.py": (5.0, 6.0), OUTSIDE: (99.0, 0.0)}
+    assert tiers.updated(rows, times, "fast") == rows | {"tests/test_a.py": Row(1.0, 2.0, True, 3.0)}
+    assert tiers.updated(rows, times, "full") == {
+        "tests/test_a.py": Row(3.0, 4.0, True, None),
+        "tests/test_b.py": Row(5.0, 6.0),
+    }
+
+
+def test_a_table_that_is_written_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = {
+        "tests/test_heap.py": Row(None, None, True, None),
+        "tests/test_layers.py": Row(3.0, None),
+        "tests/test_tiers.py": Row(1.5, 2.0, True, 0.5),
+    }
+    monkeypatch.setattr(tiers, "TABLE", tmp_path / "tiers.csv")
+    tiers.write_table(rows | {"tests/test_gone.py": Row(1.0, 1.0)})
+    found = read_table()
+    read_table.cache_clear()
+    assert found == rows
+
+
+class FakeItem:
+    """A test as its file, its path and its marks have it."""
+
+    def __init__(self, file: str, *marks: str) -> None:
+        self.path, self.marks = ROOT / file, marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of four files, two of them in the fast tier."""
+    rows = {
+        "tests/test_short.py": Row(1.0, 2.0, True, 0.5),
+        "tests/test_long.py": Row(20.0, 30.0, True, 4.0),
+        "tests/test_serves.py": Row(5.0, 40.0),
+        "tests/test_waits.py": Row(1.0, 10.0),
+    }
+    for module in ("tests.tiers", "tests.conftest", "tests.file_times"):
+        monkeypatch.setattr(f"{module}.read_table", lambda: rows)
+
+
+@pytest.mark.usefixtures("table")
+def test_the_fast_tier_collects_its_own_files_alone() -> None:
+    def ignored(file: str, tier: str) -> bool | None:
+        return pytest_ignore_collect(ROOT / file, SimpleNamespace(getoption=lambda name: tier))
+
+    files = ("tests/test_short.py", "tests/test_serves.py", "tests/test_new.py", "tests/core", "tests/conftest.py")
+    assert [ignored(file, "fast") for file in files] == [None, True, True, None, None]
+    assert not any(ignored(file, "full") for file in files)
+
+
+def test_the_fast_tier_is_without_slow_tests_and_with_one_server() -> None:
+    marks = ((), ("slow",), ("server",), ("server", "smoke"), ("gpu",))
+    assert [is_slow(FakeItem("tests/test_x.py", *of)) for of in marks] == [False, True, True, False, False]
+
+
+@pytest.mark.usefixtures("table")
+def test_long_files_come_first_and_those_with_servers_between_the_others() -> None:
+    files = [("short",), ("serves", "server"), ("serves",), ("long",), ("waits", "server"), ("new",)]
+    places = places_of([FakeItem(f"tests/test_{name}.py", *marks) for name, *marks in files])
+    assert {path.stem.removeprefix("test_"): place for path, place in places.items()} == {
+        "serves": 0.0,
+        "new": 0.0,
+        "long": 0.0,
+        "waits": 40 / 50,
+        "short": 30 / 32,
+    }
+
+
+@pytest.mark.usefixtures("table")
+def test_a_file_far_above_its_row_is_named_and_others_are_not() -> None:
+    seconds = {
+        file: (processor, 1.0) for file, processor in [("tests/test_short.py", 13.1), ("tests/test_long.py", 69)]
+    }
+    assert files_above(seconds, "full") == ["tests/test_short.py: 13.1 s, recorded 1.0"]
+    assert [line.partition(":")[0] for line in files_above(seconds, "fast")] == list(seconds)[::-1]
+    new = {"tests/test_new.py": (25.1, 1.0), OUTSIDE: (99.0, 0.0)}
+    assert files_above(new, "full") == ["tests/test_new.py: 25.1 s, recorded nothing"]
+
+
+def test_processor_time_counts_processes_that_tests_start() -> None:
+    """One that has ended, and one that still runs."""
+    work = "import time\nwhile time.process_time() < 0.5: pass\n"
+    before = processor_seconds()
+    subprocess.run([sys.executable, "-c", work], check=True)
+    assert processor_seconds() - before > 0.4
+    before = processor_seconds()
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{work}print(flush=True)\ninput()"], stdin=PIPE, stdout=PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert processor_seconds() - before > 0.4
+        child.communicate(b"\n")
+
+
+CONFTEST = """
+from tests import file_times
+
+file_times.is_far_above = lambda seconds, recorded: seconds > 0.5
+
+
+def pytest_addoption(parser):
+    parser.addoption("--strict-times", action="store_true")
+    parser.addoption("--file-times")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(file_times.FileTimes(config, "full"))
+"""
+BUSY = """
+import time
+
+
+def test_busy():
+    end = time.process_time() + 1
+    while time.process_time() < end:
+        pass
+"""
+
+
+def test_a_run_with_a_file_far_above_its_row_fails_and_says_which(tmp_path: Path) -> None:
+    """With workers too, whose times come to the process that reports."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_busy.py").write_text(BUSY)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    for options, status in (("-n 1 --strict-times", 1), ("--strict-times", 1), ("", 0)):
+        done = subprocess.run(
+            [*command, *options.split(), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert bool(re.search(r"^test_busy\.py: \d+\.\d s, recorded nothing$", done.stdout, re.MULTILINE)) == bool(
+            status
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,11 @@ def infer(
         # Without the header `triton_grpc_error` an error has no status; with it, this Triton crashes now and then.
         client.start_stream(on_response)
         client.async_stream_infer("dflash", inputs, parameters=parameters, **options)
-        assert ended.wait(WAIT_S), "no answer"
-        client.stop_stream()
+        try:
+            assert ended.wait(WAIT_S), "no answer"
+        finally:
+            # Closing a stream waits without end for the answers that are missing.
+            client.stop_stream(cancel_requests=not ended.is_set())
     return results, errors[0] if errors else None
 
 
