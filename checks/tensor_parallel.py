@@ -1,13 +1,16 @@
 """Ranks that share a target give the text of one process, and what they send for it.
 
-`python -m checks.tensor_parallel` answers 200 prompts with one process and with 2 and 4 ranks, greedy and sampled, with
-a KV pool that is too small for all of them, prefix hits and adaptive drafts, and prints how many texts are equal, the
-bytes of a step, and its time. The exit status is 1 when a text differs.
+`python -m checks.tensor_parallel` answers 200 prompts with one process and with 2 and 4 ranks, greedy, sampled from the
+whole vocabulary and sampled with a filter, with a KV pool that is too small for all of them, prefix hits and adaptive
+drafts: with embedding and head on rank 0, and with both split by vocabulary. It prints how many texts are equal, the
+bytes of embedding and head on rank 0, the bytes of a step, and its time. The exit status is 1 when a text differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +18,15 @@ from typing import Any
 from benchmarks.workload import load_prompts
 from checks.lossless import TINY_POOL_BLOCKS, pool_of
 from dflash_backend import LLM
+from dflash_backend.engine import shared_target
 from dflash_backend.engine.ranks import RankGroup
+from dflash_backend.engine.shared_target import vocabulary_bytes
 from dflash_backend.models.parallel import SharedTarget
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0, "top_p": 0.95, "seed": 7},
+    "sampled": {"temperature": 1.0, "seed": 7},
+    "filtered": {"temperature": 1.0, "top_p": 0.95, "seed": 7},
 }
 
 
@@ -65,6 +71,24 @@ def _sent(llm: LLM) -> tuple[int, int, int]:
     return traffic.num_passes, target.ranks.reduce.num_bytes, traffic.message_bytes
 
 
+def vocabulary_kib(llm: LLM) -> float:
+    """What embedding and head take on rank 0."""
+    target = llm.engine.runner.step.target
+    assert isinstance(target, SharedTarget)
+    spec = target.local.spec
+    return vocabulary_bytes(spec, target.local.lm_head.dtype) / 1024
+
+
+def shared_llm(size: int, split: bool, settings: dict[str, Any]) -> LLM:
+    """An engine of `size` ranks, with the vocabulary split among them or not, whatever its size."""
+    before = shared_target.MIN_SPLIT_BYTES
+    shared_target.MIN_SPLIT_BYTES = 0 if split else sys.maxsize
+    try:
+        return LLM(**settings, tensor_parallel_size=size)
+    finally:
+        shared_target.MIN_SPLIT_BYTES = before
+
+
 def check(sizes: list[int], num_prompts: int, max_tokens: int) -> bool:
     """Whether every text of every size is that of one process; prints a line for each size and way to sample."""
     settings: dict[str, Any] = {
@@ -78,17 +102,21 @@ def check(sizes: list[int], num_prompts: int, max_tokens: int) -> bool:
     prompts[1::2] = [one + other for one, other in zip(prompts[::2], prompts[1::2], strict=False)]
     expected = {name: run(alone, prompts, max_tokens, sampling) for name, sampling in SAMPLING.items()}
     print(f"one process: {', '.join(f'{name} {each.seconds:.1f} s' for name, each in expected.items())}")
-    print("ranks  sampling  equal       preemptions  cached tokens  steps  KiB a step: sums, messages  seconds")
+    print(
+        "ranks  vocabulary, KiB  sampling  equal       preemptions  cached tokens  steps  KiB a step: sums, messages  "
+        "seconds"
+    )
     same = True
-    for size in sizes:
-        shared = LLM(**settings, tensor_parallel_size=size)
+    for size, split in itertools.product(sizes, (False, True)):
+        shared = shared_llm(size, split, settings)
+        vocabulary = f"{'split' if split else 'rank 0'} {vocabulary_kib(shared):8.1f}"
         for name, sampling in SAMPLING.items():
             found = run(shared, prompts, max_tokens, sampling)
             equal = sum(map(list.__eq__, found.texts, expected[name].texts))
             same = same and equal == len(prompts)
             sums, messages = (each / found.num_steps / 1024 for each in (found.sum_bytes, found.message_bytes))
             print(
-                f"{size:5}  {name:8}  {equal:3} of {len(prompts):3}  {found.num_preemptions:11}  "
+                f"{size:5}  {vocabulary:>15}  {name:8}  {equal:3} of {len(prompts):3}  {found.num_preemptions:11}  "
                 f"{found.num_cached_tokens:13}  {found.num_steps:5}  {sums:16.1f}, {messages:8.1f}  "
                 f"{found.seconds:7.1f}",
                 flush=True,

@@ -25,7 +25,7 @@ from dflash_backend.checkpoints.quantization import Quantization, load_quantizat
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
 from dflash_backend.checkpoints.quantization.kept import KeptWeight, is_in_order, keep
-from dflash_backend.checkpoints.quantization.slices import read_parts
+from dflash_backend.checkpoints.quantization.slices import read_parts, runs
 from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
@@ -176,10 +176,11 @@ class _CheckpointFiles(WeightSource):
         self._count(name)
 
     def read_slice(self, name: str, out: torch.Tensor, dim: int, parts: Sequence[int], num_parts: int) -> None:
-        size = out.shape[dim] // len(parts)
-        for index, part in enumerate(parts):
-            stored = self._stored(name, (slice(None),) * dim + (slice(part * size, (part + 1) * size),))
-            out.narrow(dim, index * size, size).copy_(stored)
+        size, done = out.shape[dim] // len(parts), 0
+        for part, count in runs(parts):
+            stored = self._stored(name, (slice(None),) * dim + (slice(part * size, (part + count) * size),))
+            out.narrow(dim, done * size, count * size).copy_(stored)
+            done += count
         self._count(name)
 
     def read_projection(self, name: str, out: torch.Tensor) -> None:
@@ -219,17 +220,18 @@ class _CheckpointFiles(WeightSource):
             self.read_slice(name, out, dim, parts, num_parts)
             return
         shape = whole_shape(out, dim, parts, num_parts)
-        size = out.shape[dim] // len(parts)
-        for index, part in enumerate(parts):
-            own = out.narrow(dim, index * size, size)
-            bounds = part * size, (part + 1) * size
+        size, done = out.shape[dim] // len(parts), 0
+        for part, count in runs(parts):
+            own = out.narrow(dim, done * size, count * size)
+            bounds = part * size, (part + count) * size
+            done += count
             taken = read_parts(stored, self._stored, (shape[0], shape[1]), dim, *bounds)
             if taken is not None:
                 dequantise(stored, taken, own)
                 continue
             whole = torch.empty(shape, dtype=out.dtype, device=out.device)
             dequantise(stored, {role: self._stored(tensor) for role, tensor in stored.tensors.items()}, whole)
-            own.copy_(whole.narrow(dim, part * size, size))
+            own.copy_(whole.narrow(dim, part * size, count * size))
         for tensor in stored.tensors.values():
             self._count(tensor)
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, ProcessGroupGloo, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, GatherOptions, ProcessGroupGloo, TCPStore
 
 from dflash_backend.engine.sums import add_terms
 from dflash_backend.models.shard import Shard
@@ -89,6 +89,19 @@ class NetworkSum:
         for first in range(0, len(flat), step):
             self._add(flat[first : first + step])
         return x
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """As `models.vocabulary.Sums.gather`. Raises `SumError` when a rank is lost."""
+        assert self._group is not None, "join comes first"
+        self.num_bytes += x.nbytes
+        given = x.contiguous().view(-1).view(torch.uint8)
+        found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
+        slots = [whole.view(-1).view(torch.uint8) for whole in found]
+        for first in range(0, len(given), PIECE_BYTES):
+            taken = slice(first, first + PIECE_BYTES)
+            pieces = [slot[taken] for slot in slots]
+            self._wait(self._group.gather([pieces] if pieces else [], [given[taken]], GatherOptions()))
+        return found
 
     def _add(self, x: torch.Tensor) -> None:
         """Sum at most one piece's numbers, in place."""

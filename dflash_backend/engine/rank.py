@@ -25,8 +25,9 @@ from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S
 from dflash_backend.engine.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.engine.sums import SharedSum
 from dflash_backend.models.ops import select_ops
-from dflash_backend.models.parallel import Follower, Reduce, load_shard
+from dflash_backend.models.parallel import Follower, load_shard, vocabulary_part
 from dflash_backend.models.recurrent_state import StatePool
+from dflash_backend.models.vocabulary import Sums
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.worker.kv_cache import PagedKVCache
 
@@ -62,13 +63,13 @@ class _LocalRankZero:
         return self._connection.recv_bytes()
 
 
-def run(setup: RankSetup, rank_zero: RankZero, reduce: Reduce, join: Callable[[], None] = lambda: None) -> None:
+def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], None] = lambda: None) -> None:
     """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
     all have loaded. Any other error is told to rank 0 and goes on."""
     torch.set_num_threads(min(setup.num_threads, len(os.sched_getaffinity(0))))
     threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:
-        follower = _load(setup, reduce)
+        follower = _load(setup, sums)
     except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
         rank_zero.send(RankReady(str(error) or type(error).__name__))
         return
@@ -87,12 +88,12 @@ def run(setup: RankSetup, rank_zero: RankZero, reduce: Reduce, join: Callable[[]
         raise
 
 
-def _load(setup: RankSetup, reduce: Reduce) -> Follower:
+def _load(setup: RankSetup, sums: Sums) -> Follower:
     device = torch.device("cpu")
     target = load_shard(
         setup.spec,
         setup.shard,
-        reduce,
+        sums,
         setup.max_positions,
         setup.dtype,
         device,
@@ -107,7 +108,9 @@ def _load(setup: RankSetup, reduce: Reduce) -> Follower:
     backend: AttentionBackend = TorchBackend(setup.block_size)
     if setup.batch_invariant:
         backend = backend.batch_invariant()
-    return Follower(target, kv.target, backend, setup.dtype, pool)
+    return Follower(
+        target, kv.target, backend, setup.dtype, pool, vocabulary_part(target, setup.spec, setup.shard, sums)
+    )
 
 
 def log_to_stderr(setup: RankSetup) -> None:

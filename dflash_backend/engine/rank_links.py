@@ -21,11 +21,13 @@ CAUSE_S = 1.0
 
 
 class Reduce(Protocol):
-    """As `models.parallel.Reduce`. num_bytes: of all terms that this rank has given."""
+    """As `models.vocabulary.Sums`. num_bytes: of all terms that this rank has given."""
 
     num_bytes: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class RankLinks(Protocol):

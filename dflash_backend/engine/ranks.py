@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,8 +15,7 @@ from dflash_backend.engine.rank_links import RankLinks, cause_of
 from dflash_backend.engine.rank_messages import RankSetup, packed
 from dflash_backend.engine.ray_ranks import ray_ranks
 from dflash_backend.engine.recurrent import num_states
-from dflash_backend.models.parallel import SharedPass
-from dflash_backend.models.recurrent_state import StateChange
+from dflash_backend.models.parallel import Shared, SharedPass
 from dflash_backend.models.shard import Shard, unsupported
 
 
@@ -47,9 +46,10 @@ class Traffic:
 class RankGroup:
     """The other ranks of this process, which is rank 0. They end with this object, or with this process."""
 
-    def __init__(self, links: RankLinks, size: int, num_threads: int) -> None:
-        """links: of a group of `size` ranks. num_threads: of an operation, in each rank."""
-        self.shard = Shard(0, size)
+    def __init__(self, links: RankLinks, size: int, num_threads: int, splits_vocabulary: bool = False) -> None:
+        """links: of a group of `size` ranks. num_threads: of an operation, in each rank. splits_vocabulary: as of
+        `Shard`."""
+        self.shard = Shard(0, size, splits_vocabulary)
         self.links = links
         self.num_threads = num_threads
         self.reduce = links.reduce
@@ -57,11 +57,11 @@ class RankGroup:
         self._end = weakref.finalize(self, links.end)
 
     @classmethod
-    def of(cls, config: EngineConfig, num_threads: int) -> RankGroup:
+    def of(cls, config: EngineConfig, num_threads: int, splits_vocabulary: bool = False) -> RankGroup:
         """The ranks that the settings ask for. Raises `ConfigError` when they cannot run where they should."""
         size = config.tensor_parallel_size
         links = ray_ranks(size) if config.distributed_executor == "ray" else LocalRanks(Shard(0, size))
-        return cls(links, size, num_threads)
+        return cls(links, size, num_threads, splits_vocabulary)
 
     def start(
         self, spec: TargetSpec, max_positions: int, num_blocks: int, config: EngineConfig, dtype: torch.dtype
@@ -70,7 +70,7 @@ class RankGroup:
         self.links.start(
             [
                 RankSetup(
-                    Shard(rank, self.shard.size),
+                    replace(self.shard, rank=rank),
                     spec,
                     max_positions,
                     num_blocks,
@@ -106,8 +106,8 @@ class RankGroup:
         """Why a rank is lost, empty while none is."""
         return self.links.lost
 
-    def send(self, step: SharedPass | StateChange) -> None:
-        """Give a pass, or a change of states, to all other ranks. Raises `RuntimeError` when one is lost."""
+    def send(self, step: Shared) -> None:
+        """Give it to all other ranks. Raises `RuntimeError` when one is lost."""
         if self.links.lost:
             raise RuntimeError(self.links.lost)
         data = packed(step)

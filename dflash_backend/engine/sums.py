@@ -1,4 +1,4 @@
-"""The sum over all ranks, in memory that they share: the same bits on each."""
+"""The sum over all ranks, in memory that they share: the same bits on each; and what each has, for rank 0."""
 
 from __future__ import annotations
 
@@ -54,8 +54,23 @@ class SharedSum:
             self._add(flat[first : first + step])
         return x
 
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """As `models.vocabulary.Sums.gather`. Raises `RuntimeError` when a rank is lost."""
+        self.num_bytes += x.nbytes
+        flat, step = x.contiguous().view(-1), SLOT_BYTES // x.element_size()
+        found = [x.new_empty(x.shape) for _ in range(self._shard.size if self._shard.rank == 0 else 0)]
+        for first in range(0, len(flat), step):
+            # All wait for all here too: that is what lets the sets of slots take turns.
+            for whole, term in zip(found, self._exchanged(flat[first : first + step]), strict=False):
+                whole.view(-1)[first : first + step] = term
+        return found
+
     def _add(self, x: torch.Tensor) -> None:
         """Sum at most one slot's numbers, in place."""
+        add_terms(self._exchanged(x), x)
+
+    def _exchanged(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank has given, at most one slot's numbers, until the exchange after the next."""
         self._count += 1
         views = self._views.get(x.dtype) or self._typed(x.dtype)
         terms = [slot[: len(x)] for slot in views[self._count % 2]]
@@ -63,7 +78,7 @@ class SharedSum:
         self._counters[self._shard.rank * COUNTER_BYTES // 8] = self._count
         for rank in range(self._shard.size):
             self._wait(rank)
-        add_terms(terms, x)
+        return terms
 
     def _typed(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         views = [[slot.view(dtype) for slot in slots] for slots in self._slots]

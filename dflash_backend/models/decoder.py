@@ -30,13 +30,15 @@ from dflash_backend.models.rope import Rotary
 @dataclass(frozen=True)
 class TargetWeights:
     """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
-    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others."""
+    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others.
+    first_id: the first token of a rank's slice of embedding and head; None where there is one slice."""
 
     embedding: torch.Tensor
     layers: list[LayerWeights | DeltaNetLayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
     share: Callable[[torch.Tensor], torch.Tensor] | None = None
+    first_id: int | None = None
 
     @classmethod
     def read(cls, source: WeightSource, spec: TargetSpec) -> TargetWeights:
@@ -64,7 +66,7 @@ class DecoderTarget(TargetModel):
         self.eps = spec.decoder.rms_norm_eps
         self.embedding = weights.embedding
         self.final_norm = weights.final_norm
-        self._share = weights.share
+        self._share, self._first_id = weights.share, weights.first_id
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self.ops = ops or select_ops(device)
         # Drafters multiply by the head as well, in their own way.
@@ -75,7 +77,7 @@ class DecoderTarget(TargetModel):
         self.layers = _layers(spec.decoder, weights.layers, self.patterns, self.ops)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return embedded(token_ids, self.embedding)
+        return embedded(token_ids, self.embedding, self._first_id)
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

@@ -183,13 +183,15 @@ class Gemma4Layer:
 @dataclass(frozen=True)
 class Gemma4Weights:
     """The parameters of a target. embedding: `[vocab_size, hidden_size]`, which is the head's weight where the two are
-    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others."""
+    tied. share: what gives all ranks of a shared target the embeddings of tokens; None where there are no others.
+    first_id: the first token of a rank's slice of embedding and head; None where there is one slice."""
 
     embedding: torch.Tensor
     layers: list[Gemma4LayerWeights]
     final_norm: torch.Tensor
     lm_head: Linear
     share: Callable[[torch.Tensor], torch.Tensor] | None = None
+    first_id: int | None = None
 
     @classmethod
     def read(cls, source: WeightSource, spec: TargetSpec) -> Gemma4Weights:
@@ -219,7 +221,7 @@ class Gemma4Target(TargetModel):
         self.softcap = decoder.gemma4.softcap
         self.embedding = weights.embedding
         self.final_norm = weights.final_norm
-        self._share = weights.share
+        self._share, self._first_id = weights.share, weights.first_id
         device, dtype = weights.embedding.device, weights.embedding.dtype
         # In the model's dtype, as the family was trained.
         self.embedding_scale = float(torch.tensor(decoder.hidden_size**0.5, dtype=dtype))
@@ -238,7 +240,7 @@ class Gemma4Target(TargetModel):
         ]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return embedded(token_ids, self.embedding) * self.embedding_scale
+        return embedded(token_ids, self.embedding, self._first_id) * self.embedding_scale
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

@@ -165,7 +165,13 @@ def in_products(kept: KeptWeight) -> QuantisedWeight:
     return QuantisedWeight.of_codes(kept.kind, kept.codes, kept.scales, kept.zeros, kept.rows, kept.columns)
 
 
-def embedded(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rows of `table`, `[vocab_size, hidden_size]`: int64 `[n]` -> `[n, hidden_size]`. Zeros from an empty table, which
-    ranks have that get the rows from another one."""
-    return F.embedding(token_ids, table) if len(table) else table.new_zeros(len(token_ids), table.shape[1])
+def embedded(token_ids: torch.Tensor, table: torch.Tensor, first_id: int | None = None) -> torch.Tensor:
+    """Rows of `table`, `[vocab_size, hidden_size]`: int64 `[n]` -> `[n, hidden_size]`. first_id: the token of the first
+    row, where the table is a rank's slice of the vocabulary; then tokens that it lacks have zeros."""
+    if first_id is None:
+        return F.embedding(token_ids, table)
+    if not len(table):
+        return table.new_zeros(len(token_ids), table.shape[1])
+    row = token_ids - first_id
+    missing = (row < 0) | (row >= len(table))
+    return F.embedding(row.clamp(0, len(table) - 1), table).masked_fill_(missing[:, None], 0.0)

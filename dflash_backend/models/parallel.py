@@ -2,16 +2,16 @@
 
 Each rank has a part of the weights (`shard.py`). The products into attention, delta nets and MLPs give a rank its own
 outputs, those out of them a term of a sum over all ranks: two sums for each layer. The embeddings of a pass's tokens
-are a sum as well, to which rank 0 gives all, since it alone has the table. Rank 0 alone chooses tokens, drafts, and
-keeps requests: the others run the layers on what it sends them, and keep KV and recurrent states of their heads. Only
-experts are chosen by every rank, by the whole router, from the same bits.
+are a sum as well, to which each rank gives those of its slice of the vocabulary, or rank 0 all (`vocabulary.py`). Rank
+0 alone chooses tokens, drafts, and keeps requests: the others run the layers on what it sends them, and keep KV and
+recurrent states of their heads. Only experts are chosen by every rank, by the whole router, from the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -22,14 +22,16 @@ from dflash_backend.checkpoints.weights import Progress, WeightSource, load_weig
 from dflash_backend.models.decoder import TargetWeights, is_unused, read_weights, target_of
 from dflash_backend.models.gemma4 import Gemma4Experts, Gemma4LayerWeights, Gemma4Weights
 from dflash_backend.models.hybrid_layers import DeltaNetLayerWeights
-from dflash_backend.models.interface import PagedContext, TargetModel, TargetOutput
+from dflash_backend.models.interface import PagedContext, PendingLogits, TargetModel, TargetOutput
 from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import Mlp
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.recurrent_state import StateChange, StateCopies, StateLayout, StatePool, StateRows
 from dflash_backend.models.shard import EMBEDDING, Shard, SlicedSource
+from dflash_backend.models.vocabulary import HeadPass, Lookup, SlicedHead, SlicedLogits, Sums, VocabularyPart
 
+T = TypeVar("T")
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """The sum of a tensor over all ranks, the same bits on each. It may take the tensor's memory."""
 
@@ -103,13 +105,23 @@ def load_shard(
 
     def read(source: WeightSource) -> TargetWeights | Gemma4Weights:
         whole = Fp8Source(source) if fp8 else source
-        return read_weights(SlicedSource(whole, shard, spec.decoder), local)
+        return read_weights(SlicedSource(whole, shard, spec), local)
 
     def ignored(name: str) -> bool:
-        return is_unused(local, name) or (shard.rank > 0 and name.endswith(EMBEDDING))
+        return is_unused(local, name) or (not local.vocab_size and name.endswith(EMBEDDING))
 
     weights = load_weights(spec.path, read, dtype, device, ignored=ignored, progress=progress)
-    return target_of(local, _summed(weights, reduce), max_positions, ops)
+    own = shard.vocabulary(spec.vocab_size)
+    first_id = None if len(own) == spec.vocab_size else own.start
+    return target_of(local, replace(_summed(weights, reduce), first_id=first_id), max_positions, ops)
+
+
+def vocabulary_part(local: TargetModel, spec: TargetSpec, shard: Shard, sums: Sums) -> VocabularyPart | None:
+    """A rank's slice of embedding and head of the target `spec`, of which it has `local`; None where rank 0 has all."""
+    if not shard.splits_vocabulary:
+        return None
+    slices = [replace(shard, rank=rank).vocabulary(spec.vocab_size) for rank in range(shard.size)]
+    return VocabularyPart(local, slices, shard.rank, sums)
 
 
 def _summed(weights: TargetWeights | Gemma4Weights, reduce: Reduce) -> TargetWeights | Gemma4Weights:
@@ -145,6 +157,10 @@ class SharedPass:
     states: StateLayout | None = None
 
 
+Shared = SharedPass | StateChange | Lookup | HeadPass
+"""What rank 0 sends to the others."""
+
+
 class Follower:
     """A rank other than 0, which has no use for the outcome of a pass: its part of the layers, and what they keep."""
 
@@ -155,19 +171,28 @@ class Follower:
         backend: AttentionBackend,
         dtype: torch.dtype,
         pool: StatePool | None = None,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
-        """pool: of recurrent states, None where the target has none. dtype: of model and KV."""
+        """pool: of recurrent states, None where the target has none. dtype: of model and KV. vocabulary: None where
+        rank 0 has all of it."""
         self._target = target
         self._caches = caches
         self._backend = backend
         self._dtype = dtype
         self._pool = pool
         self._rows: StateRows | None = None
+        self._vocabulary = vocabulary
 
-    def run(self, step: SharedPass | StateChange) -> None:
-        """What rank 0 has done: a pass, or what it did to the states since."""
+    def run(self, step: Shared) -> None:
+        """What rank 0 has done: a pass, or its head, or what it did to the states since."""
         if isinstance(step, SharedPass):
             self._forward(step)
+        elif isinstance(step, HeadPass):
+            assert self._vocabulary is not None
+            self._vocabulary.run(step)
+        elif isinstance(step, Lookup):
+            assert self._vocabulary is not None
+            self._vocabulary.rows(step)
         elif isinstance(step, StateCopies):
             assert self._pool is not None
             self._pool.copy(step.pairs)
@@ -200,26 +225,62 @@ class OtherRanks(Protocol):
     def lost(self) -> str:
         """Why one is lost, empty while none is."""
 
-    def send(self, step: SharedPass | StateChange) -> None:
-        """Give a pass, or a change of states, to all of them. Raises `RuntimeError` when one is lost."""
+    def send(self, step: Shared) -> None:
+        """Give it to all of them. Raises `RuntimeError` when one is lost."""
+
+
+class SharedVocabulary:
+    """Embedding and head over all ranks, as rank 0 has them: `models.vocabulary.Ranks`."""
+
+    def __init__(self, part: VocabularyPart, ranks: OtherRanks) -> None:
+        """part: rank 0's."""
+        self._part = part
+        self._ranks = ranks
+        self.slices = part.slices
+
+    def look_up(self, task: Lookup) -> torch.Tensor:
+        return self._together(task, lambda: self._part.rows(task))
+
+    def run_head(self, task: HeadPass, hidden: torch.Tensor) -> list[torch.Tensor]:
+        return self._together(task, lambda: self._part.run(task, hidden))
+
+    def _together(self, task: Lookup | HeadPass, own_part: Callable[[], T]) -> T:
+        try:
+            self._ranks.send(task)
+            return own_part()
+        except Exception as error:
+            raise RankLostError(f"embedding or head over all ranks failed: {type(error).__name__}: {error}") from error
 
 
 class SharedTarget(TargetModel):
-    """The target as rank 0 has it: a pass runs on all ranks, the rest here."""
+    """The target as rank 0 has it: a pass runs on all ranks, the rest here, but for what is split by vocabulary."""
 
-    def __init__(self, spec: TargetSpec, local: TargetModel, ranks: OtherRanks) -> None:
-        """spec: of the whole target. local: this rank's part."""
+    def __init__(
+        self, spec: TargetSpec, local: TargetModel, ranks: OtherRanks, vocabulary: VocabularyPart | None = None
+    ) -> None:
+        """spec: of the whole target. local: this rank's part. vocabulary: its slice of embedding and head; None where
+        it has all of both."""
         self.spec = spec
         self.local = local
         self.patterns = local.patterns
-        self.lm_head = local.lm_head
         self.ranks = ranks
+        self._vocabulary = None if vocabulary is None else SharedVocabulary(vocabulary, ranks)
+        self.lm_head = local.lm_head if self._vocabulary is None else SlicedHead(local.lm_head, self._vocabulary)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.local.embed(token_ids)
+        if self._vocabulary is None:
+            return self.local.embed(token_ids)
+        return self._vocabulary.look_up(Lookup(token_ids))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.local.logits(hidden)
+        if self._vocabulary is None:
+            return self.local.logits(hidden)
+        return SlicedLogits(self._vocabulary, hidden, of_target=True).gathered()
+
+    def pending_logits(self, hidden: torch.Tensor) -> torch.Tensor | PendingLogits:
+        if self._vocabulary is None:
+            return self.local.logits(hidden)
+        return SlicedLogits(self._vocabulary, hidden, of_target=True)
 
     def forward(
         self, token_ids: torch.Tensor, context: PagedContext, caches: list[KVLayer], capture: tuple[int, ...]

@@ -23,6 +23,7 @@ BY_COLUMNS = ("o_proj", "down_proj", "out_proj")
 BY_DELTA_HEADS = ("in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "A_log", "dt_bias")
 MIXED = ("in_proj_qkv", "conv1d")
 EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 # Along which dimension gpt-oss's tensors of all experts of a layer are split; gate and up lie side by side there.
 GPT_OSS_EXPERTS = {
     "gate_up_proj": 2,
@@ -41,11 +42,20 @@ class Shard:
 
     rank: int
     size: int
+    splits_vocabulary: bool = False
+    """Whether each rank has some rows of embedding and head; else rank 0 has all."""
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """The tokens whose rows of embedding and head this rank has."""
+        if self.splits_vocabulary:
+            return range(self.rank * vocab_size // self.size, (self.rank + 1) * vocab_size // self.size)
+        return range(0 if self.rank else vocab_size)
 
     def spec(self, spec: TargetSpec) -> TargetSpec:
-        """The target as this rank has it. The others than 0 read no head: theirs is never used."""
-        tied = spec.tie_word_embeddings or self.rank > 0
-        return replace(spec, decoder=self.decoder(spec.decoder), tie_word_embeddings=tied)
+        """The target as this rank has it. With no rows of the vocabulary it reads no head."""
+        own = len(self.vocabulary(spec.vocab_size))
+        tied = spec.tie_word_embeddings or not own
+        return replace(spec, decoder=self.decoder(spec.decoder), vocab_size=own, tie_word_embeddings=tied)
 
     def decoder(self, spec: DecoderSpec) -> DecoderSpec:
         """The layers' shape as this rank has them. With fewer K/V heads than ranks several ranks have the same one."""
@@ -111,20 +121,21 @@ class _Slice:
 
 
 class SlicedSource(WeightSource):
-    """What one rank reads of a target: of the layers' projections, experts, delta nets and sinks its part, of the rest
-    all. The bias of a sum over ranks is rank 0's."""
+    """What one rank reads of a target: of the layers' projections, experts, delta nets and sinks its part, of embedding
+    and head its rows, of the rest all. The bias of a sum over ranks is rank 0's."""
 
-    def __init__(self, whole: WeightSource, shard: Shard, spec: DecoderSpec) -> None:
+    def __init__(self, whole: WeightSource, shard: Shard, spec: TargetSpec) -> None:
         """spec: of the whole target."""
         super().__init__(whole.dtype, whole.device)
         self._whole = whole
         self._shard = shard
-        self._spec = spec
+        self._spec = spec.decoder
+        self._vocab_size = spec.vocab_size
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """As of any source; of the embedding, which rank 0 alone has, no rows."""
-        if self._shard.rank > 0 and name.endswith(EMBEDDING):
-            return self.empty(0, shape[1])
+        """As of any source; of an embedding that rank 0 alone has no rows."""
+        if name.endswith(EMBEDDING) and not shape[0]:
+            return self.empty(*shape)
         return super().tensor(name, *shape)
 
     def read(self, name: str, out: torch.Tensor) -> None:
@@ -149,6 +160,8 @@ class SlicedSource(WeightSource):
         """What is read of the tensor `name`; None for all of it."""
         owner, kind = _ends(name)
         rank, size = self._shard.rank, self._shard.size
+        if f"{owner}.{kind}" in (EMBEDDING, HEAD):
+            return self._slice_of_vocabulary()
         if owner == "experts":
             return self._slice_of_experts(kind)
         if owner in ("k_proj", "v_proj"):
@@ -160,6 +173,13 @@ class SlicedSource(WeightSource):
             return _Slice(1, (rank,), size) if kind == "weight" else None
         by_rows = owner in BY_ROWS or kind == "sinks" or owner in BY_DELTA_HEADS or kind in BY_DELTA_HEADS
         return _Slice(0, (rank,), size) if by_rows else None
+
+    def _slice_of_vocabulary(self) -> _Slice | None:
+        if not self._shard.splits_vocabulary:
+            return None
+        own = self._shard.vocabulary(self._vocab_size)
+        unit = math.gcd(own.start, own.stop, self._vocab_size)
+        return _Slice(0, tuple(range(own.start // unit, own.stop // unit)), self._vocab_size // unit)
 
     def _num_kv_heads(self, name: str) -> int:
         """Of the layer that the tensor `name` is of."""

@@ -92,7 +92,7 @@ class EagerStep:
         """As `PaddedStep.verify`."""
         forwarded = self._step.forward(self.inputs)
         self._verified = self._step.choose(forwarded)
-        assert forwarded.logits is not None
+        assert isinstance(forwarded.logits, torch.Tensor)  # a CPU's own operations run no padded steps
         return ChosenTokens(forwarded.logits, self._verified.target_tokens)
 
     def finish(self) -> torch.Tensor:
@@ -118,7 +118,7 @@ class CapturedStep:
         # What the first half leaves must be there while the second is captured, or that would take its memory.
         with torch.cuda.graph(self._second, pool=pool, stream=stream):
             self._result = step.finish(verified).numbers
-        assert forwarded.logits is not None
+        assert isinstance(forwarded.logits, torch.Tensor)
         self._chosen = ChosenTokens(borrowed(forwarded.logits), verified.target_tokens)
 
     def verify(self) -> ChosenTokens:

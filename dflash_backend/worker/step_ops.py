@@ -17,6 +17,7 @@ import torch
 from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
+from dflash_backend.models.interface import Choice, PendingLogits
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.layouts import draft_of_row, draft_width, exact_layout, window_slots
 from dflash_backend.worker.state import StateTensors
@@ -124,12 +125,32 @@ class DeviceStepOps:
         temperature, filters and noise for the token's position; the argmax for a greedy request."""
         if not inputs.traits.sampled:
             return self.argmax(logits)
-        # Logits after position p decide position p + 1.
+        positions = self._decided_positions(inputs, prepared)
+        return self.chosen_tokens(logits, self._logits_req_idx(inputs), positions, state, sampled=True)
+
+    @staticmethod
+    def _decided_positions(inputs: StepInputs, prepared: Prepared) -> torch.Tensor:
+        """The position that each row of logits decides: after position p, p + 1."""
         positions = prepared.positions + 1
-        if inputs.logits_token is not None:
-            positions = positions.index_select(0, inputs.logits_token)
-        req_idx = inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
-        return self.chosen_tokens(logits, req_idx, positions, state, sampled=True)
+        return positions if inputs.logits_token is None else positions.index_select(0, inputs.logits_token)
+
+    @staticmethod
+    def _logits_req_idx(inputs: StepInputs) -> torch.Tensor:
+        """The request of each row of logits."""
+        return inputs.batch.req_idx.index_select(0, inputs.logits_row.clamp(min=0))
+
+    def pending_tokens(
+        self, logits: PendingLogits, inputs: StepInputs, prepared: Prepared, state: StateTensors
+    ) -> torch.Tensor:
+        """As `target_tokens`, on a CPU, for logits that are gathered only where a row has filters, since these need
+        all of them."""
+        if not inputs.traits.sampled:
+            return logits.chosen(Choice())[0]
+        sampling = state.sampling_tensors(self._logits_req_idx(inputs))
+        if logits_filter.any_filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p):
+            return self.target_tokens(logits.gathered(), inputs, prepared, state)
+        positions = self._decided_positions(inputs, prepared)
+        return logits.chosen(Choice(sampling.temperature, sampling.seeds, positions))[0]
 
     def chosen_tokens(
         self, logits: torch.Tensor, req_idx: torch.Tensor, positions: torch.Tensor, state: StateTensors, sampled: bool

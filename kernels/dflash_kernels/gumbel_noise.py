@@ -25,7 +25,7 @@ _LARGEST = np.float32(1.0 - 2.0**-24)
 
 def gumbel_reference(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float32 `[n, m]`: independent numbers for each of the int64 `seeds` and `positions` (`[n]`, of the
-    token that is decided) and each of the int64 `token_ids` `[m]`."""
+    token that is decided) and each of the int64 `token_ids` `[m]`, or of those of its own row, `[n, m]`."""
     bits = _mix(_keys(seeds, positions)[:, None] + _GOLDEN_NUMPY * (token_ids.numpy().view(np.uint64) + np.uint64(1)))
     bits >>= np.uint64(32)
     # -log(-log1p(-y)): the smallest y win, and near 0 floating-point numbers are dense.

@@ -23,6 +23,11 @@ TILE = 8192
 WARPS = 16
 
 
+def any_filters(temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> bool:
+    """Whether `lowest_kept_reference` leaves out any logit of any row, by the same arguments on the host."""
+    return bool(((temperature > 0.0) & ((min_p > 0.0) | (top_k > 0) | (top_p < 1.0))).any())
+
+
 def lowest_kept_reference(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor | None:

@@ -46,6 +46,33 @@ def test_each_rank_gets_the_terms_in_the_order_of_ranks(size: int, dtype: torch.
     assert sums[0].num_bytes == sum(each[0].nbytes for each in given)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rank_0_alone_gets_what_each_has(size: int, dtype: torch.dtype) -> None:
+    given = [terms(size, shape, dtype, seed) for seed, shape in enumerate([(1,), (7, 3), (1_100_003, 2)])]
+    sums = joined(size)
+
+    def run(rank: int) -> list[list[torch.Tensor]]:
+        return [
+            sums[rank].gather(each[rank].t().contiguous().t() if each[rank].dim() == 2 else each[rank])
+            for each in given
+        ]
+
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(run, range(size))
+    for found, expected in zip(first, given, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(found == [] for each in others for found in each)
+    assert sums[0].num_bytes == sum(each[0].nbytes for each in given)
+
+
+def test_a_rank_that_does_not_come_to_a_gather_is_an_error() -> None:
+    since = time.monotonic()
+    sums = joined(2, lost=lambda: "rank 1 has ended" if time.monotonic() - since > 0.6 else "")
+    with pytest.raises(SumError, match="rank 1 has ended"):
+        sums[0].gather(torch.ones(3))
+
+
 def test_a_tensor_that_is_not_contiguous_is_summed_as_it_is_seen() -> None:
     sums = joined(2)
     with ThreadPoolExecutor(2) as threads:

@@ -53,6 +53,33 @@ def test_each_rank_gets_the_terms_in_the_order_of_ranks(memory: int, size: int, 
         assert all(torch.equal(found[index], expected.to(dtype)) for found in results)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_0_alone_gets_what_each_has(memory: int, size: int) -> None:
+    """Between sums, with ranks that are slow: none overwrites what rank 0 has not read."""
+    given = [terms(size, (length // 5 + 1, 5), torch.float32, seed) for seed, length in enumerate(SIZES * 8)]
+    deadline = time.monotonic() + 60
+
+    def too_late() -> str:
+        return "a rank has failed" if time.monotonic() > deadline else ""
+
+    def run(rank: int) -> list[list[torch.Tensor]]:
+        sums, delays = SharedSum(memory, Shard(rank, size), too_late), random.Random(rank)
+        results = []
+        for each in given:
+            if delays.random() < 0.3:
+                time.sleep(0.001)
+            results.append(sums.gather(each[rank].t().contiguous().t()))
+            assert torch.equal(sums(torch.ones(3)), torch.full((3,), float(size)))
+        assert sums.num_bytes == sum(each[0].nbytes + 12 for each in given)
+        return results
+
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(run, range(size))
+    for found, expected in zip(first, given, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(found == [] for each in others for found in each)
+
+
 @pytest.mark.parametrize("size", [3])
 def test_a_rank_that_is_slow_reads_what_was_given_for_its_sum(memory: int, size: int) -> None:
     given = [terms(size, (5, 4), torch.float32, seed) for seed in range(200)]

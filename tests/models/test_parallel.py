@@ -24,7 +24,19 @@ from dflash_backend.models.shard import Shard, unsupported
 from tests.models.test_text_parts import stack_experts
 from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.paged import block_tables, caches, context, noisy_pool
-from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, fp8_rows, fp8_tensor, gptq, write
+from tests.quantised import (
+    AWQ,
+    FP8_BLOCK,
+    GPTQ,
+    Packer,
+    awq,
+    fp8_block,
+    fp8_rows,
+    fp8_tensor,
+    gptq,
+    write,
+    write_by_name,
+)
 from tests.tiny_models import GEMMA4_EXPERTS, TARGET_LAYERS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -240,6 +252,49 @@ def test_rank_0_alone_holds_embedding_and_head(tmp_path: Path, tied: bool) -> No
     assert first.embedding.shape[0] == first.lm_head.out_features == VOCAB_SIZE
     assert second.embedding.numel() == second.lm_head.weight.numel() == 0
     assert torch.equal(second.embed(torch.tensor([3, 5])), torch.zeros(2, first.spec.decoder.hidden_size))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_that_split_the_vocabulary_hold_their_rows(tmp_path: Path, tied: bool, size: int) -> None:
+    """Of a vocabulary that the ranks do not divide."""
+    make_target(tmp_path, tie_word_embeddings=tied)
+    whole = load(tmp_path, Shard(0, 1))
+    parts = [load(tmp_path, Shard(rank, size, True)) for rank in range(size)]
+    assert torch.equal(torch.cat([part.embedding for part in parts]), whole.embedding)
+    assert torch.equal(torch.cat([part.lm_head.weight for part in parts]), whole.lm_head.weight)
+    assert max(len(part.embedding) for part in parts) == -(-VOCAB_SIZE // size)
+    token_ids = torch.arange(VOCAB_SIZE).flip(0)
+    assert torch.equal(sum(part.embed(token_ids) for part in parts), whole.embed(token_ids))
+    if tied:
+        assert all(part.lm_head.weight is part.embedding for part in parts)
+
+
+def test_a_quantised_head_is_split(tmp_path: Path) -> None:
+    """With blocks of one scale across the border of two ranks."""
+    make_target(tmp_path / "source", tie_word_embeddings=False)
+    config = FP8_BLOCK | {"weight_block_size": [20, 24]}
+    pack = fp8_block(20, 24)
+    copies = write_by_name(
+        tmp_path / "source", tmp_path, lambda name: pack if name == "lm_head.weight" else None, config
+    )
+    parts = [load(copies.quantised, Shard(rank, 4, True)).lm_head.weight for rank in range(4)]
+    assert torch.equal(torch.cat(parts), load(copies.plain, Shard(0, 1)).lm_head.weight)
+
+
+def test_a_slice_of_rows_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few parts of equal size a vocabulary has."""
+    make_target(tmp_path)
+    reads: list[str] = []
+    stored = weights._CheckpointFiles._stored
+
+    def kept(self: Any, name: str, *args: Any) -> torch.Tensor:
+        reads.append(name)
+        return stored(self, name, *args)
+
+    monkeypatch.setattr(weights._CheckpointFiles, "_stored", kept)
+    load(tmp_path, Shard(1, 2, True))
+    assert reads.count("model.embed_tokens.weight") == 1
 
 
 @pytest.mark.parametrize("architecture", [MOE, GPT_OSS])

@@ -29,8 +29,8 @@ GEMMA4_MUTANTS = (
         ),
         (
             "embeddings are as they are stored",
-            "embedded(token_ids, self.embedding) * self.embedding_scale",
-            "embedded(token_ids, self.embedding)",
+            "embedded(token_ids, self.embedding, self._first_id) * self.embedding_scale",
+            "embedded(token_ids, self.embedding, self._first_id)",
         ),
         (
             "logits are not capped",

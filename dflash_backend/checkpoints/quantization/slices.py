@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import EllipsisType
 
 import torch
@@ -14,6 +14,17 @@ from dflash_backend.checkpoints.quantization.stored import WORD_BITS, Role, Stor
 
 Index = tuple[slice, ...] | EllipsisType
 _TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
+
+
+def runs(parts: Sequence[int]) -> list[tuple[int, int]]:
+    """The first of each run of consecutive parts, and their number."""
+    found: list[tuple[int, int]] = []
+    for part in parts:
+        if found and sum(found[-1]) == part:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((part, 1))
+    return found
 
 
 def read_parts(

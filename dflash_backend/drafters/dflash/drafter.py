@@ -21,11 +21,12 @@ from dflash_backend.drafters.base import (
     DraftSampler,
     LoadOptions,
 )
-from dflash_backend.drafters.dflash.config import DFlashSpec
+from dflash_backend.drafters.dflash.config import DFlashSpec, LogitsSpec
 from dflash_backend.drafters.dflash.mask_embedding import load_mask_embedding
 from dflash_backend.drafters.dflash.model import DFlashModel
 from dflash_backend.drafters.vocabulary import is_unused
 from dflash_backend.models.interface import PagedContext, TargetModel
+from dflash_backend.models.vocabulary import SlicedHead
 
 
 class DFlashDrafter(Drafter[DFlashSpec]):
@@ -88,8 +89,11 @@ class DFlashDrafter(Drafter[DFlashSpec]):
 
     def _choose(self, outputs: torch.Tensor, queries: DraftQueries, sampler: DraftSampler) -> Drafts:
         """The drafts, from the final-normed outputs of all queries, `[num_queries, hidden]`."""
-        logits = self._head(queries.of_drafts(outputs))
-        return sampler.choose(logits, queries.draft_positions(), self.model.id_map)
+        hidden, head = queries.of_drafts(outputs), self.lm_head
+        if isinstance(head, SlicedHead):
+            logits = head.logits(hidden, partial(formed, self.model.spec.logits))
+            return sampler.choose_pending(logits, queries.draft_positions())
+        return sampler.choose(self._head(hidden), queries.draft_positions(), self.model.id_map)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `[n]` -> `[n, hidden]`. A mask embedding that was trained apart stands in for the mask token's row,
@@ -104,13 +108,16 @@ class DFlashDrafter(Drafter[DFlashSpec]):
 
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary: `[n, hidden]` -> `[n, draft_vocab]`."""
-        logits = self.lm_head(normed)
-        form = self.model.spec.logits
-        if form.multiplier != 1:
-            logits = logits * form.multiplier
-        if form.softcap is not None:
-            logits = torch.tanh(logits / form.softcap) * form.softcap
-        return logits if form.scale == 1 else logits * form.scale
+        return formed(self.model.spec.logits, self.lm_head(normed))
+
+
+def formed(form: LogitsSpec, logits: torch.Tensor) -> torch.Tensor:
+    """What becomes of the head's `logits`, each for itself."""
+    if form.multiplier != 1:
+        logits = logits * form.multiplier
+    if form.softcap is not None:
+        logits = torch.tanh(logits / form.softcap) * form.softcap
+    return logits if form.scale == 1 else logits * form.scale
 
 
 def captured_layers(spec: DFlashSpec, num_target_layers: int) -> tuple[int, ...]:

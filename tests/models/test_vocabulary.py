@@ -1,0 +1,76 @@
+"""The best of several slices of a vocabulary is that of the whole, to the token and to its log-odds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dflash_backend.models.shard import Shard
+from dflash_backend.models.vocabulary import argmax_over_ranks
+from dflash_kernels.log_odds import log_odds_reference
+from dflash_kernels.noisy_scores import noisy_scores_reference
+from dflash_kernels.sample import sample_reference, scored_sample_reference
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+def slices(vocab_size: int, size: int) -> list[range]:
+    return [Shard(rank, size, True).vocabulary(vocab_size) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(97, 2), (97, 4), (8, 4), (4, 4), (151_936, 3)])
+def test_slices_hold_each_token_once(vocab_size: int, size: int) -> None:
+    found = slices(vocab_size, size)
+    assert [token for each in found for token in each] == list(range(vocab_size))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("sampled", ["none", "some", "all"])
+def test_the_best_of_slices_is_the_best_of_all(size: int, sampled: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    n, vocab_size = 64, 203
+    # Of few values, so that many are equal.
+    logits = torch.randint(-3, 4, (n, vocab_size), generator=generator).float()
+    if sampled == "none":
+        noise = None, None, None
+        expected = sample_reference(logits, torch.zeros(n), torch.zeros(n).long(), torch.zeros(n).long())
+    else:
+        every = torch.arange(n) % (2 if sampled == "some" else 1) == 0
+        temperature = torch.where(every, 0.7 + torch.rand(n, generator=generator), 0.0)
+        seeds, positions = (torch.randint(1, 1 << 40, (n,), generator=generator) for _ in range(2))
+        noise = temperature, seeds, positions
+        expected = sample_reference(logits, *noise)
+    parts = []
+    for own in slices(vocab_size, size):
+        ids = torch.arange(own.start, own.stop)
+        part = logits[:, own.start : own.stop]
+        scores, columns = scored_sample_reference(part, *noise, ids)
+        of_logit = part.gather(1, columns[:, None])[:, 0]
+        found = [scores, ids[columns], of_logit, part.logsumexp(dim=1)]
+        parts.append(torch.stack([each.double() for each in found], dim=1))
+    chosen, sure = argmax_over_ranks(torch.stack(parts, dim=1), wants_log_odds=True)
+    assert torch.equal(chosen, expected)
+    assert sure is not None
+    torch.testing.assert_close(sure, log_odds_reference(logits, expected), atol=1e-4, rtol=1e-4)
+
+
+def test_a_score_has_the_bits_that_it_was_compared_by() -> None:
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(300, 501, generator=generator)
+    temperature = 0.3 + torch.rand(300, generator=generator)
+    seeds, positions = (torch.randint(1, 1 << 40, (300,), generator=generator) for _ in range(2))
+    all_scores = noisy_scores_reference(logits, temperature, seeds, positions)
+    scores, columns = scored_sample_reference(logits, temperature, seeds, positions, torch.arange(501))
+    assert torch.equal(scores, all_scores.amax(dim=1))
+    assert torch.equal(columns, all_scores.argmax(dim=1))
+
+
+def test_what_is_no_number_counts_as_the_largest() -> None:
+    found = torch.tensor([[[5.0, 1], [float("nan"), 7], [9.0, 8]]], dtype=torch.float64)
+    assert argmax_over_ranks(found, wants_log_odds=False)[0].tolist() == [7]
+
+
+def test_of_equal_scores_the_lowest_id_is_chosen() -> None:
+    found = torch.tensor([[[5.0, 1], [5.0, 7]], [[4.0, 2], [5.0, 7]]], dtype=torch.float64)
+    assert argmax_over_ranks(found, wants_log_odds=False)[0].tolist() == [1, 7]

@@ -1,0 +1,118 @@
+"""Defects of embedding and head that ranks split by vocabulary. A wrong slice shows at some tokens alone."""
+
+from __future__ import annotations
+
+from tests.mutations.mutant import Mutant, mutants_of
+
+CHOICE = ("tests/models/test_vocabulary.py",)
+TEXTS = ("tests/engine/test_vocabulary_ranks.py::test_ranks_that_split_the_vocabulary_give_the_text_of_one",)
+DRAFTS = ("tests/engine/test_vocabulary_ranks.py::test_drafts_are_those_that_one_process_proposes",)
+ROWS = ("tests/models/test_parallel.py::test_ranks_that_split_the_vocabulary_hold_their_rows",)
+RULE = ("tests/engine/test_vocabulary_ranks.py::test_a_small_vocabulary_stays_on_rank_0",)
+
+VOCABULARY = "dflash_backend/models/vocabulary.py"
+
+VOCABULARY_MUTANTS = (
+    *mutants_of(
+        "kernels/dflash_kernels/sample.py",
+        CHOICE,
+        (
+            "a rank takes the noise of the ids within its slice",
+            "sample_reference(values, temperature, seeds, positions, token_ids=token_ids)",
+            "sample_reference(values, temperature, seeds, positions)",
+        ),
+        (
+            "a score has the noise of a column of the slice",
+            "positions[sampled], token_ids[columns[sampled], None]",
+            "positions[sampled], columns[sampled, None]",
+        ),
+    ),
+    *mutants_of(
+        VOCABULARY,
+        CHOICE,
+        (
+            "of equal scores the last rank's wins",
+            "columns[:, :, 0].argmax(axis=1)",
+            "columns.shape[1] - 1 - columns[:, ::-1, 0].argmax(axis=1)",
+        ),
+        (
+            "log-odds are those within a slice",
+            "np.logaddexp.reduce(columns[:, :, 3], axis=1)",
+            "columns[rows, winner, 3]",
+        ),
+    ),
+    *mutants_of(
+        VOCABULARY,
+        TEXTS,
+        (
+            "a rank gives the column of its slice for the id",
+            "found = [scores, token_ids[columns]]",
+            "found = [scores, columns]",
+        ),
+        ("padding of a narrow slice counts as tokens", "[part[:, : len(own)] for part", "[part for part"),
+    ),
+    *mutants_of(
+        VOCABULARY,
+        DRAFTS,
+        ("ranks leave out what a drafter does to its logits", "if task.form is not None:", "if False:"),
+        (
+            "rows of the target's head are those of its embedding",
+            "if task.of_head:",
+            "if False:",
+        ),
+        (
+            "ranks run the target's norm before a drafter's head",
+            "self._target.logits(x) if task.of_target else head(x)",
+            "self._target.logits(x)",
+        ),
+    ),
+    Mutant(
+        "a filter sees the rank's own slice alone",
+        "dflash_backend/worker/step_ops.py",
+        "if logits_filter.any_filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p):",
+        "if False:",
+        TEXTS,
+    ),
+    Mutant(
+        "masks of grammars are left out where the vocabulary is split",
+        "dflash_backend/worker/step.py",
+        "not isinstance(logits, torch.Tensor) and grammars is None:",
+        "not isinstance(logits, torch.Tensor):",
+        ("tests/engine/test_vocabulary_ranks.py::test_a_grammar_holds_for_ranks_that_split_the_vocabulary",),
+    ),
+    Mutant(
+        "tokens of other ranks have the embedding of a border",
+        "dflash_backend/models/linear.py",
+        ".masked_fill_(missing[:, None], 0.0)",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "a vocabulary that ranks do not divide loses its last tokens",
+        "dflash_backend/models/shard.py",
+        "range(self.rank * vocab_size // self.size, (self.rank + 1) * vocab_size // self.size)",
+        "range(self.rank * (vocab_size // self.size), (self.rank + 1) * (vocab_size // self.size))",
+        CHOICE,
+    ),
+    Mutant(
+        "a slice is read row by row",
+        "dflash_backend/checkpoints/quantization/slices.py",
+        "if found and sum(found[-1]) == part:",
+        "if False:",
+        ("tests/models/test_parallel.py::test_a_slice_of_rows_is_read_at_once",),
+    ),
+    Mutant(
+        "a tied head counts twice",
+        "dflash_backend/engine/shared_target.py",
+        "(1 if spec.tie_word_embeddings else 2) *",
+        "2 *",
+        RULE,
+    ),
+    Mutant(
+        "a long tensor is gathered into its beginning",
+        "dflash_backend/engine/sums.py",
+        "whole.view(-1)[first : first + step] = term",
+        "whole.view(-1)[: len(term)] = term",
+        ("tests/engine/test_sums.py::test_rank_0_alone_gets_what_each_has",),
+    ),
+)
