@@ -85,7 +85,7 @@ class RandomQuantised(RandomTensors):
         self.kind = kind
 
     def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
-        return all(name.endswith("_proj.weight") for name in names)
+        return all(name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) for name in names)
 
     def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
         generator = torch.Generator(self.device).manual_seed(self.seed + zlib.crc32(name.encode()))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec
 from dflash_backend.checkpoints.weights import WeightSource
-from dflash_backend.models.linear import Linear, ProductOf
+from dflash_backend.models.linear import Linear, ProductOf, QuantisedLinear
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.recurrent_state import KeptBlock, StateGroup, StateRows
 from dflash_kernels.conv_heads import DeltaHeads
@@ -23,11 +23,11 @@ from dflash_kernels.delta_rule import DeltaInputs
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """inputs: hidden -> `conv_size + value_size + 2 * num_value_heads`. conv: `[conv_size, conv_width]`. decay: float32
-    `[num_value_heads]`, how fast each head decays; decay_bias: float32, the same. norm: `[value_head_dim]`. output:
-    value_size -> hidden."""
+    """inputs: hidden -> `conv_size + value_size + 2 * num_value_heads`, or the last `2 * num_value_heads` apart. conv:
+    `[conv_size, conv_width]`. decay: float32 `[num_value_heads]`, how fast each head decays; decay_bias: float32, the
+    same. norm: `[value_head_dim]`. output: value_size -> hidden."""
 
-    inputs: Linear
+    inputs: tuple[Linear, ...]
     conv: torch.Tensor
     decay: torch.Tensor
     decay_bias: torch.Tensor
@@ -50,7 +50,8 @@ class DeltaNetWeights:
 
     def with_product(self, product_of: ProductOf) -> DeltaNetWeights:
         """The same weights, multiplied by what `product_of` chooses for each."""
-        return replace(self, inputs=self.inputs.with_product(product_of), output=self.output.with_product(product_of))
+        inputs = tuple(each.with_product(product_of) for each in self.inputs)
+        return replace(self, inputs=inputs, output=self.output.with_product(product_of))
 
 
 class DeltaNet:
@@ -68,7 +69,7 @@ class DeltaNet:
         """`[num_tokens, hidden_size]` -> the same shape; `rows` keeps what `StateRows.commit` needs."""
         net, w = self.net, self.weights
         heads = net.num_value_heads
-        mixed, gate, beta, decay = w.inputs(normed).split([net.conv_size, net.value_size, heads, heads], dim=-1)
+        mixed, gate, beta, decay = self._projected(normed)
         beta = beta.float().sigmoid()
         log_decay = -w.decay * F.softplus(decay.float() + w.decay_bias)
         # The place behind the last token takes what no token gives. Padding tokens have 0.
@@ -79,6 +80,14 @@ class DeltaNet:
             rows.kept[self.number, number] = kept
         attended = self._gated_norm(outputs[:-1].to(normed.dtype), gate.unflatten(-1, (heads, -1)))
         return w.output(attended.flatten(1))
+
+    def _projected(self, normed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What goes through the convolution, the gate, beta and decay, before anything is done to them."""
+        heads, parts = self.net.num_value_heads, [product(normed) for product in self.weights.inputs]
+        sizes = [self.net.conv_size, self.net.value_size, heads, heads]
+        if len(parts) == 1:
+            return parts[0].split(sizes, dim=-1)
+        return (*parts[0].split(sizes[:2], dim=-1), *parts[1].split(sizes[2:], dim=-1))
 
     def _group(
         self, group: StateGroup, rows: StateRows, mixed: torch.Tensor, beta: torch.Tensor, log_decay: torch.Tensor
@@ -106,26 +115,27 @@ class DeltaNet:
         return ((self.weights.norm * exact.to(x.dtype)).float() * F.silu(gate.float())).to(x.dtype)
 
 
-def _read_plain(source: WeightSource, prefix: str, hidden: int, net: DeltaNetSpec) -> Linear:
+def _read_plain(source: WeightSource, prefix: str, hidden: int, net: DeltaNetSpec) -> tuple[Linear, ...]:
     """The projections of Qwen3.5."""
-    heads = net.num_value_heads
-    sizes = {"in_proj_qkv": net.conv_size, "in_proj_z": net.value_size, "in_proj_b": heads, "in_proj_a": heads}
-    return Linear.read(source, prefix, sizes, hidden)
+    large = {"in_proj_qkv": net.conv_size, "in_proj_z": net.value_size}
+    small = dict.fromkeys(("in_proj_b", "in_proj_a"), net.num_value_heads)
+    if source.keeps({f"{prefix}{name}.weight": size for name, size in large.items()}, hidden):
+        return Linear.read(source, prefix, large, hidden), Linear.read(source, prefix, small, hidden)
+    return (Linear.read(source, prefix, large | small, hidden),)
 
 
-def _read_grouped(source: WeightSource, prefix: str, hidden: int, net: DeltaNetSpec) -> Linear:
+def _read_grouped(source: WeightSource, prefix: str, hidden: int, net: DeltaNetSpec) -> tuple[Linear, ...]:
     """The projections of Qwen3-Next, in the same order."""
-    qkvz = source.empty(net.conv_size + net.value_size, hidden)
-    source.read_projection(f"{prefix}in_proj_qkvz.weight", qkvz)
-    ba = source.empty(2 * net.num_value_heads, hidden)
-    source.read_projection(f"{prefix}in_proj_ba.weight", ba)
     values = net.value_size // net.num_key_heads
-    parts = [*_ungrouped(qkvz, net, (net.key_head_dim,) * 2 + (values,) * 2)]
-    parts += _ungrouped(ba, net, (net.num_value_heads // net.num_key_heads,) * 2)
-    return Linear(torch.cat(parts))
+    large = Linear.read(source, prefix, {"in_proj_qkvz": net.conv_size + net.value_size}, hidden)
+    large = large.rows(_row_order(net, (net.key_head_dim,) * 2 + (values,) * 2).to(source.device))
+    small = Linear.read(source, prefix, {"in_proj_ba": 2 * net.num_value_heads}, hidden)
+    small = small.rows(_row_order(net, (net.num_value_heads // net.num_key_heads,) * 2).to(source.device))
+    return (large, small) if isinstance(large, QuantisedLinear) else (Linear.stacked([large, small]),)
 
 
-def _ungrouped(weight: torch.Tensor, net: DeltaNetSpec, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """The projections in `weight` `[out, in]`, which has `sizes` rows of each for one key head after the other."""
-    groups = weight.unflatten(0, (net.num_key_heads, sum(sizes)))
-    return tuple(part.flatten(0, 1) for part in groups.split(list(sizes), dim=1))
+def _row_order(net: DeltaNetSpec, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Which stored row comes to each place, int64: there are `sizes` rows of each projection for one key head after the
+    other."""
+    rows = torch.arange(net.num_key_heads * sum(sizes)).unflatten(0, (net.num_key_heads, sum(sizes)))
+    return torch.cat([part.flatten() for part in rows.split(list(sizes), dim=1)])

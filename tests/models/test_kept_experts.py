@@ -23,7 +23,7 @@ from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.gemma4 import Gemma4Experts, Gemma4Target
 from dflash_backend.models.hybrid_layers import DeltaNetLayerWeights
 from dflash_backend.models.layers import LayerWeights
-from dflash_backend.models.linear import QuantisedLinear
+from dflash_backend.models.linear import Linear, QuantisedLinear
 from dflash_backend.models.mlp import SharedExpertMlp, SparseMlp
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.parallel import load_shard
@@ -153,42 +153,63 @@ def test_experts_keep_their_codes_and_give_the_logits_of_their_numbers(tmp_path:
     assert_kept(load(directory), load(directory, TORCH), (kind, kind))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
-@pytest.mark.parametrize("name", ["fp8 in blocks", "awq"])
-def test_experts_beside_a_shared_one_keep_their_codes_as_that_does(
-    tmp_path: Path, architecture: str, name: str
-) -> None:
-    packer, fields, kind = FORMATS[name]
-    directory = make(tmp_path, packer, fields, architecture, **HYBRID)
-    kept = load(directory)
-    assert_kept(kept, load(directory, TORCH), (kind, kind))
-    for layer in layers_of(kept):
-        assert isinstance(layer.mlp, SharedExpertMlp)
-        assert isinstance(layer.mlp.shared.down, QuantisedLinear)
-
-
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
-@pytest.mark.parametrize("name", ["fp8 in blocks", "awq"])
-def test_gated_attention_and_what_is_out_of_delta_nets_keep_their_codes(
-    tmp_path: Path, architecture: str, name: str
-) -> None:
+def write_hybrid(tmp_path: Path, architecture: str, name: str, left: str) -> Path:
+    """A hybrid whose projections are packed in a format, but for those whose names match `left`."""
     packer, fields, _ = FORMATS[name]
-    directory = make(tmp_path, packer, fields, architecture, **HYBRID)
-    kept = load(directory)
-    (net, attention), (_, plain) = layers_of(kept), layers_of(load(directory, TORCH))
-    assert isinstance(net, DeltaNetLayerWeights)
-    assert isinstance(attention, LayerWeights)
-    assert isinstance(plain, LayerWeights)
-    dense = [net.net.output, attention.qkv, attention.output]
-    for layer in (net, attention):
-        assert isinstance(layer.mlp, SharedExpertMlp)
-        dense += [layer.mlp.shared.gate_up, layer.mlp.shared.down]
-    kept_dense = [each.quantised.num_bytes for each in dense if isinstance(each, QuantisedLinear)]
-    assert len(kept_dense) == len(dense)
-    assert torch.equal(attention.qkv.weight, plain.qkv.weight)
+    make_target(tmp_path / "source", architecture=architecture, **SIZES | HYBRID)
+
+    def pack(tensor: str) -> Packer | None:
+        wanted = tensor.endswith("_proj.weight") or "linear_attn.in_proj" in tensor
+        return packer if wanted and not re.search(left, tensor) else None
+
+    return write_by_name(tmp_path / "source", tmp_path, pack, fields).quantised
+
+
+def dense_products(layer: LayerWeights | DeltaNetLayerWeights) -> list[Linear]:
+    """The products of a layer of a hybrid, but for its experts and small gates."""
+    assert isinstance(layer.mlp, SharedExpertMlp)
+    shared = [layer.mlp.shared.gate_up, layer.mlp.shared.down]
+    if isinstance(layer, LayerWeights):
+        return [layer.qkv, layer.output, *shared]
+    return [layer.net.inputs[0], layer.net.output, *shared]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
+@pytest.mark.parametrize("name", ["fp8 in blocks", "awq"])
+def test_a_hybrid_keeps_its_codes_in_all_but_small_gates(tmp_path: Path, architecture: str, name: str) -> None:
+    directory = write_hybrid(tmp_path, architecture, name, "in_proj_(ba|b|a)[.]")
+    kept, plain = load(directory), load(directory, TORCH)
+    assert_kept(kept, plain, (FORMATS[name][2],) * 2)
+    num_bytes = bytes_of_experts(kept)
+    for own, other in zip(layers_of(kept), layers_of(plain), strict=True):
+        for product, numbers in zip(dense_products(own), dense_products(other), strict=True):
+            assert isinstance(product, QuantisedLinear)
+            # As numbers, what comes out of small gates is part of the product into a delta net.
+            assert torch.equal(product.weight, numbers.weight[: product.out_features])
+            num_bytes += product.quantised.num_bytes
     # Rows of a block that change places have a scale each.
     found, _ = kept_bytes(read_headers(directory), load_quantization(directory))
-    assert found == pytest.approx(bytes_of_experts(kept) + sum(kept_dense), rel=0.02)
+    assert found == pytest.approx(num_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "left", "kinds"),
+    [
+        ("Qwen3NextForCausalLM", "nothing", [QuantisedLinear, Linear]),
+        ("Qwen3NextForCausalLM", "in_proj_qkvz", [Linear]),
+        ("Qwen3_5MoeForCausalLM", "nothing", [QuantisedLinear, Linear]),
+        ("Qwen3_5MoeForCausalLM", "in_proj_z", [Linear]),
+    ],
+)
+def test_small_gates_of_a_delta_net_are_numbers_and_so_is_all_of_it_where_a_part_is(
+    tmp_path: Path, architecture: str, left: str, kinds: list[type[Linear]]
+) -> None:
+    directory = write_hybrid(tmp_path, architecture, "fp8 in blocks", left)
+    kept = load(directory)
+    net = layers_of(kept)[0]
+    assert isinstance(net, DeltaNetLayerWeights)
+    assert [type(each) for each in net.net.inputs] == kinds
+    assert_same(logits(kept), logits(load(directory, TORCH)))
 
 
 def test_projections_into_and_out_of_experts_may_be_of_two_schemes(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ STACKED = (
 LOGITS = (f"{MODELS}::test_experts_keep_their_codes_and_give_the_logits_of_their_numbers",)
 LEFT = (f"{MODELS}::test_experts_of_which_one_is_not_quantised_are_dequantised_in_its_layer_alone",)
 UNLIKE = (f"{MODELS}::test_experts_of_unlike_schemes_are_dequantised_in_their_layer_alone",)
+HYBRIDS = (f"{MODELS}::test_a_hybrid_keeps_its_codes_in_all_but_small_gates",)
+GATES = (f"{MODELS}::test_small_gates_of_a_delta_net_are_numbers_and_so_is_all_of_it_where_a_part_is",)
 MADE = (f"{MODELS}::test_fp8_made_at_load_keeps_the_codes_of_experts",)
 
 KEPT_EXPERTS_MUTANTS = (
@@ -129,18 +131,42 @@ KEPT_EXPERTS_MUTANTS = (
         ("sizes forget that blocks of an expert are cut", "below = out  #", "below = below  #"),
     ),
     *mutants_of(
-        "dflash_backend/checkpoints/quantization/keepable.py",
-        (f"{MODELS}::test_gated_attention_and_what_is_out_of_delta_nets_keep_their_codes",),
-        ("sizes take what is out of delta nets for numbers", '".linear_attn.in_proj_"', '".linear_attn."'),
-    ),
-    *mutants_of(
         "dflash_backend/models/gated_attention.py",
-        (f"{MODELS}::test_gated_attention_and_what_is_out_of_delta_nets_keep_their_codes",),
+        HYBRIDS,
         (
             "gated attention is dequantised",
             "return stored.rows(_row_order(spec).to(source.device))",
             "return Linear(stored.weight, stored.bias).rows(_row_order(spec).to(source.device))",
         ),
+    ),
+    *mutants_of(
+        "dflash_backend/models/delta_net.py",
+        HYBRIDS,
+        (
+            "grouped delta nets are dequantised for their small gates",
+            "return (large, small) if isinstance(large, QuantisedLinear) else (",
+            "return (",
+        ),
+        (
+            "delta nets are dequantised for their small gates",
+            "if source.keeps({f",
+            "if source.keep_quantised > 1 and source.keeps({f",
+        ),
+        (
+            "rows of kept delta nets stay in the order of their heads",
+            "for part in rows.split(list(sizes), dim=1)",
+            "for part in rows.flatten().split(list(sizes))",
+        ),
+        (
+            "a delta net's decay is its beta",
+            "*parts[1].split(sizes[2:], dim=-1))",
+            "*parts[1].flip(-1).split(heads, -1))",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/models/delta_net.py",
+        GATES,
+        ("a delta net's parts are kept with one that is not", "if source.keeps({f", "if source.keep_quantised or ({f"),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/quantization/at_load.py",

@@ -20,8 +20,6 @@ MIN_RUN = 32
 # Below, a projection is too small for its size to matter, and others than products read it.
 MIN_OUTPUTS = 16
 TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
-# Projections into gated delta nets are taken apart as they are read.
-TAKEN_APART = ".linear_attn.in_proj_"
 # A projection of an expert: what is before is that of its layer, the end says which it is.
 OF_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(\w+)")
 INTO_EXPERTS = ("gate_proj", "up_proj")
@@ -66,7 +64,7 @@ def is_kept(projection: str, kinds: Mapping[str, Kind], dequantised: set[str]) -
     """Whether a projection is kept, by what each can be kept as and `dequantised_experts`."""
     match = OF_EXPERT.fullmatch(projection)
     among = match is not None and match[1] in dequantised
-    return kinds[projection] is not None and TAKEN_APART not in projection and not among
+    return kinds[projection] is not None and not among
 
 
 def kept_bytes(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> tuple[int, int]:
