@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Allocations of containers that are left over before the youngest are looked at, and how many such looks go before one
 # at the next older generation. Python's own 700, 10, 10 looks at everything after 70,000: one large request.
@@ -18,3 +20,20 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """For imports: the collector does not run meanwhile, and never looks at what is there afterwards.
+
+    torch and triton leave hundreds of thousands of objects and next to no garbage; looking through them again and again
+    takes a quarter of the time of importing them, and each look later on as long again.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 
-from dflash_backend.heap import THRESHOLDS
+from dflash_backend.heap import THRESHOLDS, collector_at_rest
 
 FREEZE = """
 import gc, json
@@ -24,3 +25,35 @@ def test_after_loading_the_collector_has_nothing_old_to_look_at():
     assert frozen > before / 2
     assert left < before / 10
     assert tuple(thresholds) == THRESHOLDS
+
+
+IMPORTS = """
+import gc, json
+from dflash_backend.heap import collector_at_rest
+looks = []
+gc.callbacks.append(lambda phase, info: looks.append(phase))
+with collector_at_rest():
+    import dflash_backend.checkpoints, dflash_backend.text.request
+    during = [gc.isenabled(), len(looks)]
+print(json.dumps([*during, gc.isenabled(), gc.get_freeze_count() > 10_000]))
+"""
+
+
+def test_imports_are_not_looked_through_for_garbage_meanwhile_or_later():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [False, 0, True, True]
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with collector_at_rest():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_tests_themselves_run_beside_a_frozen_heap():
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 100_000

@@ -33,7 +33,7 @@ class LocalRanks:
     def start(self, setups: Sequence[RankSetup]) -> None:
         for setup in setups:
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "dflash_backend.engine.rank"]
+            command = [sys.executable, "-m", "dflash_backend.engine.rank_process"]
             with theirs:
                 self.processes.append(
                     subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, pass_fds=(self._memory,))

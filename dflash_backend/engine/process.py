@@ -25,7 +25,7 @@ import zmq
 from dflash_backend.config import EngineConfig
 from dflash_backend.core.admission import RequestError
 from dflash_backend.core.trace import StepTrace
-from dflash_backend.heap import freeze_heap
+from dflash_backend.heap import collector_at_rest, freeze_heap
 from dflash_backend.messages import (
     ENCODER,
     ENGINE_INPUT,
@@ -307,7 +307,8 @@ def build_claimed(config: EngineConfig, progress: Callable[[str, float], None]) 
 
 def main() -> int:
     """The engine of `dflash_backend.engine.build`. Importing it loads torch, which is why that happens here."""
-    from dflash_backend.engine.build import LOAD_ERRORS
+    with collector_at_rest():
+        from dflash_backend.engine.build import LOAD_ERRORS
 
     return serve(build_claimed, LOAD_ERRORS)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -135,8 +133,6 @@ def _end_with(parent: WatchedProcess) -> None:
 
 def main() -> int:
     """A rank, as `LocalRanks` starts it. The exit status is 1 unless rank 0 has ended it."""
-    # A Ctrl-C in a terminal reaches it as well, and rank 0 decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(os.dup(STDIN))
     local: LocalRank = pickle.loads(connection.recv_bytes())
     log_to_stderr(local.setup)
@@ -151,9 +147,3 @@ def main() -> int:
     except Exception:  # noqa: BLE001, it was logged, and told to rank 0
         return 1
     return 1
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stderr.flush()
-    os._exit(status)

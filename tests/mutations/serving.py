@@ -13,6 +13,13 @@ METRICS = ("tests/triton/test_metrics.py",)
 SETTINGS = ("tests/test_settings.py",)
 
 SERVING_MUTANTS = (
+    *mutants_of(
+        "dflash_backend/heap.py",
+        ("tests/test_heap.py",),
+        ("modules are looked through for garbage while they are imported", "    gc.disable()\n", ""),
+        ("what was imported is looked through for garbage", "    finally:\n        gc.freeze()\n", "    finally:\n"),
+        ("a collector that was off is turned on by an import", "        if was_on:\n", "        if True:\n"),
+    ),
     Mutant(
         "a client sends again past its time-out",
         "client/dflash_client/retry.py",
