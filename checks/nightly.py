@@ -118,6 +118,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "100,000 random steps with slots of recurrent states, and as many with blocks of windows: contents are checked",
     ),
+    "router": (
+        ("benchmarks.router",),
+        "64 replicas and a million requests, simulated: hits, balance, at most 50 us for a decision",
+    ),
     "recurrent_hits": (
         ("benchmarks.recurrent_hits",),
         "a prefix hit behind a copied state: at most a quarter of a miss at 1,500 tokens",
