@@ -128,6 +128,10 @@ class RayNodes:
         """Take the other node's network away, and leave its processes running until `add`."""
         self.network.plug(False)
 
+    def stop(self) -> None:
+        """Stop all processes of the other node, whose connections stay, until `add`."""
+        send(self.processes_there(), signal.SIGSTOP)
+
     def processes_there(self) -> set[Process]:
         """All processes of the other node."""
         return family(self._processes["there"].pid) if "there" in self._processes else set()

@@ -3,7 +3,8 @@
 `python -m checks.ray_ranks` starts two nodes on this machine, the other one in a network namespace where that is
 allowed (`--loopback`: at another loopback address), compares the answers with those of one process, and in each round
 removes the other node with 16 streams in flight and brings it back: killed with all its processes, or with `--unplug`
-without a network, which shows only once it has said nothing for a while. In the last round it kills the engine, with
+without a network, or with `--stop` with all its processes stopped, which both show only once it has said nothing for a
+while; the bound is the same. In the last round it kills the engine, with
 which its ranks have to end. It prints a line for each round as `checks.chaos` does, what clients were told, and what is
 left over. The exit status is 0 when every bound was kept.
 """
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.workload import load_prompts
 from checks import chaos
@@ -31,16 +33,16 @@ AWAY_S = 6.0
 # How long Ray takes to start a node, and to find it, and how much longer ranks take to start on it.
 NODE_START_S = 10.0
 END_S = 5.0
+Loss = Literal["remove", "unplug", "stop"]
 MAX_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class LostNode(chaos.Victim):
-    """The other node, which comes back after a while. unplug: its network goes, its processes stay."""
+    """The other node, which comes back after a while. how: what happens to it."""
 
     nodes: RayNodes | None = None
-    unplug: bool = False
-    away_s: float = AWAY_S
+    how: Loss = "remove"
 
     @property
     def name(self) -> str:
@@ -48,16 +50,13 @@ class LostNode(chaos.Victim):
 
     def end(self, server_pid: int) -> None:
         assert self.nodes is not None
-        (self.nodes.unplug if self.unplug else self.nodes.remove)()
-        threading.Timer(self.away_s, self.nodes.add).start()
+        getattr(self.nodes, self.how)()
+        threading.Timer(AWAY_S, self.nodes.add).start()
 
 
-def lost_node(nodes: RayNodes, unplug: bool) -> LostNode:
+def lost_node(nodes: RayNodes, how: Loss) -> LostNode:
     """What a round ends, with its bounds."""
-    noticed_within_s = chaos.RANK_HANG_S if unplug else 0.0
-    away_s = AWAY_S + noticed_within_s
-    starts_later_s = AWAY_S + NODE_START_S + chaos.RANKS_START_S
-    return LostNode(0, signal.SIGKILL, noticed_within_s, starts_later_s, nodes, unplug, away_s)
+    return LostNode(0, signal.SIGKILL, 0.0, AWAY_S + NODE_START_S + chaos.RANKS_START_S, nodes, how)
 
 
 def answers(server: TritonServer, prompts: list[str]) -> list[str]:
@@ -82,7 +81,7 @@ def server_of(settings: dict[str, str], directory: str, nodes: RayNodes) -> Trit
     return TritonServer(settings, host="127.0.0.1", http_port=0, grpc_port=0, metrics_port=0, environ=environ)
 
 
-def check(nodes: RayNodes, rounds: int, unplug: bool, num_prompts: int, directory: str) -> bool:
+def check(nodes: RayNodes, rounds: int, how: Loss, num_prompts: int, directory: str) -> bool:
     """Whether everything was kept; prints it."""
     prompts = [row.prompt for row in load_prompts(num_prompts)]
     with server_of(dict(chaos.SETTINGS), directory, nodes) as alone:
@@ -104,7 +103,7 @@ def check(nodes: RayNodes, rounds: int, unplug: bool, num_prompts: int, director
         print(chaos.HEADING)
         for number in range(1, rounds + 1):
             members |= family(server.pid) | ranks_there(nodes)
-            result = chaos.play(server, client, answer, lost_node(nodes, unplug))
+            result = chaos.play(server, client, answer, lost_node(nodes, how))
             kept = kept and result.kept and all(nodes.network.there in message for message in result.messages)
             print(chaos.line(number, result), *sorted(result.messages), sep="\n  ", flush=True)
         members |= ranks_there(nodes)
@@ -140,11 +139,15 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=40, help="answers that are compared (%(default)s)")
     parser.add_argument("--unplug", action="store_true", help="cut the node off in place of killing it")
     parser.add_argument("--loopback", action="store_true", help="no network namespace")
+    parser.add_argument("--stop", action="store_true", help="stop its processes (SIGSTOP) in place of killing them")
     options = parser.parse_args()
+    if options.unplug and options.stop:
+        parser.error("one of --unplug and --stop")
+    how: Loss = "unplug" if options.unplug else "stop" if options.stop else "remove"
     with tempfile.TemporaryDirectory(prefix="ray-check-") as directory:
         tempfile.tempdir = directory
         with nodes_of(options.loopback, options.unplug) as nodes:
-            return 0 if check(nodes, options.rounds, options.unplug, options.prompts, directory) else 1
+            return 0 if check(nodes, options.rounds, how, options.prompts, directory) else 1
 
 
 if __name__ == "__main__":

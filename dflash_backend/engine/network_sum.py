@@ -22,7 +22,7 @@ JOIN_S = 60.0
 """How long ranks may take to find each other once all have loaded."""
 SUM_S = 60.0
 """How long a rank waits for the others in a sum. Gloo itself gives up after `JOIN_S`."""
-LOOK_S = 0.5
+LOOK_S = 0.2
 """How often it looks meanwhile whether one is lost."""
 
 

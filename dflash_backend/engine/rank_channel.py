@@ -12,8 +12,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 ANY = "*"
-# Of ZeroMQ's own, answered without Python: a machine that is gone without a word is noticed by them.
-HEARTBEAT_MS = 1000
+# Of ZeroMQ's own, answered without Python: a machine that is gone without a word is noticed by them, from the silence
+# that is allowed to this much later.
+HEARTBEAT_MS = 500
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Endpoint:
         return socket, socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
 
     def connect(
-        self, host: str, port: int, key: bytes, silence_s: float | None = None
+        self, host: str, port: int, key: bytes, silence_s: float
     ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """A socket that sends to the process with this public key, and one that receives a message when the connection
         has ended, or was silent for that time. It is not made again: what is lost would be missed."""
@@ -69,9 +70,8 @@ class Endpoint:
         socket.curve_publickey = self.keys.public
         socket.curve_secretkey = self.keys.secret
         socket.reconnect_ivl = -1
-        if silence_s is not None:
-            socket.heartbeat_ivl = HEARTBEAT_MS
-            socket.heartbeat_timeout = int(silence_s * 1000)
+        socket.heartbeat_ivl = HEARTBEAT_MS
+        socket.heartbeat_timeout = int(silence_s * 1000)
         ended = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(f"tcp://{_bracketed(host)}:{port}")
         return socket, ended

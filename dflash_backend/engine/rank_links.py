@@ -14,6 +14,9 @@ BEAT_S = 0.5
 """How often a rank says that it lives."""
 HANG_S = 10.0
 """The longest silence of a rank that serves. With more work than cores it may be seconds without a fault."""
+NETWORK_SILENCE_S = 3.5
+"""How long another machine may leave ZeroMQ's heartbeats without an answer. Its I/O thread answers them, so a rank that
+is busy, even one that holds the interpreter lock, is not silent."""
 START_SILENCE_S = 120.0
 """The longest silence of a rank that starts: Python and torch are loaded before it speaks."""
 CAUSE_S = 1.0

@@ -12,7 +12,7 @@ import zmq
 from dflash_backend.engine.network_sum import NetworkSum
 from dflash_backend.engine.rank import log_to_stderr, run
 from dflash_backend.engine.rank_channel import Endpoint
-from dflash_backend.engine.rank_links import HANG_S
+from dflash_backend.engine.rank_links import NETWORK_SILENCE_S
 from dflash_backend.engine.rank_messages import RemoteRank
 
 LAST_WORDS_MS = 1000
@@ -45,7 +45,7 @@ class RemoteRankProcess:
     def run(self, remote: RemoteRank) -> None:
         """Load, and run passes until rank 0 is gone, with which this process ends."""
         log_to_stderr(remote.setup)
-        to_engine, ended = self._endpoint.connect(remote.host, remote.beats_port, remote.engine_key, HANG_S)
+        to_engine, ended = self._endpoint.connect(remote.host, remote.beats_port, remote.engine_key, NETWORK_SILENCE_S)
         threading.Thread(target=_end_with, args=(ended,), name="engine-watch", daemon=True).start()
         shard = remote.setup.shard
         reduce = NetworkSum(shard)

@@ -13,10 +13,12 @@ import zmq
 from dflash_backend.engine import rank_links
 from dflash_backend.engine.network_sum import NetworkSum
 from dflash_backend.engine.rank_channel import Endpoint
-from dflash_backend.engine.rank_links import BEAT_S, HANG_S, cause_of
+from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S, HANG_S, NETWORK_SILENCE_S, cause_of
 from dflash_backend.engine.rank_messages import Beat, RankFailed, RankReady, RankSetup, RemoteRank
 from dflash_backend.engine.remote_rank import RankAddress
 from dflash_backend.models.shard import Shard
+
+GONE = "it has ended, or its machine does not answer any more; the log says why"
 
 
 class Launcher(Protocol):
@@ -54,6 +56,7 @@ class RemoteRanks:
         # The sockets by which a rank's connection is known to have ended, with its number.
         self._ends: dict[zmq.Socket[bytes], int] = {}
         self._started: dict[int, str] = {}
+        self._heard: set[int] = set()  # those that have said something since it was last asked for
         self._watching: threading.Thread | None = None
 
     def start(self, setups: Sequence[RankSetup]) -> None:
@@ -62,7 +65,7 @@ class RemoteRanks:
         self._addresses = self._launcher.open(len(setups), key)
         for rank, address in enumerate(self._addresses, 1):
             self._endpoint.known.keys.add(address.key)
-            passes, ended = self._endpoint.connect(address.host, address.port, address.key)
+            passes, ended = self._endpoint.connect(address.host, address.port, address.key, NETWORK_SILENCE_S)
             self._passes.append(passes)
             self._ends[ended] = rank
             self._poller.register(ended, zmq.POLLIN)
@@ -74,19 +77,32 @@ class RemoteRanks:
     def start_error(self, rank: int) -> str:
         silence_s = rank_links.START_SILENCE_S
         last = time.monotonic()
-        while rank not in self._started:
-            for each, message in self._receive():
-                if isinstance(message, RankReady | RankFailed):
-                    self._started[each] = message.error
-                if each == rank:
-                    last = time.monotonic()
-            if rank in self._started:
-                break
-            if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and "it ended; the log says why"):
-                return reason
+        while not self._has_started(rank):
+            if rank in self._heard:
+                self._heard.discard(rank)
+                last = time.monotonic()
+            if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and GONE):
+                return self._last_words(rank) or reason
             if time.monotonic() - last > silence_s:
                 return f"it has said nothing for {silence_s:g} s"
         return self._started[rank]
+
+    def _has_started(self, rank: int) -> bool:
+        """Whether the rank has said that it has loaded, or why not; waits up to a beat."""
+        if rank not in self._started:
+            for each, message in self._receive():
+                self._heard.add(each)
+                if isinstance(message, RankReady | RankFailed):
+                    self._started[each] = message.error
+        return rank in self._started
+
+    def _last_words(self, rank: int) -> str:
+        """Why a rank that has ended did not load: it says so on a connection of its own, which may be slower than the
+        end. Empty where it said nothing."""
+        deadline = time.monotonic() + CAUSE_S
+        while not self._has_started(rank) and time.monotonic() < deadline:
+            time.sleep(CAUSE_S / 50)
+        return self._started.get(rank, "")
 
     def serve(self) -> None:
         self._watching = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -120,7 +136,10 @@ class RemoteRanks:
                 if isinstance(message, RankFailed):
                     self.lost = self.lost or f"{self.name(rank)} failed: {message.error}"
             if rank := self._ended_rank():
-                self.lost = self.lost or f"{self.name(rank)} has ended"
+                # The heartbeats end a connection too, and then the beats have been missing as long.
+                is_silent = now - last[rank] > NETWORK_SILENCE_S - BEAT_S
+                how = f"has not answered for {NETWORK_SILENCE_S:g} s" if is_silent else "has ended"
+                self.lost = self.lost or f"{self.name(rank)} {how}"
             for rank, at in last.items():
                 if now - at > HANG_S:
                     self.lost = self.lost or f"{self.name(rank)} has not answered for {HANG_S:g} s"

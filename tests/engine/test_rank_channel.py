@@ -41,7 +41,7 @@ def test_messages_come_in_order_from_a_process_whose_key_is_known(ends: tuple[En
     server, client = ends
     received, port = server.bind(HOST)
     server.known.keys.add(client.keys.public)
-    sending, _ = client.connect(HOST, port, server.keys.public)
+    sending, _ = client.connect(HOST, port, server.keys.public, WAIT_MS / 1000)
     for index in range(100):
         sending.send(b"%d" % index)
     for index in range(100):
@@ -52,7 +52,7 @@ def test_messages_come_in_order_from_a_process_whose_key_is_known(ends: tuple[En
 def test_a_process_whose_key_is_not_known_sends_nothing(ends: tuple[Endpoint, Endpoint]) -> None:
     server, client = ends
     received, port = server.bind(HOST)
-    sending, _ = client.connect(HOST, port, server.keys.public)
+    sending, _ = client.connect(HOST, port, server.keys.public, WAIT_MS / 1000)
     sending.send(b"harm", zmq.NOBLOCK)
     assert not received.poll(QUIET_MS)
 
@@ -70,7 +70,7 @@ def test_a_server_with_another_key_receives_nothing(ends: tuple[Endpoint, Endpoi
     server, client = ends
     received, port = server.bind(HOST)
     server.known.keys.add(client.keys.public)
-    sending, _ = client.connect(HOST, port, Endpoint().keys.public)
+    sending, _ = client.connect(HOST, port, Endpoint().keys.public, WAIT_MS / 1000)
     sending.send(b"secret", zmq.NOBLOCK)
     assert not received.poll(QUIET_MS)
 

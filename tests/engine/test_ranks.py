@@ -18,6 +18,7 @@ from dflash_backend.engine.rank_links import HANG_S
 from dflash_backend.engine.ranks import RankGroup
 from dflash_backend.models.parallel import RankLostError, SharedTarget
 from tests.batch_invariance import differing, random_prompts, run
+from tests.engine.rank_forks import fork_ranks
 from tests.quantised import GPTQ, gptq, write
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.waiting import eventually
@@ -33,9 +34,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_pair(tmp_path_factory.mktemp("models"), {"tie_word_embeddings": False})
 
 
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks, but for those of `shared`, which starts before."""
+    fork_ranks(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def shared(pair: dict[str, str]) -> Iterator[BuiltEngine]:
-    """An engine of two ranks, for tests that leave it as it was."""
+    """An engine of two ranks, for tests that leave it as it was. Its ranks start as those of a server do."""
     built = engine(**pair, **SETTINGS, tensor_parallel_size=2)
     pids = rank_pids(built)
     yield built

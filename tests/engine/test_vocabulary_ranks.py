@@ -19,8 +19,9 @@ from dflash_backend.engine.shared_target import vocabulary_bytes
 from dflash_backend.models.parallel import SharedTarget
 from dflash_backend.models.vocabulary import HeadPass, SlicedHead
 from tests.drafters.drafts import make_dspark, make_eagle3
+from tests.engine.rank_forks import fork_ranks, over_the_network
 from tests.engine.test_ranks import FAMILIES, PROMPTS, SETTINGS, end, group, texts
-from tests.engine.test_remote_ranks import RAY, over_the_network
+from tests.engine.test_remote_ranks import RAY
 from tests.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
@@ -38,6 +39,7 @@ SPECIAL: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks split any vocabulary."""
+    fork_ranks(monkeypatch)
     monkeypatch.setattr("dflash_backend.engine.shared_target.MIN_SPLIT_BYTES", 0)
 
 

@@ -47,10 +47,23 @@ REMOTE_RANK_MUTANTS = (
         (f"{RANKS}test_the_loss_of_a_rank_ends_the_engine_and_is_named",),
         ("the end of a rank's connection is not noticed", "if rank := self._ended_rank():", "if rank := 0:"),
         (
+            "silence of a machine is waited for as that of a process",
+            "address.port, address.key, NETWORK_SILENCE_S)",
+            "address.port, address.key, HANG_S)",
+        ),
+        ("a machine that is silent is said to have ended", "if is_silent else", "if False else"),
+        (
             "a lost rank is named by the next one's node",
             "self._addresses[rank - 1].node",
             "self._addresses[rank % len(self._addresses)].node",
         ),
+    ),
+    Mutant(
+        "a rank that is slow is lost",
+        "dflash_backend/engine/rank_links.py",
+        "HANG_S = 10.0",
+        "HANG_S = 3.5",
+        (f"{RANKS}test_a_rank_that_is_only_slow_is_not_lost",),
     ),
     Mutant(
         "a rank outlives its engine",

@@ -14,4 +14,4 @@ from checks.ray_nodes import RayNodes
 def test_answers_are_those_of_one_process_and_a_lost_node_is_an_engine_that_is_replaced(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="left-") as directory, RayNodes() as nodes:
         monkeypatch.setattr("tempfile.tempdir", directory)
-        assert ray_ranks.check(nodes, 1, False, 4, directory)
+        assert ray_ranks.check(nodes, 1, "stop", 4, directory)
