@@ -3,7 +3,8 @@
 Triton 3.9's interpreter replaces the functions of `triton.language` at each launch and, again, at each call of one
 jit'd function by another, where the second finds all replaced and looks through the module for nothing. It also builds
 its table of element types at each look into it, reckons shapes anew for each value, and looks for integers that
-overflow by six more operations of its own. Together that is more than half of the time of the tests with kernels.
+overflow by six more operations of its own, and asks of each pair of operands what type and shape they have in common,
+which nearly all have from the start. Together that is most of the time of the tests with kernels.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 # What another version of Triton may not have; its interpreter then stays as it is.
-NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "TensorHandle")
+NEEDED = ("_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "TensorHandle", "interpreter_semantic")
 BROADCASTS = "broadcast_impl_value"
 CHECKS_OVERFLOW = "binary_op_sanitize_overflow_impl"
+CHECKS_TYPES = "binary_op_type_checking_impl"
+# A type that a number of Python is taken into, whose kind is not a lower one. Others are left to Triton.
+TAKES = dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), (int,))
+TAKES |= {"fp32": (int, float), "fp64": (int, float)}
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -34,6 +39,10 @@ def install() -> None:
             setattr(TritonSemantic, BROADCASTS, _of_other_shapes(getattr(TritonSemantic, BROADCASTS)))
         if hasattr(TritonSemantic, CHECKS_OVERFLOW):
             setattr(TritonSemantic, CHECKS_OVERFLOW, _overflow_seen_at_once(getattr(TritonSemantic, CHECKS_OVERFLOW)))
+        if hasattr(TritonSemantic, CHECKS_TYPES):
+            setattr(TritonSemantic, CHECKS_TYPES, _of_other_types(getattr(TritonSemantic, CHECKS_TYPES)))
+        interpreter._patch_attr = _patch_attr
+        tl.dtype.__eq__ = _same_at_once(tl.dtype.__eq__)
 
 
 def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -49,6 +58,45 @@ def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     patch_lang.is_fast = True  # type: ignore[attr-defined]
     return patch_lang
+
+
+def _patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+    """Replace a function of the language by one that says who interprets it. What Triton has around the function only
+    checks that it was said."""
+    function = member.__wrapped__ if getattr(member, "__code__", None) is _BUILTIN else member  # type: ignore[attr-defined]
+
+    def interpreted(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, interpreted)
+
+
+_BUILTIN = tl.core.builtin(lambda: None).__code__
+
+
+def _same_at_once(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _of_other_types(check: Callable[..., Any]) -> Callable[..., Any]:
+    """`check`, but for two tensors of one type of numbers, which stay as they are, and for such a tensor and a number
+    that its type takes."""
+    kinds = {*TAKES, "int1"}
+
+    def check_types(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, *rest: Any, **more: Any
+    ) -> Any:
+        if type(lhs) is tl.tensor and type(lhs.dtype) is tl.dtype and not rest and not more:
+            name = lhs.dtype.name
+            if type(rhs) is tl.tensor:
+                if type(rhs.dtype) is tl.dtype and rhs.dtype.name == name and name in kinds:
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif type(rhs) in TAKES.get(name, ()):
+                return self.broadcast_impl_value(lhs, self._cast_to_computation_type(rhs, lhs.dtype))
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, *rest, **more)
+
+    return check_types
 
 
 def _read_once(get_dtype: Callable[[Any], np.dtype[Any]]) -> Callable[[Any], np.dtype[Any]]:

@@ -65,3 +65,38 @@ def test_blocks_whose_sizes_do_not_fit_are_an_error() -> None:
     x, y, out = torch.ones(8), torch.ones(4), torch.zeros(8)
     with pytest.raises(Exception, match="incompatible dimensions"):
         _mismatch_kernel[(1,)](x, y, out, 8)
+
+
+@triton.jit
+def _scale_kernel(x, out, factor: tl.constexpr, size: tl.constexpr):
+    index = tl.arange(0, size)
+    tl.store(out + index, tl.load(x + index) * factor)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "result"),
+    [
+        (torch.int16, 3, torch.int16),
+        (torch.int32, 0.5, torch.float32),  # a number of a higher kind takes the tensor along
+        (torch.float32, 3, torch.float32),
+        (torch.float16, 0.1, torch.float16),
+        (torch.bool, 3, torch.int32),
+    ],
+)
+def test_a_number_takes_the_type_of_a_tensor_whose_kind_is_not_a_lower_one(
+    dtype: torch.dtype, factor: float, result: torch.dtype
+) -> None:
+    x, out = torch.tensor([0, 1]).to(dtype), torch.zeros(2, dtype=result)
+    _scale_kernel[(1,)](x, out, factor, 2)
+    assert out.tolist() == (x * torch.tensor(factor, dtype=result)).tolist()
+
+
+def test_a_number_that_its_tensor_cannot_hold_is_an_error() -> None:
+    with pytest.raises(Exception, match="300 is out of range for type int8"):
+        _scale_kernel[(1,)](torch.ones(2, dtype=torch.int8), torch.ones(2, dtype=torch.int8), 300, 2)
+
+
+def test_tensors_of_two_types_are_taken_to_the_wider_one() -> None:
+    x, y, out = torch.tensor([2.5, -1.0]), torch.tensor([1, 2], dtype=torch.int32), torch.zeros(2)
+    _add_kernel[(1,)](x, y, out, 2)
+    assert out.tolist() == [3.5, 1.0]
