@@ -77,13 +77,13 @@ class Fork:
 
 def run_local(engine: int, stdin: int, memory: int, number: int) -> None:
     """A rank of this machine. number: of the memory's descriptor, as the engine names it."""
-    from dflash_backend.engine import rank
+    from dflash_backend.engine import rank, rank_process
 
     os.dup2(stdin, rank.STDIN)
     os.dup2(memory, number)
     # The engine is the parent of no fork; that it lives is watched all the same.
     os.getppid = lambda: engine  # type: ignore[method-assign]
-    status = rank.main()
+    status = rank_process.main()
     sys.stderr.flush()
     os._exit(status)
 
@@ -92,7 +92,7 @@ def local_rank(command: Sequence[str], stdin: int, stdout: int, pass_fds: tuple[
     """In place of the process that `LocalRanks` starts. A program other than this Python is started as it would be."""
     if command[0] != PYTHON:
         return subprocess.Popen(command, stdin=stdin, stdout=stdout, pass_fds=pass_fds)
-    assert command[-1] == "dflash_backend.engine.rank"
+    assert command[-1] == "dflash_backend.engine.rank_process"
     (memory,) = pass_fds
     return Fork("run_local", os.getpid(), _Descriptor(stdin), _Descriptor(memory), memory)
 
