@@ -33,7 +33,7 @@ from benchmarks.gpu.shapes import (
 )
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.triton_backend import TritonBackend
-from dflash_backend.checkpoints.spec import DeltaNetSpec, MoeSpec
+from dflash_backend.checkpoints.spec import ClampedSwiglu, DeltaNetSpec, MoeSpec
 from dflash_backend.checkpoints.weights import expected_tensors
 from dflash_backend.config import asset_path
 from dflash_backend.core.engine import EngineCore
@@ -60,7 +60,7 @@ from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
 from dflash_backend.worker.warm_up import warm_up
-from dflash_kernels.quantised_weight import FP8, INT4
+from dflash_kernels.quantised_weight import FP8, INT4, MXFP4
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_TOKENS = 16, 2048, 4096, 2048
@@ -74,12 +74,13 @@ REGEX = StructuredOutputs("regex", "[a-z]{1,9}")
 @dataclass(frozen=True)
 class Case:
     """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter. shared: all prompts begin
-    alike, and their KV is read together. hybrid: half of the target's layers keep a state. quantised: what the
-    projections of both models are kept in."""
+    alike, and their KV is read together. gpt_oss: experts have biases and a clamped gate. hybrid: half of the target's
+    layers keep a state. quantised: what the projections of both models, or gpt-oss's experts, are kept in."""
 
     name: str
     k: int = 15
     moe: bool = False
+    gpt_oss: bool = False
     ngram: bool = False
     dflash2: bool = False
     markov: str | None = None
@@ -118,6 +119,7 @@ CASES = (
     Case("FP8 weights, batch-invariant", batch_invariant=True, quantised=FP8),
     Case("FP8 experts, batch-invariant", moe=True, batch_invariant=True, quantised=FP8),
     Case("INT4 experts, k = 15", moe=True, quantised=INT4),
+    Case("experts in MXFP4, k = 7", k=7, gpt_oss=True, quantised=MXFP4),
     Case("gated delta nets, FP8 weights, k = 15", hybrid=True, quantised=FP8),
     Case("FP8 experts, adaptive k", moe=True, adaptive=True, quantised=FP8),
 )
@@ -130,6 +132,10 @@ def shape_of(case: Case) -> Shape:
         rest["moe"] = MoeSpec(128, 8, 32, norm_topk_prob=True, sparse_layers=(True, True))
     kv_heads = 4 if case.moe else 8
     architecture = "Qwen3MoeForCausalLM" if case.moe else "Qwen3ForCausalLM"
+    if case.gpt_oss:
+        architecture = "GptOssForCausalLM"
+        moe = MoeSpec(32, 4, 32, True, (True, True), swiglu=ClampedSwiglu(1.702, 7.0), mxfp4=True)
+        rest |= {"moe": moe, "sinks": True, "qk_norm": False}
     if case.hybrid:
         architecture = "Qwen3_5ForCausalLM"
         net = DeltaNetSpec((True, False), 2, 4, 128, 128, 4, grouped=False)

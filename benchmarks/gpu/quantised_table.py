@@ -22,12 +22,17 @@ from benchmarks.markdown import markdown_table
 from dflash_kernels import moe, moe_routing
 from dflash_kernels import quantised_linear as products
 from dflash_kernels import quantised_moe as experts
-from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
+from dflash_kernels.clamped_swiglu import Clamp
+from dflash_kernels.moe import Biases
+from dflash_kernels.mxfp4 import GROUP as GROUP_OF_MXFP4
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, MXFP4, QuantisedWeight
 
 SIZE, GROUP = 4096, 128
 NUM_EXPERTS, PER_TOKEN, MOE_HIDDEN, MOE_INNER = 128, 8, 2048, 768
 LINEAR, INTO, OUT_OF = "Products", "Into experts, whose gate and up share the outputs", "Out of experts"
 SCHEMES = ("FP8, 128 x 128", "FP8, rows", "INT8, rows", "INT4, groups of 128", "INT4, groups of 128, zero points")
+# Which experts alone are of: gpt-oss's, with biases and a clamped gate.
+MXFP4_EXPERTS = "MXFP4"
 HEADER = ["GPU", "weights", "tokens x outputs", "warps", "stages", "registers", "spilled bytes", "shared KiB", "of"]
 
 
@@ -38,14 +43,26 @@ def weight_of(scheme: str, outputs: int = SIZE, inputs: int = SIZE) -> Quantised
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.zeros((), dtype=dtype).expand(shape)
 
-    if not scheme.startswith("INT4"):
+    if scheme.startswith(("FP8", "INT8")):
         kind = FP8 if scheme.startswith("FP8") else INT8
         in_rows = "rows" in scheme
         shape, rows, columns = ((1, outputs), 1, inputs) if in_rows else ((groups, outputs // GROUP), GROUP, GROUP)
         return QuantisedWeight(kind, zeros(outputs, inputs), zeros(*shape, dtype=torch.float32), None, rows, columns)
+    if scheme == MXFP4_EXPERTS:
+        groups = inputs // GROUP_OF_MXFP4
+        return QuantisedWeight(
+            MXFP4, zeros(groups, outputs, GROUP_OF_MXFP4 // 2), zeros(groups, outputs), None, 1, GROUP_OF_MXFP4
+        )
     points = zeros(groups, outputs) if "zero points" in scheme else None
     scales = zeros(groups, outputs, dtype=torch.float16)
     return QuantisedWeight(INT4, zeros(groups, outputs, GROUP // 2), scales, points, 1, GROUP)
+
+
+def form_of(scheme: str, x: torch.Tensor) -> tuple[Biases | None, Clamp | None]:
+    """Biases, in the dtype of `x`, and the clamp of experts of a scheme."""
+    if scheme != MXFP4_EXPERTS:
+        return None, None
+    return (x.new_zeros(NUM_EXPERTS, 2 * MOE_INNER), x.new_zeros(NUM_EXPERTS, MOE_HIDDEN)), (1.702, 7.0)
 
 
 KernelLaunch = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -70,7 +87,8 @@ def expert_launches(scheme: str, tile: products.Tile, arch: int) -> list[KernelL
         x = torch.zeros(4, MOE_HIDDEN, dtype=torch.bfloat16)
         chosen = torch.zeros(4, PER_TOKEN, dtype=torch.int32)
         reading = products.reading_of(divmod(arch, 10))
-        experts.run_by_tile(x, gate_up, down, chosen.bfloat16(), chosen, tile, reading)
+        form = form_of(scheme, x)
+        experts.run_by_tile(x, gate_up, down, chosen.bfloat16(), chosen, tile, reading, *form)
     finally:
         for kernel, run in zip((*kernels, *others), runs, strict=True):
             kernel.run = run
@@ -95,7 +113,7 @@ def launch(scheme: str, tile: products.Tile, arch: int) -> KernelLaunch:
 
 def rows_of(scheme: str, arch: int) -> Iterator[tuple[str, list[str]]]:
     """Rows of the tables, each with the name of its table."""
-    for tile in products.TILES:
+    for tile in products.TILES if scheme in SCHEMES else ():
         yield LINEAR, row_of(launch(scheme, tile, arch), scheme, tile, arch)
     for tile in experts.TILES:
         for name, each in zip((INTO, OUT_OF), expert_launches(scheme, tile, arch), strict=True):
@@ -126,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     tables: dict[str, list[list[str]]] = {LINEAR: [], INTO: [], OUT_OF: []}
     fits = True
     for arch in args.arch or GPUS:
-        for scheme in SCHEMES:
+        for scheme in (*SCHEMES, MXFP4_EXPERTS):
             for name, row in rows_of(scheme, arch):
                 print(name, *row, flush=True)
                 tables[name].append(row)

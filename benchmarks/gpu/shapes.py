@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from dflash_backend.checkpoints.quantization.keepable import FP8
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
@@ -23,6 +22,7 @@ from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.models.decoder import TargetWeights
+from dflash_kernels.quantised_weight import FP8, MXFP4
 
 WEIGHT_STD = 0.02
 NO_FILES = Path("random weights")
@@ -76,15 +76,23 @@ class RandomTensors(WeightSource):
 
 class RandomQuantised(RandomTensors):
     """As `RandomTensors`, whose projections stay quantised: FP8 with a scale for each 128 x 128, or INT4 with a scale
-    and a zero point for each 128 weights of a row."""
+    and a zero point for each 128 weights of a row. Of MXFP4 the experts of gpt-oss are, and nothing else."""
 
     def __init__(
         self, expected: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device, kind: str, seed: int = 0
     ) -> None:
         super().__init__(expected, dtype, device, seed)
-        self.kind = kind
+        self.kind, self.keep_quantised = kind, True
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if out.dtype == torch.uint8:  # every byte is two codes; scales are about 2 ** -7
+            out.random_(117, 123) if name.endswith("_scales") else out.random_(0, 256)
+        else:
+            super().read(name, out)
 
     def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+        if self.kind == MXFP4:
+            return False
         return all(name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) for name in names)
 
     def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:

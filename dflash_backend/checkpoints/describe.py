@@ -48,7 +48,13 @@ def _mxfp4_facts(spec: TargetSpec, dtype: str) -> Facts:
     stored = sum(header.num_bytes for header in packed.values())
     loaded = sum(num_weights(name, header) for name, header in packed.items()) * FLOAT_BYTES[dtype]
     mib = 1024**2
-    return [("MXFP4", f"experts of {stored / mib:.1f} MiB on disk are {loaded / mib:.1f} MiB of {dtype} in memory")]
+    return [
+        (
+            "MXFP4",
+            f"experts of {stored / mib:.1f} MiB on disk stay so on a GPU, whose products read codes, and are "
+            f"{loaded / mib:.1f} MiB of {dtype} in memory on a CPU",
+        )
+    ]
 
 
 def decoder_facts(decoder: DecoderSpec) -> Facts:

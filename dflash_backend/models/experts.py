@@ -73,13 +73,10 @@ def run_experts(
     *,
     is_gelu: bool = False,
 ) -> torch.Tensor:
-    """`[n, hidden]` -> `[n, hidden]`, as `moe.experts_mlp_reference`. Quantised experts have neither biases nor a
-    clamped gate."""
+    """`[n, hidden]` -> `[n, hidden]`, as `moe.experts_mlp_reference`."""
     gate_up, down = of_experts
     if isinstance(gate_up, QuantisedWeight):
         assert isinstance(down, QuantisedWeight)
-        assert biases is None
-        assert clamp is None
-        return ops.quantised_experts_mlp(x, gate_up, down, weights, experts, is_gelu=is_gelu)
+        return ops.quantised_experts_mlp(x, gate_up, down, weights, experts, biases, clamp, is_gelu=is_gelu)
     assert isinstance(down, torch.Tensor)
     return ops.experts_mlp(x, gate_up, down, weights, experts, biases, clamp, is_gelu=is_gelu)

@@ -10,12 +10,8 @@ import torch
 
 from dflash_backend.checkpoints.experts import MXFP4_GROUP
 from dflash_backend.checkpoints.spec import CheckpointError
-
-# What the codes 0 to 15 are (e2m1): a sign, two bits of exponent, one of mantissa.
-POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = (*POSITIVE, *(-value for value in POSITIVE))
-# A scale of e8m0 is 2 ** (byte - 127); 255 is not a number.
-SCALE_BIAS, NOT_A_NUMBER = 127, 255
+from dflash_kernels.mxfp4 import NOT_A_NUMBER, SCALE_BIAS, VALUES
+from dflash_kernels.quantised_weight import MXFP4, QuantisedWeight
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -24,11 +20,24 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
     Raises `CheckpointError` on a scale that is not a number.
     """
-    if bool((scales == NOT_A_NUMBER).any()):
-        raise CheckpointError("a scale of MXFP4 weights is 255, which is not a number: fetch the checkpoint again")
+    check_scales(scales)
     pairs, powers = _tables(blocks.device)
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.float32).view(*scales.shape, MXFP4_GROUP)
     return numbers.mul_(powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)).to(dtype).flatten(-2)
+
+
+def check_scales(scales: torch.Tensor) -> None:
+    """Raises `CheckpointError` on a scale that is not a number."""
+    if bool((scales == NOT_A_NUMBER).any()):
+        raise CheckpointError("a scale of MXFP4 weights is 255, which is not a number: fetch the checkpoint again")
+
+
+def in_products(blocks: torch.Tensor, scales: torch.Tensor) -> QuantisedWeight:
+    """The same weight as `dequantise` makes of `[rows, groups, 16]` and `[rows, groups]`, in the layout of the products
+    by codes. Raises `CheckpointError` as that does."""
+    check_scales(scales)
+    codes = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(1)
+    return QuantisedWeight.of_codes(MXFP4, codes, scales, None, 1, MXFP4_GROUP)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ columns are split among several, whose sums are added up in their order. With ma
 larger tiles. Nothing here waits for the device, and launches follow from shapes alone.
 
 Codes of e4m3 are read by the compiler's own conversion where it has one (compute capability 8.9 and later), else by
-integer operations. The numbers are the same.
+integer operations. The numbers are the same. Those of MXFP4 are read as `mxfp4.py` says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from dflash_kernels.launcher import cached_launches
-from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, INTEGERS, MIDDLE, PACKED, QuantisedWeight
 
 try:
     import triton
@@ -100,6 +100,8 @@ def num_splits(num_tokens: int, weight: QuantisedWeight, tile: Tile) -> int:
 
 
 if triton is not None:
+    from dflash_kernels.mxfp4 import numbers_of_e2m1, scales_at
+
     _MIDDLE_OF_INT4, _MIDDLE_OF_INT8 = tl.constexpr(MIDDLE[INT4]), tl.constexpr(MIDDLE[INT8])
     _BY_INTEGERS, _BY_FLOAT32 = tl.constexpr(BY_INTEGERS), tl.constexpr(BY_FLOAT32)
     # The bits of 128 in bfloat16 and of 1024 in float16, whose last bits are those of an integer.
@@ -176,18 +178,24 @@ if triton is not None:
         return first, second
 
     @triton.jit
-    def sums_of_int4(
+    def sums_of_packed(
         first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype: tl.constexpr,
-        RUN: tl.constexpr, WIDEN: tl.constexpr,
+        INTEGERS: tl.constexpr, RUN: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
         """The products of a run of columns, without scales: `[rows, tokens]`. Both halves of a byte are numbers of one
-        row, half a run apart."""
-        zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
+        row, half a run apart: integers of 4 bits, or e2m1."""
+        if INTEGERS:
+            zeros = zero_numbers(zeros_ptr, of_block, is_row, dtype, WIDEN)[:, None]
         half = tl.arange(0, RUN // 2)
         offsets = (tl.cast(run, tl.int64) * outputs + row)[:, None] * (RUN // 2) + half[None, :]
         packed = tl.load(codes_ptr + offsets, mask=is_row[:, None], other=0)
-        sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
-        return tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
+        if INTEGERS:
+            sums = tl.dot(number_of_int4(packed & 0x0F, dtype, WIDEN) - zeros, first, input_precision="ieee")
+            sums = tl.dot(number_of_int4(packed >> 4, dtype, WIDEN) - zeros, second, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(numbers_of_e2m1(packed & 0x0F, dtype, WIDEN), first, input_precision="ieee")
+            sums = tl.dot(numbers_of_e2m1(packed >> 4, dtype, WIDEN), second, sums, input_precision="ieee")
+        return sums
 
     @triton.jit
     def numbers_of_int8(codes, zeros_ptr, of_block, is_row, dtype: tl.constexpr, WIDEN: tl.constexpr):
@@ -204,7 +212,7 @@ if triton is not None:
         x, codes_ptr, zeros_ptr, of_block, run, row, inputs, is_row, dtype: tl.constexpr, RUN: tl.constexpr,
         EVEN: tl.constexpr, INTEGERS: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
-        """As `sums_of_int4`, of codes of e4m3 or, with INTEGERS, of integers."""
+        """As `sums_of_packed`, of codes of e4m3 or, with INTEGERS, of integers."""
         column = run * RUN + tl.arange(0, RUN)
         codes_mask = is_row[:, None]
         if not EVEN:
@@ -229,8 +237,8 @@ if triton is not None:
         if COLUMNS:
             of_block += run * RUN // COLUMNS * scale_stride
         if PACKED:
-            sums = sums_of_int4(
-                first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, RUN, WIDEN
+            sums = sums_of_packed(
+                first, second, codes_ptr, zeros_ptr, of_block, run, row, outputs, is_row, dtype, INTEGERS, RUN, WIDEN
             )
         else:
             sums = sums_of_bytes(
@@ -238,16 +246,14 @@ if triton is not None:
                 WIDEN,
             )  # fmt: skip
         if COLUMNS:
-            scale = tl.load(scales_ptr + of_block, mask=is_row, other=0.0)
-            sums = sums * scale.to(tl.float32)[:, None]
+            sums = sums * scales_at(scales_ptr, of_block, is_row)[:, None]
         return sums
 
     @triton.jit
     def with_scale_of_rows(result, scales_ptr, row, is_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         """The sums over all columns, `[rows, tokens]`, times the scale of each row where it has one alone."""
         if COLUMNS == 0:
-            scale = tl.load(scales_ptr + row // ROWS, mask=is_row, other=0.0)
-            result = result * scale.to(tl.float32)[:, None]
+            result = result * scales_at(scales_ptr, row // ROWS, is_row)[:, None]
         return result
 
     # One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
@@ -349,8 +355,8 @@ if triton is not None:
             _quantised_linear_kernel[grid](
                 rows, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
                 out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
-                triton.cdiv(num_runs, splits), PACKED=weight.kind == INT4, INTEGERS=not is_fp8, ROWS=weight.rows,
-                COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
+                triton.cdiv(num_runs, splits), PACKED=weight.kind in PACKED, INTEGERS=weight.kind in INTEGERS,
+                ROWS=weight.rows, COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,
                 EVEN=inputs % weight.run == 0, SPLIT=splits > 1, BLOCK_M=tile.tokens, BLOCK_N=tile.outputs,
                 READING=BY_INTEGERS if not is_fp8 else reading_on(device) if reading is None else reading,
                 WIDEN=INTERPRETED,

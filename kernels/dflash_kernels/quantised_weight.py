@@ -1,7 +1,8 @@
 """A weight that stays quantised in memory, in the layout that `quantised_linear` multiplies by.
 
-A number is `(code - zero point) * scale`. Codes are e4m3 (Micikevicius et al., arXiv 2209.05433), which has no zero
-points, or integers of 8 or 4 bits, to which compressed-tensors', GPTQ's and AWQ's words are all repacked.
+A number is `(code - zero point) * scale`. Codes are e4m3 (Micikevicius et al., arXiv 2209.05433) or those of MXFP4
+(`mxfp4.py`), which have no zero points, or integers of 8 or 4 bits, to which compressed-tensors', GPTQ's and AWQ's
+words are all repacked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-FP8, INT8, INT4 = "fp8", "int8", "int4"
+from dflash_kernels.mxfp4 import SCALE_BIAS, VALUES
+
+FP8, INT8, INT4, MXFP4 = "fp8", "int8", "int4", "mxfp4"
+# Two codes in a byte.
+PACKED = (INT4, MXFP4)
+INTEGERS = (INT8, INT4)
 # The zero point of integers that have none of their own.
 MIDDLE = {INT8: 128, INT4: 8}
 # Columns that are multiplied at a time: at most, and at least, since tensor cores take 16.
@@ -32,7 +38,8 @@ class QuantisedWeight:
     `[in_features / run, out_features, run / 2]`, for each run of columns and each row a byte for two columns: number j
     of a run in the lower half of byte j, number `run / 2 + j` in its upper half. So the bytes that a program reads at a
     time lie side by side, and each half of them is a run of columns.
-    scales: `[ceil(in_features / columns), ceil(out_features / rows)]`, float32 for e4m3, else of any floating dtype.
+    scales: `[ceil(in_features / columns), ceil(out_features / rows)]`, float32 for e4m3, uint8 (e8m0) for MXFP4,
+    else of any floating dtype.
     zeros: uint8 of the same shape, for integers; None where all are `MIDDLE`.
     rows, columns: how many of the weight's share a scale.
     """
@@ -56,14 +63,14 @@ class QuantisedWeight:
     ) -> QuantisedWeight:
         """codes: uint8 `[out_features, in_features]`, one in a byte, integers from 0 on. scales, zeros: as checkpoints
         have them, `[ceil(out_features / rows), ceil(in_features / columns)]`."""
-        packed = pack(codes, run_of(columns)) if kind == INT4 else codes.contiguous()
+        packed = pack(codes, run_of(columns)) if kind in PACKED else codes.contiguous()
         beside = None if zeros is None or bool((zeros == MIDDLE[kind]).all()) else zeros.T.contiguous()
         return cls(kind, packed, scales.T.contiguous(), beside, rows, columns)
 
     @property
     def shape(self) -> tuple[int, int]:
         """out_features, in_features."""
-        if self.kind != INT4:
+        if self.kind not in PACKED:
             return self.codes.shape[0], self.codes.shape[1]
         runs, out, half = self.codes.shape
         return out, runs * 2 * half
@@ -71,7 +78,7 @@ class QuantisedWeight:
     @property
     def run(self) -> int:
         """Columns that are multiplied at a time; the last ones may be fewer where codes have 8 bits."""
-        return run_of(self.columns) if self.kind == INT4 or len(self.scales) > 1 else MAX_RUN
+        return run_of(self.columns) if self.kind in PACKED or len(self.scales) > 1 else MAX_RUN
 
     @property
     def num_bytes(self) -> int:
@@ -118,12 +125,18 @@ class QuantisedWeight:
     @property
     def dim_of_rows(self) -> int:
         """The dimension of `codes` along which rows lie."""
-        return 1 if self.kind == INT4 else 0
+        return 1 if self.kind in PACKED else 0
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """The numbers, `[out_features, in_features]`: in float32, then rounded to `dtype`."""
         out, inner = self.shape
-        scales = _spread(self.scales.float(), self.rows, self.columns, out, inner)
+        exact = self.scales.float()
+        if self.kind == MXFP4:
+            exact = torch.ldexp(torch.ones_like(exact), exact - SCALE_BIAS)
+        scales = _spread(exact, self.rows, self.columns, out, inner)
+        if self.kind == MXFP4:
+            values = torch.tensor(VALUES, device=scales.device)
+            return (values[unpack(self.codes).int()] * scales).to(dtype)
         if self.kind == FP8:
             return (self.codes.view(torch.float8_e4m3fn).float() * scales).to(dtype)
         zeros = _spread(_zeros_of(self).float(), self.rows, self.columns, out, inner)

@@ -79,7 +79,10 @@ def test_a_gpt_oss_target_is_described_with_its_sinks_windows_and_packed_experts
     assert facts["attention"] == "window of 9 in 4 layers (0, 2, 4, ...), full in 4 layers (1, 3, 5, ...)"
     assert facts["attention sinks"] == "a learned logit of each query head"
     # 6 experts of 3 x 64 x 96 weights in 8 layers: 17 bytes for 32 of them, and 4 bytes each.
-    assert facts["MXFP4"] == "experts of 0.4 MiB on disk are 3.4 MiB of float32 in memory"
+    assert facts["MXFP4"] == (
+        "experts of 0.4 MiB on disk stay so on a GPU, whose products read codes, and are 3.4 MiB of float32 in memory "
+        "on a CPU"
+    )
     assert target["weights"]["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert "sliding window 9, sinks, head size" in cli("inspect", tmp_path).out
 

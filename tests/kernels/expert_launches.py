@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.quantised_table import MOE_HIDDEN, MOE_INNER, NUM_EXPERTS, PER_TOKEN, weight_of
+from benchmarks.gpu.quantised_table import (
+    MOE_HIDDEN,
+    MOE_INNER,
+    MXFP4_EXPERTS,
+    NUM_EXPERTS,
+    PER_TOKEN,
+    form_of,
+    weight_of,
+)
 from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY
 from dflash_kernels.quantised_moe import TILES, WIDE_TILE, run_by_tile
 from tests.scale import SCALE
@@ -18,6 +26,7 @@ SCHEMES = (
     ("INT8, rows", BY_INTEGERS, torch.bfloat16),
     ("INT4, groups of 128", BY_INTEGERS, torch.bfloat16),
     ("INT4, groups of 128, zero points", BY_INTEGERS, torch.float16),
+    (MXFP4_EXPERTS, BY_INTEGERS, torch.bfloat16),
 )
 
 
@@ -29,5 +38,6 @@ def launch_quantised_experts() -> None:
         down = weight_of(scheme, NUM_EXPERTS * MOE_HIDDEN, MOE_INNER)
         x = torch.zeros(4, MOE_HIDDEN, dtype=dtype)
         for tile in TILES if SCALE >= 4 else TILES[:1]:
-            run_by_tile(x, gate_up, down, chosen.to(dtype), chosen, tile, reading, is_gelu=scheme == "FP8, rows")
+            form, is_gelu = form_of(scheme, x), scheme == "FP8, rows"
+            run_by_tile(x, gate_up, down, chosen.to(dtype), chosen, tile, reading, *form, is_gelu=is_gelu)
         run_by_tile(x.float(), gate_up, down, chosen.float(), chosen, WIDE_TILE, reading)

@@ -21,7 +21,7 @@ from dflash_kernels.quantised_linear import (
     quantised_linear_reference,
     tile_of,
 )
-from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, QuantisedWeight, pack, run_of, unpack
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, MIDDLE, MXFP4, QuantisedWeight, pack, run_of, unpack
 from tests.kernels.inputs import DEVICE, multiply_as_tensor_cores_do, random
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -73,6 +73,13 @@ def int8(out: int, inner: int, rows: int, columns: int, zeros: bool = True, seed
     return QuantisedWeight.of_codes(INT8, codes.to(DEVICE), scales, points.to(DEVICE) if zeros else None, rows, columns)
 
 
+def mxfp4(out: int, inner: int, seed: int = 0) -> QuantisedWeight:
+    """A weight in MXFP4, whose groups' scales go from 2 ** -6 to 2."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(121, 129, (out, inner // 32), generator=generator, dtype=torch.uint8).to(DEVICE)
+    return QuantisedWeight.of_codes(MXFP4, integers(out, inner, seed=seed), scales, None, 1, 32)
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Within what rounding to the dtype, and sums in another order, make."""
     assert found.dtype == expected.dtype
@@ -102,6 +109,25 @@ def test_int4_products_equal_the_reference(name: str, zeros: bool, dtype: torch.
     for splits in (1, 2):
         found = multiply(x, weight, bias, tile_of(16, dtype), splits)
         assert_close(found, quantised_linear_reference(x, weight, bias))
+
+
+@pytest.mark.parametrize("inner", [32, 160])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_mxfp4_products_equal_the_reference(inner: int, dtype: torch.dtype) -> None:
+    weight = mxfp4(72, inner)
+    x, bias = random(21, inner, seed=1).to(dtype), random(72, seed=2).to(dtype)
+    for splits in (1, 2):
+        found = multiply(x, weight, bias, tile_of(16, dtype), splits)
+        assert_close(found, quantised_linear_reference(x, weight, bias))
+
+
+def test_every_code_of_mxfp4_under_every_scale_is_its_number_to_the_bit() -> None:
+    """The lowest scale is below the normal numbers of float32, the highest leave them."""
+    codes = torch.arange(64, dtype=torch.uint8).remainder(16).expand(255, 64).contiguous().to(DEVICE)
+    scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 2).contiguous().to(DEVICE)
+    weight = QuantisedWeight.of_codes(MXFP4, codes, scales, None, 1, 32)
+    found = quantised_linear(torch.eye(64, device=DEVICE), weight).T
+    assert torch.equal(found, weight.dequantised(torch.float32))
 
 
 @pytest.mark.parametrize("name", FP8_SHAPES)

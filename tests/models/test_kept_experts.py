@@ -3,6 +3,7 @@ it is dequantised. Kernels run on a GPU, else under Triton's interpreter."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from dflash_backend.models.mlp import SharedExpertMlp, SparseMlp
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.parallel import load_shard
 from dflash_backend.models.shard import Shard
-from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, INT8, MXFP4, QuantisedWeight
 from tests.models.test_kept_weights import (
     CT_INT4,
     CT_INT8,
@@ -41,6 +42,7 @@ from tests.models.test_kept_weights import (
     assert_same,
 )
 from tests.models.test_text_parts import stack_experts
+from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.oracle.compressed_tensors_library import config, library
 from tests.paged import block_tables, caches, context, noisy_pool
 from tests.quantised import (
@@ -286,6 +288,23 @@ def test_fp8_made_at_load_keeps_the_codes_of_experts(tmp_path: Path, stacked: bo
     numbers = LAYERS * EXPERTS * 3 * INNER * HIDDEN
     assert made_fp8_bytes(of_experts) == (bytes_of_experts(kept), numbers)
     assert bytes_of_experts(kept) == numbers + 4 * LAYERS * EXPERTS * (2 * INNER + HIDDEN)
+
+
+def test_experts_in_mxfp4_keep_their_codes_and_give_the_logits_of_their_numbers(tmp_path: Path) -> None:
+    make_mxfp4_target(tmp_path)
+    kept, plain = load(tmp_path), load(tmp_path, TORCH)
+    assert_kept(kept, plain, (MXFP4, MXFP4))
+    num_bytes, numbers = kept_bytes(read_headers(tmp_path), load_quantization(tmp_path))
+    assert num_bytes == bytes_of_experts(kept)
+    assert numbers == sum(math.prod(each.shape) for own in experts(kept) for each in (own.gate_up, own.down))
+
+
+def test_a_scale_of_kept_mxfp4_that_is_no_number_is_refused_by_its_experts_name(tmp_path: Path) -> None:
+    make_mxfp4_target(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    edit_tensors(tmp_path, lambda tensors: tensors[name][3].view(-1)[5].fill_(255))
+    with pytest.raises(CheckpointError, match=rf"{name}', expert 3: .* 255, which is not a number"):
+        load(tmp_path)
 
 
 def test_fp8_made_at_load_keeps_the_codes_of_gemma_4s_experts(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
-from dflash_backend.models.mxfp4 import dequantise
+from dflash_backend.models.mxfp4 import dequantise, in_products
 from tests.models.test_families import CPU, MAX_POSITIONS, NUM_TOKENS, TOLERANCE, Pair, Reference
 from tests.mxfp4_checkpoint import make_mxfp4_target, put
 from tests.paged import block_tables, caches
@@ -40,9 +42,18 @@ def test_the_numbers_are_those_of_the_format() -> None:
     assert numbers.tolist() == (positive + [-x for x in positive]) * 2
 
 
-def test_a_scale_that_is_not_a_number_is_refused() -> None:
+def test_codes_that_are_kept_stand_for_the_same_numbers_to_the_bit() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8).view(255, 1).expand(255, 16)
+    kept = in_products(blocks, scales)
+    assert torch.equal(kept.dequantised(torch.float32), dequantise(blocks, scales, torch.float32))
+    assert kept.num_bytes == blocks.numel() + scales.numel()
+
+
+@pytest.mark.parametrize("read", [in_products, partial(dequantise, dtype=torch.float32)], ids=["kept", "numbers"])
+def test_a_scale_that_is_not_a_number_is_refused(read: Callable[..., object]) -> None:
     with pytest.raises(CheckpointError, match="255, which is not a number"):
-        dequantise(torch.zeros(2, 16, dtype=torch.uint8), torch.tensor([1, 255], dtype=torch.uint8), torch.float32)
+        read(torch.zeros(1, 2, 16, dtype=torch.uint8), torch.tensor([[1, 255]], dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("seed", range(3))

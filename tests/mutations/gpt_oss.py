@@ -134,7 +134,11 @@ GPT_OSS_MUTANTS = (
             "scales.flatten().int()).view(",
             "scales.transpose(-1, -2).flatten().int()).view(",
         ),
-        ("scales are 128 off", "SCALE_BIAS, NOT_A_NUMBER = 127", "SCALE_BIAS, NOT_A_NUMBER = 128"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/mxfp4.py",
+        OF_MXFP4,
+        ("scales are 128 off", "NOT_A_NUMBER = 32, 127,", "NOT_A_NUMBER = 32, 128,"),
     ),
     *mutants_of(
         EXPERTS,

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from dflash_backend.checkpoints.files import TensorHeader
+from dflash_backend.checkpoints.files import TensorHeader, num_weights
 from dflash_backend.checkpoints.quantization.scheme import Layout, Quantization, Scheme
 from dflash_backend.checkpoints.quantization.stored import quantised, shape_of
 
@@ -23,6 +23,8 @@ TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
 # A projection of an expert: what is before is that of its layer, the end says which it is.
 OF_EXPERT = re.compile(r"(.+\.experts\.)\d+\.(\w+)")
 INTO_EXPERTS = ("gate_proj", "up_proj")
+# Of the blocks and scales of gpt-oss's experts, which no quantisation config here speaks of.
+MXFP4_DTYPE = "U8"
 FLOAT32_BYTES, FLOAT16_BYTES, ZERO_BYTES = 4, 2, 1
 Kind = tuple[str, int] | None
 """What a weight is kept as, and how many of its columns share a scale; None where it is dequantised."""
@@ -71,7 +73,9 @@ def kept_bytes(headers: Mapping[str, TensorHeader], quantization: Quantization |
     """Bytes of the weights of a checkpoint that are kept, with their scales and zero points, and how many numbers these
     weights have. Where projections of several schemes are multiplied as one, they are dequantised all the same, which
     headers do not show, but of experts."""
-    num_bytes = num_numbers = 0
+    packed = {name: header for name, header in headers.items() if header.dtype == MXFP4_DTYPE}
+    num_bytes = sum(header.num_bytes for header in packed.values())
+    num_numbers = sum(num_weights(name, header) for name, header in packed.items())
     if quantization is None:
         return num_bytes, num_numbers
     schemes = quantised(headers, quantization)
