@@ -90,7 +90,7 @@ class RandomQuantised(RandomTensors):
         else:
             super().read(name, out)
 
-    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
         if self.kind == MXFP4:
             return False
         return all(name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from dflash_backend.checkpoints.families import FAMILIES, TARGET_ARCHITECTURES, 
 from dflash_backend.checkpoints.files import check_files, read_headers
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
-from dflash_backend.checkpoints.spec import CheckpointError, TargetSpec
+from dflash_backend.checkpoints.spec import CheckpointError, MoeSpec, TargetSpec
 from dflash_backend.error_text import shown
 
 # How the tensors of images and sound begin in multimodal checkpoints.
@@ -36,8 +37,8 @@ def read_target(directory: Path) -> TargetSpec:
     decoder = read_decoder(text, FAMILIES[architecture])
     headers = read_headers(directory)
     check_stack(text, decoder, f"{prefix}layers.", headers)
-    if decoder.moe is not None and any(name.endswith(".mlp.experts.gate_up_proj") for name in headers):
-        decoder = replace(decoder, moe=replace(decoder.moe, stacked=True))
+    if decoder.moe is not None:
+        decoder = replace(decoder, moe=replace(decoder.moe, stacked=_has_stacked_experts(decoder.moe, headers)))
     return TargetSpec(
         path=directory,
         architecture=architecture,
@@ -49,6 +50,14 @@ def read_target(directory: Path) -> TargetSpec:
         prefix=prefix,
         left_out=OTHER_PARTS if nested else (),
     )
+
+
+def _has_stacked_experts(moe: MoeSpec, headers: Collection[str]) -> bool:
+    """Whether the experts of a layer are one tensor for each projection. Those of Gemma 4 are unless they are
+    quantised, which is done to each by itself."""
+    if moe.gelu:
+        return not any(".experts.0.gate_proj." in name for name in headers)
+    return moe.stacked or any(name.endswith(".mlp.experts.gate_up_proj") for name in headers)
 
 
 def _is_tied(config: JsonReader, text: JsonReader, missing: bool) -> bool:

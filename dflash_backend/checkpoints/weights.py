@@ -24,7 +24,7 @@ from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_hea
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
-from dflash_backend.checkpoints.quantization.kept import KeptWeight, is_in_order, keep
+from dflash_backend.checkpoints.quantization.kept import KeptWeight, have_one_order, keep
 from dflash_backend.checkpoints.quantization.slices import read_parts, runs
 from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
@@ -61,9 +61,10 @@ class WeightSource(ABC):
         `name` ends in `.weight`."""
         self.read(name, out)
 
-    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
         """Whether the weights of these projections, each with its number of rows, stay quantised as one product: then
-        `read_kept` gives each of them. Their names end in `.weight`."""
+        `read_kept` gives each of them. Their names end in `.weight`. ordered: their columns may be in an order of their
+        own, the same for all of them."""
         return False
 
     def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
@@ -192,7 +193,7 @@ class _CheckpointFiles(WeightSource):
         for part in stored.tensors.values():
             self._count(part)
 
-    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
         if not self.keep_quantised:
             return False
         stored = [self._quantised.get(name.removesuffix(".weight")) for name in names]
@@ -200,9 +201,10 @@ class _CheckpointFiles(WeightSource):
         schemes = zip((each.scheme for each in found), names.values(), strict=False)
         if len(found) < len(stored) or not kept_as_one(schemes, in_features):
             return False
-        # A small tensor, looked at besides those that are read ahead.
-        orders = [(each, each.tensors[Role.ORDER]) for each in found if Role.ORDER in each.tensors]
-        return all(is_in_order(self._stored(order, (slice(None),)), each.scheme.block[1]) for each, order in orders)
+        # Small tensors, looked at besides those that are read ahead.
+        orders = [each.tensors.get(Role.ORDER) for each in found]
+        groups = [None if order is None else self._stored(order, (slice(None),)) for order in orders]
+        return have_one_order(groups, found[0].scheme.block[1] or in_features, ordered)
 
     def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
         stored = self._quantised[name.removesuffix(".weight")]

@@ -27,7 +27,7 @@ def read_experts(source: WeightSource, prefix: str, hidden: int, moe: MoeSpec) -
     """The experts of a layer, whose tensors' names begin with `prefix`. hidden: size of a token.
 
     They stay quantised where all of them can. Those of one projection are of one scheme then; where they are of
-    several, or some are not quantised, all of the layer's become numbers.
+    several, some are not quantised, or columns are in an order of their own, all of the layer's become numbers.
     """
     read = _read_stacked if moe.stacked else _read_one_by_one
     return read(source, f"{prefix}experts.", moe.num_experts, hidden, moe.intermediate_size)
@@ -49,11 +49,12 @@ def _read_one_by_one(source: WeightSource, prefix: str, experts: int, hidden: in
     gates, ups, downs = (
         [f"{prefix}{expert}.{kind}_proj.weight" for expert in range(experts)] for kind in ("gate", "up", "down")
     )
-    if source.keeps(dict.fromkeys(gates + ups, inner), hidden) and source.keeps(dict.fromkeys(downs, hidden), inner):
+    kept_into = source.keeps(dict.fromkeys(gates + ups, inner), hidden, ordered=False)
+    if kept_into and source.keeps(dict.fromkeys(downs, hidden), inner, ordered=False):
         into, out_of = WeightStack(experts), WeightStack(experts)
         for gate, up, down in zip(gates, ups, downs, strict=True):
-            into.add(read_kept(source, {gate: inner, up: inner}, hidden))
-            out_of.add(read_kept(source, {down: hidden}, inner))
+            into.add(read_kept(source, {gate: inner, up: inner}, hidden)[0])
+            out_of.add(read_kept(source, {down: hidden}, inner)[0])
         return into.whole(), out_of.whole()
     gate_up, of_down = source.empty(experts, 2 * inner, hidden), source.empty(experts, hidden, inner)
     for expert, names in enumerate(zip(gates, ups, downs, strict=True)):

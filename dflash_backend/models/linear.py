@@ -51,7 +51,7 @@ class Linear:
                 for name, part in zip(out_features, parameter.split(sizes), strict=True):
                     read(f"{prefix}{name}.{kind}", part)
         if kept is not None:
-            return QuantisedLinear(kept, offset, source.dtype)
+            return QuantisedLinear(kept[0], offset, source.dtype, order=kept[1])
         assert weight is not None
         return cls(weight, offset)
 
@@ -60,7 +60,7 @@ class Linear:
         """The outputs of all parts side by side, in memory of its own. Either all parts have a bias or none has."""
         biases = [part.bias for part in parts if part.bias is not None]
         bias = torch.cat(biases) if biases else None
-        kept = [part.quantised for part in parts if isinstance(part, QuantisedLinear)]
+        kept = [part.quantised for part in parts if isinstance(part, QuantisedLinear) and part.order is None]
         if len(kept) == len(parts) and QuantisedWeight.alike(kept):
             return QuantisedLinear(QuantisedWeight.stacked(kept), bias, parts[0].dtype)
         return cls(torch.cat([part.weight for part in parts]), bias)
@@ -102,9 +102,11 @@ class Linear:
 
 
 class QuantisedLinear(Linear):
-    """A product by a weight that stays quantised. dtype: what its numbers are taken for where they are asked for."""
+    """A product by a weight that stays quantised. dtype: what its numbers are taken for where they are asked for.
+    order: int64 `[in_features]`, which number of the input each column of `quantised` is multiplied by (`desc_act` of
+    GPTQ); None where they are in order."""
 
-    __slots__ = ("_dtype", "quantised")
+    __slots__ = ("_dtype", "order", "quantised")
 
     def __init__(
         self,
@@ -112,28 +114,33 @@ class QuantisedLinear(Linear):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         product: Product | None = None,
+        order: torch.Tensor | None = None,
     ) -> None:
         self.quantised = weight
+        self.order = order
         self.bias = bias
         self._dtype = dtype
         self.product = QUANTISED_PRODUCT if product is None else product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.quantised, self.bias)
+        return self.product(x if self.order is None else x.index_select(-1, self.order), self.quantised, self.bias)
 
     def with_product(self, product_of: ProductOf) -> Linear:
         product = product_of(self.quantised)
-        return self if product is self.product else QuantisedLinear(self.quantised, self.bias, self._dtype, product)
+        if product is self.product:
+            return self
+        return QuantisedLinear(self.quantised, self.bias, self._dtype, product, self.order)
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """As `Linear.rows`; always a copy."""
         bias = None if self.bias is None else self.bias[index]
-        return QuantisedLinear(self.quantised.taken(index), bias, self._dtype, self.product)
+        return QuantisedLinear(self.quantised.taken(index), bias, self._dtype, self.product, self.order)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight as numbers, made anew whenever it is asked for."""
-        return self.quantised.dequantised(self._dtype)
+        numbers = self.quantised.dequantised(self._dtype)
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,10 +161,14 @@ QUANTISED_PRODUCT: Product = (
 """What multiplies by a quantised weight unless operations choose otherwise."""
 
 
-def read_kept(source: WeightSource, names: Mapping[str, int], in_features: int) -> QuantisedWeight:
-    """The weights of these projections and numbers of rows as one, in the layout of the products."""
-    parts = [in_products(source.read_kept(name, size, in_features)) for name, size in names.items()]
-    return parts[0] if len(parts) == 1 else QuantisedWeight.stacked(parts)
+def read_kept(
+    source: WeightSource, names: Mapping[str, int], in_features: int
+) -> tuple[QuantisedWeight, torch.Tensor | None]:
+    """The weights of these projections and numbers of rows as one, in the layout of the products; and the order of
+    their columns, as of a `QuantisedLinear`."""
+    read = [source.read_kept(name, size, in_features) for name, size in names.items()]
+    parts = [in_products(each) for each in read]
+    return parts[0] if len(parts) == 1 else QuantisedWeight.stacked(parts), read[0].order
 
 
 def in_products(kept: KeptWeight) -> QuantisedWeight:

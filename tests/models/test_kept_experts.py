@@ -78,7 +78,8 @@ HYBRID: dict[str, Any] = {
 UNQUANTISED = ["lm_head", "re:.*mlp[.]gate$"]
 # 64 rows of an expert are two blocks, or a part of one.
 SMALL_BLOCKS = {"weight_block_size": [32, 32]}
-OF_EXPERTS = FORMATS | {"fp8 in small blocks": (fp8_block(32, 32), FP8_BLOCK | SMALL_BLOCKS, FP8)}
+ONE_ORDER = {name: each for name, each in FORMATS.items() if "order" not in name}
+OF_EXPERTS = ONE_ORDER | {"fp8 in small blocks": (fp8_block(32, 32), FP8_BLOCK | SMALL_BLOCKS, FP8)}
 
 
 def load(directory: Path, ops: LayerOps = KERNELS, **options: Any) -> TargetModel:
@@ -261,7 +262,9 @@ def test_experts_of_unlike_schemes_are_dequantised_in_their_layer_alone(tmp_path
 
 def test_experts_with_columns_in_an_order_of_their_own_are_dequantised(tmp_path: Path) -> None:
     directory = make(tmp_path, gptq(group=32, shuffled=True), GPTQ | {"group_size": 32, "desc_act": True})
-    assert_dequantised(load(directory), load(directory, TORCH), [0, 1])
+    kept = load(directory)
+    assert_dequantised(kept, load(directory, TORCH), [0, 1])
+    assert_sizes_are_known(directory, kept)
 
 
 def test_a_rank_of_a_shared_target_dequantises_its_part_of_the_experts(tmp_path: Path) -> None:
@@ -312,6 +315,27 @@ def test_fp8_made_at_load_keeps_the_codes_of_gemma_4s_experts(tmp_path: Path) ->
     kept = load(tmp_path, fp8=True)
     assert isinstance(kept, Gemma4Target)
     assert_kept(kept, load(tmp_path, TORCH, fp8=True), (FP8, FP8))
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 in blocks"])
+def test_experts_of_gemma_4_that_are_quantised_one_by_one_keep_their_codes(tmp_path: Path, name: str) -> None:
+    """Plain ones are a tensor of all of a layer; tools quantise each by itself."""
+    packer, fields, kind = FORMATS[name]
+    make_target(tmp_path / "source", architecture="Gemma4ForCausalLM", **GEMMA4_EXPERTS | {"moe_intermediate_size": 64})
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    for stacked in [each for each in tensors if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        layer = stacked.rpartition(".")[0]
+        for expert, matrix in enumerate(tensors.pop(stacked)):
+            parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, rows in (parts if "gate_up" in stacked else {"down_proj": matrix}).items():
+                tensors[f"{layer}.{expert}.{part}.weight"] = rows.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    directory = write_by_name(
+        tmp_path / "source", tmp_path, lambda tensor: packer if ".experts." in tensor else None, fields
+    ).quantised
+    kept = load(directory)
+    assert_kept(kept, load(directory, TORCH), (kind, kind))
 
 
 def bytes_of_experts(target: TargetModel) -> int:

@@ -71,6 +71,12 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any], str]] = {
         config("pack-quantized", CT_INT4 | {"symmetric": False}),
         INT4,
     ),
+    "gptq, columns in an order of their own": (
+        gptq(group=64, shuffled=True),
+        GPTQ | {"group_size": 64, "desc_act": True},
+        INT4,
+    ),
+    "gptq, an order that the config does not name": (gptq(group=64, shuffled=True), GPTQ | {"group_size": 64}, INT4),
     "gptq of 8 bits": (gptq(8, group=64), GPTQ | {"bits": 8, "group_size": 64}, INT8),
     "int8 of rows": (library("int-quantized", CT_INT8), config("int-quantized", CT_INT8), INT8),
     "int8 of tensors with zero points": (
@@ -87,8 +93,6 @@ FORMATS: dict[str, tuple[Packer, dict[str, Any], str]] = {
 # Weights of these stay numbers, as on a CPU.
 DEQUANTISED: dict[str, tuple[Packer, dict[str, Any]]] = {
     "groups that no tile is made of": (gptq(), GPTQ),
-    "columns in an order of their own": (gptq(group=64, shuffled=True), GPTQ | {"group_size": 64, "desc_act": True}),
-    "an order that the config does not name": (gptq(group=64, shuffled=True), GPTQ | {"group_size": 64}),
     "INT8 in groups that no tile is made of": (gptq(8), GPTQ | {"bits": 8}),
     "blocks of odd sizes": (fp8_block(24, 40), FP8_BLOCK | {"weight_block_size": [24, 40]}),
 }
@@ -143,6 +147,40 @@ def test_what_no_product_is_there_for_is_dequantised(tmp_path: Path, name: str) 
     assert len(wide) == 3 * len(kept.layers)
     assert not any(isinstance(each, QuantisedLinear) for each in wide)
     assert_same(logits(kept), logits(plain))
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_projections_of_several_orders_are_dequantised_where_they_are_one_product(tmp_path: Path, uneven: bool) -> None:
+    """And so is a weight that has groups of more columns than others."""
+    make_target(tmp_path / "source", **SIZES)
+    packer, fields = gptq(group=64, shuffled=True), GPTQ | {"group_size": 64, "desc_act": True}
+    directory = write(tmp_path / "source", tmp_path, packer, fields).quantised
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for layer in range(2):
+            groups = tensors[f"model.layers.{layer}.self_attn.k_proj.g_idx"]
+            if uneven:
+                groups.fill_(1)
+                for name in ("q_proj", "v_proj"):
+                    tensors[f"model.layers.{layer}.self_attn.{name}.g_idx"].fill_(1)
+            else:
+                groups.copy_(groups.flip(0))
+
+    edit_tensors(directory, change)
+    kept, plain = load(directory), load(directory, TORCH)
+    assert [isinstance(each, QuantisedLinear) for each in products(kept)] == [False, True, True, True] * 2
+    assert_same(logits(kept), logits(plain))
+
+
+def test_rows_of_a_weight_with_columns_in_an_order_keep_it(tmp_path: Path) -> None:
+    packer, fields, _ = FORMATS["gptq, columns in an order of their own"]
+    make_target(tmp_path / "source", **SIZES)
+    directory = write(tmp_path / "source", tmp_path, packer, fields).quantised
+    kept, plain = (load(directory, ops).layers[0].weights.qkv for ops in (KERNELS, TORCH))
+    x = torch.randn(3, 192, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for index in (slice(16, 48), torch.tensor([9, 3, 70], device=DEVICE)):
+        assert_same(kept.rows(index)(x), plain(x)[:, index])
+    assert_same(Linear.stacked([kept, kept])(x), torch.cat([plain(x)] * 2, dim=1))
 
 
 def test_projections_of_several_schemes_are_dequantised_where_they_are_one_product(tmp_path: Path) -> None:
@@ -207,7 +245,9 @@ def test_a_rank_of_a_shared_target_dequantises_its_part(tmp_path: Path) -> None:
     assert not any(isinstance(layer.weights.qkv, QuantisedLinear) for layer in part.layers)
 
 
-@pytest.mark.parametrize("name", ["fp8 in blocks", "gptq", "awq", "pack-quantized", "gptq of 8 bits"])
+@pytest.mark.parametrize(
+    "name", ["fp8 in blocks", "gptq, columns in an order of their own", "awq", "pack-quantized", "gptq of 8 bits"]
+)
 def test_headers_say_what_the_weights_take_in_memory(tmp_path: Path, name: str) -> None:
     packer, fields, _ = FORMATS[name]
     make_target(tmp_path / "source", **SIZES)

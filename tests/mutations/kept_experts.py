@@ -16,6 +16,7 @@ LEFT = (f"{MODELS}::test_experts_of_which_one_is_not_quantised_are_dequantised_i
 UNLIKE = (f"{MODELS}::test_experts_of_unlike_schemes_are_dequantised_in_their_layer_alone",)
 HYBRIDS = (f"{MODELS}::test_a_hybrid_keeps_its_codes_in_all_but_small_gates",)
 GATES = (f"{MODELS}::test_small_gates_of_a_delta_net_are_numbers_and_so_is_all_of_it_where_a_part_is",)
+ORDERED = (f"{MODELS}::test_experts_with_columns_in_an_order_of_their_own_are_dequantised",)
 MADE = (f"{MODELS}::test_fp8_made_at_load_keeps_the_codes_of_experts",)
 
 KEPT_EXPERTS_MUTANTS = (
@@ -97,13 +98,13 @@ KEPT_EXPERTS_MUTANTS = (
         LEFT,
         (
             "experts stay quantised though what is out of them is not",
-            "and source.keeps(dict.fromkeys(downs, hidden), inner)",
+            "and source.keeps(dict.fromkeys(downs, hidden), inner, ordered=False)",
             "",
         ),
         (
             "experts stay quantised though up is not",
-            "source.keeps(dict.fromkeys(gates + ups, inner), hidden)",
-            "source.keeps(dict.fromkeys(gates, inner), hidden)",
+            "source.keeps(dict.fromkeys(gates + ups, inner), hidden, ordered=False)",
+            "source.keeps(dict.fromkeys(gates, inner), hidden, ordered=False)",
         ),
     ),
     *mutants_of(
@@ -167,6 +168,16 @@ KEPT_EXPERTS_MUTANTS = (
         "dflash_backend/models/delta_net.py",
         GATES,
         ("a delta net's parts are kept with one that is not", "if source.keeps({f", "if source.keep_quantised or ({f"),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        ORDERED,
+        ("experts of desc_act are kept as if in order", "return ordered and all(", "return all("),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/keepable.py",
+        ORDERED,
+        ("sizes take experts of desc_act for kept", "own_order = scheme.ordered and", "own_order = False and"),
     ),
     *mutants_of(
         "dflash_backend/checkpoints/quantization/at_load.py",

@@ -10,6 +10,8 @@ FP8 = (f"{KERNELS}::test_fp8_products_equal_the_reference_however_codes_are_read
 INT4 = (f"{KERNELS}::test_int4_products_equal_the_reference",)
 FORMATS = (f"{MODELS}::test_projections_keep_their_codes_and_give_the_logits_of_their_numbers",)
 DEQUANTISED = (f"{MODELS}::test_what_no_product_is_there_for_is_dequantised",)
+ORDERS = (f"{MODELS}::test_projections_of_several_orders_are_dequantised_where_they_are_one_product",)
+OF_ROWS = (f"{MODELS}::test_rows_of_a_weight_with_columns_in_an_order_keep_it",)
 TAKEN = (f"{KERNELS}::test_rows_that_are_taken_have_their_scales",)
 STACKED = (f"{KERNELS}::test_parts_below_one_another_keep_their_numbers",)
 
@@ -145,11 +147,50 @@ KEPT_WEIGHTS_MUTANTS = (
     ),
     *mutants_of(
         "dflash_backend/checkpoints/quantization/kept.py",
-        DEQUANTISED,
+        FORMATS,
         (
             "columns in another order are kept as if in order",
-            "(groups.long() == expected).all()",
-            "(groups.long() >= 0).all()",
+            "order = order_of(moved[Role.ORDER]) if Role.ORDER in moved else None",
+            "order = None",
+        ),
+        (
+            "columns are put where they come from",
+            "order = groups.long().argsort(stable=True)",
+            "order = groups.long().argsort(stable=True).argsort()",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        ORDERS,
+        (
+            "columns of one product are all in the order of the first",
+            "torch.equal(first, other) for other",
+            "True for other",
+        ),
+        ("groups of unlike sizes are kept", "(counts == columns).all()", "(counts >= 0).all()"),
+    ),
+    *mutants_of(
+        "dflash_backend/models/linear.py",
+        FORMATS,
+        (
+            "activations of desc_act stay in their order",
+            "x if self.order is None else x.index_select",
+            "x if True else x.index_select",
+        ),
+        (
+            "numbers of desc_act have their columns in the order of codes",
+            "numbers[:, self.order.argsort()]",
+            "numbers[:, self.order]",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/models/linear.py",
+        OF_ROWS,
+        ("rows of desc_act lose their order", "self._dtype, self.product, self.order)", "self._dtype, self.product)"),
+        (
+            "stacked desc_act loses its order",
+            "isinstance(part, QuantisedLinear) and part.order is None]",
+            "isinstance(part, QuantisedLinear)]",
         ),
     ),
     *mutants_of(

@@ -56,7 +56,7 @@ class Fp8Source(WeightSource):
         if not _stays(projection):
             round_to_fp8(projection, out)
 
-    def keeps(self, names: Mapping[str, int], in_features: int) -> bool:
+    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
         as_one = kept_as_one(((SCHEME, rows) for rows in names.values()), in_features)
         return self.keep_quantised and as_one and not any(_stays(name.removesuffix(".weight")) for name in names)
 

@@ -32,13 +32,13 @@ Kind = tuple[str, int] | None
 
 def kind_of(scheme: Scheme, in_features: int, out_features: int) -> Kind:
     """What a weight of this scheme and width is kept as, and how many of its columns share a scale; None where it is
-    dequantised: columns in an order of their own, and groups that no tile is made of."""
+    dequantised, as groups that no tile is made of."""
     in_bytes = scheme.layout in (Layout.FLOAT8, Layout.INT8)
     kind = FP8 if scheme.layout is Layout.FLOAT8 else INT8 if in_bytes or scheme.bits == 8 else INT4
     columns = min(scheme.block[1] or in_features, in_features)
     # One scale for all columns multiplies their whole sum, wherever the columns are cut.
     fits = columns & -columns >= MIN_RUN or (kind != INT4 and columns == in_features)
-    if scheme.ordered or not fits or out_features < MIN_OUTPUTS or not (in_bytes or scheme.block[0] == 1):
+    if not fits or out_features < MIN_OUTPUTS or not (in_bytes or scheme.block[0] == 1):
         return None
     if kind == INT4 and in_features % columns:
         return None
@@ -83,7 +83,8 @@ def kept_bytes(headers: Mapping[str, TensorHeader], quantization: Quantization |
     kinds: dict[str, Kind] = {name.rpartition(".")[0]: None for name in headers}
     for projection, scheme in schemes.items():
         out, inner = shapes[projection]
-        kinds[projection] = kind_of(scheme, inner, out)
+        own_order = scheme.ordered and OF_EXPERT.fullmatch(projection)
+        kinds[projection] = None if own_order else kind_of(scheme, inner, out)
     dequantised = dequantised_experts(kinds)
     for projection, scheme in schemes.items():
         kind = kinds[projection]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ class KeptWeight:
 
     kind: FP8, of e4m3, INT8 or INT4. codes: uint8 `[out_features, in_features]`, one in a byte, integers from 0 on.
     scales: `[ceil(out_features / rows), ceil(in_features / columns)]`, float32 for FP8, else of the file's dtype.
-    zeros: uint8 of the same shape, for integers. rows, columns: how many share a scale.
+    zeros: uint8 of the same shape, for integers. rows, columns: how many share a scale. order: int64 `[in_features]`,
+    which number of the input each column is multiplied by; None where they are in order.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class KeptWeight:
     zeros: torch.Tensor | None
     rows: int
     columns: int
+    order: torch.Tensor | None = None
 
 
 def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: torch.device) -> KeptWeight:
@@ -43,6 +46,8 @@ def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: tor
     kind, columns = found
     moved = {role: part.to(device) for role, part in parts.items()}
     codes, zeros = UNPACK[scheme.layout](scheme, moved, *shape)
+    order = order_of(moved[Role.ORDER]) if Role.ORDER in moved else None
+    codes = codes if order is None else codes[:, order]
     scales = moved[Role.SCALE]
     scales = scales.T if scheme.layout in TRANSPOSED else scales.reshape(scheme.blocks(*shape))
     if kind == FP8:
@@ -63,11 +68,32 @@ def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: tor
         None if zeros is None else zeros.to(torch.uint8).contiguous(),
         scheme.block[0] or shape[0],
         columns,
+        order,
     )
 
 
-def is_in_order(groups: torch.Tensor, columns: int | None) -> bool:
-    """Whether the group of each column, int `[in_features]`, is that of the `columns` that it lies among; None for a
-    single one of all columns."""
-    expected = torch.arange(len(groups)) // (columns or len(groups))
-    return bool((groups.long() == expected).all())
+def order_of(groups: torch.Tensor) -> torch.Tensor | None:
+    """Which column comes to each place so that those of a group lie side by side: int64 `[in_features]`, by the group
+    of each, int `[in_features]`. None where they do."""
+    order = groups.long().argsort(stable=True)
+    return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
+
+
+def have_one_order(groups: Sequence[torch.Tensor | None], columns: int, ordered: bool) -> bool:
+    """Whether the columns of all weights are in one order, by the group of each column, int `[in_features]`, of a
+    weight, or None where they are in order; and all groups have `columns`. ordered: it may be another than that of the
+    input."""
+    if not all(each is None or _is_even(each, columns) for each in groups):
+        return False
+    first, *others = [None if each is None else order_of(each) for each in groups]
+    if first is None:
+        return all(other is None for other in others)
+    return ordered and all(other is not None and torch.equal(first, other) for other in others)
+
+
+def _is_even(groups: torch.Tensor, columns: int) -> bool:
+    """Whether each group has `columns` of them."""
+    if len(groups) % columns or int(groups.min()) < 0:
+        return False
+    counts = groups.long().bincount(minlength=len(groups) // columns)
+    return bool((counts == columns).all())
