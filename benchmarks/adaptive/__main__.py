@@ -30,6 +30,7 @@ from benchmarks.adaptive.cells import (
 )
 from benchmarks.adaptive.simulation import simulated_table
 from benchmarks.markdown import markdown_table
+from benchmarks.quiet import MOST_OTHERS
 from checks.acceptance import shifted_drafter
 from checks.sampled_text import random_drafter
 from dflash_backend import LLM
@@ -122,6 +123,20 @@ HEADER = [
 ]
 
 
+def report(table: str, measured: list[Rates], rounds: int, slice_s: float, run_s: float) -> str:
+    """The page of results; `measured` are the rates of the table's lines."""
+    num_repeated, num_disturbed = (
+        sum(counts) for counts in zip(*((rates.num_repeated, rates.num_disturbed) for rates in measured), strict=True)
+    )
+    return (
+        f"# Speculation that follows the load\n\nTokens per second, medians of {rounds} slices of {slice_s:g} s, "
+        f"systems in turn; {os.cpu_count()} cores, {run_s:.0f} s in all. {num_repeated} slices ran again, since other "
+        f"processes took more than {MOST_OTHERS:.0%} of the cores; {num_disturbed} count although they did each time. "
+        "The last column is the median and the middle half over the rounds. Written by `python -m benchmarks.adaptive`."
+        f"\n\n{table}\n"
+    )
+
+
 def show_change(rounds: int, seconds: float, clock: Callable[[], float]) -> int:
     """Math, then text at so high a temperature that no drafter can know it, then math: the exit status is 1 when
     adaptive has less than `LEAST_AFTER_CHANGE` of the better of none and fixed k in some part."""
@@ -169,6 +184,7 @@ def main() -> int:
     cells = all_cells() if args.full else corner_cells()
     cells = [cell for cell in cells if all(word in str(cell).replace(",", "").split() for word in args.cells)]
     rows, found, data = [], [], []
+    measured: list[Rates] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         systems = Systems(Path(folder))
@@ -180,14 +196,10 @@ def main() -> int:
             rows.append(row(cell, rates))
             found += misses(cell, rates)
             data.append({**vars(cell), "tokens_per_s": rates.by_system})
+            measured.append(rates)
             print(f"{cell}: " + ", ".join(f"{name} {rates.median(name):.0f}" for name in rates.by_system), flush=True)
     table = markdown_table(HEADER, rows)
-    text = (
-        f"# Speculation that follows the load\n\nTokens per second, medians of {args.rounds} slices of "
-        f"{args.seconds:g} s, systems in turn; {os.cpu_count()} cores, {time.monotonic() - started:.0f} s in all. The "
-        "last column is the median and the middle half over the rounds. Written by `python -m benchmarks.adaptive`."
-        f"\n\n{table}\n"
-    )
+    text = report(table, measured, args.rounds, args.seconds, time.monotonic() - started)
     (args.out / "adaptive.md").write_text(text, encoding="utf-8")
     (args.out / "adaptive.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
     print("\n" + table + "\n" + ("\n".join(found) or "nothing is missed"))
