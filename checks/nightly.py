@@ -102,6 +102,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "hits behind copied states and batch-invariant logits in all ways of which make test runs some",
     ),
+    "reloads": (
+        ("pytest", "-q", "tests/server/test_repository_api.py", "-k", "over_and_over"),
+        "a model that is unloaded and loaded eight times leaks nothing",
+    ),
     "compiles": (
         ("pytest", "-q", "tests/kernels/test_compiles.py"),
         "every kernel compiles for Hopper, with every tile of quantised weights",
@@ -140,6 +144,7 @@ ENVIRON = {
     "overlap": {"TEST_SCALE": "40"},
     "positions": {"TEST_SCALE": "4"},
     "sweeps": {"TEST_SCALE": "4"},
+    "reloads": {"TEST_SCALE": "4"},
     "compiles": {"TEST_SCALE": "4"},
     "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},
     "states": {"TEST_SCALE": "10"},

@@ -31,16 +31,16 @@ def prompts() -> list[list[int]]:
     return [*ids[:3], ids[1][:12] + ids[3]]
 
 
-def expected(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What `transformers` generates; no token ends it. It is asked once for each prompt."""
-    return list(_generated(model, tuple(prompt)))
+def expected(model: PreTrainedModel, prompt: list[int], count: int = MAX_TOKENS) -> list[int]:
+    """What `transformers` generates, `count` tokens; no token ends it. It is asked once for each prompt."""
+    return list(_generated(model, tuple(prompt), count))
 
 
 @functools.cache
-def _generated(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+def _generated(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=VOCAB_SIZE
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=VOCAB_SIZE
     )
     return tuple(output[0, len(prompt) :].tolist())
 

@@ -23,11 +23,11 @@ from tests.server.conftest import new_server
 from tests.servers import answers, change_model
 from tests.waiting import eventually
 
-# Each takes some six seconds of CPU time, most of them to import torch; TEST_SCALE=2 has ten.
-RELOADS = scaled(3, at_least=3)
+# Each starts an engine; `make nightly` has eight.
+RELOADS = scaled(2, at_least=2)
 BAD_LOADS = 2
 # Before the first figures are taken, allocators and caches of the server have grown to what they keep.
-WARM_UP = 2
+WARM_UP = 1
 # Resident memory of the server's own process may differ by so much from one load to a much later one.
 MAX_GROWTH = 0.05
 
@@ -181,7 +181,7 @@ def test_two_models_of_one_server_each_have_their_settings_and_their_metrics():
 
 
 def test_two_instances_share_the_requests_and_their_counters_but_no_gauge():
-    number, tokens = 16, 60
+    number, tokens = 16, 24
     with new_server(instances=2) as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
         assert len(engine_pids(server.pid)) == 2
         with ThreadPoolExecutor(number) as pool:

@@ -38,7 +38,11 @@ TINY = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads":
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gated delta net": (
         "ngram",
-        {"architecture": "Qwen3_5ForCausalLM", "layer_types": ["linear_attention", "full_attention"]},
+        {
+            "architecture": "Qwen3_5ForCausalLM",
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 1,
+        },
     ),
     "attention": ("dflash", {}),
     "sinks and windows": ("ngram", {"architecture": "GptOssForCausalLM"}),
@@ -68,7 +72,7 @@ def logits_of(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tenso
 @pytest.mark.parametrize(("name", "border"), BOTH)
 def test_text_and_scores_across_a_border_are_those_of_transformers(name: str, border: int, tmp_path: Path) -> None:
     method, changes = CASES[name]
-    model = make_target(tmp_path / "t", **TINY, max_position_embeddings=LONGEST, **changes)
+    model = make_target(tmp_path / "t", max_position_embeddings=LONGEST, **(TINY | changes))
     layers = {"target_layer_ids": [0, 1], "mask_token_id": VOCAB_SIZE - 1}
     make_draft(tmp_path / "d", num_target_layers=2, max_position_embeddings=LONGEST, dflash_config=layers)
     generator = torch.Generator().manual_seed(3)

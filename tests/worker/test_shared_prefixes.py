@@ -19,7 +19,7 @@ from dflash_kernels.shared_prefix import SharedRows
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 SYSTEM = list(range(5, 29))
-SIZES = {"kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 5}
+SIZES = {"kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 5, "num_speculative_tokens": 3}
 
 
 @pytest.fixture
