@@ -48,6 +48,7 @@ SMALL: dict[str, Any] = {
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "seed": 7},
+    "top-k, top-p": {"temperature": 0.6, "seed": 7, "top_k": 20, "top_p": 0.95},
     "top-p": {"temperature": 1.0, "seed": 7, "top_p": 0.9},
 }
 

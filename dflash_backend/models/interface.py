@@ -82,15 +82,27 @@ class TargetOutput:
 
 
 @dataclass(frozen=True)
+class Filters:
+    """Which tokens rows with a temperature may have, as of `logits_filter`. top_k: int64 `[n]`, 0 for all. top_p, 1 for
+    all, and min_p, 0 for all: float32 `[n]`."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Choice:
     """How tokens are chosen from `n` rows of logits: by the argmax, or, where `temperature` (float32 `[n]`, 0 for the
     argmax) is given, with the noise of `seeds` and `positions`, int64 `[n]`. wants_log_odds: whether to say how sure
-    the logits are of them, as `drafters.base.SampleOps.log_odds`."""
+    the logits are of them, as `drafters.base.SampleOps.log_odds`, which goes without filters. filters: None where no
+    row has any."""
 
     temperature: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     wants_log_odds: bool = False
+    filters: Filters | None = None
 
 
 class PendingLogits(Protocol):

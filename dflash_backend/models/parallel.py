@@ -237,6 +237,7 @@ class SharedVocabulary:
         self._part = part
         self._ranks = ranks
         self.slices = part.slices
+        self.num_gathers = 0
 
     def look_up(self, task: Lookup) -> torch.Tensor:
         return self._together(task, lambda: self._part.rows(task))

@@ -2,7 +2,8 @@
 
 Rank 0 says what is to be done (`Lookup`, `HeadPass`), all ranks do their part of it, and rank 0 alone uses the outcome.
 Where a token is chosen by the argmax, or with a temperature, each rank gives the best of its slice and rank 0 the best
-of these: the largest score, and of equal ones the lowest id, as one process would. All else gathers the logits.
+of these: the largest score, and of equal ones the lowest id, as one process would. With filters each gives its largest
+logits besides (`filtered_choice.py`), which decide most rows. All else gathers the logits.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dflash_backend.models.interface import Choice, PendingLogits, TargetModel
+from dflash_backend.models.filtered_choice import filtered_tokens, largest_logits
+from dflash_backend.models.interface import Choice, Filters, PendingLogits, TargetModel
 from dflash_backend.models.linear import Linear, embedded
 from dflash_kernels.log_odds import log_odds_of_surprisal
-from dflash_kernels.sample import scored_sample_reference
+from dflash_kernels.logits_filter import lowest_kept_reference
+from dflash_kernels.sample import sample_reference, scored_sample_reference
+
+GATHERS_THEN = 15
+"""So many choices with filters gather at once after one that a few logits did not decide: flat rows follow others."""
 
 
 class Sums(Protocol):
@@ -83,21 +89,25 @@ class VocabularyPart:
         return self._sums.gather(self._candidates(logits, task.choice))
 
     def _candidates(self, logits: torch.Tensor, choice: Choice) -> torch.Tensor:
-        """The best token of each row in this slice, float64 `[n, 2]`: its score and its id; and where log-odds are
-        asked for its logit, and of all logits the largest and the logarithm of the sum of exponents."""
+        """The best token of each row in this slice, float64 `[n, 2]`: its score and its id; where log-odds are asked
+        for its logit and the logarithm of the sum of exponents; where there are filters what `largest_logits` gives."""
         token_ids = torch.arange(self._slice.start, self._slice.stop)
         scores, columns = scored_sample_reference(logits, choice.temperature, choice.seeds, choice.positions, token_ids)
         found = [scores, token_ids[columns]]
         if choice.wants_log_odds:
             values = logits.float()
             found += [values.gather(1, columns[:, None])[:, 0], values.logsumexp(dim=-1)]
-        return torch.stack([each.double() for each in found], dim=1)
+        stacked = torch.stack([each.double() for each in found], dim=1)
+        if choice.filters is None or choice.temperature is None:
+            return stacked
+        return torch.cat([stacked, largest_logits(logits, token_ids, choice.temperature)], dim=1)
 
 
 class Ranks(Protocol):
-    """All ranks, as rank 0 has them."""
+    """All ranks, as rank 0 has them. num_gathers: how many of the next choices with filters gather at once."""
 
     slices: Sequence[range]
+    num_gathers: int
 
     def look_up(self, task: Lookup) -> torch.Tensor:
         """As `VocabularyPart.rows`. Raises `RankLostError`."""
@@ -129,8 +139,30 @@ class SlicedLogits(PendingLogits):
 
     def chosen(self, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `PendingLogits.chosen`. Raises `RankLostError`."""
+        if choice.filters is not None and self._ranks.num_gathers:
+            self._ranks.num_gathers -= 1
+            return self._filtered(choice, choice.filters), None
         parts = self._ranks.run_head(HeadPass(len(self._hidden), *self._task, choice), self._hidden)
-        return argmax_over_ranks(torch.stack(parts, dim=1), choice.wants_log_odds)
+        found = torch.stack(parts, dim=1)
+        tokens, log_odds = argmax_over_ranks(found, choice.wants_log_odds)
+        if (filters := choice.filters) is None:
+            return tokens, log_odds
+        has_filters = (filters.top_k > 0) | (filters.top_p < 1.0) | (filters.min_p > 0.0)
+        filtered, decided = filtered_tokens(found[:, :, 2:], self._ranks.slices, choice, filters)
+        if (decided | ~has_filters).all():
+            return torch.where(has_filters, filtered, tokens), None
+        self._ranks.num_gathers = GATHERS_THEN
+        return self._filtered(choice, filters), None
+
+    def _filtered(self, choice: Choice, filters: Filters) -> torch.Tensor:
+        """The tokens by all logits."""
+        temperature, seeds, positions = choice.temperature, choice.seeds, choice.positions
+        assert temperature is not None
+        assert seeds is not None
+        assert positions is not None
+        logits = self.gathered()
+        lowest = lowest_kept_reference(logits, temperature, filters.top_k, filters.top_p, filters.min_p)
+        return sample_reference(logits, temperature, seeds, positions, lowest)
 
 
 def argmax_over_ranks(found: torch.Tensor, wants_log_odds: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,7 +17,7 @@ import torch
 from dflash_backend.attention import AttentionBatch, DeviceLengths
 from dflash_backend.core.plan import DraftBudget
 from dflash_backend.drafters.base import DraftQueries, Drafts, DraftSampler, TokenHistory
-from dflash_backend.models.interface import Choice, PendingLogits
+from dflash_backend.models.interface import Choice, Filters, PendingLogits
 from dflash_backend.worker.batch import DeviceBatch, StepInputs
 from dflash_backend.worker.layouts import draft_of_row, draft_width, exact_layout, window_slots
 from dflash_backend.worker.state import StateTensors
@@ -142,15 +142,15 @@ class DeviceStepOps:
     def pending_tokens(
         self, logits: PendingLogits, inputs: StepInputs, prepared: Prepared, state: StateTensors
     ) -> torch.Tensor:
-        """As `target_tokens`, on a CPU, for logits that are gathered only where a row has filters, since these need
-        all of them."""
+        """As `target_tokens`, on a CPU, for logits that are in one place only where that is needed."""
         if not inputs.traits.sampled:
             return logits.chosen(Choice())[0]
         sampling = state.sampling_tensors(self._logits_req_idx(inputs))
+        filters = None
         if logits_filter.any_filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p):
-            return self.target_tokens(logits.gathered(), inputs, prepared, state)
+            filters = Filters(sampling.top_k, sampling.top_p, sampling.min_p)
         positions = self._decided_positions(inputs, prepared)
-        return logits.chosen(Choice(sampling.temperature, sampling.seeds, positions))[0]
+        return logits.chosen(Choice(sampling.temperature, sampling.seeds, positions, filters=filters))[0]
 
     def chosen_tokens(
         self, logits: torch.Tensor, req_idx: torch.Tensor, positions: torch.Tensor, state: StateTensors, sampled: bool

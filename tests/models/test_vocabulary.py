@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_backend.models.filtered_choice import NUM_CANDIDATES, filtered_tokens, largest_logits
+from dflash_backend.models.interface import Choice, Filters
 from dflash_backend.models.shard import Shard
 from dflash_backend.models.vocabulary import argmax_over_ranks
 from dflash_kernels.log_odds import log_odds_reference
+from dflash_kernels.logits_filter import lowest_kept_reference
 from dflash_kernels.noisy_scores import noisy_scores_reference
 from dflash_kernels.sample import sample_reference, scored_sample_reference
 
@@ -74,3 +77,80 @@ def test_what_is_no_number_counts_as_the_largest() -> None:
 def test_of_equal_scores_the_lowest_id_is_chosen() -> None:
     found = torch.tensor([[[5.0, 1], [5.0, 7]], [[4.0, 2], [5.0, 7]]], dtype=torch.float64)
     assert argmax_over_ranks(found, wants_log_odds=False)[0].tolist() == [1, 7]
+
+
+def filtered(logits: torch.Tensor, size: int, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    assert choice.filters is not None
+    assert choice.temperature is not None
+    parts = []
+    own_ids = slices(logits.shape[1], size)
+    for own in own_ids:
+        ids = torch.arange(own.start, own.stop)
+        parts.append(largest_logits(logits[:, own.start : own.stop], ids, choice.temperature))
+    return filtered_tokens(torch.stack(parts, dim=1), own_ids, choice, choice.filters)
+
+
+def random_choice(n: int, generator: torch.Generator) -> Choice:
+    """Rows with filters of each kind, some with a temperature of 0, some with a temperature alone."""
+
+    def some(values: torch.Tensor, nothing: float) -> torch.Tensor:
+        return torch.where(torch.rand(n, generator=generator) < 0.5, values, torch.full((n,), nothing))
+
+    def between(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(n, generator=generator)
+
+    seeds, positions = (torch.randint(1, 1 << 40, (n,), generator=generator) for _ in range(2))
+    filters = Filters(some(between(1, 90), 0.0).long(), some(between(0.0, 1.0), 1.0), some(between(0.0, 0.3), 0.0))
+    return Choice(some(between(0.2, 1.6), 0.0), seeds, positions, filters=filters)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("vocab_size", [97, 3001])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "tied"])
+def test_filtered_tokens_are_those_of_all_logits_where_they_are_decided(kind: str, vocab_size: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    n = 2000
+    logits = torch.randn(n, vocab_size, generator=generator) * {"peaked": 4.0, "flat": 0.1, "tied": 3.0}[kind]
+    if kind == "tied":
+        logits = logits.round()
+    choice = random_choice(n, generator)
+    found, decided = filtered(logits, size, choice)
+    assert choice.filters is not None
+    lowest = lowest_kept_reference(logits, choice.temperature, *vars(choice.filters).values())
+    expected = sample_reference(logits, choice.temperature, choice.seeds, choice.positions, lowest)
+    assert torch.equal(found[decided], expected[decided])
+    assert decided.float().mean() > {"peaked": 0.5, "flat": 0.2, "tied": 0.1}[kind]
+    if vocab_size > NUM_CANDIDATES * size:
+        assert not decided.all()
+
+
+def one_row(logits: torch.Tensor, **filters: float) -> tuple[int, bool]:
+    values = {"top_k": 0.0, "top_p": 1.0, "min_p": 0.0} | filters
+    top_k, top_p, min_p = (torch.tensor([values[name]]) for name in ("top_k", "top_p", "min_p"))
+    of_row = Filters(top_k.long(), top_p, min_p)
+    noise = torch.tensor([1.0]), torch.tensor([5]), torch.tensor([7])
+    token, decided = filtered(logits[None], 2, Choice(*noise, filters=of_row))
+    return int(token), bool(decided)
+
+
+def test_a_sum_as_close_to_top_p_as_rounding_is_undecided() -> None:
+    logits = torch.full((1000,), -50.0)
+    logits[[3, 900]] = 0.0
+    assert not one_row(logits, top_p=0.5)[1]
+    assert one_row(logits, top_p=0.49)[1]
+    assert one_row(logits, top_p=0.51)[1]
+
+
+def test_ties_that_a_slice_leaves_out_are_not_decided_without_them() -> None:
+    logits = torch.zeros(1000)
+    logits[:5] = 1.0
+    assert one_row(logits, top_k=5)[1]
+    assert not one_row(logits, top_k=6)[1]
+    assert not one_row(logits, min_p=0.3)[1]
+    assert one_row(logits, min_p=0.4)[1]
+
+
+def test_what_is_no_number_is_undecided() -> None:
+    logits = torch.randn(1000)
+    logits[700] = float("nan")
+    assert not one_row(logits, top_k=3)[1]

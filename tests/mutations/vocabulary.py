@@ -67,11 +67,35 @@ VOCABULARY_MUTANTS = (
         ),
     ),
     Mutant(
-        "a filter sees the rank's own slice alone",
+        "filters are left out where the vocabulary is split",
         "dflash_backend/worker/step_ops.py",
         "if logits_filter.any_filters(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p):",
         "if False:",
         TEXTS,
+    ),
+    *mutants_of(
+        "dflash_backend/models/filtered_choice.py",
+        CHOICE,
+        (
+            "what a slice leaves out is taken for filtered",
+            "decided & is_number & ((lowest > border) | ~left_out.any())",
+            "decided & is_number",
+        ),
+        ("ties that a slice leaves out are forgotten", "((lowest > border) |", "((lowest >= border) |"),
+        ("top-p is cut however close a sum is", "decided &= ~by_sum | ~is_close.any(dim=1)", "pass"),
+        (
+            "top-p is a part of what is here",
+            "exponents.logsumexp(dim=1), total)",
+            "exponents.logsumexp(dim=1), exponents.logsumexp(dim=1))",
+        ),
+        ("of equal scores the first slice's is not taken", "slices[-1].stop).amin(dim=1)", "-1).amax(dim=1)"),
+    ),
+    Mutant(
+        "rows that a few logits do not decide are taken as they are",
+        VOCABULARY,
+        "if (decided | ~has_filters).all():",
+        "if True:",
+        ("tests/benchmarks/test_vocabulary_split.py",),
     ),
     Mutant(
         "masks of grammars are left out where the vocabulary is split",
