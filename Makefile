@@ -15,6 +15,9 @@ LOAD_OPTIONS = $(if $(USERS),--users $(USERS)) $(if $(DURATION),--duration $(DUR
 # GPU the build that fits its driver: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what is imported, once; to compile all that is installed would take a third of the set-up.
+INSTALL := $(PIP) install -q --no-compile
+export PYTHONDONTWRITEBYTECODE =
 # `make bench-gpu` and `make test-gpu` run in .venv or, from a bare checkout, with a Python that has torch and triton. What
 # the engine needs besides may then lie in GPU_PACKAGES: `make gpu-packages GPU_PYTHON_VERSION=3.12` puts it there on a
 # machine that has a package index.
@@ -39,26 +42,23 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 	  echo "An NVIDIA GPU is here: installing torch's $(if $(TORCH_INDEX),build from $(TORCH_INDEX),default build)."; \
 	  grep -v '^torch==' constraints-cpu.txt > $(VENV)/constraints.txt; \
-	  $(PIP) install -q $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)",-c $(VENV)/constraints.txt) torch; \
+	  $(INSTALL) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)",-c $(VENV)/constraints.txt) torch; \
 	elif [ -n "$(TORCH_INDEX)" ]; then \
 	  cp constraints-cpu.txt $(VENV)/constraints.txt; \
-	  $(PIP) install -q --index-url "$(TORCH_INDEX)" torch==2.13.0; \
+	  $(INSTALL) --index-url "$(TORCH_INDEX)" torch==2.13.0; \
 	else \
 	  echo "No NVIDIA GPU: installing torch's CPU build."; \
 	  cp constraints-cpu.txt $(VENV)/constraints.txt; \
-	  $(PIP) install -q -c $(VENV)/constraints.txt torch==2.13.0+cpu 2>/dev/null || { \
+	  $(INSTALL) -c $(VENV)/constraints.txt torch==2.13.0+cpu 2>/dev/null || { \
 	    echo "The package index has no CPU build; taking its default, which may be large (see TORCH_INDEX in the Makefile)."; \
-	    $(PIP) install -q -c $(VENV)/constraints.txt torch==2.13.0; }; \
+	    $(INSTALL) -c $(VENV)/constraints.txt torch==2.13.0; }; \
 	fi
-	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[server,bench,load,dev]"
-	$(PIP) install -q --no-deps nvidia-pytriton==0.7.0
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[server,bench,load,dev]"
+	$(INSTALL) --no-deps nvidia-pytriton==0.7.0
 	@touch $@
 
 serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 	@exec $(BIN)/dflash-triton serve $(ARGS)
-
-# Tests start many processes of the project, each of which would compile its source anew where no bytecode is kept.
-test test-fast nightly: export PYTHONDONTWRITEBYTECODE =
 
 # A worker for each core and one more, since server tests wait; each has servers of its own. Eight at most, since each
 # holds torch and the models it has loaded.
@@ -133,8 +133,8 @@ demo-model: setup ## Train the demo pair again; DRAFTER=dflash2, dspark, eagle3 
 # Their own pins (an older transformers, numpy 2) are not ours, so they come without dependencies; the extra has those that
 # they import.
 oracle: setup ## Install the DFlash authors' package and speculators, which tests/oracle then runs as well
-	$(PIP) install -q -c $(VENV)/constraints.txt -e ".[oracle]"
-	$(PIP) install -q -c $(VENV)/constraints.txt --no-deps dflash speculators
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[oracle]"
+	$(INSTALL) -c $(VENV)/constraints.txt --no-deps dflash speculators
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
