@@ -25,7 +25,7 @@ from dflash_backend.checkpoints.quantization import Quantization, load_quantizat
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
 from dflash_backend.checkpoints.quantization.kept import KeptWeight, have_one_order, keep
-from dflash_backend.checkpoints.quantization.slices import read_parts, runs
+from dflash_backend.checkpoints.quantization.slices import SPLIT_WITHIN, read_parts, runs
 from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
@@ -166,7 +166,7 @@ class _CheckpointFiles(WeightSource):
         read = [header for name, header in contents.headers.items() if name not in contents.unread]
         self._unread = Counter(header.file for header in read)
         self._total = sum(header.num_bytes for header in read) or 1
-        self._read = 0
+        self._read, self._split_reported = 0, False
         self._began = self._reported = time.monotonic()
         self._file: Path | None = None
         self._reader: Any = None
@@ -231,11 +231,18 @@ class _CheckpointFiles(WeightSource):
             if taken is not None:
                 dequantise(stored, taken, own)
                 continue
+            self._report_split(name)
             whole = torch.empty(shape, dtype=out.dtype, device=out.device)
             dequantise(stored, {role: self._stored(tensor) for role, tensor in stored.tensors.items()}, whole)
             own.copy_(whole.narrow(dim, part * size, count * size))
         for tensor in stored.tensors.values():
             self._count(tensor)
+
+    def _report_split(self, name: str) -> None:
+        """Say of the first weight that it is dequantised whole for the part that a rank takes."""
+        if self._progress is not None and not self._split_reported:
+            self._progress(f"{name}: {SPLIT_WITHIN}", self._read / self._total)
+            self._split_reported = True
 
     def _stored(self, name: str, index: tuple[slice, ...] | EllipsisType = ...) -> torch.Tensor:
         """A tensor as its file has it, or what `index` takes of it."""

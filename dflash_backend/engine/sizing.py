@@ -16,7 +16,7 @@ from dflash_backend.checkpoints.describe import weight_bytes
 from dflash_backend.checkpoints.files import read_headers
 from dflash_backend.checkpoints.quantization import load_quantization
 from dflash_backend.checkpoints.quantization.at_load import made_fp8_bytes
-from dflash_backend.checkpoints.quantization.keepable import kept_bytes
+from dflash_backend.checkpoints.quantization.keepable import holds_mxfp4, kept_bytes
 from dflash_backend.checkpoints.quantization.stored import num_parameters
 from dflash_backend.checkpoints.spec import DecoderSpec
 from dflash_backend.config import ConfigError, EngineConfig
@@ -209,7 +209,7 @@ def model_bytes(pair: ModelPair, dtype: torch.dtype, keeps_quantised: bool = Fal
 
 def loaded_bytes(pair: ModelPair, dtype: torch.dtype) -> int:
     """About what a step reads of the weights: what they are on disk, and of quantised ones what they are in `dtype`."""
-    if any(load_quantization(path) for path in pair.checkpoints):
+    if any(load_quantization(path) or holds_mxfp4(read_headers(path)) for path in pair.checkpoints):
         return model_bytes(pair, dtype)
     return sum(weight_bytes(path) for path in pair.checkpoints)
 

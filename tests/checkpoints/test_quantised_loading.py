@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend.checkpoints import read_target, target_facts
-from dflash_backend.checkpoints.weights import load_weights
+from dflash_backend.checkpoints.weights import expected_tensors, load_weights
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.model import DFlashWeights
@@ -20,7 +20,9 @@ from dflash_backend.drafters.resolve import ModelPair
 from dflash_backend.engine.build import build_engine
 from dflash_backend.engine.inspection import inspect_draft, inspect_target
 from dflash_backend.engine.sizing import loaded_bytes, model_bytes
+from dflash_backend.models.decoder import read_weights
 from tests.drafters.drafts import make_speculators
+from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.quantised import AWQ, FP8_BLOCK, GPTQ, Packer, awq, fp8_block, gptq, make_qwen_fp8, write, write_by_name
 from tests.quantised_logits import ours
 from tests.tiny_models import make_draft, make_pair, make_target
@@ -56,6 +58,19 @@ def test_sizes_count_weights_and_not_words(tmp_path: Path, packer: Packer, confi
     pairs = [ModelPair(read_target(directory), None, 0) for directory in (copies.plain, copies.quantised)]
     sizes = [model_bytes(pair, torch.float32) for pair in pairs]
     assert sizes[0] == sizes[1] == loaded_bytes(pairs[1], torch.float32)
+
+
+def test_what_a_step_reads_of_mxfp4_is_what_its_numbers_take(tmp_path: Path) -> None:
+    """A CPU dequantises it, and the number of threads follows from this."""
+    make_mxfp4_target(tmp_path)
+    spec = read_target(tmp_path)
+    own = expected_tensors(lambda source: read_weights(source, spec))
+    packed = [4 * own[name].numel() for name in own if name.endswith(("_blocks", "_scales"))]
+    numbers = sum(2 * own[name].numel() for name in own if name.endswith("_blocks"))
+    others = sum(tensor.numel() for name, tensor in own.items() if not name.endswith(("_blocks", "_scales")))
+    assert packed
+    for dtype in (torch.float32, torch.bfloat16):
+        assert loaded_bytes(ModelPair(spec, None, 0), dtype) == dtype.itemsize * (numbers + others)
 
 
 @pytest.mark.parametrize(

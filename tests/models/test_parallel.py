@@ -16,6 +16,7 @@ from dflash_backend.checkpoints import read_target, weights
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.stored import StoredWeight
 from dflash_backend.checkpoints.spec import TargetSpec
+from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.models import load_target
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.interface import TargetModel, TargetOutput
@@ -189,9 +190,20 @@ def test_sums_of_a_rank_that_are_off_by_an_ulp_neither_stop_nor_change_anything_
     assert error(of_ranks, alone) < 1e-4
 
 
-def load(directory: Path, shard: Shard) -> DecoderTarget:
+@pytest.mark.parametrize(("size", "said"), [(8, 0), (24, 1)])
+def test_weights_that_a_border_cuts_are_said_once(tmp_path: Path, size: int, said: int) -> None:
+    """However many of a target's weights it cuts."""
+    make_target(tmp_path / "source", intermediate_size=64)
+    config = FP8_BLOCK | {"weight_block_size": [size, size]}
+    copies = write(tmp_path / "source", tmp_path, fp8_block(size, size), config)
+    lines: list[str] = []
+    load(copies.quantised, Shard(0, 2), lambda line, fraction: lines.append(line))
+    assert len([line for line in lines if "dequantised whole" in line]) == said
+
+
+def load(directory: Path, shard: Shard, progress: Progress | None = None) -> DecoderTarget:
     """A rank's part of the target, whose sums are its own."""
-    part = load_shard(read_target(directory), shard, lambda x: x, MAX_POSITIONS, torch.float32, CPU)
+    part = load_shard(read_target(directory), shard, lambda x: x, MAX_POSITIONS, torch.float32, CPU, progress)
     assert isinstance(part, DecoderTarget)
     return part
 

@@ -104,4 +104,18 @@ KEPT_MXFP4_MUTANTS = (
         LOGITS,
         ("sizes take MXFP4 for numbers", 'MXFP4_DTYPE = "U8"', 'MXFP4_DTYPE = "I8"'),
     ),
+    *mutants_of(
+        "dflash_backend/engine/sizing.py",
+        ("tests/checkpoints/test_quantised_loading.py::test_what_a_step_reads_of_mxfp4_is_what_its_numbers_take",),
+        (
+            "a CPU counts MXFP4 as on disk",
+            "load_quantization(path) or holds_mxfp4(read_headers(path))",
+            "load_quantization(path)",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/weights.py",
+        ("tests/models/test_parallel.py::test_weights_that_a_border_cuts_are_said_once",),
+        ("every weight that a border splits is said", "self._split_reported = True", "pass"),
+    ),
 )

@@ -12,7 +12,8 @@ import pytest
 
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import QuantisedLinear
-from dflash_kernels.quantised_weight import QuantisedWeight
+from dflash_kernels.quantised_weight import MXFP4, QuantisedWeight
+from tests.mxfp4_checkpoint import make_mxfp4_target
 from tests.quantised import AWQ, FP8_BLOCK, awq, fp8_block, write
 from tests.tiny_models import MASK_TOKEN_ID, make_pair
 from tests.worker.engines import engine, outputs_of, triton_engine
@@ -50,7 +51,7 @@ def test_a_pair_that_stays_quantised_gives_the_text_of_its_numbers(
     assert sum(map(len, expected.tokens.values())) == 9
 
 
-@pytest.mark.parametrize(("name", "drafts"), [("fp8", (True, False)), ("int4", (True,))])
+@pytest.mark.parametrize(("name", "drafts"), [("fp8", (True,)), ("int4", (True,))])
 def test_experts_that_stay_quantised_give_the_text_of_their_numbers(
     tmp_path: Path, name: str, drafts: tuple[bool, ...]
 ) -> None:
@@ -65,6 +66,21 @@ def test_experts_that_stay_quantised_give_the_text_of_their_numbers(
         target = built.runner.step.target
         assert isinstance(target, DecoderTarget)
         assert isinstance(target.layers[0].weights.mlp.gate_up, QuantisedWeight)
+        assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens
+
+
+def test_experts_in_mxfp4_give_the_text_of_their_numbers(tmp_path: Path) -> None:
+    settings: dict[str, Any] = make_pair(tmp_path, num_target_layers=2, dflash_config=FEATURES)
+    make_mxfp4_target(tmp_path / "mxfp4", hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+    settings |= {"target_model": str(tmp_path / "mxfp4"), "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.01}
+    expected = outputs_of(engine(**settings, dtype="float32"), PROMPTS, ASKED)
+    for draft in (settings["draft_model"], ""):
+        built = triton_engine(**settings | {"draft_model": draft})
+        target = built.runner.step.target
+        assert isinstance(target, DecoderTarget)
+        gate_up = target.layers[0].weights.mlp.gate_up
+        assert isinstance(gate_up, QuantisedWeight)
+        assert gate_up.kind == MXFP4
         assert outputs_of(built, PROMPTS, ASKED).tokens == expected.tokens
 
 

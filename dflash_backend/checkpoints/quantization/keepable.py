@@ -69,6 +69,11 @@ def is_kept(projection: str, kinds: Mapping[str, Kind], dequantised: set[str]) -
     return kinds[projection] is not None and not among
 
 
+def holds_mxfp4(headers: Mapping[str, TensorHeader]) -> bool:
+    """Whether some of these tensors are blocks or scales of gpt-oss's experts in MXFP4."""
+    return any(header.dtype == MXFP4_DTYPE for header in headers.values())
+
+
 def kept_bytes(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> tuple[int, int]:
     """Bytes of the weights of a checkpoint that are kept, with their scales and zero points, and how many numbers these
     weights have. Where projections of several schemes are multiplied as one, they are dequantised all the same, which

@@ -14,6 +14,11 @@ from dflash_backend.checkpoints.quantization.stored import WORD_BITS, Role, Stor
 
 Index = tuple[slice, ...] | EllipsisType
 _TRANSPOSED = (Layout.GPTQ, Layout.AWQ)
+SPLIT_WITHIN = (
+    "the border between ranks lies within a word, a block with one scale, or columns in an order of their own; weights "
+    "that it cuts so are dequantised whole and each rank keeps its part, which makes loading longer"
+)
+"""What is said of a weight for which `read_parts` gives None."""
 
 
 def runs(parts: Sequence[int]) -> list[tuple[int, int]]:
