@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.compile_table [--out benchmarks/results/attention_kernels.md]
 
 compiles the kernels of a decode row with 15 drafts, which share contexts out among workers, and of a prefill chunk, for
-some shapes of heads and each architecture with the tiles that its shared memory gives, and those of the delta rule for
-such rows, with heads of 128 numbers, and reads what the assembler says of them. Nothing is run and no time is measured.
+some shapes of heads and each architecture with the tiles that its shared memory gives, over KV in bfloat16 and in FP8,
+and those of the delta rule for such rows, with heads of 128 numbers, and reads what the assembler says of them. Nothing
+is run and no time is measured.
 """
 
 from __future__ import annotations
@@ -152,9 +153,10 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def attention_launch(
-    shape: HeadShape, kind: str, arch: int
+    shape: HeadShape, kind: str, arch: int, fp8_kv: bool = False
 ) -> tuple[Launch, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """The planned launch, and the kernels that it would run first, with their arguments."""
+    """The planned launch, and the kernels that it would run first, with their arguments. fp8_kv: the cache has bytes of
+    FP8 (e4m3) and a scale for each token and head, else bfloat16."""
     from dflash_kernels import paged_attention
 
     bounds = np.array([QUERIES[kind]])
@@ -172,10 +174,12 @@ def attention_launch(
         start, lens, ends, table = (torch.zeros(size, dtype=torch.int32) for size in (1, 1, 1, CONTEXT // BLOCK_SIZE))
         rows = PagedBatch(start, lens, ends, table[None])
         query = torch.zeros(QUERIES[kind], shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-        cache = torch.zeros(4, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+        kv_dtype = torch.uint8 if fp8_kv else torch.bfloat16
+        cache = torch.zeros(4, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim, dtype=kv_dtype)
+        scales = torch.zeros(cache.shape[:-1]) if fp8_kv else None
         plan = torch.zeros(schedule_size(launch.num_tiles), dtype=torch.int32) if launch.num_workers else None
         prepared = paged_attention.PreparedLaunch(launch, None, plan)
-        paged_attention.paged_attention(query, cache, rows, [prepared], True, None)
+        paged_attention.paged_attention(query, cache, rows, [prepared], True, None, scales=scales)
     finally:
         kernel.run, paged_attention.merge = run, merge
     return launch, found
@@ -219,22 +223,35 @@ def delta_rows(arch: int) -> tuple[list[list[str]], bool]:
     return rows, fits
 
 
-def row_of(name: str, kind: str, arch: int) -> tuple[list[str], Compiled]:
-    """A row of the table, and what it says."""
-    launch, ((kernel, arguments, options),) = attention_launch(SHAPES[name], kind, arch)
+def row_of(name: str, kind: str, arch: int, fp8_kv: bool = False) -> tuple[list[str], Compiled]:
+    """A row of a table of attention, and what it says. fp8_kv: as of `attention_launch`."""
+    launch, ((kernel, arguments, options),) = attention_launch(SHAPES[name], kind, arch, fp8_kv)
     compiled, tiling = compile_launch(kernel, arguments, options, arch), launch.tiling
     numbers = [tiling.num_warps, tiling.num_stages, compiled.registers, compiled.spilled]
     cells = [f"sm_{arch}", name, kind, f"{tiling.block_m} x {tiling.block_n}", *map(str, numbers)]
     return [*cells, f"{compiled.shared / 1024:.1f}", str(GPUS[arch].shared_bytes >> 10)], compiled
 
 
+def fp8_kv_rows(arch: int) -> tuple[list[list[str]], bool]:
+    """Rows of the table of attention over KV in FP8, and whether all fit the shared memory."""
+    rows, fits = [], True
+    for name in SHAPES:
+        for kind in QUERIES:
+            row, compiled = row_of(name, kind, arch, fp8_kv=True)
+            print("KV in FP8", *row, flush=True)
+            rows.append(row)
+            fits &= compiled.shared <= GPUS[arch].shared_bytes
+    return rows, fits
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; 1 where attention spills or a kernel takes more shared memory than there is."""
+    """Entry point; 1 where attention spills that reads KV in bfloat16, or a kernel takes more shared memory than there
+    is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=GPUS, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="where the table is written as well")
     args = parser.parse_args(arguments)
-    rows, overlaps, of_delta_rule, fits = [], [], [], True
+    rows, fp8_rows, overlaps, of_delta_rule, fits = [], [], [], [], True
     for arch in args.arch or GPUS:
         for name in SHAPES:
             for kind in QUERIES:
@@ -244,6 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
                 fits &= compiled.shared <= GPUS[arch].shared_bytes and compiled.spilled == 0
                 if arch == 90 and kind == "prefill":
                     overlaps.append([name, *(f"{waits}, {beside}" for waits, beside in compiled.overlap)])
+        found, all_fit = fp8_kv_rows(arch)
+        fp8_rows += found
+        fits &= all_fit
         found, all_fit = delta_rows(arch)
         of_delta_rule += found
         fits &= all_fit
@@ -251,6 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     if overlaps:
         text += f"\nIn a turn of the loops of sm_90's prefill kernel: {OVERLAP}.\n\n"
         text += markdown_table(["heads", "without masks", "with masks"], overlaps, "lrr") + "\n"
+    text += f"\nWith KV in FP8:\n\n{markdown_table(HEADER, fp8_rows, 'lllrrrrrrr')}\n"
     text += f"\nThe gated delta rule:\n\n{markdown_table(DELTA_HEADER, of_delta_rule, 'lllrrrrr')}\n"
     print(text)
     if args.out:

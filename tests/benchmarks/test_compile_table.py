@@ -41,5 +41,15 @@ def test_no_kernel_spills_and_products_of_a_prompt_run_beside_its_softmax(arch: 
     command = [sys.executable, "-m", "benchmarks.gpu.compile_table", "--arch", str(arch)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    # In FP8 the tiles of KV take less.
+    shared = [shared_by_kernel(part, arch) for part in done.stdout.partition("| GPU")[2].split("With KV in FP8:")]
+    assert len(shared[0]) == 8
+    assert all(shared[1][kernel] < kib for kernel, kib in shared[0].items())
     if arch == 90:
         assert done.stdout.count("| 1, 2 | 1, 0 |") == 4
+
+
+def shared_by_kernel(tables: str, arch: int) -> dict[tuple[str, str], float]:
+    """KiB of shared memory by heads and kind of rows, of the rows of attention among these."""
+    rows = [line.split(" | ") for line in tables.splitlines() if line.startswith(f"| sm_{arch} | ")]
+    return {(row[1], row[2]): float(row[-2]) for row in rows if " of " in row[1]}

@@ -12,6 +12,15 @@ REPORT = ("tests/benchmarks/test_gpu_report.py",)
 
 GPU_BENCHMARK_MUTANTS = (
     *mutants_of(
+        "benchmarks/gpu/compile_table.py",
+        ("tests/benchmarks/test_compile_table.py",),
+        (
+            "the table of KV in FP8 has bfloat16's kernels",
+            "row_of(name, kind, arch, fp8_kv=True)",
+            "row_of(name, kind, arch)",
+        ),
+    ),
+    *mutants_of(
         "benchmarks/gpu/engine.py",
         ROWS,
         (
