@@ -77,6 +77,18 @@ def test_one_that_ends_at_its_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     assert frontend.pid is None
 
 
+def test_it_is_not_waited_for_while_the_server_is_in_trouble(said: list[str]) -> None:
+    """Which its keeper then says, and replaces the server."""
+    frontend = FrontendProcess(HOST, free_port(), [], clean_environ(), said.append)
+    looks = iter([None, "dead"])
+    try:
+        frontend.start(f"{HOST}:{free_port()}", f"{HOST}:{free_port()}", lambda: next(looks))
+        assert frontend.pid is not None
+        assert said == []
+    finally:
+        frontend.stop()
+
+
 def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))

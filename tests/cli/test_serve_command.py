@@ -16,6 +16,8 @@ from typing import IO, Any
 import httpx
 import pytest
 
+from dflash_cli.launcher.frontend import READY_TIMEOUT_S
+from dflash_cli.launcher.ports import settle_ports
 from dflash_cli.launcher.processes import family, named
 from dflash_client import DFlashClient
 from tests.client.conftest import TOY_REPOSITORY
@@ -31,7 +33,8 @@ from dflash_cli.main import main
 sys.exit(main(["serve", *sys.argv[2:]]))
 """
 COMMAND = [sys.executable, "-c", SERVE, str(TOY_REPOSITORY), *PORT_OPTIONS]
-READY_S = 60.0
+# Less than the front end is waited for.
+READY_S = READY_TIMEOUT_S / 2
 
 
 @contextmanager
@@ -106,7 +109,9 @@ def test_a_dead_stub_is_replaced_or_the_end_with_1_as_it_was_told() -> None:
         os.kill(stub.pid, signal.SIGKILL)
         assert process.wait(30) == 1
         assert b"the model's process, Triton's Python backend stub, has died\n" in read(said)
-    with tempfile.TemporaryFile() as said, serving(stderr=said) as (process, address):
+    # Also while the OpenAI front end starts, which is not ready before the server is.
+    port = settle_ports("127.0.0.1", {"--port": 0})["--port"]
+    with tempfile.TemporaryFile() as said, serving("--port", str(port), stderr=said) as (process, address):
         (stub,) = named(family(process.pid), "triton_python_backend_stub")
         os.kill(stub.pid, signal.SIGKILL)
         eventually(lambda: b"the server is ready again" in read(said), "it is replaced", READY_S)

@@ -1,4 +1,4 @@
-"""Defects of text, Triton's package, the client and the wiring of settings."""
+"""Defects of text, Triton's package, the client, `serve` and the wiring of settings."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ SERVING_MUTANTS = (
         "return wait_s if wait_s < remaining_s else None",
         "return wait_s",
         ("tests/client/test_request.py",),
+    ),
+    Mutant(
+        "serve waits for its front end while the server behind it is dead",
+        "cli/dflash_cli/launcher/frontend.py",
+        "            if trouble() is not None:\n                return\n",
+        "",
+        ("tests/cli/test_frontend_process.py",),
     ),
     Mutant(
         "clients learn that an engine is gone before the metrics say so",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -11,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def on_ready() -> None:
         if frontend is not None:
-            frontend.start(server.grpc_url, server.metrics_url)
+            _start_before(server, frontend, arguments.hang_timeout)
         for warning in log.ready():
             lines.say(f"warning: {warning}")
         lines.flush()
@@ -86,6 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
             if frontend is not None:
                 frontend.stop()
             lines.flush()
+
+
+def _start_before(server: TritonServer, frontend: FrontendProcess, hang_timeout_s: float) -> None:
+    """Start the front end. A server that is in trouble ends the wait for it: the keeper looks after the server next."""
+    from dflash_cli.launcher.watch import Watch
+
+    with closing(Watch(server, hang_timeout_s)) as watch:
+        frontend.start(server.grpc_url, server.metrics_url, watch.trouble)
 
 
 def _server(arguments: argparse.Namespace, log: ServeLog) -> TritonServer:
@@ -218,7 +225,7 @@ def _signals_stop(keeper: Keeper) -> Iterator[None]:
 
 def _print(text: str) -> None:
     """To standard output. Its reader may be gone, or its disk full: the server goes on."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         print(text, flush=True)
 
 

@@ -66,9 +66,10 @@ class FrontendProcess:
         """Its process; None when it does not run."""
         return None if self._process is None else self._process.pid
 
-    def start(self, grpc_url: str, metrics_url: str) -> None:
-        """Start it before the server at these addresses, and wait for a while until it can answer requests. Raises
-        `LauncherError` when it ends."""
+    def start(self, grpc_url: str, metrics_url: str, trouble: Callable[[], str | None] = lambda: None) -> None:
+        """Start it before the server at these addresses, and wait for a while until it can answer requests: not while
+        the server is in `trouble`, since it is never ready before one that is dead. Raises `LauncherError` when it
+        ends."""
         self._options += ["--triton", f"grpc://{grpc_url}", "--triton-metrics", f"http://{metrics_url}/metrics"]
         self._spawn()
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -76,6 +77,8 @@ class FrontendProcess:
             if self._process is None or self._process.poll() is not None:
                 self.stop()
                 raise LauncherError("the OpenAI front end did not start; --port 0 leaves it out")
+            if trouble() is not None:
+                return
             if time.monotonic() > deadline:
                 self._say(f"warning: the OpenAI front end is not ready: {why}")
                 return
