@@ -1,9 +1,9 @@
 """Tokens of rows with top-k, top-p or min-p, from a few of the largest logits of each slice of a vocabulary.
 
 A filter keeps the tokens from some logit on. Where that logit is above all that a slice has left out, what is kept is
-among what the slices gave, with all of its ties. Sums of probabilities are rounded in another order here than in
-`logits_filter`, so a row is decided only where its sums are further from top-p than both roundings can be: then the
-token is the one that all logits give. Other rows are said to be undecided.
+among what the slices gave, with all of its ties. Probabilities are rounded otherwise here than in `logits_filter`, so a
+row is decided only where its sums are further from top-p than both roundings can be: then the token is the one that all
+logits give. Other rows are said to be undecided.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from dflash_kernels.gumbel_noise import gumbel_reference
 
 NUM_CANDIDATES = 64
 """Logits of a row that a slice gives: filters keep fewer in most rows of most models."""
-# Of a sum of n float32 that is added in at least 8 lanes, with as much again for this one's; and of the exponents.
-ROUNDING_OF_ONE, ROUNDING = 2.0**-24 / 4, 1e-6
+# How far a sum of probabilities may be from that of `logits_filter`, as a part of 1. Both add in float64, which in any
+# order of n terms is n * 2^-53 off at most. Of a slice the terms are float32: subtracting the largest logit rounds a
+# weight exp(-d) by d * 2^-24 of itself, on average over the weights by ln(n) * 2^-24 at most, and exp by a few 2^-24.
+# Of 2^24 tokens that is (17 + 4) * 2^-24, or 1.3e-6.
+ROUNDING = 2e-6
 
 
 def largest_logits(logits: torch.Tensor, token_ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """What a slice gives of its `logits` `[n, width]`, float64 `[n, 1 + 2 * NUM_CANDIDATES]`: the logarithm of the sum
-    of exponents at the row's temperature, the largest logits, -inf where there are no more, and their ids."""
+    of probabilities at the row's temperature over the largest one, -inf where all are 0, the largest logits, -inf where
+    there are no more, and their ids."""
     values = logits.float()
     count = min(NUM_CANDIDATES, values.shape[1])
     top, columns = values.topk(count, dim=1)
     scaled = values / torch.where(temperature > 0.0, temperature, 1.0)[:, None]
     found = torch.full((len(values), 1 + 2 * NUM_CANDIDATES), float("-inf"), dtype=torch.float64)
-    found[:, 0] = scaled.logsumexp(dim=1)
+    largest = scaled.amax(dim=1, keepdim=True)
+    found[:, 0] = (scaled - largest.masked_fill(largest.isneginf(), 0.0)).exp_().sum(dim=1, dtype=torch.float64).log()
     found[:, 1 : 1 + count] = top
     found[:, 1 + NUM_CANDIDATES :] = -1
     found[:, 1 + NUM_CANDIDATES : 1 + NUM_CANDIDATES + count] = token_ids[columns]
@@ -50,18 +55,23 @@ def filtered_tokens(
     left_out = torch.tensor([len(own) > NUM_CANDIDATES for own in slices])
     # Tokens above it are all here; of those at it some may be missing.
     border = values[:, :, -1].masked_fill(~left_out, float("-inf")).amax(dim=1)
-    values = values.view(n, -1)
-    total = found[:, :, 0].logsumexp(dim=1)
-    lowest, decided = _lowest_kept(values, border, total, slices[-1].stop, choice.temperature, filters)
     sampled = choice.temperature > 0.0
+    # As `logits_filter` divides, in float32: of large numbers a sum in another precision is another sum.
+    divisor = torch.where(sampled, choice.temperature, 1.0)
+    largest = values[:, :, 0] / divisor[:, None]
+    total = (found[:, :, 0] + (largest.double() - largest.amax(dim=1, keepdim=True).double())).exp().sum(dim=1)
+    values = values.view(n, -1)
+    lowest, decided = _lowest_kept(values, border, total, slices[-1].stop, choice.temperature, filters)
     noise = gumbel_reference(choice.seeds, choice.positions, ids.clamp(min=0))
-    scores = values / torch.where(sampled, choice.temperature, 1.0)[:, None]
+    scores = values / divisor[:, None]
     scores = torch.where(sampled[:, None], scores + noise, values)
     scores = scores.masked_fill((values < lowest[:, None]) | (ids < 0), float("-inf"))
-    is_largest = scores == scores.amax(dim=1, keepdim=True)
+    highest = scores.amax(dim=1, keepdim=True)
+    is_largest = scores == highest
     tokens = ids.masked_fill(~is_largest, slices[-1].stop).amin(dim=1)
     is_number = ~values.isnan().any(dim=1)
-    return tokens, decided & is_number & ((lowest > border) | ~left_out.any())
+    has_score = ~highest[:, 0].isneginf()
+    return tokens, decided & is_number & has_score & ((lowest > border) | ~left_out.any())
 
 
 def _lowest_kept(
@@ -73,7 +83,7 @@ def _lowest_kept(
     filters: Filters,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest logit that each row keeps, as `logits_filter.lowest_kept_reference`, float32 `[n]`, and whether it is
-    sure. total: the logarithm of the sum of all exponents, float64 `[n]`."""
+    sure. total: the sum of all probabilities over the largest one, float64 `[n]`."""
     ordered = values.sort(dim=1, descending=True).values
     top, sampled = ordered[:, 0], temperature > 0.0
     # The argmax passes every filter.
@@ -84,18 +94,16 @@ def _lowest_kept(
     lowest = torch.where(by_rank, torch.maximum(lowest, kth), lowest)
 
     by_sum = sampled & (filters.top_p < 1.0)
-    exponents = ordered.double() / torch.where(sampled, temperature, 1.0).double()[:, None]
-    exponents = exponents.masked_fill(ordered < lowest[:, None], float("-inf"))
+    scaled = (ordered / torch.where(sampled, temperature, 1.0)[:, None]).double()
+    is_kept = (ordered >= lowest[:, None]) & ~ordered.isneginf()
+    weights = (scaled - scaled[:, :1]).exp().masked_fill(~is_kept, 0.0)
     is_filtered = ~lowest.isneginf()
     decided = ~by_sum | ~is_filtered | (lowest > border) | border.isneginf()
-    total = torch.where(is_filtered, exponents.logsumexp(dim=1), total)
-    shares = (exponents - total[:, None]).exp()
-    above = shares.cumsum(dim=1) - shares
+    above = (weights.cumsum(dim=1) - weights) / torch.where(is_filtered, weights.sum(dim=1), total)[:, None]
     above[:, 0] = -1.0
     top_p = filters.top_p.double()[:, None]
-    count = torch.where(by_rank, filters.top_k, vocab_size).double()
-    rounding = (count * ROUNDING_OF_ONE + ROUNDING)[:, None]
-    is_close = ((above - top_p).abs() < rounding) & ~exponents.isneginf()
+    is_close = ((above - top_p).abs() < ROUNDING) & is_kept
+    # Infinite logits make all of these NaN, as in `logits_filter`: then top-p hides nothing.
     decided &= ~by_sum | ~is_close.any(dim=1)
-    last = ordered.masked_fill((above >= top_p) | exponents.isneginf(), float("inf")).amin(dim=1)
+    last = ordered.masked_fill((above >= top_p) | ~is_kept, float("inf")).amin(dim=1)
     return torch.where(by_sum, torch.maximum(lowest, last), lowest), decided

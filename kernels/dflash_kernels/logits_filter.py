@@ -60,7 +60,8 @@ def _by_rank(
     kth = ordered.gather(1, top_k.clamp(1, logits.shape[1])[:, None] - 1).squeeze(1)
     lowest = torch.where(top_k > 0, torch.maximum(lowest, kth), lowest)
     kept = ordered.masked_fill(ordered < lowest[:, None], float("-inf"))
-    above = (kept / temperature[:, None]).softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
+    # In float64: ranks that have a part of the logits each add in another order (`models/filtered_choice.py`).
+    above = (kept / temperature[:, None]).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1).roll(1, dims=-1)
     above[:, 0] = -1.0  # the most likely token is kept, also by a p that is 0 in float32
     last = kept.masked_fill(above >= top_p[:, None], float("inf")).amin(dim=-1)
     # A p of 1 keeps everything, whatever rounding does to the sum.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from dflash_backend.models.filtered_choice import NUM_CANDIDATES, filtered_tokens, largest_logits
+from dflash_backend.models.filtered_choice import NUM_CANDIDATES, ROUNDING, filtered_tokens, largest_logits
 from dflash_backend.models.interface import Choice, Filters
 from dflash_backend.models.shard import Shard
 from dflash_backend.models.vocabulary import argmax_over_ranks
@@ -13,6 +18,7 @@ from dflash_kernels.log_odds import log_odds_reference
 from dflash_kernels.logits_filter import lowest_kept_reference
 from dflash_kernels.noisy_scores import noisy_scores_reference
 from dflash_kernels.sample import sample_reference, scored_sample_reference
+from tests.scale import scaled
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -122,6 +128,73 @@ def test_filtered_tokens_are_those_of_all_logits_where_they_are_decided(kind: st
     assert decided.float().mean() > {"peaked": 0.5, "flat": 0.2, "tied": 0.1}[kind]
     if vocab_size > NUM_CANDIDATES * size:
         assert not decided.all()
+
+
+def sums_above(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """The sum of probabilities before each token of the sorted row, float64."""
+    of_rank = logits.sort(dim=1, descending=True).values / temperature[:, None]
+    shares = of_rank.double().softmax(dim=1)
+    return shares.cumsum(dim=1) - shares
+
+
+def hard_logits(kind: str, n: int, vocab_size: int, generator: torch.Generator) -> torch.Tensor:
+    logits = torch.randn(n, vocab_size, generator=generator)
+    infinity = torch.tensor(float("inf"))
+    if kind == "equal":
+        return logits[:, :1].expand(n, vocab_size).contiguous()
+    if kind == "tied":
+        return (logits * 3.0).round()
+    if kind == "neighbours":  # that float32 just tells apart
+        return (1000.0 + (logits * 3.0).round() * 2.0**-14).float()
+    if kind == "large":
+        return logits * 10.0 ** (40.0 * torch.rand(n, 1, generator=generator) - 2.0)
+    if kind == "few":  # as penalties and masks leave them
+        return logits.where(logits > 1.5, -infinity)
+    if kind == "infinite":
+        return logits.where(logits < 2.0, infinity)
+    return logits * 4.0
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    kind=st.sampled_from(["peaked", "equal", "tied", "neighbours", "large", "few", "infinite"]),
+    vocab_size=st.sampled_from([5, 64, 129, 130, 1000]),
+    size=st.sampled_from([2, 3, 4]),
+    ulps=st.integers(-2, 2),
+)
+@hypothesis_settings(max_examples=scaled(100), deadline=None)
+def test_what_is_decided_is_right_however_the_logits_lie(
+    seed: int, kind: str, vocab_size: int, size: int, ulps: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n = 64
+    logits = hard_logits(kind, n, vocab_size, generator)
+    choice = random_choice(n, generator)
+    assert choice.filters is not None
+    assert choice.temperature is not None
+    # In half of the rows top-p is a sum of probabilities, or a few ulps beside it.
+    above = sums_above(logits, torch.where(choice.temperature > 0.0, choice.temperature, 1.0))
+    at = above.gather(1, torch.randint(0, min(8, vocab_size), (n, 1), generator=generator))[:, 0].float()
+    for _ in range(abs(ulps)):
+        at = torch.nextafter(at, torch.tensor(2.0 if ulps > 0 else -1.0))
+    is_hard = (torch.arange(n) % 2 == 0) & (at > 0.0) & (at < 1.0)
+    filters = replace(choice.filters, top_p=torch.where(is_hard, at, choice.filters.top_p))
+    choice = replace(choice, filters=filters)
+    found, decided = filtered(logits, size, choice)
+    lowest = lowest_kept_reference(logits, choice.temperature, filters.top_k, filters.top_p, filters.min_p)
+    expected = sample_reference(logits, choice.temperature, choice.seeds, choice.positions, lowest)
+    assert torch.equal(found[decided], expected[decided])
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 151_936])
+def test_the_sum_of_a_slice_is_as_exact_as_is_relied_on(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, vocab_size, generator=generator) * torch.tensor([0.01, 0.1, 1.0, 2.0, 4.0, 100.0])[:, None]
+    temperature = torch.tensor([0.01, 0.1, 0.7, 1.0, 1.3, 0.05])
+    found = largest_logits(logits, torch.arange(vocab_size), temperature)[:, 0].exp()
+    exact = (logits / temperature[:, None]).double()
+    expected = (exact - exact.amax(dim=1, keepdim=True)).exp().sum(dim=1)
+    assert ((found - expected).abs() / expected).max() < ROUNDING / 2
 
 
 def one_row(logits: torch.Tensor, **filters: float) -> tuple[int, bool]:
