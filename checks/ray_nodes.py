@@ -84,9 +84,11 @@ class RayNodes:
     Ray listens on all addresses, so the cluster has a token: without one, all who reach it could run programs.
     """
 
-    def __init__(self, separate: bool = False) -> None:
-        """separate: the other node gets a network namespace of its own. Raises `OSError` where that is not allowed."""
+    def __init__(self, separate: bool = False, cpus: int = 1) -> None:
+        """separate: the other node gets a network namespace of its own. cpus: in Ray's count, of each node: how many
+        ranks it takes. Raises `OSError` where a namespace is not allowed."""
         self.network = Network(separate)
+        self._cpus = cpus
         self._directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie in it: a short path
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._address = f"{self.network.here}:{_free_port()}"
@@ -144,7 +146,8 @@ class RayNodes:
         folder = Path(self._directory, name)
         log = Path(self._directory, f"{name}.log")
         ray = Path(sysconfig.get_paths()["scripts"], "ray")
-        command = [sys.executable, str(ray), "start", "--block", *options, "--node-ip-address", host, "--num-cpus", "2"]
+        command = [sys.executable, str(ray), "start", "--block", *options, "--node-ip-address", host]
+        command += ["--num-cpus", str(self._cpus)]
         command += ["--object-store-memory", str(STORE_BYTES), "--temp-dir", str(folder)]
         environ = os.environ | self.environ
         del environ["RAY_ADDRESS"]

@@ -126,8 +126,8 @@ class EngineConfig:
     )
     distributed_executor: str | None = setting(
         None,
-        "where the processes of tensor_parallel_size run: mp: all on this machine; ray: each on a node of its own of a "
-        "Ray cluster that runs already, with the engine on this one; auto: mp",
+        "where the processes of tensor_parallel_size run: mp: all on this machine; ray: on as many nodes as there are "
+        "of a Ray cluster that runs already, with the engine on this one; auto: mp",
         choices=("mp", "ray"),
     )
     data_parallel_size: int = setting(

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster that runs already: an actor for each, on a node of its own.
+"""Ranks on the nodes of a Ray cluster that runs already: an actor for each, on as many nodes as there are.
 
 The engine's process is rank 0 and Ray's driver, so this machine must be a node of the cluster. Actors and the placement
 group belong to the driver's job and end with it, however it ends.
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ ANSWER_S = 5.0
 """How long a cluster may take to answer."""
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address of this machine's cluster."""
-# A rank takes its node's processors as an operation needs them. Ray counts one, so that ranks of two engines may share
-# a node.
+# A rank takes its part of its node's processors as an operation needs them. Ray counts one, so that a node has as many
+# ranks as it was started with CPUs, of one engine or of several.
 CPUS = 1
 # Of the engine's environment, what a rank's process needs from its start on.
 VARIABLES = {
@@ -47,7 +48,7 @@ VARIABLES = {
 
 
 def ray_ranks(size: int) -> RemoteRanks:
-    """The other ranks of `size`, on other nodes than this one. Raises `ConfigError` without a cluster to run them."""
+    """The other ranks of `size`, on as many nodes as there are. Raises `ConfigError` without a cluster for them."""
     return RemoteRanks(Shard(0, size), RayLauncher(size))
 
 
@@ -94,6 +95,14 @@ def _check_address() -> None:
         raise OSError(f"{address}: {error}") from None
 
 
+def _ranks_beside(group: Any) -> list[int]:
+    """How many ranks of a placed group are on the node of each, itself among them."""
+    from ray.util.placement_group import placement_group_table
+
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return [sum(node == other for other in nodes.values()) for _, node in sorted(nodes.items())]
+
+
 class _RayRank(RemoteRankProcess):
     """What runs in an actor."""
 
@@ -112,6 +121,7 @@ class RayLauncher:
         self._ray, self._connected_here = _connected()
         self.host: str = self._ray.util.get_node_ip_address()
         self._group = self._placed(size)
+        self._on_node = _ranks_beside(self._group)
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._ended = False
@@ -122,7 +132,8 @@ class RayLauncher:
 
         here = {f"node:{self.host}": 0.001}
         bundles = [{"CPU": CPUS} | (here if rank == 0 else {}) for rank in range(size)]
-        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        # A rank more on a node that has one adds no memory and no cores: only where there are fewer nodes than ranks.
+        group = placement_group(bundles, strategy="SPREAD")
         started = said = time.monotonic()
         while not group.wait(LOOK_S):
             now = time.monotonic()
@@ -130,17 +141,25 @@ class RayLauncher:
                 missing = self._missing(size)
                 remove_placement_group(group)
                 self._disconnect()
-                raise ConfigError(f"{missing}. Add nodes with `ray start --address`, or lower tensor_parallel_size")
+                raise ConfigError(
+                    f"{missing}. Add nodes with `ray start --address`, give nodes more with --num-cpus, end what uses "
+                    "them, or lower tensor_parallel_size"
+                )
             if now - said >= SAY_S or said == started:
-                _log.warning("waiting for nodes: %s", self._missing(size))
+                _log.warning("waiting for CPUs: %s", self._missing(size))
                 said = now
         return group
 
     def _missing(self, size: int) -> str:
-        nodes = sorted(node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"])
+        nodes = sorted(
+            f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0.0):g}"
+            for node in self._ray.nodes()
+            if node["Alive"]
+        )
         return (
-            f"{size} ranks need {size} nodes of the Ray cluster with a free CPU each, this one ({self.host}) among "
-            f"them; it has {len(nodes)}: {', '.join(nodes)}"
+            f"{size} ranks need {size} free CPUs of the Ray cluster in its count, one of them on this node "
+            f"({self.host}); it has {self._ray.available_resources().get('CPU', 0.0):g} free, and nodes "
+            f"{', '.join(nodes)}"
         )
 
     def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
@@ -161,7 +180,15 @@ class RayLauncher:
             raise ConfigError(f"the ranks could not be started on the Ray cluster: {error}") from None
 
     def run(self, setups: Sequence[RemoteRank]) -> None:
+        setups = self.with_threads(setups)
         self._runs = [actor.run.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
+
+    def with_threads(self, setups: Sequence[RemoteRank]) -> list[RemoteRank]:
+        """`setups` with the threads that each rank may have beside others on its node."""
+        return [
+            replace(each, setup=replace(each.setup, num_threads=max(1, each.setup.num_threads // number)))
+            for each, number in zip(setups, self._on_node[1:], strict=True)
+        ]
 
     def ended(self, rank: int) -> str:
         ready, _ = self._ray.wait([self._runs[rank - 1]], timeout=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -12,6 +12,7 @@ from checks.ray_nodes import RayNodes
 from checks.ray_ranks import ranks_there
 from dflash_backend.config import ConfigError
 from dflash_backend.engine import ray_ranks
+from dflash_backend.engine.rank_messages import RemoteRank
 from dflash_backend.models.parallel import RankLostError
 from tests.engine.test_ranks import SETTINGS, end, texts, texts_until_lost
 from tests.engine.test_remote_ranks import RAY
@@ -29,7 +30,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with RayNodes() as nodes, pytest.MonkeyPatch.context() as patch:
+    with RayNodes(cpus=2) as nodes, pytest.MonkeyPatch.context() as patch:
         for name, value in nodes.environ.items():
             patch.setenv(name, value)
         yield nodes
@@ -48,13 +49,16 @@ def test_ranks_on_two_nodes_give_the_text_of_one_and_leave_nothing(pair: dict[st
 
 
 @pytest.mark.slow
-def test_more_ranks_than_nodes_are_refused_with_what_is_missing(
-    pair: dict[str, str], nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+def test_more_ranks_than_cpus_are_refused_with_what_is_missing(
+    nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_ranks, "PLACEMENT_S", 1.0)
-    words = r"4 ranks need 4 nodes .* this one \(127.0.0.2\) among them; it has 2: 127.0.0.2, 127.0.0.3. Add nodes"
+    words = (
+        r"8 ranks need 8 free CPUs .* this node \(127.0.0.2\); it has 4 free, and nodes 127.0.0.2 with 2, "
+        r"127.0.0.3 with 2. Add nodes .* --num-cpus"
+    )
     with pytest.raises(ConfigError, match=words):
-        engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
+        ray_ranks.ray_ranks(8)
 
 
 @pytest.mark.slow
@@ -69,6 +73,36 @@ def test_a_node_that_is_lost_is_named_and_an_engine_waits_for_the_next(pair: dic
     again = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
     texts(again, temperature=0.0)
     end(again)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_nodes_share_nodes_and_their_cores(
+    pair: dict[str, str], nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[RemoteRank] = []
+    run = ray_ranks.RayLauncher.run
+
+    def kept(self: ray_ranks.RayLauncher, setups: Sequence[RemoteRank]) -> None:
+        sent.extend(self.with_threads(setups))
+        run(self, setups)
+
+    monkeypatch.setattr(ray_ranks.RayLauncher, "run", kept)
+    monkeypatch.setattr("dflash_backend.engine.shared_target.num_op_threads", lambda size, cores: 8)
+    alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
+    assert len(ranks_there(nodes)) == 2
+    assert [each.setup.num_threads for each in sent] == [4, 4, 4]
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+        assert texts(shared, **sampling) == texts(alone, **sampling)
+    end(shared)
+
+
+@pytest.mark.slow
+def test_one_node_with_cpus_enough_has_all_ranks(pair: dict[str, str], nodes: RayNodes) -> None:
+    nodes.remove()
+    alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=2)
+    assert texts(shared, temperature=0.0) == texts(alone, temperature=0.0)
+    end(shared)
+    nodes.add()
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,4 +93,25 @@ REMOTE_RANK_MUTANTS = (
         "",
         (f"{RAY_TESTS}test_an_address_at_which_no_cluster_answers_is_refused_at_once",),
     ),
+    Mutant(
+        "ranks on one node take all of its cores each",
+        RAY,
+        "each.setup.num_threads // number)",
+        "each.setup.num_threads)",
+        (f"{RAY_TESTS}test_more_ranks_than_nodes_share_nodes_and_their_cores",),
+    ),
+    Mutant(
+        "each rank needs a node of its own",
+        RAY,
+        'strategy="SPREAD"',
+        'strategy="STRICT_SPREAD"',
+        (f"{RAY_TESTS}test_one_node_with_cpus_enough_has_all_ranks",),
+    ),
+    Mutant(
+        "ranks crowd on one node beside an empty one",
+        RAY,
+        'strategy="SPREAD"',
+        'strategy="PACK"',
+        (f"{RAY_TESTS}test_ranks_on_two_nodes_give_the_text_of_one_and_leave_nothing",),
+    ),
 )
