@@ -110,6 +110,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "tests/kernels/test_compiles.py"),
         "every kernel compiles for Hopper, with every tile of quantised weights",
     ),
+    "kept_pair": (
+        ("tests.kept_pair", "--prompts", "2", "--tokens", "16"),
+        "the demo pair in FP8 and INT4 that stay quantised, kernels interpreted: the dequantised pair's text",
+    ),
     "states": (
         (
             "pytest",

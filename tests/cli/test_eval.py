@@ -22,6 +22,8 @@ from dflash_cli.commands.progress import Progress
 from dflash_cli.launcher.server import TritonServer
 from dflash_cli.server_backend import Encode, ServerAnswerer
 from dflash_client import Completion, DFlashClient, GenerationResult
+from tests.quantised import AWQ, FP8_BLOCK, Packer, awq, fp8_block, write
+from tests.tiny_models import make_target
 
 LIMIT = 4
 FAST = ["--set", "max_model_len=512"]
@@ -239,6 +241,35 @@ def test_a_second_target_is_measured_on_the_same_questions_with_the_same_drafter
     assert compared["perplexity"]["first"] != compared["perplexity"]["against"]
     assert compared["perplexity"]["first"] == first["about"]["perplexity"] > 1
     assert "quantised at load" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("packer", "config"),
+    [(fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]}), (awq(16), AWQ | {"group_size": 16})],
+    ids=["fp8", "int4"],
+)
+def test_a_quantised_mixture_of_experts_is_held_against_its_plain_checkpoint(
+    cli, tmp_path: Path, packer: Packer, config: dict[str, Any]
+) -> None:
+    """Random weights, and the numbers that the quantised ones stand for: both give the same text."""
+    source, demo = tmp_path / "source", asset_path("demo", "pair", "target")
+    vocab_size = json.loads((demo / "config.json").read_text())["vocab_size"]
+    make_target(source, architecture="Qwen3MoeForCausalLM", vocab_size=vocab_size, moe_intermediate_size=32)
+    for file in demo.glob("tokenizer*.json"):
+        shutil.copy(file, source)
+    copies = write(source, tmp_path, packer, config)
+    (text := tmp_path / "text").write_text("Sam fills 4 bags with 6 marbles each.")
+    options = ["--target", copies.plain, "--draft", "ngram", "--against", copies.quantised, "--dataset", "math"]
+    ended = cli("eval", *FAST, *options, "--limit", "2", "--max-tokens", "48", "--text", text, "--json")
+    assert ended.status == 0, ended.err
+    compared = json.loads(ended.out)["comparison"]
+    for name in ("accuracy", "acceptance_length", "perplexity", "tokens_per_s"):
+        assert set(compared[name]) == {"first", "against"}, name
+        assert all(value is not None for value in compared[name].values()), name
+    perplexities = compared["perplexity"]
+    assert perplexities["against"] == pytest.approx(perplexities["first"], rel=1e-4)
+    assert compared["num_same_answers"] == 2
+    assert "dequantised" in ended.err
 
 
 def test_settings_of_the_second_are_its_own(cli) -> None:
