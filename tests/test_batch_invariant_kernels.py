@@ -21,20 +21,26 @@ from tests.worker.engines import triton_engine
 MAX_TOKENS = 2
 # Rows that run together, k, and the most tokens of a step.
 SHAPES = [(1, 15, 256), (3, 0, 30), (3, 15, 60)]
-# Drafts of many rows make more lines than any tile has; in `make nightly` of all of them.
-WIDE = [(17, 15), (64, 0), (64, 15)] if SCALE >= 4 else [(9, 7), (64, 0)]
+# `make test` has some of what follows, and `make nightly` all.
+ALL = SCALE >= 4
+# Drafts of many rows make more lines than any tile has.
+WIDE = [(17, 15), (64, 0), (64, 15)] if ALL else [(9, 7), (64, 0)]
+# The layers of gpt-oss have experts, and every other one a window.
 FAMILIES = [
     ("Qwen3ForCausalLM", {}, SHAPES),
-    pytest.param("MistralForCausalLM", {"sliding_window": 9}, SHAPES[-1:], marks=pytest.mark.slow),
-    pytest.param("Qwen3MoeForCausalLM", {}, SHAPES[-1:], marks=pytest.mark.slow),
     pytest.param("GptOssForCausalLM", {}, SHAPES[-1:], marks=pytest.mark.slow),
 ]
+if ALL:
+    FAMILIES += [("MistralForCausalLM", {"sliding_window": 9}, SHAPES[-1:]), ("Qwen3MoeForCausalLM", {}, SHAPES[-1:])]
 MANY_ROWS = [(17, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in WIDE)]
 
 KEPT = {
     "fp8": (fp8_block(32, 32), FP8_BLOCK | {"weight_block_size": [32, 32]}),
     "int4": (gptq(group=32), GPTQ | {"group_size": 32}),
 }
+KEPT_TARGETS = [("Qwen3ForCausalLM", "fp8"), pytest.param("Qwen3MoeForCausalLM", "int4", marks=pytest.mark.slow)]
+if ALL:
+    KEPT_TARGETS += [("Qwen3ForCausalLM", "int4"), ("Qwen3MoeForCausalLM", "fp8")]
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +88,7 @@ def test_logits_are_the_same_to_the_bit_chunked_or_whole_with_any_k(
     assert differing(alone[1], again[1]) == 0
 
 
-@pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", pytest.param("Qwen3MoeForCausalLM", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("architecture", "name"), KEPT_TARGETS)
 def test_logits_of_a_target_that_stays_quantised_are_the_same_to_the_bit(
     tmp_path: Path, architecture: str, name: str
 ) -> None:

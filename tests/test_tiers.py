@@ -3,6 +3,7 @@ skip is allowed or a failure."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -200,9 +201,15 @@ def test_a_run_with_a_file_far_above_its_row_fails_and_says_which(tmp_path: Path
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_busy.py").write_text(BUSY)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    for options, status in (("-n 1 --strict-times", 1), ("--strict-times", 1), ("", 0)):
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # most of the time would be their imports
+    for options, status in (("-p xdist -n 1 --strict-times", 1), ("--strict-times", 1), ("", 0)):
         done = subprocess.run(
-            [*command, *options.split(), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+            [*command, *options.split(), str(tmp_path)],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == status, done.stdout + done.stderr
         assert bool(re.search(r"^test_busy\.py: \d+\.\d s, recorded nothing$", done.stdout, re.MULTILINE)) == bool(

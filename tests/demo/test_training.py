@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from demo.evaluate import verify
 from demo.model import DraftModel
 from demo.train import SMOKE, SMOKE_CONFIG, Run, train_pair
 from demo.train_drafter import draw_blocks
+from tests.scale import SCALE
 
 
 def draft_inputs(length: int, anchors: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,10 +59,17 @@ def test_verifying_stops_at_the_first_mismatch_and_after_the_end():
     assert verify([4, 2, 7], [5, 2, 7, 9], end=2) == (0, [5])
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """One that a single process has trained."""
+    folder = tmp_path_factory.mktemp("trained") / "pair"
+    train_pair(Run(folder, **SMOKE))
+    return folder
+
+
 @pytest.mark.slow
-def test_smoke_training_writes_a_whole_pair(tmp_path):
-    train_pair(Run(tmp_path / "pair", **SMOKE))
-    written = {str(path.relative_to(tmp_path / "pair")) for path in (tmp_path / "pair").rglob("*") if path.is_file()}
+def test_smoke_training_writes_a_whole_pair(pair):
+    written = {str(path.relative_to(pair)) for path in pair.rglob("*") if path.is_file()}
     assert written == {
         "draft/config.json",
         "draft/model.safetensors",
@@ -73,6 +82,11 @@ def test_smoke_training_writes_a_whole_pair(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_workers_train_a_pair_together(tmp_path):
-    train_pair(Run(tmp_path / "pair", workers=2, **SMOKE))
-    assert (tmp_path / "pair" / "draft" / "model.safetensors").exists()
+def test_two_workers_train_a_pair_together(tmp_path, pair):
+    """The drafter of a pair, which goes on from there, and in `make nightly` the target as well: each of the two starts
+    processes of its own."""
+    steps = SMOKE if SCALE >= 4 else SMOKE | {"target_steps": 0}
+    train_pair(Run(tmp_path / "pair", workers=2, resume=pair, **steps))
+    before, after = (load_file(folder / "draft" / "model.safetensors") for folder in (pair, tmp_path / "pair"))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -17,6 +17,7 @@ from dflash_kernels.moe import experts_mlp_reference
 from dflash_kernels.paged_attention import paged_attention_reference
 from dflash_kernels.paged_attention_launch import HeadShape
 from tests.kernels.inputs import DEVICE, HALF_DTYPES, multiply_as_tensor_cores_do, random
+from tests.scale import SCALE
 
 DTYPES = [torch.float32, *HALF_DTYPES]
 COUNTS = [1, 3, 17, 64, 100]
@@ -146,8 +147,16 @@ def test_a_query_over_fp8_has_the_same_bits_alone_and_in_a_chunk(window: int | N
         assert torch.equal(alone[0], whole[at - first]), at
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "has_sinks"), [*((window, False) for window in WINDOWS), (None, True), (70, True)])
+VIEWS = [*((window, False) for window in WINDOWS), (None, True), (70, True)]
+# Half precision has two of them in `make test`: the order of sums does not depend on the dtype.
+DTYPES_AND_VIEWS = [
+    (dtype, *view)
+    for dtype in DTYPES
+    for view in (VIEWS if dtype == torch.float32 or SCALE >= 4 else [(None, False), (70, True)])
+]
+
+
+@pytest.mark.parametrize(("dtype", "window", "has_sinks"), DTYPES_AND_VIEWS)
 def test_a_query_has_the_same_bits_alone_in_any_chunk_and_beside_any_rows(
     dtype: torch.dtype, window: int | None, has_sinks: bool
 ) -> None:

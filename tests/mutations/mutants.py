@@ -54,12 +54,12 @@ MUTANTS += FILTER_MUTANTS + MIXED_STEP_MUTANTS + KEPT_EXPERTS_MUTANTS + VOCABULA
 
 # Every run of the tests applies these: cheap ones, of every package.
 SMOKE = (
-    "RESERVE: lookahead of k instead of k + 1",
+    "RESERVE: no lookahead on a prefill",
     "PUBLISH: the last full block of a hit is dropped",
     "protected blocks never grow old",
     "the oldest request is preempted",
     "a result goes to the request that has the id now",
-    "all drafts of a row are compared with samples of one noise",
+    "penalties do not count drafts",
     "a cache salt's letters beyond ASCII are dropped",
     "the inject phase is not guarded",
     "max_prefill_tokens_per_step does nothing",

@@ -18,7 +18,7 @@ from dflash_cli.launcher.processes import family
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
 from dflash_client.errors import ClientError
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 from tests.server.conftest import new_server
 from tests.servers import answers, change_model
 from tests.waiting import eventually
@@ -181,7 +181,7 @@ def test_two_models_of_one_server_each_have_their_settings_and_their_metrics():
 
 
 def test_two_instances_share_the_requests_and_their_counters_but_no_gauge():
-    number, tokens = 16, 24
+    number, tokens = 16, 60 if SCALE >= 4 else 24
     with new_server(instances=2) as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:
         assert len(engine_pids(server.pid)) == 2
         with ThreadPoolExecutor(number) as pool:

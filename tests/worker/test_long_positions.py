@@ -33,6 +33,8 @@ LONGEST = 2**17
 BEFORE, MAX_TOKENS = 20, 40
 # The dense drafter's angles are float64's; those of float32, which `transformers` has too, are up to 0.004 from them.
 OTHER_ANGLES = 5e-4
+# All heads and all cases where there is time, as in `make nightly`.
+ALL = SCALE >= 4
 TINY = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 # With each target its drafter: drafts of prompt lookup are accepted now and then, those of random weights hardly ever.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "architecture": "Qwen3_5ForCausalLM",
             "layer_types": ["linear_attention", "full_attention"],
-            "num_attention_heads": 1,
+            "num_attention_heads": 2 if ALL else 1,
         },
     ),
     "attention": ("dflash", {}),
@@ -51,9 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"architecture": "Gemma4ForCausalLM", "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
-# All of them where there is time, as in `make nightly`.
 BOTH = [(name, border) for name in CASES for border in BORDERS]
-if SCALE < 4:
+if not ALL:
     BOTH = [("attention", BORDERS[0]), ("gated delta net", BORDERS[1])]
 # Families of which `transformers` keeps all scores in memory, or all of a mask, and positions that it computes at once.
 CHUNKED, CHUNK = ("gpt_oss", "gemma4"), 1024

@@ -11,6 +11,7 @@ from dflash_backend.attention import AttentionBatch, AttentionPattern, DeviceLen
 from dflash_backend.attention.shared_prefixes import SharingCost
 from dflash_backend.engine import shared_prefixes
 from dflash_backend.engine.build import BuiltEngine
+from tests.scale import SCALE
 from tests.worker.engines import Outputs, engine, triton_engine
 
 pytest.importorskip("triton")
@@ -19,7 +20,8 @@ from dflash_kernels.shared_prefix import SharedRows
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 SYSTEM = list(range(5, 29))
-SIZES = {"kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 5, "num_speculative_tokens": 3}
+SIZES = {"kv_block_size": 4, "max_model_len": 64, "max_num_seqs": 5}
+SIZES["num_speculative_tokens"] = 7 if SCALE >= 4 else 3
 
 
 @pytest.fixture
