@@ -14,6 +14,7 @@ import torch
 from dflash_backend.checkpoints import CheckpointError, read_target
 from dflash_backend.checkpoints.json_reader import JsonReader
 from dflash_backend.checkpoints.quantization import read_quantization
+from dflash_backend.checkpoints.quantization.kept import have_one_order
 from dflash_backend.checkpoints.quantization.names import make_names
 from dflash_backend.engine.inspection import inspect_target
 from dflash_backend.models import load_target
@@ -269,3 +270,14 @@ def test_only_the_configs_own_word_counts(tmp_path: Path, field: str) -> None:
 def test_the_experts_of_gpt_oss_are_left_to_their_family() -> None:
     data = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     assert read_quantization(JsonReader(data, "c")) is None
+
+
+def test_groups_of_a_damaged_file_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a count for each number up to the largest")
+
+    monkeypatch.setattr(torch.Tensor, "bincount", refuse)
+    for group in (2, 2**31 - 1, -1):
+        groups = torch.zeros(64, dtype=torch.int32)
+        groups[5] = group
+        assert not have_one_order([groups], 32, ordered=True)

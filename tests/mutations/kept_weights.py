@@ -170,6 +170,11 @@ KEPT_WEIGHTS_MUTANTS = (
         ("groups of unlike sizes are kept", "(counts == columns).all()", "(counts >= 0).all()"),
     ),
     *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        ("tests/checkpoints/test_quantised_refusals.py::test_groups_of_a_damaged_file_are_not_counted",),
+        ("groups of a damaged file are counted", "or int(groups.max()) >= num_groups", "or False"),
+    ),
+    *mutants_of(
         "dflash_backend/models/linear.py",
         FORMATS,
         (

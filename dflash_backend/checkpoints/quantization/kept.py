@@ -93,7 +93,9 @@ def have_one_order(groups: Sequence[torch.Tensor | None], columns: int, ordered:
 
 def _is_even(groups: torch.Tensor, columns: int) -> bool:
     """Whether each group has `columns` of them."""
-    if len(groups) % columns or int(groups.min()) < 0:
+    num_groups = len(groups) // columns
+    # A damaged file may have any number here, which the counts would have a place for.
+    if len(groups) % columns or int(groups.min()) < 0 or int(groups.max()) >= num_groups:
         return False
-    counts = groups.long().bincount(minlength=len(groups) // columns)
+    counts = groups.long().bincount(minlength=num_groups)
     return bool((counts == columns).all())
