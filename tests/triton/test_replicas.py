@@ -144,9 +144,11 @@ def test_a_request_that_did_not_reach_the_engine_that_dies_is_served_by_another(
     os.kill(engine.pid, signal.SIGSTOP)
     senders = [submit(service, prompt(number), max_tokens=4) for number in range(6)]
     eventually(lambda: set(engine_of(service).values()) == {0})
+    held = engine_of(service)  # three, or fewer where the other engine answers one before the last is sent
+    assert held
     os.kill(engine.pid, signal.SIGKILL)
     assert [sender.all()[-1].error for sender in senders] == [None] * 6
-    assert len(engine._unconfirmed) == 3
+    assert len(engine._unconfirmed) == len(held)
 
 
 def test_a_hanging_engine_holds_up_no_other_while_it_is_noticed_and_ended(serve, triton):
