@@ -7,6 +7,7 @@ the load, one of 14 dies in it. TOY_ENGINE_LIVES in the environment names a file
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
@@ -183,8 +184,10 @@ def next_life() -> str:
     path = os.environ.get("TOY_ENGINE_LIVES")
     if path is None:
         return ""
-    lives = Path(path).read_text(encoding="utf-8").splitlines()
-    Path(path).write_text("\n".join(lives[1:]), encoding="utf-8")
+    with Path(f"{path}.lock").open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # engines of one model start at once
+        lives = Path(path).read_text(encoding="utf-8").splitlines()
+        Path(path).write_text("\n".join(lives[1:]), encoding="utf-8")
     return lives[0] if lives else ""
 
 
