@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ import pytest
 
 import dflash_backend
 from dflash_backend.engine.rank_messages import RemoteRank
-from dflash_backend.engine.remote_rank import RankAddress, RemoteRankProcess
+from dflash_backend.engine.remote_rank import LAST_WORDS_MS, RankAddress, RemoteRankProcess
 from dflash_backend.engine.remote_ranks import RemoteRanks
 from dflash_backend.models.shard import Shard
 
@@ -106,7 +107,11 @@ def run_remote(connection: Connection, node: str, engine_key: bytes) -> None:
     """A rank that is reached over the network, until its engine is gone."""
     process = RemoteRankProcess()
     connection.send(process.open(HOST, node, engine_key))
-    process.run(connection.recv())
+    try:
+        process.run(connection.recv())
+    finally:
+        # As an actor of Ray, it outlives what it ran; the end of a fork would cut off its last message.
+        time.sleep(LAST_WORDS_MS / 1000)
 
 
 class ForkLauncher:
