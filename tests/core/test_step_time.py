@@ -9,7 +9,15 @@ from toy_worker import ToyWorker
 
 from dflash_backend.core.plan import StepPlan, StepResult
 from dflash_backend.core.scheduler_config import SchedulerConfig
-from dflash_backend.core.step_time import AUTO_STEP_S, LIGHT_TOKENS, MAX_JUMP, NEW_WEIGHT, ONE_TENANT_FACTOR, StepTime
+from dflash_backend.core.step_time import (
+    AUTO_ONE_TENANT_STEP_S,
+    AUTO_STEP_S,
+    LIGHT_TOKENS,
+    MAX_JUMP,
+    NEW_WEIGHT,
+    ONE_TENANT_FACTOR,
+    StepTime,
+)
 
 
 class SlowToy(ToyWorker):
@@ -62,12 +70,13 @@ def test_steps_beside_another_tenant_are_short(max_step_s: float | None) -> None
     assert sum(worker.took[10:]) / len(worker.took[10:]) > 0.7 * bound, "and no shorter than they need be"
 
 
-def test_steps_for_one_tenant_are_longer_and_bounded_too() -> None:
-    engine, worker = slow_engine(fixed_s=0.001)
+@pytest.mark.parametrize(("max_step_s", "bound"), [(None, AUTO_ONE_TENANT_STEP_S), (0.01, 0.01 * ONE_TENANT_FACTOR)])
+def test_steps_for_one_tenant_are_longer_and_bounded_too(max_step_s: float | None, bound: float) -> None:
+    engine, worker = slow_engine(fixed_s=0.001, max_step_s=max_step_s)
     flood(engine)
     engine.steps(60)
     mean = sum(worker.took[10:]) / len(worker.took[10:])
-    assert 0.7 * ONE_TENANT_FACTOR * AUTO_STEP_S < mean < 1.3 * ONE_TENANT_FACTOR * AUTO_STEP_S
+    assert 0.7 * bound < mean < 1.3 * bound
 
 
 def test_a_prompt_that_keeps_no_request_waiting_takes_the_whole_step() -> None:

@@ -200,8 +200,13 @@ SCHEDULING_MUTANTS = (
     *mutants_of(
         f"{CORE}/step_time.py",
         STEP_TIME,
-        ("one tenant's steps are as short as several's", "if not several_tenants:", "if False:"),
-        ("a slow device computes next to no prompt", "max(AUTO_STEP_S, AUTO_LIGHT_STEPS * light_s)", "AUTO_STEP_S"),
+        ("one tenant's steps are as short as several's", "else AUTO_ONE_TENANT_STEP_S", "else AUTO_STEP_S"),
+        (
+            "one tenant's steps are as short as several's where that is set",
+            "1 if several_tenants else ONE_TENANT_FACTOR",
+            "1",
+        ),
+        ("a slow device computes next to no prompt", "max(least, factor * AUTO_LIGHT_STEPS * light_s)", "least"),
         (
             "one measurement decides",
             "min(max(new, average / MAX_JUMP), average * MAX_JUMP)",
