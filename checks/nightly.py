@@ -47,6 +47,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         "two Ray nodes share a target, and one is lost 5 times under load",
     ),
     "tensor_parallel": (("checks.tensor_parallel",), "200 texts of 2 and 4 ranks are those of one process"),
+    "vocabulary": (
+        ("pytest", "-q", "tests/engine/test_vocabulary_ranks.py", "tests/models/test_vocabulary.py"),
+        "a vocabulary split over 2 and 4 ranks, 16 kinds of targets, and hard logits: the text of one process",
+    ),
     "tenant_flood": (("checks.tenant_flood",), "short requests beside 500 long prompts of another tenant"),
     "cancel_cost": (("checks.cancel_cost",), "asking whether 64 clients are still there"),
     "tests": (
@@ -155,6 +159,7 @@ ENVIRON = {
     "overlap": {"TEST_SCALE": "40"},
     "positions": {"TEST_SCALE": "4"},
     "sweeps": {"TEST_SCALE": "4"},
+    "vocabulary": {"TEST_SCALE": "4"},
     "reloads": {"TEST_SCALE": "4"},
     "compiles": {"TEST_SCALE": "4"},
     "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},

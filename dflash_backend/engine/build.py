@@ -21,13 +21,13 @@ from dflash_backend.core.trace import StepTrace
 from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patterns
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
-from dflash_backend.engine.device import choose_device, num_cores, num_rank_cores, share_cores
+from dflash_backend.engine.device import choose_device, num_cores, share_cores
 from dflash_backend.engine.quantised import check_quantization, keeps_quantised, report_kv_dtype, target_kv_dtype
 from dflash_backend.engine.ranks import check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
 from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots
 from dflash_backend.engine.shared_prefixes import min_shared_positions, sharing_limits
-from dflash_backend.engine.shared_target import load_shared_target, own_part
+from dflash_backend.engine.shared_target import load_shared_target, num_rank_0_threads, own_part
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -48,7 +48,7 @@ from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
 from dflash_backend.text.tokenizer import tokenizer_json
 from dflash_backend.worker import ModelRunner
-from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads, num_op_threads
+from dflash_backend.worker.batch_parallel import BatchThreads, num_batch_threads
 from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import PagedKVCache
 from dflash_backend.worker.measured_steps import measured_steps
@@ -250,7 +250,7 @@ def _runner(
     if config.tensor_parallel_size == 1:
         threads = BatchThreads(num_batch_threads(size, num_cores(config)), config.batch_invariant, size)
     else:  # passes over all ranks come one after the other
-        threads = BatchThreads(1, op_threads=num_op_threads(size, num_rank_cores(config)))
+        threads = BatchThreads(1, op_threads=num_rank_0_threads(config, target))
     return ModelRunner(step, config.max_num_batched_tokens, threads, grammars)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.error_text import first_line
+from dflash_backend.worker.batch_parallel import num_op_threads
 
 # Either is there when the NVIDIA driver is, whether or not this torch can use it.
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0"))
@@ -46,10 +47,11 @@ def num_cores(config: EngineConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // config.data_parallel_size)
 
 
-def num_rank_cores(config: EngineConfig) -> int:
-    """Cores for each rank of `tensor_parallel_size`: on one machine they share those of the engine, else each has its
-    own machine's."""
-    return num_cores(config) // (1 if config.distributed_executor == "ray" else config.tensor_parallel_size)
+def num_rank_threads(weight_bytes: int, num_sharers: int) -> int:
+    """How many threads an operation has in this process, a rank of `tensor_parallel_size`: for models of
+    `weight_bytes`, with the cores that it shares with others, `num_sharers` in all. Each rank asks on its own machine,
+    since machines differ."""
+    return num_op_threads(weight_bytes, len(os.sched_getaffinity(0)) // num_sharers)
 
 
 def share_cores(config: EngineConfig, device: torch.device) -> None:

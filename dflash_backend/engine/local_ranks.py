@@ -27,6 +27,7 @@ class LocalRanks:
         self.lost = ""
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._size = shard.size
         self._memory = sum_memory(shard.size)
         self.reduce = SharedSum(self._memory, shard, lambda: self.lost)
 
@@ -42,6 +43,9 @@ class LocalRanks:
             with suppress(OSError):  # `start_error` says that it has ended
                 self._connections[-1].send_bytes(pickle.dumps(LocalRank(setup, self._memory, os.getpid())))
         os.close(self._memory)  # each process has it mapped, or has its own descriptor
+
+    def num_beside(self, rank: int) -> int:
+        return self._size
 
     def name(self, rank: int) -> str:
         return f"rank {rank}"

@@ -19,6 +19,7 @@ import torch
 from dflash_backend.attention import AttentionBackend
 from dflash_backend.attention.torch_backend import TorchBackend
 from dflash_backend.checkpoints import CheckpointError
+from dflash_backend.engine.device import num_rank_threads
 from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S
 from dflash_backend.engine.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.engine.sums import SharedSum
@@ -64,7 +65,7 @@ class _LocalRankZero:
 def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], None] = lambda: None) -> None:
     """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
     all have loaded. Any other error is told to rank 0 and goes on."""
-    torch.set_num_threads(min(setup.num_threads, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(num_rank_threads(setup.weight_bytes, setup.num_sharers))
     threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:
         follower = _load(setup, sums)

@@ -45,6 +45,9 @@ class RankLinks(Protocol):
     def start(self, setups: Sequence[RankSetup]) -> None:
         """Start a rank for each, which loads its part. Raises `ConfigError` where they cannot be started."""
 
+    def num_beside(self, rank: int) -> int:
+        """How many ranks share the machine of one, itself among them. Rank 0 is this process."""
+
     def name(self, rank: int) -> str:
         """For errors: its number, and where it runs if that is another machine."""
 

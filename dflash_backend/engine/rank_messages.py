@@ -16,7 +16,8 @@ from dflash_backend.models.shard import Shard
 @dataclass(frozen=True)
 class RankSetup:
     """What a rank must know to load. spec: of the whole target. num_states: slots of recurrent states, where it has
-    some. fp8: weights are those that FP8 would hold."""
+    some. fp8: weights are those that FP8 would hold. weight_bytes: of all models. num_sharers: how many processes share
+    the cores of the rank's machine, itself among them."""
 
     shard: Shard
     spec: TargetSpec
@@ -28,7 +29,8 @@ class RankSetup:
     batch_invariant: bool
     dtype: torch.dtype
     kv_dtype: torch.dtype | None
-    num_threads: int
+    weight_bytes: int
+    num_sharers: int
     log_level: str
 
 

@@ -9,6 +9,7 @@ import torch
 
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine.device import num_rank_threads
 from dflash_backend.engine.local_ranks import LocalRanks
 from dflash_backend.engine.quantised import target_kv_dtype
 from dflash_backend.engine.rank_links import RankLinks, cause_of
@@ -46,22 +47,21 @@ class Traffic:
 class RankGroup:
     """The other ranks of this process, which is rank 0. They end with this object, or with this process."""
 
-    def __init__(self, links: RankLinks, size: int, num_threads: int, splits_vocabulary: bool = False) -> None:
-        """links: of a group of `size` ranks. num_threads: of an operation, in each rank. splits_vocabulary: as of
-        `Shard`."""
+    def __init__(self, links: RankLinks, size: int, weight_bytes: int, splits_vocabulary: bool = False) -> None:
+        """links: of a group of `size` ranks. weight_bytes: of all models. splits_vocabulary: as of `Shard`."""
         self.shard = Shard(0, size, splits_vocabulary)
         self.links = links
-        self.num_threads = num_threads
+        self._weight_bytes = weight_bytes
         self.reduce = links.reduce
         self.traffic = Traffic()
         self._end = weakref.finalize(self, links.end)
 
     @classmethod
-    def of(cls, config: EngineConfig, num_threads: int, splits_vocabulary: bool = False) -> RankGroup:
+    def of(cls, config: EngineConfig, weight_bytes: int, splits_vocabulary: bool = False) -> RankGroup:
         """The ranks that the settings ask for. Raises `ConfigError` when they cannot run where they should."""
         size = config.tensor_parallel_size
         links = ray_ranks(size) if config.distributed_executor == "ray" else LocalRanks(Shard(0, size))
-        return cls(links, size, num_threads, splits_vocabulary)
+        return cls(links, size, weight_bytes, splits_vocabulary)
 
     def start(
         self, spec: TargetSpec, max_positions: int, num_blocks: int, config: EngineConfig, dtype: torch.dtype
@@ -80,12 +80,21 @@ class RankGroup:
                     config.batch_invariant,
                     dtype,
                     target_kv_dtype(config),
-                    self.num_threads,
+                    self._weight_bytes,
+                    self._num_sharers(config, rank),
                     config.log_level,
                 )
                 for rank in range(1, self.shard.size)
             ]
         )
+
+    def num_threads(self, config: EngineConfig) -> int:
+        """Of an operation in this process."""
+        return num_rank_threads(self._weight_bytes, self._num_sharers(config, 0))
+
+    def _num_sharers(self, config: EngineConfig, rank: int) -> int:
+        """How many processes share the cores of a rank's machine: the other engines' are taken to be there too."""
+        return self.links.num_beside(rank) * config.data_parallel_size
 
     def connect(self) -> None:
         """Wait until all ranks have loaded. Raises `ConfigError` when one has not."""

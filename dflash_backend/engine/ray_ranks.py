@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +161,9 @@ class RayLauncher:
             f"{', '.join(nodes)}"
         )
 
+    def num_beside(self, rank: int) -> int:
+        return self._on_node[rank]
+
     def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -180,15 +182,7 @@ class RayLauncher:
             raise ConfigError(f"the ranks could not be started on the Ray cluster: {error}") from None
 
     def run(self, setups: Sequence[RemoteRank]) -> None:
-        setups = self.with_threads(setups)
         self._runs = [actor.run.remote(setup) for actor, setup in zip(self._actors, setups, strict=True)]
-
-    def with_threads(self, setups: Sequence[RemoteRank]) -> list[RemoteRank]:
-        """`setups` with the threads that each rank may have beside others on its node."""
-        return [
-            replace(each, setup=replace(each.setup, num_threads=max(1, each.setup.num_threads // number)))
-            for each, number in zip(setups, self._on_node[1:], strict=True)
-        ]
 
     def ended(self, rank: int) -> str:
         ready, _ = self._ray.wait([self._runs[rank - 1]], timeout=0)

@@ -26,6 +26,9 @@ class Launcher(Protocol):
 
     host: str
 
+    def num_beside(self, rank: int) -> int:
+        """As `RankLinks.num_beside`."""
+
     def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
         """Start a process for each rank, which takes passes from the process with that key. Raises `ConfigError`."""
 
@@ -70,6 +73,9 @@ class RemoteRanks:
             self._ends[ended] = rank
             self._poller.register(ended, zmq.POLLIN)
         self._launcher.run([RemoteRank(setup, self._launcher.host, self._beats_port, key, port) for setup in setups])
+
+    def num_beside(self, rank: int) -> int:
+        return self._launcher.num_beside(rank)
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self._addresses[rank - 1].node}"

@@ -10,14 +10,12 @@ from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.config import EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
-from dflash_backend.engine.device import num_rank_cores
 from dflash_backend.engine.ranks import RankGroup
 from dflash_backend.engine.sizing import loaded_bytes
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.parallel import SharedTarget, load_shard, vocabulary_part
 from dflash_backend.models.shard import Shard
-from dflash_backend.worker.batch_parallel import num_op_threads
 
 MIN_SPLIT_BYTES = 64 << 20
 """From this size of embedding and head on each rank has a slice of both. Below there is little memory to save, and each
@@ -36,13 +34,20 @@ def load_shared_target(
     """The target, once all ranks have loaded their parts. Raises `CheckpointError`, and `ConfigError` when a rank has
     not loaded its own."""
     fp8 = config.quantization == "fp8"
-    num_threads = num_op_threads(loaded_bytes(pair, dtype), num_rank_cores(config))
-    ranks = RankGroup.of(config, num_threads, vocabulary_bytes(pair.target, dtype) >= MIN_SPLIT_BYTES)
+    splits_vocabulary = vocabulary_bytes(pair.target, dtype) >= MIN_SPLIT_BYTES
+    ranks = RankGroup.of(config, loaded_bytes(pair, dtype), splits_vocabulary)
     ranks.start(pair.target, num_positions, num_blocks, config, dtype)
     device = torch.device("cpu")
     local = load_shard(pair.target, ranks.shard, ranks.reduce, num_positions, dtype, device, progress, ops, fp8=fp8)
     ranks.connect()
     return SharedTarget(pair.target, local, ranks, vocabulary_part(local, pair.target, ranks.shard, ranks.reduce))
+
+
+def num_rank_0_threads(config: EngineConfig, target: TargetModel) -> int:
+    """Of an operation in this process, which has the shared `target`."""
+    assert isinstance(target, SharedTarget)
+    assert isinstance(target.ranks, RankGroup)
+    return target.ranks.num_threads(config)
 
 
 def vocabulary_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:

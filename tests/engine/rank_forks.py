@@ -123,6 +123,9 @@ class ForkLauncher:
         self.processes: list[Fork] = []
         self.connections: list[Connection] = []
 
+    def num_beside(self, rank: int) -> int:
+        return 1
+
     def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
         for rank in range(1, num_ranks + 1):
             ours, theirs = _context.Pipe()

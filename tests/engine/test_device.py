@@ -13,7 +13,8 @@ from dflash_backend.attention import BackendError
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine import device
 from dflash_backend.engine.build import build_engine
-from dflash_backend.engine.device import choose_device, num_cores, share_cores
+from dflash_backend.engine.device import choose_device, num_cores, num_rank_threads, share_cores
+from dflash_backend.worker.batch_parallel import MAX_WEIGHT_BYTES
 
 
 def _config(**settings: object) -> EngineConfig:
@@ -116,3 +117,12 @@ def test_engines_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> No
         assert num_cores(config) == cores
     share_cores(EngineConfig(data_parallel_size=5), torch.device("cuda"))
     assert threads == [2, 1], "a single engine keeps torch's own number, and a GPU's engine too"
+
+
+@pytest.mark.parametrize(("num_sharers", "threads"), [(1, 12), (5, 2), (40, 1)])
+def test_a_rank_shares_the_cores_of_the_machine_it_is_on(
+    num_sharers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert num_rank_threads(MAX_WEIGHT_BYTES + 1, num_sharers) == threads
+    assert num_rank_threads(MAX_WEIGHT_BYTES, num_sharers) == 1

@@ -14,7 +14,7 @@ from dflash_backend.config import ConfigError
 from dflash_backend.engine import ray_ranks
 from dflash_backend.engine.rank_messages import RemoteRank
 from dflash_backend.models.parallel import RankLostError
-from tests.engine.test_ranks import SETTINGS, end, texts, texts_until_lost
+from tests.engine.test_ranks import SETTINGS, end, group, texts, texts_until_lost
 from tests.engine.test_remote_ranks import RAY
 from tests.tiny_models import make_pair
 from tests.waiting import eventually
@@ -83,14 +83,14 @@ def test_more_ranks_than_nodes_share_nodes_and_their_cores(
     run = ray_ranks.RayLauncher.run
 
     def kept(self: ray_ranks.RayLauncher, setups: Sequence[RemoteRank]) -> None:
-        sent.extend(self.with_threads(setups))
+        sent.extend(setups)
         run(self, setups)
 
     monkeypatch.setattr(ray_ranks.RayLauncher, "run", kept)
-    monkeypatch.setattr("dflash_backend.engine.shared_target.num_op_threads", lambda size, cores: 8)
     alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
     assert len(ranks_there(nodes)) == 2
-    assert [each.setup.num_threads for each in sent] == [4, 4, 4]
+    assert [each.setup.num_sharers for each in sent] == [2, 2, 2]
+    assert group(shared).links.num_beside(0) == 2
     for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
         assert texts(shared, **sampling) == texts(alone, **sampling)
     end(shared)

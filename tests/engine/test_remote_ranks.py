@@ -8,20 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
+from dflash_backend.checkpoints import CheckpointError
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine import rank
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.engine.network_sum import NetworkSum
 from dflash_backend.engine.rank_channel import HEARTBEAT_MS
 from dflash_backend.engine.rank_links import NETWORK_SILENCE_S
-from dflash_backend.engine.rank_messages import packed
+from dflash_backend.engine.rank_messages import RankSetup, RemoteRank, packed
 from dflash_backend.engine.remote_ranks import RemoteRanks
-from dflash_backend.models.parallel import RankLostError
+from dflash_backend.models.parallel import Follower, RankLostError
+from dflash_backend.models.vocabulary import Sums
 from tests.engine import rank_forks
 from tests.engine.rank_forks import ForkLauncher, PausedStep
 from tests.engine.test_ranks import PROMPTS, SETTINGS, end, group, lives, texts, texts_until_lost
@@ -164,3 +169,51 @@ def test_a_rank_that_ends_while_it_starts_is_an_error(pair: dict[str, str], monk
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match="rank 1 on machine 1 of 2 could not start: it"):
         build_engine(config)
+
+
+def test_each_rank_has_its_share_of_the_cores_of_its_own_machine(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 shares a machine of 12 cores with one other; of the others' machines, of 3 cores, one has two ranks."""
+    monkeypatch.setattr("dflash_backend.worker.batch_parallel.MAX_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr(ForkLauncher, "num_beside", lambda self, rank: (2, 2, 1, 1)[rank])
+    sent: list[RankSetup] = []
+    run = ForkLauncher.run
+
+    def kept(self: ForkLauncher, setups: Sequence[RemoteRank]) -> None:
+        sent.extend(each.setup for each in setups)
+        run(self, setups)
+
+    monkeypatch.setattr(ForkLauncher, "run", kept)
+    built = engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=4)
+    end(built)
+    assert built.runner.threads._op_threads == 6
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+    assert [threads_of_rank(each, monkeypatch) for each in sent] == [1, 3, 3]
+
+
+def threads_of_rank(setup: RankSetup, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many threads torch gets in a rank that finds no checkpoint."""
+    threads: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", threads.append)
+        patch.setattr(rank, "_beat", lambda send: None)
+        patch.setattr(rank, "_load", failed)
+        rank.run(setup, SilentRankZero(), cast(Sums, None))
+    (number,) = threads
+    return number
+
+
+def failed(setup: RankSetup, sums: Sums) -> Follower:
+    raise CheckpointError("no checkpoint")
+
+
+class SilentRankZero:
+    """As `RankZero`."""
+
+    def send(self, message: object) -> None:
+        pass
+
+    def receive(self) -> bytes:
+        raise EOFError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,12 @@ from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.engine.shared_target import vocabulary_bytes
 from dflash_backend.models.parallel import SharedTarget
 from dflash_backend.models.vocabulary import HeadPass, SlicedHead
+from tests.batch_invariance import differing, random_prompts, run
 from tests.drafters.drafts import make_dspark, make_eagle3
 from tests.engine.rank_forks import fork_ranks, over_the_network
 from tests.engine.test_ranks import FAMILIES, PROMPTS, SETTINGS, end, group, texts
 from tests.engine.test_remote_ranks import RAY
+from tests.scale import SCALE
 from tests.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
@@ -96,9 +99,42 @@ def test_ranks_that_split_the_vocabulary_give_the_text_of_one(tmp_path: Path, si
     compare(make_pair(tmp_path, {"tie_word_embeddings": tied}), size, GREEDY, SAMPLED, *FILTERED, *SPECIAL)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES[-1:])
-def test_other_families_split_theirs(tmp_path: Path, architecture: str) -> None:
-    compare(make_pair(tmp_path, {"architecture": architecture}), 2, GREEDY, SAMPLED, adaptive_speculation=True)
+ALL = list(itertools.product(FAMILIES, (2, 4), (False, True)))
+
+
+@pytest.mark.parametrize(("architecture", "size", "tied"), ALL if SCALE >= 4 else [(FAMILIES[-1], 2, True)])
+def test_other_families_split_theirs(tmp_path: Path, architecture: str, size: int, tied: bool) -> None:
+    models = make_pair(tmp_path, {"architecture": architecture, "tie_word_embeddings": tied})
+    samplings = [GREEDY, SAMPLED, *(FILTERED if SCALE >= 4 else [])]
+    compare(models, size, *samplings, adaptive_speculation=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_depends_neither_on_the_batch_nor_on_what_is_gathered(
+    pair: dict[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `batch_invariant` each rank's slice of the logits has the same bits in any batch, and the few logits of a
+    filtered row choose what all do."""
+    settings: dict[str, Any] = SETTINGS | {"dtype": dtype, "batch_invariant": True, "enable_prefix_caching": False}
+    built = engine(**pair, **settings, tensor_parallel_size=2)
+    target = built.runner.step.target
+    assert isinstance(target, SharedTarget)
+    prompts = random_prompts(5, VOCAB_SIZE, longest=60)
+    passes = head_passes(built, monkeypatch)
+    for number, sampling in enumerate((FILTERED[0], {"temperature": 1.0, "seed": 8, "top_p": 0.9})):
+        together = run(built, prompts, f"together{number} ", **sampling)[0]
+        assert any(each.of_target and each.choice is not None for each in passes)
+        passes.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedTarget, "pending_logits", SharedTarget.logits)
+            alone = run(built, prompts[:1], f"alone{number} ", **sampling, num_speculative_tokens=0)
+            of_all = run(built, prompts, f"gathered{number} ", **sampling)
+        assert all(each.choice is None for each in passes if each.of_target)
+        passes.clear()
+        assert differing(alone[1], of_all[1]) == 0
+        assert together == of_all[0]
+        assert alone[0]["0"] == together["0"]
+    end(built)
 
 
 DRAFTERS: dict[str, Callable[[Path], object]] = {

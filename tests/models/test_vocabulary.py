@@ -161,14 +161,15 @@ def hard_logits(kind: str, n: int, vocab_size: int, generator: torch.Generator) 
     vocab_size=st.sampled_from([5, 64, 129, 130, 1000]),
     size=st.sampled_from([2, 3, 4]),
     ulps=st.integers(-2, 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @hypothesis_settings(max_examples=scaled(100), deadline=None)
 def test_what_is_decided_is_right_however_the_logits_lie(
-    seed: int, kind: str, vocab_size: int, size: int, ulps: int
+    seed: int, kind: str, vocab_size: int, size: int, ulps: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     n = 64
-    logits = hard_logits(kind, n, vocab_size, generator)
+    logits = hard_logits(kind, n, vocab_size, generator).to(dtype)
     choice = random_choice(n, generator)
     assert choice.filters is not None
     assert choice.temperature is not None
@@ -186,10 +187,12 @@ def test_what_is_decided_is_right_however_the_logits_lie(
     assert torch.equal(found[decided], expected[decided])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1000, 151_936])
-def test_the_sum_of_a_slice_is_as_exact_as_is_relied_on(vocab_size: int) -> None:
+def test_the_sum_of_a_slice_is_as_exact_as_is_relied_on(vocab_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, vocab_size, generator=generator) * torch.tensor([0.01, 0.1, 1.0, 2.0, 4.0, 100.0])[:, None]
+    logits = logits.to(dtype)
     temperature = torch.tensor([0.01, 0.1, 0.7, 1.0, 1.3, 0.05])
     found = largest_logits(logits, torch.arange(vocab_size), temperature)[:, 0].exp()
     exact = (logits / temperature[:, None]).double()
@@ -212,6 +215,16 @@ def test_a_sum_as_close_to_top_p_as_rounding_is_undecided() -> None:
     assert not one_row(logits, top_p=0.5)[1]
     assert one_row(logits, top_p=0.49)[1]
     assert one_row(logits, top_p=0.51)[1]
+
+
+def test_bfloat16_is_decided_about_as_often_as_float32() -> None:
+    """It has ties, and only those at the largest logit that a slice leaves out keep a row from being decided."""
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(400, 3001, generator=generator) * 4.0
+    choice = random_choice(400, generator)
+    decided = [filtered(each, 2, choice)[1].float().mean() for each in (logits, logits.bfloat16())]
+    assert decided[0] > 0.5
+    assert abs(decided[0] - decided[1]) < 0.05
 
 
 def test_ties_that_a_slice_leaves_out_are_not_decided_without_them() -> None:

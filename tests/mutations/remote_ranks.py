@@ -96,9 +96,23 @@ REMOTE_RANK_MUTANTS = (
     Mutant(
         "ranks on one node take all of its cores each",
         RAY,
-        "each.setup.num_threads // number)",
-        "each.setup.num_threads)",
+        "return self._on_node[rank]",
+        "return 1",
         (f"{RAY_TESTS}test_more_ranks_than_nodes_share_nodes_and_their_cores",),
+    ),
+    Mutant(
+        "rank 0 takes all cores of its machine",
+        "dflash_backend/engine/ranks.py",
+        "self._num_sharers(config, 0))",
+        "1)",
+        (f"{RANKS}test_each_rank_has_its_share_of_the_cores_of_its_own_machine",),
+    ),
+    Mutant(
+        "a rank's cores are those of a machine that it is not on",
+        "dflash_backend/engine/ranks.py",
+        "self._num_sharers(config, rank),",
+        "self._num_sharers(config, 0),",
+        (f"{RANKS}test_each_rank_has_its_share_of_the_cores_of_its_own_machine",),
     ),
     Mutant(
         "each rank needs a node of its own",

@@ -93,6 +93,11 @@ VOCABULARY_MUTANTS = (
             "(scaled - largest.masked_fill(largest.isneginf(), 0.0)).exp_().sum(dim=1, dtype=torch.float64).log()",
             "scaled.logsumexp(dim=1) - largest[:, 0]",
         ),
+        (
+            "a slice adds its probabilities in bfloat16",
+            "values = logits.float()\n    count",
+            "values = logits\n    count",
+        ),
         ("a slice without tokens has no sum", "largest.masked_fill(largest.isneginf(), 0.0)", "largest"),
         (
             "top-p is a part of what is here",
@@ -135,6 +140,13 @@ VOCABULARY_MUTANTS = (
         "if found and sum(found[-1]) == part:",
         "if False:",
         ("tests/models/test_parallel.py::test_a_slice_of_rows_is_read_at_once",),
+    ),
+    Mutant(
+        "the other ranks' slices of logits depend on the batch",
+        "dflash_backend/engine/rank.py",
+        "ops=select_ops(device, None, setup.batch_invariant)",
+        "ops=select_ops(device, None, False)",
+        ("tests/engine/test_vocabulary_ranks.py::test_text_depends_neither_on_the_batch_nor_on_what_is_gathered",),
     ),
     Mutant(
         "a tied head counts twice",
