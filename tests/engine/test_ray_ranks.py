@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,6 +116,12 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 def test_an_address_at_which_no_cluster_answers_is_refused_at_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def init(**settings: object) -> None:
+        raise ConnectionError("no answer in five minutes")
+
+    # Not Ray itself: what it reads of the environment as it is imported, whether it has a token, stays so.
+    stub = SimpleNamespace(is_initialized=lambda: False, init=init, exceptions=SimpleNamespace(RayError=RuntimeError))
+    monkeypatch.setitem(sys.modules, "ray", stub)
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"no node of a Ray cluster that answers: .*{address}"):
         ray_ranks.ray_ranks(2)

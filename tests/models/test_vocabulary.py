@@ -187,6 +187,26 @@ def test_what_is_decided_is_right_however_the_logits_lie(
     assert torch.equal(found[decided], expected[decided])
 
 
+def test_large_logits_are_divided_as_all_logits_are() -> None:
+    """In float32, where neighbours among large numbers become equal or part; top-p lies between both ways to divide."""
+    generator = torch.Generator().manual_seed(4)
+    n = 1000
+    logits = 30_000.0 + (torch.randn(n, 5, generator=generator) * 3.0).round() * 2.0**-9
+    temperature = torch.full((n,), 0.7)
+    ordered = logits.sort(dim=1, descending=True).values.double()
+    exact = (ordered / temperature.double()[:, None]).softmax(dim=1).cumsum(dim=1)[:, 1]
+    in_float32 = sums_above(logits, temperature)[:, 2]
+    assert ((exact - in_float32).abs() > 10 * ROUNDING).float().mean() > 0.3
+    seeds = torch.arange(n)
+    filters = Filters(torch.zeros(n).long(), ((exact + in_float32) / 2).float(), torch.zeros(n))
+    choice = Choice(temperature, seeds, seeds, filters=filters)
+    found, decided = filtered(logits, 2, choice)
+    lowest = lowest_kept_reference(logits, temperature, *vars(filters).values())
+    expected = sample_reference(logits, temperature, seeds, seeds, lowest)
+    assert decided.float().mean() > 0.3
+    assert torch.equal(found[decided], expected[decided])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1000, 151_936])
 def test_the_sum_of_a_slice_is_as_exact_as_is_relied_on(vocab_size: int, dtype: torch.dtype) -> None:
@@ -234,6 +254,17 @@ def test_ties_that_a_slice_leaves_out_are_not_decided_without_them() -> None:
     assert not one_row(logits, top_k=6)[1]
     assert not one_row(logits, min_p=0.3)[1]
     assert one_row(logits, min_p=0.4)[1]
+
+
+def test_a_slice_without_any_token_adds_nothing() -> None:
+    """As a mask leaves it. The largest of three tokens has 0.67 of the probability."""
+    n = 100
+    logits = torch.full((n, 1000), float("-inf"))
+    logits[:, :3] = torch.tensor([2.0, 1.0, 0.0])
+    filters = Filters(torch.zeros(n).long(), torch.full((n,), 0.5), torch.zeros(n))
+    tokens, decided = filtered(logits, 2, Choice(torch.ones(n), torch.arange(n), torch.arange(n), filters=filters))
+    assert decided.all()
+    assert not tokens.any()
 
 
 def test_what_is_no_number_is_undecided() -> None:

@@ -94,9 +94,9 @@ VOCABULARY_MUTANTS = (
             "scaled.logsumexp(dim=1) - largest[:, 0]",
         ),
         (
-            "a slice adds its probabilities in bfloat16",
-            "values = logits.float()\n    count",
-            "values = logits\n    count",
+            "a slice divides by the temperature in bfloat16",
+            "scaled = values / torch.where(temperature > 0.0, temperature, 1.0)[:, None]",
+            "scaled = logits / torch.where(temperature > 0.0, temperature, 1.0)[:, None].to(logits.dtype)",
         ),
         ("a slice without tokens has no sum", "largest.masked_fill(largest.isneginf(), 0.0)", "largest"),
         (
