@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -63,6 +64,8 @@ class GrammarMatcher:
         # The last tokens of the reasoning, one fewer than its end has; None when the grammar has begun.
         self._tail: list[int] | None = [] if rules.end_of_reasoning else None
         self._ended = False
+        # Drafts that were found legal where the answer is.
+        self._legal: list[int] = []
         # Tokens that were found allowed, and the state behind them.
         self._ahead: tuple[list[int], LLMatcher] | None = None
         self.error: str | None = None
@@ -86,7 +89,7 @@ class GrammarMatcher:
         if not self._eos.isdisjoint(tokens):
             self._ended = True
             del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead, self._legal = self._ahead, None, []
         if ahead is not None and ahead[0] == tokens:
             self._matcher = ahead[1]
         elif tokens and not self._matcher.consume_tokens(tokens):
@@ -106,12 +109,13 @@ class GrammarMatcher:
         ends = not self._eos.isdisjoint(tokens)
         if ends:
             del tokens[next(i for i, token_id in enumerate(tokens) if token_id in self._eos) :]
-        # Asked first, since llguidance takes long to say what is wrong with a token that it is to consume.
-        if tokens and self._matcher.validate_tokens(tokens) < len(tokens):
-            return False
+        num_legal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, self._legal, strict=False)))
         trial = self._matcher.deep_copy()
         forced_tokens, consume = trial.compute_ff_tokens, trial.consume_token
-        for token_id in tokens:
+        for i, token_id in enumerate(tokens):
+            # Asked first, since llguidance takes long to say what is wrong with a token that it is to consume.
+            if i == num_legal and trial.validate_tokens(tokens[i:]) < len(tokens) - i:
+                return False
             forced = forced_tokens()
             if forced and forced[0] != token_id:
                 return False
@@ -131,6 +135,7 @@ class GrammarMatcher:
             # The usual case, in which nothing is to be found out but this.
             tokens = list(drafts)
             num_legal = self._matcher.validate_tokens(tokens)
+            self._legal = tokens[:num_legal]
             return num_legal, self._forced(tokens[:num_legal], len(tokens) - num_legal)
         plan = self._plan(drafts)
         num_legal = plan.num_rows - 1

@@ -10,7 +10,7 @@ so a core that is busy with something else costs its share and no more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -34,6 +34,8 @@ CONTEXT_OF_A_TOKEN = 128
 TOKENS_TWICE = 16
 # A single row with this many tokens, a long prompt, is better served by threads within its operations.
 INTRA_OP_TOKENS = 256
+# What the matcher of a row with a grammar does takes as long as a token, with the weights of the demo pair.
+GRAMMAR_WORK = 1
 # Rows whose numbers of drafts differ by less go by their contexts.
 DRAFTS_ALIKE = 8
 
@@ -67,8 +69,11 @@ class BatchThreads:
         if num_workers > 1:
             self._pool = ThreadPoolExecutor(num_workers - 1, "dflash-rows", _prepare_thread)
 
-    def split(self, rows: Sequence[ScheduledRequest]) -> list[list[ScheduledRequest]]:
-        """Cut rows into parts that take about equally long; alike rows stay together.
+    def split(
+        self, rows: Sequence[ScheduledRequest], with_grammar: Container[str] = ()
+    ) -> list[list[ScheduledRequest]]:
+        """Cut rows into parts that take about equally long; alike rows stay together. with_grammar: the ids of requests
+        that have one.
 
         Rows are ordered first, by their tokens, roughly, and contexts, so that attention can pad neighbours to one
         batch.
@@ -76,7 +81,7 @@ class BatchThreads:
         if len(rows) == 1:
             return [list(rows)]
         ordered = sorted(rows, key=_likeness)
-        work = [_work(row) for row in ordered]
+        work = [_work(row) + GRAMMAR_WORK * (row.request_id in with_grammar) for row in ordered]
         total = sum(work)
         num_parts = max(1, min(self.num_workers, len(ordered), total // self._min_part_work))
         parts: list[list[ScheduledRequest]] = [[] for _ in range(num_parts)]

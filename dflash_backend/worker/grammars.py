@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -193,6 +194,11 @@ class GrammarStates:
         for new in plan.new_requests:
             if new.sampling.structured_outputs is not None:
                 self._answers[new.request_id] = self._answer(new)
+
+    @property
+    def request_ids(self) -> Container[str]:
+        """The requests that have a grammar."""
+        return self._answers.keys()
 
     def holds(self, request_id: str, answer: GrammarAnswer) -> bool:
         """Whether this is still the answer of that request."""

@@ -280,7 +280,7 @@ class ModelRunner:
         try:
             if not self.step.ops.on_host:
                 return [self._run_part(plan, plan.rows)]
-            parts = self.threads.split(self._verified_rows(plan))
+            parts = self.threads.split(self._verified_rows(plan), self.grammars.request_ids)
             return self.threads.run(lambda rows: self._run_part(plan, rows), parts)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()

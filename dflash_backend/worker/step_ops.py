@@ -353,6 +353,12 @@ class HostStepOps(DeviceStepOps):
             ids.flatten(), positions.flatten(), slots.flatten(), layout, width, draft_index, padded, lookahead_base == 0
         )
 
+    def drafts(self, batch: DeviceBatch, state: StateTensors) -> torch.Tensor:
+        """As `DeviceStepOps.drafts`; by numpy, in half the time."""
+        index = batch.req_idx.numpy()
+        positions = state.computed.numpy()[index][:, None] + np.arange(1, state.k + 1)
+        return torch.from_numpy(state.tokens.numpy()[index[:, None], np.minimum(positions, state.max_len - 1)])
+
     def store_drafts(self, drafts: Drafts, batch: DeviceBatch, state: StateTensors) -> None:
         """As `DeviceStepOps.store_drafts`."""
         self._store_drafts(

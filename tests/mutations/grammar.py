@@ -60,6 +60,16 @@ GRAMMAR_MUTANTS = (
             "if self._tail is None and drafts:",
         ),
         (
+            "drafts that were legal are so behind the tokens that were accepted",
+            "self._ahead, None, []\n",
+            "self._ahead, None, self._legal\n",
+        ),
+        (
+            "a token behind legal drafts is not looked at",
+            "if i == num_legal and trial.validate_tokens(",
+            "if not num_legal and i == 0 and trial.validate_tokens(",
+        ),
+        (
             "forced tokens are more than there are places for",
             "self._forced(tokens[:num_legal], len(tokens) - num_legal)",
             "self._forced(tokens[:num_legal], len(tokens))",
@@ -142,6 +152,20 @@ GRAMMAR_MUTANTS = (
             "np.array([row.first for row in masked])",
             "np.array([self._checked[i].first if self._checked else row.first for i, row in enumerate(masked)])",
         ),
+    ),
+    Mutant(
+        "a row with a grammar takes no longer than others",
+        "dflash_backend/worker/batch_parallel.py",
+        " + GRAMMAR_WORK * (row.request_id in with_grammar)",
+        "",
+        ("tests/worker/test_batch_parallel.py",),
+    ),
+    Mutant(
+        "the drafts that grammars look at are those of the position before",
+        "dflash_backend/worker/step_ops.py",
+        "np.arange(1, state.k + 1)\n        return torch.from_numpy(state.tokens",
+        "np.arange(state.k)\n        return torch.from_numpy(state.tokens",
+        ENGINE,
     ),
     Mutant(
         "a row verifies drafts that the grammar does not allow",

@@ -215,3 +215,16 @@ def test_tokens_that_were_found_allowed_are_taken_at_once(compiler, filler):
     assert matcher.allows(list(b"c"))
     matcher.advance(list(b"f"))  # others than those that were looked at
     assert allowed_by(filler, matcher, []) == [{ord("o")}]
+
+
+def test_tokens_are_looked_at_behind_drafts_that_were_legal_and_only_where_these_were(compiler):
+    matcher = matcher_of(compiler, GRAMMARS[1])
+    assert matcher.legal_drafts(list(b"abz")) == (2, [])
+    assert matcher.allows(list(b"abc"))
+    assert not matcher.allows(list(b"abz"))
+    assert not matcher.allows(list(b"az"))
+    assert not matcher.allows(list(b"zb"))
+    assert matcher.legal_drafts(list(b"abc")) == (3, [])
+    matcher.advance(list(b"abc"))
+    assert not matcher.allows(list(b"abc"))
+    assert matcher.allows(list(b"bar"))

@@ -44,6 +44,7 @@ def test_little_work_stays_together_and_a_lone_row_is_one_part() -> None:
     assert len(BatchThreads(2).split([row("a", 79), row("b", 80)])) == 1
     assert len(BatchThreads(2).split([row("a", 80), row("b", 80)])) == 2
     assert len(BatchThreads(8).split([row("a", 4000)])) == 1
+    assert len(BatchThreads(2).split([row("a", 79), row("b", 80)], {"a"})) == 2
 
 
 def test_context_is_work_too_the_more_so_the_more_tokens_look_at_it() -> None:
