@@ -4,12 +4,14 @@ Triton 3.9's interpreter replaces the functions of `triton.language` at each lau
 jit'd function by another, where the second finds all replaced and looks through the module for nothing. It also builds
 its table of element types at each look into it, reckons shapes anew for each value, and looks for integers that
 overflow by six more operations of its own, and asks of each pair of operands what type and shape they have in common,
-which nearly all have from the start. Together that is most of the time of the tests with kernels.
+which nearly all have from the start. Together that is most of the time of the tests with kernels. The operations that
+kernels use most are done in one step: `tests/fast_operations.py` and `tests/fast_memory.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,20 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests import fast_operations as fast
+from tests.fast_memory import loaded, stored
+
 # What another version of Triton may not have; its interpreter then stays as it is.
-NEEDED = ("_patch_lang", "_patch_attr", "_LangPatchScope", "_get_np_dtype", "TensorHandle", "interpreter_semantic")
+NEEDED = (
+    "_patch_lang",
+    "_patch_attr",
+    "_LangPatchScope",
+    "_get_np_dtype",
+    "TensorHandle",
+    "interpreter_semantic",
+    "interpreter_builder",
+    "_interpreter",
+)
 BROADCASTS = "broadcast_impl_value"
 CHECKS_OVERFLOW = "binary_op_sanitize_overflow_impl"
 CHECKS_TYPES = "binary_op_type_checking_impl"
@@ -34,6 +48,7 @@ def install() -> None:
         interpreter._patch_lang = _patched_once(interpreter._patch_lang)
         interpreter._get_np_dtype = _read_once(interpreter._get_np_dtype)
         tl.block_type.__init__ = _checked_once(tl.block_type.__init__)
+        tl.dtype.sizes = ()  # of a type that is no block's
         tl.tensor.__init__ = _init_tensor
         if hasattr(TritonSemantic, BROADCASTS):
             setattr(TritonSemantic, BROADCASTS, _of_other_shapes(getattr(TritonSemantic, BROADCASTS)))
@@ -69,7 +84,48 @@ def _patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, s
         kwargs["_semantic"] = interpreter.interpreter_semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(obj, name, interpreted)
+    scope.set_attr(obj, name, fast_version(obj, name, interpreted))
+
+
+def fast_version(obj: Any, name: str, rest: Callable[..., Any]) -> Callable[..., Any]:
+    """What does a function of the language, or an operator of its tensors, in one step; `rest` where nothing does."""
+    wrap = (OPERATORS if obj is tl.tensor else FUNCTIONS if obj in (tl, tl.core) else {}).get(name)
+    if wrap is None:
+        return rest
+    quick = wrap(rest)
+    quick.triton_s = rest  # type: ignore[attr-defined]
+    return quick
+
+
+# How each is done: a sum, a product or a difference of integers is looked at for overflow.
+OPERATORS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "__add__": fast.added,
+    "__radd__": partial(fast.arithmetic, np.add, is_reversed=True, checks="add"),
+    "__sub__": partial(fast.arithmetic, np.subtract, is_reversed=False, checks="sub"),
+    "__rsub__": partial(fast.arithmetic, np.subtract, is_reversed=True, checks="sub"),
+    "__mul__": partial(fast.arithmetic, np.multiply, is_reversed=False, checks="mul"),
+    "__rmul__": partial(fast.arithmetic, np.multiply, is_reversed=True, checks="mul"),
+    "__truediv__": partial(fast.of_kinds, np.divide, kinds=fast.FLOATS),
+    "__floordiv__": partial(fast.of_kinds, fast.divided_down, kinds=fast.INTEGERS),
+    "__mod__": partial(fast.of_kinds, np.fmod, kinds=fast.INTEGERS),
+    "__lt__": partial(fast.compared, np.less),
+    "__le__": partial(fast.compared, np.less_equal),
+    "__gt__": partial(fast.compared, np.greater),
+    "__ge__": partial(fast.compared, np.greater_equal),
+    "__eq__": partial(fast.compared, np.equal),
+    "__ne__": partial(fast.compared, np.not_equal),
+    "__and__": partial(fast.logical, np.bitwise_and),
+    "__or__": partial(fast.logical, np.bitwise_or),
+    "__getitem__": fast.indexed,
+    "to": fast.cast,
+}
+FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "arange": fast.ranges,
+    "where": fast.chosen,
+    "cast": fast.cast,
+    "load": loaded,
+    "store": stored,
+}
 
 
 _BUILTIN = tl.core.builtin(lambda: None).__code__
