@@ -117,6 +117,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("pytest", "-q", "tests/server/test_repository_api.py", "-k", "over_and_over or two_instances"),
         "a model that is unloaded and loaded eight times leaks nothing, and two instances share long answers",
     ),
+    "pages": (
+        ("pytest", "-q", "tests/docs/test_examples.py", "-k", "README or evaluation"),
+        "the commands of the pages that measure acceptance, with as many questions as they say",
+    ),
     "compiles": (
         ("pytest", "-q", "tests/kernels/test_compiles.py"),
         "every kernel compiles for Hopper, with every tile of quantised weights",
@@ -161,6 +165,7 @@ ENVIRON = {
     "sweeps": {"TEST_SCALE": "4"},
     "vocabulary": {"TEST_SCALE": "4"},
     "reloads": {"TEST_SCALE": "4"},
+    "pages": {"TEST_SCALE": "4"},
     "compiles": {"TEST_SCALE": "4"},
     "combinations": {"TEST_RANDOM": "1", "TEST_SCALE": "32"},
     "states": {"TEST_SCALE": "10"},

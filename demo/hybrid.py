@@ -1,15 +1,21 @@
 """A hybrid target for the demo: Qwen3.5's layers, three with a gated delta net for each one with attention, around the
-embedding and the MLPs of the demo's Qwen3 target. The module is that of `transformers`."""
+embedding and the MLPs of the demo's Qwen3 target. The module is that of `transformers`, whose import takes longer than
+that of torch: it comes with the first hybrid, since the processes that train other pairs read this file, too."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
 
 from demo.data import SPECIAL_TOKEN_IDS
 from demo.model import PairConfig
+
+if TYPE_CHECKING:
+    from transformers import Qwen3_5TextConfig
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
 # Heads of the delta nets are as large as those of attention.
@@ -18,6 +24,8 @@ ROTATED_SHARE = 0.5
 
 def hybrid_config(config: PairConfig) -> Qwen3_5TextConfig:
     """What `transformers` builds the target from."""
+    from transformers import Qwen3_5TextConfig
+
     shape = config.shape
     return Qwen3_5TextConfig(
         architectures=[ARCHITECTURE],
@@ -51,6 +59,8 @@ class HybridTarget(nn.Module):
     """A hybrid target, with the interface of `TargetModel`."""
 
     def __init__(self, config: PairConfig) -> None:
+        from transformers import Qwen3_5TextModel
+
         super().__init__()
         self.config = config
         self.model = Qwen3_5TextModel(hybrid_config(config))

@@ -34,7 +34,7 @@ def answers(address: str, path: str = "/v2/models/dflash/ready") -> bool:
         return False
 
 
-def change_model(server: TritonServer, action: str) -> httpx.Response:
-    """`load` or `unload` the model through the repository API; it returns when Triton has done it."""
-    url = f"http://{server.http_url}/v2/repository/models/dflash/{action}"
+def change_model(server: TritonServer, action: str, model: str = "dflash") -> httpx.Response:
+    """`load` or `unload` a model through the repository API; it returns when Triton has done it."""
+    url = f"http://{server.http_url}/v2/repository/models/{model}/{action}"
     return httpx.post(url, json={}, timeout=60, trust_env=False)

@@ -14,9 +14,7 @@ from checks.server_state import MetricsPage
 from dflash_cli.launcher.frontend import FrontendProcess
 from dflash_cli.launcher.server import TritonServer
 from dflash_client import DFlashClient
-from dflash_client.errors import QueueFull
 from tests.frontends import local_frontend
-from tests.server.conftest import new_server
 from tests.waiting import eventually
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
@@ -171,27 +169,3 @@ def test_metrics_have_the_front_ends_and_tritons(frontend: FrontendProcess) -> N
     page = httpx.get(f"{frontend.url}/metrics", trust_env=False).text
     assert "dflash_openai:requests_total{" in page
     assert "\ndflash:engine_ready{" in page
-
-
-def test_a_full_queue_is_a_429_with_retry_after() -> None:
-    with (
-        new_server({"max_num_seqs": "1", "max_queue_size": "1"}) as small,
-        local_frontend(small) as frontend,
-        httpx.Client(trust_env=False, timeout=60) as http,
-        openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="x", max_retries=0, http_client=http) as client,
-        DFlashClient(small.grpc_url) as direct,
-    ):
-        busy = [direct.stream("a", max_tokens=1000, ignore_eos=True) for _ in range(2)]
-        next(busy[0])
-        with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(next, busy[1])
-            eventually(lambda: MetricsPage.read(small.metrics_url).value("dflash:num_requests_waiting") == 1, "queued")
-            with pytest.raises(QueueFull):
-                direct.generate("b", max_tokens=1)
-            with pytest.raises(openai.RateLimitError) as caught:
-                client.completions.create(model="dflash", prompt="b", max_tokens=1)
-            assert caught.value.response.headers["retry-after"] == "1"
-            for stream in busy:
-                stream.cancel()
-            with pytest.raises(Exception, match="cancelled"):
-                waiting.result(20)

@@ -7,8 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from dflash_client import DFlashClient, Unavailable
-from tests.server.conftest import new_server
+from dflash_client import DFlashClient
 from tests.server.raw_grpc import infer, inputs_of
 from tests.waiting import eventually
 
@@ -63,19 +62,3 @@ def test_a_bad_priority_timeout_or_tenant_is_refused_by_name(post, name: str, va
     response = post(text_input="Hello", max_tokens=2, **{name: value})
     assert response.status_code == 400
     assert f"INVALID_ARGUMENT: sampling parameter '{name}' has the value" in response.json()["error"]
-
-
-def test_a_small_queue_refuses_no_client_of_an_idle_server() -> None:
-    with (
-        new_server({"max_queue_size": "2"}) as server,
-        DFlashClient(server.grpc_url, "grpc", timeout_s=60) as client,
-        ThreadPoolExecutor(24) as pool,
-    ):
-        sampling = {"max_tokens": 60, "ignore_eos": True}
-        eight = [pool.submit(client.generate, "Hello", **sampling) for _ in range(8)]
-        assert all(one.result().num_output_tokens == 60 for one in eight)
-        many = [pool.submit(client.generate, "Hello", **sampling) for _ in range(24)]
-        refused = [one.exception() for one in many if one.exception() is not None]
-    assert refused
-    assert all(isinstance(error, Unavailable) and "max_queue_size is 2" in str(error) for error in refused)
-    assert len(many) - len(refused) >= 8
