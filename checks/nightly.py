@@ -110,6 +110,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
             "tests/kernels/test_invariant_kernels.py",
             "tests/kernels/test_paged_attention.py",
             "tests/benchmarks/test_kernel_variants.py",
+            "tests/drafters/test_dspark_engine.py",
         ),
         "copied states, mixed steps, shared prefixes, seeds, batch invariance: all ways of which make test runs some",
     ),
@@ -136,10 +137,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
             "-n",
             "logical",
             "tests/core/test_core_random.py",
-            "-k",
-            "copies_of_states or blocks_of_layers_with_a_window",
         ),
-        "100,000 random steps with slots of recurrent states, and as many with blocks of windows: contents are checked",
+        "480,000 random steps, and 100,000 each with slots of recurrent states and with blocks of windows: contents "
+        "are checked",
     ),
     "router": (
         ("benchmarks.router",),

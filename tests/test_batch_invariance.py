@@ -23,6 +23,8 @@ QUICK = [(3, 15, 130), WIDE]
 # With one thread, which has fewer ways to share out a product, and in float32; all of them where there is time, as in
 # `make nightly`.
 ONE_THREAD = [(1, 15, 2048), (17, 15, 300), WIDE]
+# For each kind of layer: one row with drafts, some in chunks, and many without drafts.
+OF_LAYERS = [(1, 15, 2048), (3, 15, 130), (17, 0, 2048)]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", {}),
     ("LlamaForCausalLM", {"num_key_value_heads": 1}),
@@ -62,7 +64,7 @@ def test_logits_are_the_same_to_the_bit_in_any_batch_with_any_k_chunked_or_whole
     prompts = random_prompts(64, 1500)
     alone = run(engine(**settings(1, 0, 2048, dtype=dtype)), prompts[:1])
     quick = torch.get_num_threads() == 1 or dtype == "float32"
-    shapes = ONE_THREAD if quick and SCALE < 4 else [*SHAPES, WIDE]
+    shapes = [*SHAPES, WIDE] if SCALE >= 4 else ONE_THREAD if quick else [*ONE_THREAD, *OF_LAYERS[1:], (64, 0, 100)]
     for rows, k, tokens in shapes if SCALE >= 1 else QUICK:
         together = run(engine(**settings(rows, k, tokens, dtype=dtype)), prompts[:rows])
         assert differing(alone[1], together[1]) == 0, (rows, k, tokens)
@@ -76,7 +78,8 @@ def test_every_kind_of_layer_keeps_its_bits(tmp_path: Path, architecture: str, c
     models = {"target_model": str(tmp_path / "target"), "kv_block_size": 4}
     prompts = random_prompts(17, VOCAB_SIZE)
     alone = run(engine(**settings(1, 0, 2048, draft_model="", **models)), prompts[:1])
-    for rows, k, tokens in [shape for shape in (SHAPES if SCALE >= 1 else QUICK) if shape[0] <= 17]:
+    shapes = SHAPES if SCALE >= 4 else OF_LAYERS if SCALE >= 1 else QUICK
+    for rows, k, tokens in [shape for shape in shapes if shape[0] <= 17]:
         own = {"draft_model": str(tmp_path / "draft") if k else "", **models}
         together = run(engine(**settings(rows, k, tokens, **own)), prompts[:rows])
         assert differing(alone[1], together[1]) == 0, (rows, k, tokens)

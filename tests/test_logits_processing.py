@@ -23,7 +23,7 @@ from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import Completion, RequestOutput
 from dflash_backend.messages import TokenLogprobs
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STORY = "<|im_start|>user\nTell me something about Norway and Japan<|im_end|>\n<|im_start|>assistant\n"
@@ -107,19 +107,32 @@ def assert_greedy(output: RequestOutput, params: SamplingParams) -> None:
     assert len(tokens) == params.max_tokens or tokens[-1] in stops(params)
 
 
-@pytest.mark.parametrize("k", [0, 15])
-@pytest.mark.parametrize("changes", PENALTIES.values(), ids=PENALTIES.keys())
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[list[int]]:
+    """The prompts' greedy texts without changes."""
+    return [output.token_ids for output in llm.generate(PROMPTS, max_tokens=48, temperature=0)]
+
+
+# Each with drafts, and without them one of a kind; `make nightly` has all.
+CHANGES: list[Any] = [(name, 15) for name in PENALTIES]
+CHANGES += [(name, 0) for name in ("bias", "allowed", "bad words", "all")]
+if SCALE >= 4:
+    others = [name for name in PENALTIES if (name, 0) not in CHANGES]
+    CHANGES += [pytest.param(name, 0, marks=pytest.mark.slow) for name in others]
+
+
+@pytest.mark.parametrize(("name", "k"), CHANGES)
 def test_greedy_output_is_the_argmax_of_the_changed_logits_at_every_position(
-    llm: LLM, changes: dict[str, Any], k: int
+    llm: LLM, plain: list[list[int]], name: str, k: int
 ) -> None:
+    changes = PENALTIES[name]
     params = SamplingParams(max_tokens=48, temperature=0.0, num_speculative_tokens=k, **changes)
     outputs = llm.generate(PROMPTS, params)
     for output in outputs:
         assert_greedy(output, params)
     if k > 0:
         assert sum(output.stats.spec_decoding.num_accepted_tokens for output in outputs if output.stats) > 0
-    plain = llm.generate(PROMPTS, max_tokens=48, temperature=0)
-    assert [output.token_ids for output in outputs] != [output.token_ids for output in plain]
+    assert [output.token_ids for output in outputs] != plain
 
 
 @pytest.mark.slow

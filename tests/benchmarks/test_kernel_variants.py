@@ -17,7 +17,7 @@ pytest.importorskip("triton.backends.nvidia", reason="this build of Triton canno
 
 NUM_WORKLOADS = 3  # of a case; `make nightly` has 200
 # Cases that share a process, so that not each of them imports torch and Triton.
-CASES_AT_A_TIME = 4
+CASES_AT_A_TIME = 12
 NAMES = [case.name for case in CASES]
 if SCALE < 4:  # each drafter and each kind of layer is in one; `make nightly` has all cases, with more workloads
     NAMES = [

@@ -1,7 +1,8 @@
 """Random traffic on random config: every invariant after every step, every output the model's own. Half of it with a
 step in flight, which runs on the device at a random time between its submission and its collection.
 
-48,000 steps at scale 1. What fails fails again from its seed; `test_core_machine.py` shrinks.
+24,000 steps at scale 1, and 480,000 in `make nightly`. What fails fails again from its seed; `test_core_machine.py`
+shrinks.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dflash_backend.core.engine import RequestError
 from dflash_backend.core.plan import StepPlan
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 
-NUM_STEPS = scaled(12_000, at_least=4_000)  # of each of the four parts
+NUM_STEPS = scaled(12_000 if SCALE >= 4 else 6_000, at_least=4_000)  # of each of the four parts
 NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
 NUM_WINDOW_STEPS = scaled(5_000)
 NUM_REQUESTS = 60

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.drafters.drafts import make_demo_dspark, make_dspark
+from tests.scale import SCALE
 from tests.test_device_lossless import (
     FORMS,
     REQUESTS,
@@ -29,6 +30,16 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "from anchor": {"kind": "gated", "from_anchor": True},
     "masks alone": {"kind": "rnn", "from_anchor": False},
 }
+
+
+# With each way of a GPU's steps one drafter; `make nightly` has both.
+ALL = SCALE >= 4
+PAIRS = [
+    pytest.param(name, way, id=f"{name}, {way}")
+    for i, way in enumerate(WAYS)
+    for j, name in enumerate(DRAFTERS)
+    if ALL or (i + j) % 2 == 0
+]
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
@@ -60,10 +71,11 @@ def test_texts_are_the_targets_own(alone: Result, drafted: Result) -> None:
     assert drafted.num_drafted > drafted.num_accepted > 50
 
 
-@pytest.mark.parametrize(("settings", "options"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("draft", "way"), PAIRS, indirect=["draft"])
 def test_the_padded_steps_of_a_gpu_have_the_same_drafts(
-    settings: dict[str, Any], options: dict[str, Any], prompts: list[list[int]], draft: str, drafted: Result
+    way: str, prompts: list[list[int]], draft: str, drafted: Result
 ) -> None:
+    settings, options = WAYS[way]
     built = on_device_runner(engine(**{**SETTINGS, **settings, "draft_model": draft}), **options)
     assert run(built, prompts) == drafted
 
