@@ -177,13 +177,14 @@ def main() -> int:
     if args.change:
         return show_change(args.rounds, args.seconds, clock)
     if args.simulate:
-        text = simulated_table()
+        text, missed = simulated_table()
         (args.out / "adaptive_simulated.md").write_text(text, encoding="utf-8")
-        print(text)
-        return 0
+        print(text + "\n" + ("\n".join(missed) or "nothing is missed"))
+        return int(bool(missed))
     cells = all_cells() if args.full else corner_cells()
     cells = [cell for cell in cells if all(word in str(cell).replace(",", "").split() for word in args.cells)]
-    rows, found, data = [], [], []
+    rows, data = [], []
+    found: list[str] = []
     measured: list[Rates] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

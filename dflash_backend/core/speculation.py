@@ -45,7 +45,7 @@ Candidate = tuple[float, int, int]
 MAX_UNCERTAINTY = 0.15
 MIN_STEPS_BETWEEN_TRIALS, MAX_STEPS_BETWEEN_TRIALS = 24, 192
 # A decision holds for this many steps, unless more than this part of the rows come or go: estimates change slowly, and
-# deciding takes time. With few rows, where a step is short, what goes on as it was holds for twice as many each time.
+# deciding takes time. With few rows, where a step is short, what is decided again holds for twice as many each time.
 STEPS_BETWEEN_DECISIONS, MOST_STEPS_OF_FEW = 4, 16
 FEW_ROWS = 2
 MAX_CHANGE = 0.25
@@ -173,7 +173,7 @@ class AdaptiveSpeculation:
         self._age = 0
         self._update_acceptance()
         groups = [row.effect.hopeful_group for row in rows]
-        drafted = any(self._lengths.values())
+        before = self._lengths
         if self._shapes:
             self._lengths = dict.fromkeys(groups, self._optimal_shape(rows, line))
         else:
@@ -181,7 +181,7 @@ class AdaptiveSpeculation:
         lengths = [min(row.k, self._lengths[group]) for row, group in zip(rows, groups, strict=True)]
         for row, length in zip(rows, lengths, strict=True):
             row.length = length
-        goes_on = drafted == any(lengths) and len(rows) <= FEW_ROWS
+        goes_on = self._lengths == before and len(rows) <= FEW_ROWS
         self._interval = min(2 * self._interval, MOST_STEPS_OF_FEW) if goes_on else STEPS_BETWEEN_DECISIONS
         if not any(lengths):
             self._probe(rows, lengths, line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutant import mutants_of
+from tests.mutations.mutant import Mutant, mutants_of
 
 CORE = "dflash_backend/core"
 TESTS = ("tests/core/test_speculation.py", "tests/core/test_step_costs.py", "tests/core/test_speculating_engine.py")
@@ -120,6 +120,13 @@ SPECULATION_MUTANTS = (
         ("drafts without confidences get a budget", "return has_confidence", "return True"),
         ("budgets that did not pay are never tried again", " or self._since_look >= STEPS_BETWEEN_LOOKS", ""),
         ("what budgets gain is not taken in", "self._gain += GAIN_WEIGHT * (gain - self._gain)", "pass"),
+    ),
+    Mutant(
+        "a decision to draft holds on, however many drafts it is for",
+        f"{CORE}/speculation.py",
+        "goes_on = self._lengths == before and",
+        "goes_on = any(before.values()) == any(lengths) and",
+        ("tests/benchmarks/test_adaptive_simulation.py",),
     ),
     *mutants_of(
         f"{CORE}/speculation.py",
