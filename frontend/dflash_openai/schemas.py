@@ -152,7 +152,15 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     except RecursionError:
         raise invalid("the body is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise invalid(f"the body is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise invalid(f"the body is not UTF-8 text: {error.reason} at byte {_first_bad_byte(body)}") from None
+
+
+def _first_bad_byte(body: bytes) -> int:
+    """Where a body stops being UTF-8. What msgspec says counts from the string that the byte is in."""
+    try:
+        return len(body.decode())
+    except UnicodeDecodeError as error:
+        return error.start
 
 
 def _explained(message: str, kind: type[msgspec.Struct]) -> ApiError:

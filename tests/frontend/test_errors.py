@@ -76,7 +76,7 @@ def test_a_failure_in_mid_stream_is_an_event(http: TestClient, client: openai.Op
         ("/v1/completions", '{"prompt": ' + "[" * 5000 + "]" * 5000 + "}", None, "nested too deeply"),
         ("/v1/completions", '{"prompt": ' + "[" * (MAX_BRACKETS + 1), None, "brackets"),
         ("/v1/completions", '{"prompt": "\\ud800"}', None, "not JSON"),
-        ("/v1/completions", b'{"prompt": "\xff"}', None, "not"),
+        ("/v1/completions", b'{"prompt": "\xff"}', None, "at byte 12"),
         ("/v1/completions", f'{{"prompt": "a", "logit_bias": {{{BIASES}}}}}', "logit_bias", "allowed: at most 258"),
         (
             "/v1/completions",
