@@ -60,10 +60,10 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 serve: setup ## Start a server with the demo pair; Ctrl-C stops it
 	@exec $(BIN)/dflash-triton serve $(ARGS)
 
-# A worker for each core and one more, since server tests wait; each has servers of its own. Eight at most, since each
+# A worker for each core and two more, since server tests wait; each has servers of its own. Eight at most, since each
 # holds torch and the models it has loaded. One that dies fails the run at once, with the test that it ran: with another
 # in its place, pytest-xdist may wait for a test that nobody runs.
-PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 1) --maxprocesses 8 --max-worker-restart 0 \
+PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 2) --maxprocesses 8 --max-worker-restart 0 \
   --strict-skips --strict-times --file-times $(VENV)/times-$(TIER).csv
 
 TIER := full

@@ -58,8 +58,8 @@ class LocalRanks:
                 if isinstance(message, RankReady | RankFailed):
                     return message.error
         except (EOFError, OSError):
-            return "it ended; the log says why"
-        return f"it has said nothing for {silence_s:g} s"
+            raise RuntimeError("it ended; the log says why") from None
+        raise RuntimeError(f"it has said nothing for {silence_s:g} s")
 
     def serve(self) -> None:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()

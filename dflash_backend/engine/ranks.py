@@ -97,18 +97,24 @@ class RankGroup:
         return self.links.num_beside(rank) * config.data_parallel_size
 
     def connect(self) -> None:
-        """Wait until all ranks have loaded. Raises `ConfigError` when one has not."""
+        """Wait until all ranks have loaded. Raises `ConfigError` when one says that it cannot, so that a person has to
+        change something, and `RuntimeError` when one is lost."""
         for rank in range(1, self.shard.size):
-            if error := self.links.start_error(rank):
-                name = self.links.name(rank)
+            what = f"{self.links.name(rank)} of {self.shard.size} could not start"
+            try:
+                words = self.links.start_error(rank)
+            except RuntimeError as error:
                 self._end()
-                raise ConfigError(f"{name} of {self.shard.size} could not start: {error}")
+                raise RuntimeError(f"{what}: {error}") from None
+            if words:
+                self._end()
+                raise ConfigError(f"{what}: {words}")
         try:
             self.links.serve()
         except RuntimeError as error:
             cause = cause_of(self.links)
             self._end()
-            raise ConfigError(f"the {self.shard.size} ranks could not start: {cause or error}") from error
+            raise RuntimeError(f"the {self.shard.size} ranks could not start: {cause or error}") from error
 
     @property
     def lost(self) -> str:

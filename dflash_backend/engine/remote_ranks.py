@@ -88,9 +88,11 @@ class RemoteRanks:
                 self._heard.discard(rank)
                 last = time.monotonic()
             if reason := self._launcher.ended(rank) or (rank == self._ended_rank() and GONE):
-                return self._last_words(rank) or reason
+                if words := self._last_words(rank):
+                    return words
+                raise RuntimeError(reason)
             if time.monotonic() - last > silence_s:
-                return f"it has said nothing for {silence_s:g} s"
+                raise RuntimeError(f"it has said nothing for {silence_s:g} s")
         return self._started[rank]
 
     def _has_started(self, rank: int) -> bool:

@@ -167,7 +167,7 @@ def test_a_rank_that_cannot_load_says_why_and_where(pair: dict[str, str], monkey
 def test_a_rank_that_ends_while_it_starts_is_an_error(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForkLauncher, "run", lambda self, setups: self.processes[0].kill())
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match="rank 1 on machine 1 of 2 could not start: it"):
+    with pytest.raises(RuntimeError, match="rank 1 on machine 1 of 2 could not start: it"):
         build_engine(config)
 
 

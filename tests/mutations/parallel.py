@@ -91,9 +91,16 @@ PARALLEL_MUTANTS = (
         ("a lost rank is waited for", "if reason := self._lost():", "if False:"),
     ),
     Mutant(
+        "a rank that was killed while it started is taken for a fault of the settings",
+        "dflash_backend/engine/ranks.py",
+        'raise RuntimeError(f"{what}: {error}") from None',
+        'raise ConfigError(f"{what}: {error}") from None',
+        ("tests/engine/test_ranks.py::test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings",),
+    ),
+    Mutant(
         "a rank that says nothing while it starts is taken for ready",
         "dflash_backend/engine/local_ranks.py",
-        'return f"it has said nothing for {silence_s:g} s"',
+        'raise RuntimeError(f"it has said nothing for {silence_s:g} s")',
         'return ""',
         ("tests/engine/test_ranks.py::test_a_rank_that_says_nothing_while_it_starts_is_an_error_and_ended",),
     ),
