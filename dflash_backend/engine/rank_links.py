@@ -52,8 +52,8 @@ class RankLinks(Protocol):
         """For errors: its number, and where it runs if that is another machine."""
 
     def start_error(self, rank: int) -> str:
-        """Wait until the rank has loaded; why it cannot, in its own words, empty when it has. Raises `RuntimeError` where
-        it has ended or is silent without a word, as one that was killed: to start it again may help then."""
+        """Wait until the rank has loaded; why it cannot, in its own words, empty when it has. Raises `RuntimeError`
+        when it has ended or is silent without a word, as one that was killed: to start it again may help then."""
 
     def serve(self) -> None:
         """All have loaded: watch them from now on, and end all once one is lost, so that rank 0's sum with them fails.
