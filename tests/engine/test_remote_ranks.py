@@ -151,7 +151,10 @@ def test_ranks_end_with_an_engine_that_is_killed(pair: dict[str, str]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_rank_that_cannot_load_says_why_and_where(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends_first", [False, True], ids=["words first", "end first"])
+def test_a_rank_that_cannot_load_says_why_and_where(
+    ends_first: bool, pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = ForkLauncher.run
 
     def elsewhere(self: ForkLauncher, setups: Any) -> None:
@@ -159,6 +162,16 @@ def test_a_rank_that_cannot_load_says_why_and_where(pair: dict[str, str], monkey
         run(self, [replace(s, setup=replace(s.setup, spec=replace(s.setup.spec, path=Path("/gone")))) for s in setups])
 
     monkeypatch.setattr(ForkLauncher, "run", elsewhere)
+    if ends_first:
+        read, asked = RemoteRanks._has_started, []
+
+        def read_later(self: RemoteRanks, rank: int) -> bool:
+            asked.append(rank)
+            return len(asked) > 1 and read(self, rank)
+
+        monkeypatch.setattr(RemoteRanks, "_has_started", read_later)
+        monkeypatch.setattr(ForkLauncher, "ended", lambda self, rank: "it has ended")
+        monkeypatch.setattr("dflash_backend.engine.remote_ranks.CAUSE_S", 30.0)
     config = EngineConfig.from_values({**pair, **RAY, "device": "cpu", "tensor_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"rank 1 on machine 1 of 2 could not start: .*/gone"):
         build_engine(config)

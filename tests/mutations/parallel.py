@@ -98,6 +98,13 @@ PARALLEL_MUTANTS = (
         ("tests/engine/test_ranks.py::test_a_rank_that_ends_while_it_starts_is_lost_and_no_fault_of_the_settings",),
     ),
     Mutant(
+        "what a remote rank said is lost where its end shows first",
+        "dflash_backend/engine/remote_ranks.py",
+        "if words := self._last_words(rank):",
+        'if words := "":',
+        ("tests/engine/test_remote_ranks.py::test_a_rank_that_cannot_load_says_why_and_where",),
+    ),
+    Mutant(
         "a rank that says nothing while it starts is taken for ready",
         "dflash_backend/engine/local_ranks.py",
         'raise RuntimeError(f"it has said nothing for {silence_s:g} s")',
