@@ -18,7 +18,7 @@ except ImportError:  # a machine without a GPU launches nothing
 
 ALIGNMENT = 16
 # What launches here say besides arguments and constants.
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 _ALL: list[CachedRun] = []
 
 

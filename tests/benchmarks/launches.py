@@ -11,18 +11,21 @@ import torch
 from benchmarks.gpu.counting_driver import KernelCounts, install
 from dflash_kernels.launcher import CachedRun, cached_launches
 
-# Two of them differ in the constant alone, two in the number of warps alone.
+# Two of them differ in the constant alone, two in each option alone.
 OPTIONS: tuple[dict[str, int], ...] = (
     {"BLOCK": 16},
     {"BLOCK": 32},
     {"BLOCK": 32, "num_warps": 8},
     {"num_warps": 2, "BLOCK": 32},
+    {"BLOCK": 32, "enable_fp_fusion": False},
+    {"BLOCK": 32, "launch_pdl": True},
 )
 
 
 def check(kernel: Any, counts: KernelCounts) -> None:
     """Of each launch the kernel that Triton finds is run, with the same arguments; and none is compiled besides."""
     run: CachedRun = kernel.run
+    by_triton = run.by_triton
     aligned, other = torch.zeros(64), torch.zeros(64)[1:]
     half, whole = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
     seen: list[tuple[Any, ...]] = []
@@ -42,6 +45,11 @@ def check(kernel: Any, counts: KernelCounts) -> None:
                         assert len(counts.compiled) == num_compiled
                     seen.append(expected[0])
     assert len({number for number, _ in seen}) > 20
+    # A launch that was seen is found without Triton, whatever options it has.
+    run.by_triton = never
+    for options in OPTIONS:
+        kernel[(3, 2)](aligned, 2, 16, 0.5, **options)
+    run.by_triton = by_triton
     # Grids of one and of three numbers.
     for grid in ((5,), (5, 6, 7), torch.Size([5, 6])):
         calls.clear()
@@ -50,6 +58,11 @@ def check(kernel: Any, counts: KernelCounts) -> None:
 
 
 calls: list[tuple[Any, ...]] = []
+
+
+def never(*arguments: Any, **options: Any) -> None:
+    """Stands in for Triton's own launch where none is expected."""
+    raise AssertionError(f"a launch with {options} took Triton's way")
 
 
 def main() -> None:

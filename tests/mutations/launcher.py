@@ -17,6 +17,7 @@ LAUNCHER_MUTANTS = (
         ("a number past 32 bits takes the kernel of one within", ") >> 31", ") >> 63"),
         ("the dtype of a pointer does not count", 'facts.append(f"{name}.dtype")', "pass"),
         ("the number of warps does not count", '[f"o.get({name!r})" for name in OPTIONS]', "[]"),
+        ("an option is not known", '"num_stages", "enable_fp_fusion"', '"num_stages"'),
         (
             "constants do not count",
             '["device", "kinds", *constants, *given, *facts]',
