@@ -89,7 +89,9 @@ class RandomEngine:
         ops = select_step_ops(self.device)
         if acceptance is not None and k:
             ops = force_acceptance(ops, drawn_by_place(acceptance, self.device))
-        state = StateTensors.allocate(sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, self.device)
+        state = StateTensors.allocate(
+            sizes.num_rows, sizes.max_model_len, k, self.kv.block_size, target.spec.vocab_size, self.device
+        )
         step = ModelStep(target, drafter, self.kv, backend, ops, state, draft_temperature_ratio=0.0, dtype=self.dtype)
         runner = ModelRunner(step, max_tokens=max(sizes.num_rows * (k + 1), prompt_tokens or 0))
         runner.prepare(

@@ -169,7 +169,7 @@ def model_step(case: Case) -> ModelStep:
         kv,
         backend,
         select_step_ops(CPU, "triton"),
-        StateTensors.allocate(case.max_num_seqs, MAX_MODEL_LEN, case.k, BLOCK_SIZE, CPU),
+        StateTensors.allocate(case.max_num_seqs, MAX_MODEL_LEN, case.k, BLOCK_SIZE, VOCAB_SIZE, CPU),
         draft_temperature_ratio=1.0,
         dtype=DTYPE,
         wants_confidence=case.adaptive,

@@ -236,6 +236,7 @@ def _runner(
             sizes.max_model_len,
             pair.num_speculative_tokens,
             kv.block_size,
+            target.spec.vocab_size,
             device,
             has_window_blocks=kv.num_window_blocks > 0,
         ),

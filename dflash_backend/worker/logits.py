@@ -5,9 +5,9 @@ hidden by `allowed_token_ids` and `bad_words`, logit bias, stop tokens hidden be
 temperature and filters follow in `StepOps.target_tokens`.
 
 A row with j drafts has j + 1 rows of logits behind one another, and the one after d1 .. di counts d1 .. di as output.
-So a draft is compared with the token that the target alone would have given at its position (LOSSLESS). Nothing is
-kept from step to step: everything follows from the tokens in the requests' state, so preemption and prefix hits have
-nothing to restore, and a row may begin where only the device knows, behind a step in flight.
+So a draft is compared with the token that the target alone would have given at its position (LOSSLESS). What is kept
+from step to step are counts of final tokens, which only grow, and begin anew when a request is taken in: preemption and
+prefix hits have nothing to restore, and a row may begin where only the device knows, behind a step in flight.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ import torch
 from dflash_backend.worker.batch import HostBatch, spans
 from dflash_backend.worker.logprobs import PendingLogprobs, ranked_logprobs
 from dflash_backend.worker.state import RequestRecord, RequestStates
+from dflash_backend.worker.step_ops import StepOps
 from dflash_backend.worker.token_masks import hide_others
 from dflash_backend.worker.transfers import put
-
-# Penalties work on tensors of `[logits rows, vocab]`. With 16 rows of logits a request and 150,000 tokens, 8 requests
-# are 80 MB for each of them.
-PENALISED_AT_A_TIME = 8
+from dflash_kernels.penalties import PenalisedRows
 
 
 @dataclass(frozen=True)
 class SamplingMetadata:
     """Rows that sample, `[n]` each but the ids. On the host: req_idx, num_draft int64, index of the request's state and
-    number of drafts; lowest, highest int64, bounds of `position`. On the device: position int64, of the token that the
-    first row of logits decides."""
+    number of drafts; lowest int64, the least that `position` may be. On the device: position int64, of the token that
+    the first row of logits decides."""
 
     request_ids: list[str]
     req_idx: np.ndarray
     num_draft: np.ndarray
     lowest: np.ndarray
-    highest: np.ndarray
     position: torch.Tensor
 
     @classmethod
@@ -54,7 +51,7 @@ class SamplingMetadata:
         else:
             position = put(highest, requests.device)
         ids = [batch.request_ids[i] for i in rows.tolist()]
-        return cls(ids, req_idx, batch.num_draft[rows], highest - unverified, highest, position)
+        return cls(ids, req_idx, batch.num_draft[rows], highest - unverified, position)
 
     @property
     def first(self) -> np.ndarray:
@@ -85,18 +82,18 @@ class LogitsProcessors:
         rows = special_rows(batch, requests)
         return cls(batch, rows, requests) if len(rows) else None
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, ops: StepOps) -> torch.Tensor:
         """The logits that tokens are chosen from, for those that the model gave, both `[D, vocab]`."""
         self._raw = logits.index_select(0, self.flat)
-        processed = apply_processors(self._raw, self.metadata, self._requests)
+        processed = apply_processors(self._raw, self.metadata, self._requests, ops)
         if processed is self._raw:
             return logits
         return logits.float().index_copy(0, self.flat, processed)
 
-    def processed(self, logits: torch.Tensor) -> torch.Tensor:
+    def processed(self, logits: torch.Tensor, ops: StepOps) -> torch.Tensor:
         """What `apply` gives of these rows alone, which may be changed: `[sum(num_draft + 1), vocab]`."""
         own = logits.index_select(0, self.flat)
-        return apply_processors(own, self.metadata, self._requests)
+        return apply_processors(own, self.metadata, self._requests, ops)
 
     def keep(self, logits: torch.Tensor) -> None:
         """Remember these `logits`, `[D, vocab]`, for log-probabilities, if any row asked."""
@@ -146,7 +143,9 @@ def special_rows(batch: HostBatch, requests: RequestStates) -> np.ndarray:
     return rows
 
 
-def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates) -> torch.Tensor:
+def apply_processors(
+    logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates, ops: StepOps
+) -> torch.Tensor:
     """The logits that the rows of `metadata` choose from.
 
     logits: `[sum(num_draft + 1), vocab]`, not changed. Returns `logits` itself when no row asks for a change, else a
@@ -173,9 +172,8 @@ def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests:
             early = (positions < int(requests.min_end[index]))[:, None]
             stops = part.index_select(1, record.stop_ids).masked_fill(early, float("-inf"))
             part.index_copy_(1, record.stop_ids, stops)
-    which = penalised.nonzero()[0]
-    for start in range(0, len(which), PENALISED_AT_A_TIME):
-        _penalise(processed, which[start : start + PENALISED_AT_A_TIME], metadata, requests)
+    if penalised.any():
+        _penalise(processed, penalised.nonzero()[0], metadata, requests, ops)
     return processed
 
 
@@ -190,38 +188,11 @@ def _mask(
         record.bad_words.hide(logits, requests.state.tokens[record.index], position, num_prompt_tokens)
 
 
-def _penalise(logits: torch.Tensor, which: np.ndarray, metadata: SamplingMetadata, requests: RequestStates) -> None:
-    """Apply repetition, frequency and presence penalties, with vLLM's formulas, to `logits` (float32, in place), in
-    the rows `which` of `metadata`, int64 `[n]` on the host."""
-    device, vocab_size = logits.device, logits.shape[1]
-    num_draft, index = metadata.num_draft[which], metadata.req_idx[which]
-    host = np.stack([index, requests.num_prompt_tokens[index], which])
-    req_idx, num_prompt, entry = put(host, device)
-    position = metadata.position.index_select(0, entry)
-
-    # Known tokens, counted once for each row.
-    tokens = requests.state.tokens[:, : int(metadata.highest[which].max())].index_select(0, req_idx)
-    column = torch.arange(tokens.shape[1], device=device)
-    in_prompt = column < num_prompt[:, None]
-    in_output = (column < position[:, None]) & ~in_prompt
-    nothing = torch.zeros(len(which), vocab_size, device=device)
-    prompted = nothing.scatter_add(1, tokens, in_prompt.float()) > 0
-    known = nothing.scatter_add(1, tokens, in_output.float())
-
-    # Then for each row of logits: the known tokens and the drafts before it.
-    rows, numbers = spans(np.zeros_like(num_draft), num_draft + 1)
-    logits_rows, drafts = spans(np.zeros_like(numbers), numbers)
-    of_row, where = put(np.stack([rows, metadata.first[which][rows] + numbers]), device)
-    of_draft, draft, draft_row = put(np.stack([logits_rows, drafts, rows[logits_rows]]), device)
-    draft_position = (position.index_select(0, draft_row) + draft).clamp(max=requests.state.max_len - 1)
-    draft_tokens = requests.state.tokens[req_idx.index_select(0, draft_row), draft_position]
-    counts = known.index_select(0, of_row)
-    counts.index_put_((of_draft, draft_tokens), counts.new_ones(()), accumulate=True)
-
-    penalties = put(requests.penalties[index], device).index_select(0, of_row)
-    repetition, frequency, presence = penalties[:, :, None].unbind(1)
-    values = logits.index_select(0, where)
-    in_output_now = counts > 0
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(prompted.index_select(0, of_row) | in_output_now, repeated, values)
-    logits.index_copy_(0, where, values - frequency * counts - presence * in_output_now)
+def _penalise(
+    logits: torch.Tensor, which: np.ndarray, metadata: SamplingMetadata, requests: RequestStates, ops: StepOps
+) -> None:
+    """Apply penalties to `logits` (float32, in place), in the rows `which` of `metadata`, int64 `[n]` on the host."""
+    index, num_draft = metadata.req_idx[which], metadata.num_draft[which]
+    numbers = np.stack([index, which, requests.num_prompt_tokens[index], num_draft, metadata.first[which]])
+    rows = PenalisedRows(put(numbers, requests.device), metadata.position, int(num_draft.max()))
+    ops.penalise(logits, rows, requests.state)

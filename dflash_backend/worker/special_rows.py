@@ -59,7 +59,7 @@ class SpecialRows:
         if self._grammars is not None and (masks := self._grammars.masks()) is not None:
             # Before the processors: what a mask hides stays hidden, whatever is added to it or counted.
             ops.apply_token_bitmask(logits, *masks)
-        processed = processors.processed(logits)
+        processed = processors.processed(logits, ops)
         tokens = ops.chosen_tokens(processed, self._req_idx, self._positions, self._state, self._sampled)
         target_tokens.index_copy_(0, processors.flat, tokens)
         return processors.logprobs(target_tokens)

@@ -45,7 +45,9 @@ class StateTensors:
     window_blocks: as `blocks`, for the target's layers with a window, where these have block ids of their own, else
     None. Columns of blocks that were given back hold ids of others, whose positions no query sees. confidence: float32
     `[S, k]`, how sure the drafter is of each of those drafts. temperature (0: greedy), top_p, min_p: float32 `[S]`.
-    top_k (0: all tokens), seeds: int64 `[S]`. block_size: tokens in a block. k: the most drafts of a request.
+    top_k (0: all tokens), seeds: int64 `[S]`. penalties: float32 `[S, 3]`, repetition, frequency, presence.
+    token_counts: int32 `[S, vocab]`, as of `dflash_kernels.penalties`, of the first `num_counted` (int32 `[S]`) tokens;
+    up to date for requests with penalties only. block_size: tokens in a block. k: the most drafts of a request.
     """
 
     tokens: torch.Tensor
@@ -58,6 +60,9 @@ class StateTensors:
     min_p: torch.Tensor
     top_k: torch.Tensor
     seeds: torch.Tensor
+    penalties: torch.Tensor
+    token_counts: torch.Tensor
+    num_counted: torch.Tensor
     block_size: int
     k: int
     window_blocks: torch.Tensor | None = None
@@ -69,6 +74,7 @@ class StateTensors:
         max_model_len: int,
         k: int,
         block_size: int,
+        vocab_size: int,
         device: torch.device,
         has_window_blocks: bool = False,
     ) -> StateTensors:
@@ -90,6 +96,9 @@ class StateTensors:
             min_p=full(0.0, torch.float32),
             top_k=full(0, torch.int64),
             seeds=full(0, torch.int64),
+            penalties=full(0.0, torch.float32, 3),
+            token_counts=full(0, torch.int32, vocab_size),
+            num_counted=full(0, torch.int32),
             block_size=block_size,
             k=k,
             window_blocks=full(0, torch.int32, max_blocks) if has_window_blocks else None,
@@ -289,9 +298,10 @@ class RequestStates:
             (state.min_p, self.min_p),
             (state.top_k, self.top_k),
             (state.seeds, self.seeds),
+            (state.penalties, self.penalties),
         ]
         if new:
-            arrays += [indices, *(host[indices] for _, host in parameters)]
+            arrays += [indices, indices[self.penalised[indices]], *(host[indices] for _, host in parameters)]
             arrays += [np.array(request.token_ids, dtype=np.int64) for request in new]
         positions, ids, rows, counts, of_windows, *sent = self._send(arrays)
         state.blocks.view(-1).index_copy_(0, positions, ids)
@@ -299,8 +309,12 @@ class RequestStates:
             state.window_blocks.view(-1).index_copy_(0, positions, of_windows)
         state.num_blocks.index_copy_(0, rows, counts)
         if new:
-            where, values, tokens = sent[0], sent[1 : 1 + len(parameters)], sent[1 + len(parameters) :]
+            where, penalised, *sent = sent
+            values, tokens = sent[: len(parameters)], sent[len(parameters) :]
             for (target, _), value in zip(parameters, values, strict=True):
-                target.index_copy_(0, where, value)
+                target.index_copy_(0, where, value.view(-1, *target.shape[1:]))
+            if len(penalised) > 0:
+                state.token_counts.index_fill_(0, penalised, 0)
+                state.num_counted.index_fill_(0, penalised, 0)
             for index, token_ids in zip(indices.tolist(), tokens, strict=True):
                 state.tokens[index, : len(token_ids)] = token_ids

@@ -229,7 +229,7 @@ class ModelStep:
             if inputs.logits_token is not None:
                 hidden = hidden.index_select(0, inputs.logits_token)
             if processors is not None:
-                logits = processors.apply(self.target.logits(hidden))
+                logits = processors.apply(self.target.logits(hidden), self.ops)
             else:
                 logits = self.target.pending_logits(hidden) if self.ops.on_host else self.target.logits(hidden)
         return Forwarded(inputs, prepared, output.features, logits, timestamps, states)

@@ -29,6 +29,7 @@ from dflash_kernels import (
     logits_filter,
     noisy_scores,
     one_row,
+    penalties,
     prepare_draft,
     prepare_step,
     sample,
@@ -58,6 +59,7 @@ class DeviceStepOps:
         _lowest_kept: Callable[..., torch.Tensor | None] = staticmethod(logits_filter.lowest_kept)
         _accept: Callable[..., tuple[torch.Tensor, torch.Tensor]] = staticmethod(accept.accept)
         _apply_bitmask: Callable[..., None] = staticmethod(token_bitmask.apply_token_bitmask)
+        _penalise: Callable[..., None] = staticmethod(penalties.count_and_penalise)
         _inject_slots = staticmethod(prepare_draft.inject_slots)
         _prepare_draft: Callable[..., Tensors] = staticmethod(prepare_draft.prepare_draft)
         _store_drafts = staticmethod(prepare_draft.store_drafts)
@@ -249,6 +251,10 @@ class DeviceStepOps:
         """Set `logits` to -inf where the packed masks of their `rows` have a 0, in place."""
         self._apply_bitmask(logits, bitmask, rows)
 
+    def penalise(self, logits: torch.Tensor, rows: penalties.PenalisedRows, state: StateTensors) -> None:
+        """Count the tokens of `rows` that are new, and apply their penalties to `logits`, float32, in place."""
+        self._penalise(logits, state.token_counts, state.num_counted, state.tokens, state.penalties, rows)
+
     def _draft_req_idx(self, batch: DeviceBatch, width: int) -> torch.Tensor:
         """The index of each draft's request, int64 `[num_drafts]`; 0 for padding."""
         return batch.req_idx.clamp(min=0).long().repeat_interleave(width)
@@ -296,6 +302,7 @@ class HostStepOps(DeviceStepOps):
     _lowest_kept = staticmethod(logits_filter.lowest_kept_reference)
     _accept = staticmethod(accept.accept_reference)
     _apply_bitmask = staticmethod(token_bitmask.apply_token_bitmask_reference)
+    _penalise = staticmethod(penalties.count_and_penalise_reference)
     _inject_slots = staticmethod(prepare_draft.inject_slots_reference)
     _prepare_draft = staticmethod(prepare_draft.prepare_draft_reference)
     _store_drafts = staticmethod(prepare_draft.store_drafts_reference)

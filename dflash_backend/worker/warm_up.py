@@ -21,6 +21,7 @@ from dflash_backend.worker.step import ModelStep
 from dflash_kernels.delta_rule import CHUNK as DELTA_CHUNK
 from dflash_kernels.moe import TILES
 from dflash_kernels.moe_routing import FEW_ENTRIES
+from dflash_kernels.penalties import NUMBERS, PenalisedRows
 from dflash_kernels.quantised_linear import every_tile
 from dflash_kernels.token_bitmask import num_words
 
@@ -71,6 +72,10 @@ def _choose_tokens(step: ModelStep, layouts: LayoutBuffer) -> None:
         step.ops.apply_token_bitmask(logits, bitmask, row)
         step.ops.argmax(logits)
         step.ops.target_tokens(logits, inputs, prepared, step.state)
+    # Logits before the first token of request 0, which has no penalties yet.
+    numbers = torch.zeros(NUMBERS, 1, dtype=torch.int64, device=device)
+    rows = PenalisedRows(numbers, torch.zeros(1, dtype=torch.int64, device=device), 0)
+    step.ops.penalise(torch.zeros(1, vocab_size, device=device), rows, step.state)
 
 
 def _token_counts(step: ModelStep, max_tokens: int) -> list[int]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dflash_kernels.launcher import OPTIONS
 from dflash_kernels.paged_attention_launch import HOPPER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def compile_launch(kernel: Any, *args: Any, grid: object = None, warmup: bool = 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}

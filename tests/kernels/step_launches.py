@@ -11,6 +11,7 @@ from dflash_backend.drafters.base import Drafts
 from dflash_backend.worker.batch import BatchTraits, DeviceBatch, LengthBounds, StepInputs
 from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step_ops import DeviceStepOps
+from dflash_kernels.penalties import NUMBERS, PenalisedRows
 from dflash_kernels.prompt_lookup import prompt_lookup
 from dflash_kernels.token_bitmask import num_words
 
@@ -20,7 +21,7 @@ VOCAB, ROWS, K = 5008, 4, 7
 def launches() -> None:
     """A step with sampled rows, and drafts with noise, in a vocabulary of their own; then prompt lookup."""
     ops = DeviceStepOps()
-    state = StateTensors.allocate(ROWS, 100, K, 16, torch.device("cpu"))
+    state = StateTensors.allocate(ROWS, 100, K, 16, VOCAB, torch.device("cpu"))
     rows = DeviceBatch.over(torch.zeros(DeviceBatch.buffer_size(ROWS, ROWS * (K + 1)), dtype=torch.int32), ROWS)
     ends = np.full(ROWS, 100)
     bounds = LengthBounds(np.full(ROWS, K + 1), ends, ends, 100)
@@ -29,6 +30,8 @@ def launches() -> None:
     ops.lay_out(replace(inputs, budget=torch.zeros(2 + K + ROWS), logits_token=rows.token_row), state)
     prepared = ops.prepare(inputs, state)
     ops.apply_token_bitmask(logits, torch.zeros(ROWS, num_words(VOCAB), dtype=torch.int32), rows.num_new)
+    penalised = PenalisedRows(torch.zeros(NUMBERS, ROWS, dtype=torch.int64), prepared.positions, K)
+    ops.penalise(logits.float(), penalised, state)
     ops.argmax(logits)
     ops.accept(ops.target_tokens(logits, inputs, prepared, state), rows, prepared, state)
     ops.final_tokens(rows, prepared, state)

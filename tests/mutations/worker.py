@@ -64,25 +64,11 @@ WORKER_MUTANTS = (
         ("tests/models/test_families.py::test_captured_features_are_the_outputs_of_the_layers_named",),
     ),
     Mutant(
-        "penalties do not count the last token",
-        f"{WORKER}/logits.py",
-        "position[:, None]) & ~in_prompt",
-        "position[:, None] - 1) & ~in_prompt",
-        ("tests/test_logits_processing.py::test_greedy_output_is_the_argmax_of_the_changed_logits_at_every_position",),
-    ),
-    Mutant(
         "log-probabilities are those of processed logits",
         f"{WORKER}/logits.py",
         "        return logits.float().index_copy(0, self.flat, processed)",
         "        self._raw = processed\n        return logits.float().index_copy(0, self.flat, processed)",
         ("tests/test_logits_processing.py::test_logprobs_are_those_before_penalties_and_bias",),
-    ),
-    Mutant(
-        "penalties do not count drafts",
-        f"{WORKER}/logits.py",
-        "    counts.index_put_((of_draft, draft_tokens), counts.new_ones(()), accumulate=True)\n",
-        "",
-        LOGITS,
     ),
     *mutants_of(
         f"{WORKER}/token_masks.py",
@@ -143,16 +129,15 @@ WORKER_MUTANTS = (
         f"{WORKER}/logits.py",
         "    first = metadata.first\n    for i in special.nonzero()",
         "    first = metadata.first\n"
-        "    which = penalised.nonzero()[0]\n"
-        "    if len(which) > 0:\n"
-        "        _penalise(processed, which, metadata, requests)\n"
+        "    if penalised.any():\n"
+        "        _penalise(processed, penalised.nonzero()[0], metadata, requests, ops)\n"
         "    for i in special.nonzero()",
         LOGITS,
         (
             (
                 f"{WORKER}/logits.py",
-                "for start in range(0, len(which), PENALISED_AT_A_TIME):",
-                "for start in range(0, 0, PENALISED_AT_A_TIME):",
+                "requests, ops)\n    return processed",
+                "requests, ops) if False else None\n    return processed",
             ),
         ),
     ),

@@ -105,7 +105,7 @@ def _random_state(
     generator: torch.Generator, num_requests: int, max_model_len: int, k: int, block_size: int
 ) -> StateTensors:
     """Requests with random tokens and parameters, and scattered blocks."""
-    state = StateTensors.allocate(num_requests, max_model_len, k, block_size, torch.device("cpu"))
+    state = StateTensors.allocate(num_requests, max_model_len, k, block_size, VOCAB, torch.device("cpu"))
     state.tokens.random_(VOCAB, generator=generator)
     state.blocks.copy_(torch.randperm(state.blocks.numel(), generator=generator).view_as(state.blocks))
     state.seeds.random_(generator=generator)

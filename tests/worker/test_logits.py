@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_backend.core.plan import NewRequest
+from dflash_backend.core.plan import NewRequest, StepPlan
 from dflash_backend.messages import SamplingParams, TokenLogprobs
-from dflash_backend.worker.logits import (
-    PENALISED_AT_A_TIME,
-    SamplingMetadata,
-    apply_processors,
-)
+from dflash_backend.worker.logits import SamplingMetadata
+from dflash_backend.worker.logits import apply_processors as apply_with
 from dflash_backend.worker.logprobs import PendingLogprobs, most_likely, ranked_logprobs
 from dflash_backend.worker.state import RequestStates, StateTensors
+from dflash_backend.worker.step_ops import HostStepOps
 
 VOCAB = 11
 K = 3
@@ -26,17 +24,24 @@ OUTPUT = [3, 4, 3]
 
 def make_batch(asked: list[dict[str, Any]], num_draft: int = K) -> tuple[SamplingMetadata, RequestStates]:
     """A decode row with drafts 5, 3, 5 for each set of sampling parameters."""
-    state = StateTensors.allocate(32, 32, K, 4, torch.device("cpu"))
+    state = StateTensors.allocate(32, 32, K, 4, VOCAB, torch.device("cpu"))
     requests = RequestStates(state, VOCAB)
     names = [str(i) for i in range(len(asked))]
-    for i, changes in enumerate(asked):
-        sampling = SamplingParams(**({"temperature": 0.0} | changes))
-        index = requests.add(NewRequest(str(i), PROMPT + OUTPUT, len(PROMPT), sampling, (0,), 0)).index
-        state.tokens[index, : 6 + K] = torch.tensor([*PROMPT, *OUTPUT, 5, 3, 5])
+    sampling = [SamplingParams(**({"temperature": 0.0} | changes)) for changes in asked]
+    new = [
+        NewRequest(name, PROMPT + OUTPUT, len(PROMPT), each, (0,), 0)
+        for name, each in zip(names, sampling, strict=True)
+    ]
+    requests.update(StepPlan(0, [], new))
     index = np.array([requests.records[name].index for name in names])
+    state.tokens[index, 6 : 6 + K] = torch.tensor([5, 3, 5])
     position = np.full_like(index, 6)
     drafts = np.full_like(index, num_draft)
-    return SamplingMetadata(names, index, drafts, position, position, torch.from_numpy(position)), requests
+    return SamplingMetadata(names, index, drafts, position, torch.from_numpy(position)), requests
+
+
+def apply_processors(logits: torch.Tensor, metadata: SamplingMetadata, requests: RequestStates) -> torch.Tensor:
+    return apply_with(logits, metadata, requests, HostStepOps())
 
 
 def random_logits(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -90,12 +95,40 @@ def test_a_bias_comes_before_the_penalties() -> None:
     assert processed[:, 2].tolist() == [2.0] * (K + 1)
 
 
-def test_more_rows_than_are_penalised_at_a_time_get_the_same_as_one() -> None:
-    num_rows = PENALISED_AT_A_TIME + 3
+def test_many_penalised_rows_get_the_same_as_one() -> None:
+    num_rows = 11
     changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
     alone = apply_processors(random_logits(1), *make_batch([changes]))
     together = apply_processors(random_logits(1).repeat(num_rows, 1), *make_batch([changes] * num_rows))
     assert torch.equal(together, alone.repeat(num_rows, 1))
+
+
+def test_a_request_at_the_index_of_another_begins_without_its_counts() -> None:
+    metadata, requests = make_batch([{"frequency_penalty": 1.0}])
+    apply_processors(torch.zeros(K + 1, VOCAB), metadata, requests)
+    sampling = SamplingParams(temperature=0.0, frequency_penalty=1.0)
+    requests.update(StepPlan(1, [], [NewRequest("next", [8, 9], 1, sampling, (0,), 0)], ["0"]))
+    assert requests.records["next"].index == int(metadata.req_idx[0])
+    position = np.array([2])
+    after = SamplingMetadata(["next"], metadata.req_idx, np.array([0]), position, torch.from_numpy(position))
+    assert apply_processors(torch.zeros(1, VOCAB), after, requests)[0].tolist() == [
+        -float(i == 9) for i in range(VOCAB)
+    ]
+
+
+def test_tokens_are_counted_once_however_often_a_row_is_read() -> None:
+    """Drafts of the first step are not counted: of these one was accepted, and another token follows it."""
+    metadata, requests = make_batch([{"frequency_penalty": 1.0}])
+    for _ in range(2):
+        apply_processors(torch.zeros(K + 1, VOCAB), metadata, requests)
+    requests.state.tokens[metadata.req_idx[0], 6:9] = torch.tensor([5, 7, 1])
+    position = np.array([8])
+    after = SamplingMetadata(["0"], metadata.req_idx, np.array([1]), position, torch.from_numpy(position))
+    found = apply_processors(torch.zeros(2, VOCAB), after, requests)
+    expected = torch.zeros(2, VOCAB)
+    expected[:, [3, 4, 5, 7]] = torch.tensor([-2.0, -1.0, -1.0, -1.0])
+    expected[1, 1] = -1.0
+    assert torch.equal(found, expected)
 
 
 def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
