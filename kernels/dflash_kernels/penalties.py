@@ -73,8 +73,8 @@ def penalise_reference(
     own_tokens, all_counts = tokens.numpy(), counts.numpy()
     for index, entry, _, num_draft, first in rows.numbers.T.tolist():
         position = int(rows.positions[entry])
-        places = np.minimum(np.arange(position, position + num_draft), tokens.shape[1] - 1)
-        drafts = own_tokens[index, places]
+        at = np.minimum(np.arange(position, position + num_draft), tokens.shape[1] - 1)
+        drafts = own_tokens[index, at]
         # The tokens that a penalty can change.
         ids = np.union1d(all_counts[index].nonzero()[0], drafts)
         known = all_counts[index, ids]
