@@ -111,6 +111,13 @@ class EngineConfig:
         choices=("fp8",),
         refused=_OTHER_QUANTIZATION,
     )
+    activation_quantization: str | None = setting(
+        None,
+        "auto: activations stay in `dtype`, whatever the checkpoint says of them; fp8: before products by FP8 weights "
+        "of the target's projections they become FP8 (e4m3) with scales for each token, in every step; for GPUs, where "
+        "long prompts then run as FP8 products (docs/checkpoints.md)",
+        choices=("fp8",),
+    )
     attention_backend: str | None = setting(
         None,
         "auto: the first one that can run both models, with FlashAttention for long prompts where it is installed",

@@ -14,6 +14,7 @@ from dflash_backend.checkpoints.quantization.at_load import round_to_fp8
 from dflash_backend.config import SETTINGS, EngineConfig
 from dflash_backend.engine.build import BuiltEngine, build_engine
 from dflash_backend.worker.runner import ModelRunner
+from dflash_kernels.scaled_linear import ScaledProduct
 from tests.tiny_models import make_pair, make_target
 
 
@@ -37,6 +38,11 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "dtype": ("bfloat16", lambda built: built.runner.step.kv.target[0].data.dtype, torch.bfloat16),
     "kv_cache_dtype": ("fp8", lambda built: built.runner.step.kv.target[0].data.dtype, torch.uint8),
     "quantization": ("fp8", lambda built: is_fp8(built.runner.step.target.layers[0].weights.qkv.weight), True),
+    "activation_quantization": (
+        "fp8",
+        lambda built: type(built.runner.step.target.layers[0].weights.qkv.product),
+        ScaledProduct,
+    ),
     "batch_invariant": (True, lambda built: built.runner.step.target._head.product is not F.linear, True),
     "attention_backend": ("torch", lambda built: built.runner.step.backend.name, "torch"),
     "kv_block_size": (8, lambda built: built.core.config.block_size, 8),
@@ -118,6 +124,7 @@ def test_a_setting_changes_what_it_says(
     # A trace has steps where it has a folder; a target of two layers goes without the drafter of the other one; n-grams
     # have a drafter of their own.
     company: dict[str, Any] = {"trace_steps": {"trace_dir": str(tmp_path)}, "target_model": {"draft_model": ""}}
+    company["activation_quantization"] = {"quantization": "fp8"}
     company |= {lookup: {"draft_model": "ngram"} for lookup in ("prompt_lookup_max", "prompt_lookup_min")}
     with_it = build(settings | company.get(name, {}) | {name: value}, monkeypatch)
     assert observe(with_it) == expected

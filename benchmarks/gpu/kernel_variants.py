@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -60,6 +61,7 @@ from dflash_backend.worker.state import StateTensors
 from dflash_backend.worker.step import ModelStep
 from dflash_backend.worker.step_ops import select_step_ops
 from dflash_backend.worker.warm_up import warm_up
+from dflash_kernels import scaled_linear
 from dflash_kernels.quantised_weight import FP8, INT4, MXFP4
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
@@ -75,7 +77,8 @@ REGEX = StructuredOutputs("regex", "[a-z]{1,9}")
 class Case:
     """An engine: its target, and how it drafts. markov: the Markov head of a DSpark drafter. shared: all prompts begin
     alike, and their KV is read together. gpt_oss: experts have biases and a clamped gate. hybrid: half of the target's
-    layers keep a state. quantised: what the projections of both models, or gpt-oss's experts, are kept in."""
+    layers keep a state. quantised: what the projections of both models, or gpt-oss's experts, are kept in.
+    fp8_activations: those of the target become FP8."""
 
     name: str
     k: int = 15
@@ -92,6 +95,7 @@ class Case:
     shared: bool = False
     hybrid: bool = False
     quantised: str | None = None
+    fp8_activations: bool = False
 
 
 CASES = (
@@ -122,6 +126,8 @@ CASES = (
     Case("experts in MXFP4, k = 7", k=7, gpt_oss=True, quantised=MXFP4),
     Case("gated delta nets, FP8 weights, k = 15", hybrid=True, quantised=FP8),
     Case("FP8 experts, adaptive k", moe=True, adaptive=True, quantised=FP8),
+    Case("FP8 weights and activations, k = 7", k=7, max_num_seqs=64, quantised=FP8, fp8_activations=True),
+    Case("FP8 both, batch-invariant", k=7, batch_invariant=True, quantised=FP8, fp8_activations=True),
 )
 
 
@@ -158,10 +164,13 @@ def model_step(case: Case) -> ModelStep:
     """The models with kernels in place of references, on the CPU."""
     shape = shape_of(case)
     positions = max_positions(MAX_MODEL_LEN, case.k)
-    ops, plain = select_ops(CPU, "triton", case.batch_invariant), TritonBackend(BLOCK_SIZE)
+    fp8_activations = DTYPE if case.fp8_activations else None
+    ops, plain = select_ops(CPU, "triton", case.batch_invariant, fp8_activations), TritonBackend(BLOCK_SIZE)
     backend = plain.batch_invariant() if case.batch_invariant else plain
     weights = TargetWeights.read(target_tensors(shape, DTYPE, CPU, case.quantised), shape.target)
-    target = DecoderTarget(shape.target, weights, positions, ops)
+    # No kernel runs here, so a trial of torch's scaled products beside ours would say nothing.
+    with mock.patch.object(scaled_linear, "trial", return_value=None):
+        target = DecoderTarget(shape.target, weights, positions, ops)
     kv = PagedKVCache.allocate(shape.target.decoder, shape.draft.decoder, NUM_BLOCKS, BLOCK_SIZE, DTYPE, CPU)
     return ModelStep(
         target,

@@ -22,7 +22,13 @@ from dflash_backend.drafters.base import DrafterFactory, LoadOptions, draft_patt
 from dflash_backend.drafters.registry import drafter_class
 from dflash_backend.drafters.resolve import ModelPair, resolve_pair
 from dflash_backend.engine.device import choose_device, num_cores, share_cores
-from dflash_backend.engine.quantised import check_quantization, keeps_quantised, report_kv_dtype, target_kv_dtype
+from dflash_backend.engine.quantised import (
+    check_activation_quantization,
+    check_quantization,
+    keeps_quantised,
+    report_kv_dtype,
+    target_kv_dtype,
+)
 from dflash_backend.engine.ranks import check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
 from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots
@@ -159,7 +165,8 @@ def _load_models(
     backend = select_backend(config.attention_backend, needs, config.kv_block_size)
     num_positions = max_positions(sizes.max_model_len, pair.num_speculative_tokens)
     ops = select_ops(device, _wanted_ops(backend))
-    target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant)
+    fp8_activations = None if config.activation_quantization is None else dtype
+    target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant, fp8_activations)
     progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
     if config.tensor_parallel_size > 1:
         target = load_shared_target(config, pair, num_positions, sizes.num_blocks, dtype, progress, target_ops)
@@ -269,7 +276,9 @@ def _check_pair(
     """Raises `ConfigError` for settings that this pair cannot have."""
     check_recurrent(config, pair, dtype, device, report)
     check_tensor_parallel(config, pair.target, device)
-    check_quantization(config, pair.target, keeps_quantised(config, device), report)
+    keeps = keeps_quantised(config, device)
+    check_quantization(config, pair.target, keeps, report)
+    check_activation_quantization(config, pair.target, keeps, report)
     report_kv_dtype(config, pair, dtype, report)
 
 

@@ -1,4 +1,5 @@
-"""What the settings `quantization` and `kv_cache_dtype` ask of a target, and where it cannot be had."""
+"""What the settings `quantization`, `activation_quantization` and `kv_cache_dtype` ask of a target, and where it cannot
+be had."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 
 from dflash_backend.attention import FP8
 from dflash_backend.checkpoints.quantization import load_quantization
+from dflash_backend.checkpoints.quantization.scheme import Layout
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.drafters.resolve import ModelPair
@@ -44,7 +46,8 @@ def report_kv_dtype(
 def keeps_quantised(config: EngineConfig, device: torch.device) -> bool:
     """Whether weights stay quantised on this device: where there are kernels for their products, and the target is not
     shared by ranks."""
-    return select_ops(device).keeps_quantised and config.tensor_parallel_size == 1
+    wanted = "triton" if config.attention_backend == "triton" else None
+    return select_ops(device, wanted).keeps_quantised and config.tensor_parallel_size == 1
 
 
 def check_quantization(
@@ -68,3 +71,35 @@ def check_quantization(
         raise ConfigError(f"{where}: {reason}")
     memory = "kept so" if keeps else "dequantised, so nothing is saved"
     report(f"target: quantised at load: FP8 (e4m3), a scale for each row; in memory {memory}", 0.05)
+
+
+def check_activation_quantization(
+    config: EngineConfig, target: TargetSpec, keeps: bool, report: Callable[[str, float], None]
+) -> None:
+    """Say what the setting `activation_quantization` does. keeps: as of `check_quantization`. Raises `ConfigError`
+    where no product would have activations in FP8, with what would work."""
+    if config.activation_quantization is None:
+        return
+    stored = load_quantization(target.path)
+    rules = () if stored is None else stored.rules
+    has_fp8 = config.quantization == "fp8" or any(
+        rule.scheme is not None and rule.scheme.layout is Layout.FLOAT8 for rule in rules
+    )
+    reason = None
+    if not keeps:
+        reason = (
+            "here weights are dequantised at load, so that no product is of FP8: it needs a GPU, and "
+            "tensor_parallel_size=1; else leave the setting on auto"
+        )
+    elif not has_fp8:
+        reason = (
+            f"no weights of the target in {target.path} are FP8: take a checkpoint in FP8, or one that is not "
+            "quantised with the setting 'quantization' on fp8"
+        )
+    if reason is not None:
+        raise ConfigError(f"setting 'activation_quantization' is '{config.activation_quantization}': {reason}")
+    report(
+        "target: activations become FP8 (e4m3) before products by FP8 weights of projections, in every step, by scales "
+        "made anew for each token; those of experts stay as they are",
+        0.05,
+    )

@@ -31,12 +31,13 @@ from dflash_kernels import (
     qk_norm_rope_write,
     quantised_linear,
     quantised_moe,
+    scaled_linear,
     selector_walk,
     silu_mul,
 )
 from dflash_kernels import rms_norm as norms
 from dflash_kernels.dispatch import use_triton
-from dflash_kernels.quantised_weight import QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class LayerOps:
     delta_block = staticmethod(delta_rule.delta_block)
     delta_chunked = staticmethod(delta_rule.chunked)
 
-    @staticmethod
-    def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
         """What a target multiplies by `weight` with."""
         return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear_reference
 
@@ -121,8 +121,7 @@ class InvariantLayerOps(LayerOps):
     gelu_mul = staticmethod(gelu_mul.invariant_gelu_mul_reference)
     experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp_reference)
 
-    @staticmethod
-    def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
+    def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
         """As `LayerOps.product_of`: by oneDNN in float32, for any number of rows, so that one library does all."""
         assert isinstance(weight, torch.Tensor), "weights are dequantised for operations of torch"
         if not CpuWeight.fits(weight):
@@ -157,8 +156,7 @@ if norms.triton is not None:
         delta_block = staticmethod(delta_chunks.delta_block)
         delta_chunked = staticmethod(delta_chunks.chunked)
 
-        @staticmethod
-        def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
+        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
             """As `LayerOps.product_of`."""
             return F.linear if isinstance(weight, torch.Tensor) else quantised_linear.quantised_linear
 
@@ -205,17 +203,47 @@ if norms.triton is not None:
         experts_mlp = staticmethod(invariant_moe.invariant_experts_mlp)
         quantised_experts_mlp = staticmethod(quantised_moe.invariant_quantised_experts_mlp)
 
-        @staticmethod
-        def product_of(weight: torch.Tensor | QuantisedWeight) -> Product:
+        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
             """As `LayerOps.product_of`."""
             if isinstance(weight, torch.Tensor):
                 return invariant_linear.invariant_linear
             return quantised_linear.invariant_quantised_linear
 
+    class Fp8ActivationsLayerOps(TritonLayerOps):
+        """As `TritonLayerOps`, but activations are quantised before products by FP8 weights. Experts are an operation
+        of their own, whose activations are not."""
 
-def select_ops(device: torch.device, wanted: str | None = None, batch_invariant: bool = False) -> LayerOps:
-    """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there."""
+        def __init__(self, dtype: torch.dtype) -> None:
+            """dtype: of activations."""
+            self._dtype = dtype
+
+        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+            """As `LayerOps.product_of`."""
+            if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
+                return scaled_linear.product_for(weight, self._dtype)
+            return super().product_of(weight)
+
+    class InvariantFp8ActivationsLayerOps(InvariantTritonLayerOps):
+        """As `Fp8ActivationsLayerOps` and `InvariantTritonLayerOps`."""
+
+        def product_of(self, weight: torch.Tensor | QuantisedWeight) -> Product:
+            """As `LayerOps.product_of`."""
+            if isinstance(weight, QuantisedWeight) and weight.kind == FP8:
+                return scaled_linear.invariant_scaled_linear
+            return super().product_of(weight)
+
+
+def select_ops(
+    device: torch.device,
+    wanted: str | None = None,
+    batch_invariant: bool = False,
+    fp8_activations: torch.dtype | None = None,
+) -> LayerOps:
+    """The operations that `use_triton` chooses, which raises `ValueError` for those that are not there.
+    fp8_activations: the dtype of activations that become FP8 before products by FP8 weights, of kernels alone."""
     if use_triton(device, wanted):
+        if fp8_activations is not None:
+            return InvariantFp8ActivationsLayerOps() if batch_invariant else Fp8ActivationsLayerOps(fp8_activations)
         return InvariantTritonLayerOps() if batch_invariant else TritonLayerOps()
     return InvariantLayerOps() if batch_invariant else LayerOps()
 

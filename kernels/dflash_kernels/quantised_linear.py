@@ -256,14 +256,22 @@ if triton is not None:
             result = result * scales_at(scales_ptr, row // ROWS, is_row)[:, None]
         return result
 
+    @triton.jit
+    def with_scale_of_tokens(sums, x_scales_ptr, block, num_rows, token, is_token):
+        """Sums over a block of columns, `[rows, tokens]`, times the scale that each token's inputs have in it."""
+        if x_scales_ptr is not None:
+            scale_ptrs = x_scales_ptr + tl.cast(block, tl.int64) * num_rows + token
+            sums = sums * tl.load(scale_ptrs, mask=is_token, other=0.0)[None, :]
+        return sums
+
     # One compiled kernel serves all numbers of tokens up to a tile's, and all weights of a scheme.
     @cached_launches
     @triton.jit(do_not_specialize=["num_rows", "scale_stride", "runs_per_part"])
     def _quantised_linear_kernel(
-        x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs, scale_stride,
-        runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-        RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-        READING: tl.constexpr, WIDEN: tl.constexpr,
+        x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, x_stride, outputs, inputs,
+        scale_stride, runs_per_part, PACKED: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr, RUN: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, READING: tl.constexpr, WIDEN: tl.constexpr,
     ):  # fmt: skip
         """One program computes one tile over a part of the columns; with SPLIT its sums go to that part of `out`.
         Programs that read the same rows of the weight run one after the other."""
@@ -278,11 +286,16 @@ if triton is not None:
         last = tl.minimum(first + runs_per_part, tl.cdiv(inputs, RUN))
         for run in range(first, last):
             x, other = inputs_of_run(x_ptrs, is_token, run, inputs, PACKED, RUN, EVEN, WIDEN)
-            result += sums_of_run(
+            sums = sums_of_run(
                 x, other, codes_ptr, scales_ptr, zeros_ptr, run, row, outputs, inputs, scale_stride, is_row, dtype,
                 PACKED, INTEGERS, ROWS, COLUMNS, RUN, EVEN, READING, WIDEN,
             )  # fmt: skip
+            if COLUMNS:
+                sums = with_scale_of_tokens(sums, x_scales_ptr, run * RUN // COLUMNS, num_rows, token, is_token)
+            result += sums
         result = with_scale_of_rows(result, scales_ptr, row, is_row, ROWS, COLUMNS)
+        if COLUMNS == 0:
+            result = with_scale_of_tokens(result, x_scales_ptr, 0, num_rows, token, is_token)
         if bias_ptr is not None:
             result += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
         out_rows = token.to(tl.int64)[None, :]
@@ -311,27 +324,32 @@ if triton is not None:
     INTERPRETED = not isinstance(_quantised_linear_kernel, triton.JITFunction)
     PARTS_BLOCK = 512
 
-    def quantised_linear(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `quantised_linear_reference`."""
+    def quantised_linear(
+        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None, x_scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `quantised_linear_reference`. x_scales: float32 `[blocks of columns, num_rows]`, by which the numbers of x
+        are to be multiplied; there are as many blocks as of the weight's scales."""
         num_rows = x.numel() // weight.shape[1]
         if _every_tile and num_rows:
-            _run_every_tile(x, weight, bias)
+            _run_every_tile(x, weight, bias, x_scales)
         tile = tile_of(num_rows, x.dtype)
-        return multiply(x, weight, bias, tile, num_splits(num_rows, weight, tile))
+        return multiply(x, weight, bias, tile, num_splits(num_rows, weight, tile), x_scales=x_scales)
 
     def invariant_quantised_linear(
-        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None
+        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None, x_scales: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As `quantised_linear`, in tiles and an order that do not follow from the number of rows: a row has the same
         bits alone and among any others."""
-        return multiply(x, weight, bias, WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1)
+        return multiply(x, weight, bias, WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1, x_scales=x_scales)
 
-    def _run_every_tile(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
+    def _run_every_tile(
+        x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None, x_scales: torch.Tensor | None
+    ) -> None:
         """Each kernel of this product, over one row."""
-        row = x.reshape(-1, weight.shape[1])[:1]
+        row, x_scales = x.reshape(-1, weight.shape[1])[:1], None if x_scales is None else x_scales[:, :1].contiguous()
         for tile in [WIDE_TILE] if x.itemsize > 2 else TILES:
             for splits in {1, num_splits(1, weight, tile)}:
-                multiply(row, weight, bias, tile, splits)
+                multiply(row, weight, bias, tile, splits, x_scales=x_scales)
 
     def multiply(
         x: torch.Tensor,
@@ -340,6 +358,7 @@ if triton is not None:
         tile: Tile,
         splits: int,
         reading: int | None = None,
+        x_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The product by these tiles. reading: how codes of e4m3 are read, by default as suits the device."""
         outputs, inputs = weight.shape
@@ -353,7 +372,7 @@ if triton is not None:
             parts = torch.empty(splits, num_rows, outputs, device=device) if splits > 1 else None
             grid = triton.cdiv(num_rows, tile.tokens), triton.cdiv(outputs, tile.outputs), splits
             _quantised_linear_kernel[grid](
-                rows, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
+                rows, x_scales, weight.codes, weight.scales, weight.zeros, None if splits > 1 else bias,
                 out if parts is None else parts, num_rows, rows.stride(0), outputs, inputs, weight.scales.shape[1],
                 triton.cdiv(num_runs, splits), PACKED=weight.kind in PACKED, INTEGERS=weight.kind in INTEGERS,
                 ROWS=weight.rows, COLUMNS=weight.columns if len(weight.scales) > 1 else 0, RUN=weight.run,

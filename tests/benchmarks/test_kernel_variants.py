@@ -17,7 +17,7 @@ pytest.importorskip("triton.backends.nvidia", reason="this build of Triton canno
 
 NUM_WORKLOADS = 3  # of a case; `make nightly` has 200
 # Cases that share a process, so that not each of them imports torch and Triton.
-CASES_AT_A_TIME = 12
+CASES_AT_A_TIME = 13
 NAMES = [case.name for case in CASES]
 if SCALE < 4:  # each drafter and each kind of layer is in one; `make nightly` has all cases, with more workloads
     NAMES = [
@@ -31,6 +31,7 @@ if SCALE < 4:  # each drafter and each kind of layer is in one; `make nightly` h
         "drafter with windows",
         "FP8 experts, adaptive k",
         "INT4 weights, k = 7",
+        "FP8 weights and activations, k = 7",
         "experts in MXFP4, k = 7",
         "n-grams, k = 5",
     ]

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import torch
 
+from dflash_kernels.fp8_activations import quantise_activations
 from dflash_kernels.quantised_linear import BY_FLOAT32, BY_INTEGERS, DIRECTLY, TILES, WIDE_TILE, multiply
 from dflash_kernels.quantised_weight import FP8, INT4, INT8, QuantisedWeight
+from dflash_kernels.scaled_linear import columns_of_scale
 from tests.kernels.model_launches import HIDDEN, zeros
 from tests.scale import SCALE
 
 
 def launches() -> None:
-    """Each kind of weights, with scales of blocks, rows and groups, and every reading of e4m3."""
+    """Each kind of weights, with scales of blocks, rows and groups, every reading of e4m3, and scales of tokens."""
     scales = torch.zeros(HIDDEN // 128, HIDDEN // 128)
     codes = torch.zeros(HIDDEN, HIDDEN, dtype=torch.uint8)
     blocks = QuantisedWeight(FP8, codes, scales, None, 128, 128)
@@ -30,5 +32,9 @@ def launches() -> None:
         multiply(x, plain, None, each, 1)
         multiply(x.half(), with_zeros, None, each, 1)
     multiply(x, rows, None, TILES[0], 1, DIRECTLY)
+    for weight in (blocks, rows):
+        numbers, of_tokens = quantise_activations(x, columns_of_scale(weight), x.dtype)
+        multiply(numbers, weight, None, TILES[0], 1, BY_FLOAT32, of_tokens)
+    quantise_activations(x, HIDDEN)
     for weight in (blocks, with_zeros):
         multiply(x.float(), weight, None, WIDE_TILE, 1)

@@ -33,7 +33,7 @@ FILES = {
         "shared_prefix",
         "silu_mul",
     ],
-    "quantised_launches": ["quantised_linear"],
+    "quantised_launches": ["fp8_activations", "quantised_linear"],
     "test_timestamp": ["timestamp"],
 }
 KERNELS = {

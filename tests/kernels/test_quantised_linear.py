@@ -190,9 +190,11 @@ def test_a_product_that_compiles_runs_every_tile_and_gives_its_own_result(
     weight, x = fp8(64, 1024, 1, 1024), random(3, 1024).to(dtype)
     expected, run, plain = quantised_linear(x, weight), [], products.multiply
 
-    def noted(x: torch.Tensor, weight: QuantisedWeight, bias: None, tile: products.Tile, splits: int) -> torch.Tensor:
+    def noted(
+        x: torch.Tensor, weight: QuantisedWeight, bias: None, tile: products.Tile, splits: int, x_scales: None
+    ) -> torch.Tensor:
         run.append((tile, splits))
-        return plain(x, weight, bias, tile, splits)
+        return plain(x, weight, bias, tile, splits, x_scales=x_scales)
 
     monkeypatch.setattr(products, "multiply", noted)
     with every_tile():

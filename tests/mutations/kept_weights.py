@@ -33,7 +33,11 @@ KEPT_WEIGHTS_MUTANTS = (
         ("codes of bfloat16 keep a second sign", "& -0x7810", "& -0x10"),
         ("codes of float16 keep a second sign", "& -0x4001", "& -0x1"),
         ("bfloat16's other bias is not made up for", "2.0**120", "2.0**119"),
-        ("one scale for all columns is left out", "if COLUMNS == 0:", "if COLUMNS < 0:"),
+        (
+            "one scale for all columns is left out",
+            "if COLUMNS == 0:\n            result = result * scales_at",
+            "if COLUMNS < 0:\n            result = result * scales_at",
+        ),
         (
             "columns past the last are multiplied",
             "x_mask = is_token[None, :]\n            if not EVEN:",
@@ -73,8 +77,8 @@ KEPT_WEIGHTS_MUTANTS = (
         (f"{KERNELS}::test_a_row_has_the_same_bits_among_any_rows_where_that_is_asked_for",),
         (
             "batch-invariant products split columns by the number of rows",
-            "WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1)",
-            "INVARIANT_TILE, num_splits(len(x), weight, INVARIANT_TILE))",
+            "WIDE_TILE if x.itemsize > 2 else INVARIANT_TILE, 1, x_scales",
+            "INVARIANT_TILE, num_splits(len(x), weight, INVARIANT_TILE), x_scales",
         ),
     ),
     *mutants_of(

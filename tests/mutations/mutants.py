@@ -33,6 +33,7 @@ from tests.mutations.remote_ranks import REMOTE_RANK_MUTANTS
 from tests.mutations.resting import RESTING_MUTANTS
 from tests.mutations.routing import ROUTING_MUTANTS
 from tests.mutations.sampling import SAMPLING_MUTANTS
+from tests.mutations.scaled_products import SCALED_PRODUCT_MUTANTS
 from tests.mutations.scheduling import SCHEDULING_MUTANTS
 from tests.mutations.security import SECURITY_MUTANTS
 from tests.mutations.serving import SERVING_MUTANTS
@@ -58,6 +59,7 @@ MUTANTS += (
     + KEPT_EXPERTS_MUTANTS
     + VOCABULARY_MUTANTS
     + KEPT_MXFP4_MUTANTS
+    + SCALED_PRODUCT_MUTANTS
 )
 
 # Every run of the tests applies these: cheap ones, of every package.

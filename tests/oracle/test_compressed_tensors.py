@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.oracle.compressed_tensors_library import FORMATS, config, golden_weight, results
+from dflash_kernels.fp8_activations import quantise_activations_reference
+from tests.oracle.compressed_tensors_library import FORMATS, NOT_INSTALLED, config, golden_weight, results
 from tests.oracle.write_golden import GOLDEN, golden_json
 from tests.quantised_logits import weight_of
 from tests.tiny_models import save_checkpoint
@@ -36,3 +37,19 @@ def test_the_library_computes_what_golden_holds(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert tensor.dtype == TENSORS[name].dtype
         torch.testing.assert_close(tensor.float(), TENSORS[name].float(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [144, 36])
+def test_our_activations_are_the_librarys(columns: int) -> None:
+    """Its dynamic scales, of tokens and of groups of a token."""
+    pytest.importorskip("compressed_tensors", reason=NOT_INSTALLED)
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    strategy = {"strategy": "token"} if columns == 144 else {"strategy": "group", "group_size": columns}
+    scheme = QuantizationArgs(num_bits=8, type="float", dynamic=True, symmetric=True, **strategy)
+    x = torch.randn(5, 144, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 50, 5)[:, None]
+    expected = fake_quantize(x[None], *compute_dynamic_scales_and_zp(x[None], scheme, torch.nn.Linear(1, 1)), scheme)
+    codes, scales = quantise_activations_reference(x, columns, torch.float32)
+    torch.testing.assert_close(codes * scales.t().repeat_interleave(columns, dim=1), expected[0], atol=0, rtol=1e-6)

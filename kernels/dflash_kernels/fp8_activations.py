@@ -1,0 +1,82 @@
+"""Activations in FP8 (e4m3) with dynamic scales: of each token one for all of its numbers, or one for each group of
+columns, float32, the largest number by 448. No scale is of several tokens, so a token's codes do not follow from what
+runs beside it, nor from how many tokens a launch has.
+
+torch's scaled products take codes. Our own kernels take the numbers that the codes stand for, without scales, in the
+dtype of the activations, which holds each of them exactly. So both multiply the same numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_kernels.fp8_kv import LARGEST
+from dflash_kernels.launcher import cached_launches
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU needs the reference only
+    triton = None
+
+CODE = torch.float8_e4m3fn
+
+
+def quantise_activations_reference(
+    x: torch.Tensor, columns: int, dtype: torch.dtype = CODE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: floating `[num_tokens, in_features]`; columns: how many share a scale. Returns the codes in e4m3, or as
+    numbers of `dtype`, of x's shape, and their scales, float32 `[ceil(in_features / columns), num_tokens]`."""
+    num_tokens, inputs = x.shape
+    groups = -(-inputs // columns)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * columns - inputs)).view(num_tokens, groups, columns)
+    scales = padded.abs().amax(dim=2) / LARGEST
+    codes = (padded / torch.where(scales > 0, scales, 1.0)[:, :, None]).to(CODE)
+    return codes.view(num_tokens, -1)[:, :inputs].contiguous().to(dtype), scales.t().contiguous()
+
+
+if triton is not None:
+    from dflash_kernels.fp8_kv import decode_e4m3, encode_e4m3
+
+    _LARGEST = tl.constexpr(LARGEST)
+    # Numbers of a program that four warps hold.
+    WARP_NUMBERS = 1024
+
+    @cached_launches
+    @triton.jit(do_not_specialize=["num_tokens"])
+    def _quantise_activations_kernel(
+        x_ptr, codes_ptr, scales_ptr, num_tokens, x_stride, inputs, columns, AS_NUMBERS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """One program has one group of a token."""
+        token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        own = tl.arange(0, BLOCK)
+        column = group * columns + own
+        inside = (own < columns) & (column < inputs)
+        numbers = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        top = tl.max(tl.abs(numbers), 0)
+        scale = tl.div_rn(top, _LARGEST + tl.zeros_like(top))
+        tl.store(scales_ptr + tl.cast(group, tl.int64) * num_tokens + token, scale)
+        codes = encode_e4m3(tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(numbers)))
+        code_ptrs = codes_ptr + token * inputs + column
+        if AS_NUMBERS:
+            tl.store(code_ptrs, decode_e4m3(codes).to(codes_ptr.dtype.element_ty), mask=inside)
+        else:
+            tl.store(code_ptrs, codes, mask=inside)
+
+    def quantise_activations(
+        x: torch.Tensor, columns: int, dtype: torch.dtype = CODE
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `quantise_activations_reference`, in one launch; the numbers of a row of x lie side by side."""
+        num_tokens, inputs = x.shape
+        groups = triton.cdiv(inputs, columns)
+        scales = torch.empty(groups, num_tokens, device=x.device)
+        # Bytes are written by integer operations, since not every GPU has the type.
+        codes = torch.empty(num_tokens, inputs, dtype=torch.uint8 if dtype == CODE else dtype, device=x.device)
+        if num_tokens:
+            block = triton.next_power_of_2(columns)
+            _quantise_activations_kernel[(num_tokens, groups)](
+                x, codes, scales, num_tokens, x.stride(0), inputs, columns, AS_NUMBERS=dtype != CODE, BLOCK=block,
+                num_warps=max(1, min(16, 4 * block // WARP_NUMBERS)),
+            )  # fmt: skip
+        return codes.view(CODE) if dtype == CODE else codes, scales

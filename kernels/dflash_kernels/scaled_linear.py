@@ -1,0 +1,181 @@
+"""Products of FP8 weights and FP8 activations (`fp8_activations.py`): by torch's scaled products where a launch has
+many tokens and the device's tensor cores take e4m3, else by our own kernel.
+
+Activations are quantised in every launch, whatever multiplies. So the same codes and scales are multiplied when a token
+is decoded, verified or part of a prompt, and only the order of float32 sums differs, as in any product by shape.
+
+A weight with one scale for all columns of a row takes one scale for each token, and torch's products of rows. One in
+blocks takes a scale for each token and as many columns as a block has; torch multiplies those of 128 x 128 on a GPU of
+compute capability 9.0 alone. A shape is tried when its weight is loaded, and left to our kernel where torch fails or
+gives other numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from dflash_kernels.fp8_activations import quantise_activations_reference
+from dflash_kernels.quantised_linear import TILES, invariant_quantised_linear, quantised_linear, triton
+from dflash_kernels.quantised_weight import FP8, QuantisedWeight
+
+if triton is not None:
+    from dflash_kernels.fp8_activations import CODE, quantise_activations
+
+logger = logging.getLogger(__name__)
+
+# Tokens from which on torch multiplies: with fewer, reading the weight takes the time, which our tiles are made for.
+LEAST_TOKENS = TILES[2].tokens + 1
+BLOCK = 128
+# What scaled products want sizes to be multiples of.
+MULTIPLE = 16
+# From where on GPUs multiply e4m3; and where torch's product has scales of blocks.
+LEAST_CAPABILITY, BLOCKS_CAPABILITY_MAJOR = (8, 9), 9
+# Of the trial: its tokens, an odd number, and how far bfloat16 may be off, by the largest number.
+TRIAL_TOKENS, TOLERANCE = LEAST_TOKENS + 12, 2e-2
+Product = Callable[[torch.Tensor, QuantisedWeight, "torch.Tensor | None"], torch.Tensor]
+
+
+def columns_of_scale(weight: QuantisedWeight) -> int:
+    """How many of a token's numbers share a scale."""
+    return weight.columns if len(weight.scales) > 1 else weight.shape[1]
+
+
+def scaled_linear_reference(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`, `[..., in]` -> `[..., out]` in x's dtype, x quantised, from numbers in float32. bias:
+    `[out]`."""
+    inputs, columns = weight.shape[1], columns_of_scale(weight)
+    codes, scales = quantise_activations_reference(x.reshape(-1, inputs), columns, torch.float32)
+    numbers = codes * scales.t().repeat_interleave(columns, dim=1)[:, :inputs]
+    product = F.linear(numbers, weight.dequantised(torch.float32), None if bias is None else bias.float())
+    return product.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class ScaledProduct:
+    """The product of activations in FP8 by one weight: `__call__(x, weight, bias)` as `scaled_linear_reference`."""
+
+    def __init__(self, weight: QuantisedWeight, by_torch: bool) -> None:
+        """by_torch: launches of many tokens are torch's."""
+        self._scales = scales_for_torch(weight) if by_torch else None
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether launches of many tokens are torch's."""
+        return self._scales is not None
+
+    def __call__(self, x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        outputs, inputs = weight.shape
+        rows = _as_rows(x, inputs)
+        if self._scales is not None and len(rows) >= LEAST_TOKENS:
+            codes, scales = quantise_activations(rows, columns_of_scale(weight))
+            out = multiply_scaled(codes, scales, weight, self._scales, bias, x.dtype)
+        else:
+            numbers, scales = quantise_activations(rows, columns_of_scale(weight), x.dtype)
+            out = quantised_linear(numbers, weight, bias, scales)
+        return out.view(*x.shape[:-1], outputs)
+
+
+def invariant_scaled_linear(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `scaled_linear_reference`, by our kernel in one tile, whatever the number of rows."""
+    numbers, scales = quantise_activations(_as_rows(x, weight.shape[1]), columns_of_scale(weight), x.dtype)
+    return invariant_quantised_linear(numbers, weight, bias, scales).view(*x.shape[:-1], -1)
+
+
+def _as_rows(x: torch.Tensor, inputs: int) -> torch.Tensor:
+    """`[num_tokens, inputs]`, the numbers of a row side by side."""
+    rows = x.reshape(-1, inputs)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def multiply_scaled(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: QuantisedWeight,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """torch's product of codes in e4m3 `[num_tokens, in]` with their scales `[groups, num_tokens]` by a weight, whose
+    scales are as `scales_for_torch` has them: `[num_tokens, out]` in `dtype`. Sums of e4m3 are kept in float32."""
+    kind, of_tokens = F.ScalingType, scales.t()
+    if len(scales) > 1:
+        of_codes, of_weight = kind.BlockWise1x128, kind.BlockWise128x128
+    else:
+        of_codes, of_weight, of_tokens = kind.RowWise, kind.RowWise, scales.view(-1, 1)
+    product: torch.Tensor = F.scaled_mm(
+        codes, weight.codes.view(CODE).t(), of_tokens, of_codes, weight_scales, of_weight, bias=bias,
+        output_dtype=dtype, use_fast_accum=False,
+    )  # fmt: skip
+    return product
+
+
+def scales_for_torch(weight: QuantisedWeight) -> torch.Tensor:
+    """The scales of an FP8 weight as torch's products take them, float32: `[1, out]`, one for each row; or those of
+    blocks, `[blocks beside, rounded up to 4, blocks below]`, with those of a row side by side in memory."""
+    if len(weight.scales) == 1:
+        return weight.with_scale_of_each_row().scales
+    beside, below = weight.scales.shape
+    padded = weight.scales.new_zeros(below, -(-beside // 4) * 4)
+    padded[:, :beside] = weight.scales.t()
+    return padded.t()
+
+
+def fits_torch(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether torch has a scaled product of this form on the weight's device, by what it documents."""
+    device, in_blocks = weight.codes.device, len(weight.scales) > 1
+    if any(size % MULTIPLE for size in weight.shape) or (in_blocks and (weight.rows, weight.columns) != (BLOCK, BLOCK)):
+        return False
+    if device.type != "cuda":
+        return not in_blocks
+    capability = torch.cuda.get_device_capability(device)
+    has_form = capability[0] == BLOCKS_CAPABILITY_MAJOR if in_blocks else capability >= LEAST_CAPABILITY
+    return has_form and dtype == torch.bfloat16
+
+
+def product_for(weight: QuantisedWeight, dtype: torch.dtype) -> Product:
+    """What multiplies activations of `dtype`, in FP8, by an FP8 weight."""
+    assert weight.kind == FP8
+    return ScaledProduct(weight, fits_torch(weight, dtype) and _passes(weight, dtype))
+
+
+def _passes(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether torch's product of this shape runs and gives our kernel's numbers; the log says why where not."""
+    problem = _problem_of_shape(weight.shape, weight.rows == 1, len(weight.scales) > 1, dtype, weight.codes.device)
+    return problem is None
+
+
+@cache
+def _problem_of_shape(
+    shape: tuple[int, int], of_rows: bool, in_blocks: bool, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """`trial` of a random weight of this shape, once for all weights that are alike."""
+    generator = torch.Generator().manual_seed(0)
+    outputs, inputs = shape
+    codes = torch.randn(shape, generator=generator).mul_(16).to(CODE).view(torch.uint8).to(device)
+    rows, columns = (BLOCK, BLOCK) if in_blocks else (1 if of_rows else outputs, inputs)
+    blocks = -(-outputs // rows), -(-inputs // columns)
+    scales = torch.rand(blocks, generator=generator).add_(0.5).to(device)
+    problem = trial(QuantisedWeight.of_codes(FP8, codes, scales, None, rows, columns), dtype)
+    if problem is not None:
+        logger.warning("torch's scaled product of %d x %d weights in FP8 is not used: %s", *shape, problem)
+    return problem
+
+
+def trial(weight: QuantisedWeight, dtype: torch.dtype) -> str | None:
+    """Multiply random activations of `dtype` by a weight, by torch and by our kernel: what is wrong, else None."""
+    x = torch.randn(TRIAL_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(1))
+    # Tokens and columns of unlike sizes, so that a scale in another's place shows.
+    x *= torch.linspace(0.1, 3, TRIAL_TOKENS)[:, None] * torch.linspace(0.5, 2, weight.shape[1])
+    x = x.to(weight.codes.device, dtype)
+    codes, scales = quantise_activations(x, columns_of_scale(weight))
+    try:
+        found = multiply_scaled(codes, scales, weight, scales_for_torch(weight), None, dtype).float()
+        expected = ScaledProduct(weight, by_torch=False)(x, weight).float()
+        error = float((found - expected).abs().amax() / expected.abs().amax())
+    except (RuntimeError, ValueError, NotImplementedError) as failure:
+        return f"it fails ({str(failure).splitlines()[0]})"
+    return None if error <= TOLERANCE else f"its numbers are off by {error:.2g} of the largest"
