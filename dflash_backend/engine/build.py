@@ -48,7 +48,7 @@ from dflash_backend.engine.window_sizing import widest_window
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import EngineReady
 from dflash_backend.models import TargetModel, load_target, target_patterns
-from dflash_backend.models.ops import select_ops
+from dflash_backend.models.ops import select_ops, use_dependent_launch
 from dflash_backend.models.parallel import SharedTarget
 from dflash_backend.structured_output.compiler import GrammarCompiler
 from dflash_backend.tenant_names import parse_tenant_weights
@@ -115,6 +115,7 @@ def build_engine(
     report = progress or (lambda message, fraction: None)
     device = choose_device(config)
     share_cores(config, device)
+    use_dependent_launch(config.enable_dependent_launch)
     check_installed(config.attention_backend)
     report("reading checkpoints", 0.0)
     pair = resolve_pair(config)

@@ -36,6 +36,7 @@ from dflash_kernels import (
     silu_mul,
 )
 from dflash_kernels import rms_norm as norms
+from dflash_kernels.dependent_launch import use_dependent_launch as use_dependent_launch
 from dflash_kernels.dispatch import use_triton
 from dflash_kernels.quantised_weight import FP8, QuantisedWeight
 

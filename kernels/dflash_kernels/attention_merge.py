@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from dflash_kernels.attention_schedule import PagedBatch
+from dflash_kernels.dependent_launch import dependent_launch
 from dflash_kernels.launcher import cached_launches
 from dflash_kernels.paged_attention_launch import Launch
 
@@ -26,6 +27,8 @@ MAX_PROGRAMS = 8192
 LOG2_E = 1.4426950408889634
 
 if triton is not None:
+    from dflash_kernels.dependent_launch import after_kernel_before
+
     _LOG2_E = tl.constexpr(LOG2_E)
 
     @triton.jit
@@ -77,10 +80,11 @@ if triton is not None:
         start_ptr, query_lens_ptr, schedule_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, out_lse_ptr, num_tiles,
         lines_per_tile,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+        BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """Some lines of a tile that workers share: their partial results, weighted by their shares of the softmax's
         denominator."""
+        after_kernel_before(PDL)
         tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
         share = tl.load(schedule_ptr)
         begin = tl.load(schedule_ptr + tile, mask=tile > 0, other=0)
@@ -143,5 +147,5 @@ if triton is not None:
         num_tiles, num_blocks = launch.num_tiles * heads["KV_HEADS"], triton.cdiv(block_m // group * group, lines)
         _merge_kernel[(num_tiles, max(1, min(num_blocks, MAX_PROGRAMS // num_tiles)))](
             rows.query_start, rows.query_lens, schedule, out, partial, lse, sinks, out_lse, launch.num_tiles, block_m,
-            **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=4,
+            **heads, BLOCK_P=pieces, BLOCK_L=lines, num_warps=4, **dependent_launch(),
         )  # fmt: skip

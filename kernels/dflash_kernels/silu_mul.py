@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.dependent_launch import dependent_launch
 from dflash_kernels.launcher import cached_launches
 
 try:
@@ -30,11 +31,15 @@ def invariant_silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 if triton is not None:
+    from dflash_kernels.dependent_launch import after_kernel_before
 
     @cached_launches
     @triton.jit
-    def _silu_mul_kernel(gate_up_ptr, output_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
+    def _silu_mul_kernel(
+        gate_up_ptr, output_ptr, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    ):  # fmt: skip
         """One program computes one piece of one row."""
+        after_kernel_before(PDL)
         row = tl.program_id(0).to(tl.int64)
         offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < INNER
@@ -53,6 +58,7 @@ if triton is not None:
             block = min(1024, triton.next_power_of_2(inner))
             grid = (num_rows, triton.cdiv(inner, block))
             _silu_mul_kernel[grid](
-                gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, num_warps=max(1, block // 256)
-            )
+                gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, num_warps=max(1, block // 256),
+                **dependent_launch(),
+            )  # fmt: skip
         return output

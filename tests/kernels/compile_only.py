@@ -40,6 +40,13 @@ TYPES = {
 
 def compile_launch(kernel: Any, *args: Any, grid: object = None, warmup: bool = False, **kwargs: Any) -> None:
     """Stands in for `JITFunction.run`: compiles what this launch would run, for one H100 or H200."""
+    shared = compiled_for(90, kernel, *args, **kwargs).metadata.shared
+    assert shared <= HOPPER.shared_bytes, f"{kernel.__name__} takes {shared} bytes of shared memory"
+    print(kernel.__name__)
+
+
+def compiled_for(arch: int, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Triton makes of a launch for GPUs of a compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,10 +73,7 @@ def compile_launch(kernel: Any, *args: Any, grid: object = None, warmup: bool = 
         else:
             signature[param.name] = "i1" if isinstance(value, bool) else "fp32"
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    shared = compiled.metadata.shared
-    assert shared <= HOPPER.shared_bytes, f"{kernel.__name__} takes {shared} bytes of shared memory"
-    print(kernel.__name__)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def compiled_kernels(module: str) -> set[str]:

@@ -1,0 +1,89 @@
+"""Kernels that begin before the one before them has ended keep the rules of `dflash_kernels.dependent_launch`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dflash_kernels
+from dflash_kernels import dependent_launch
+from tests.kernels.compile_only import ROOT
+from tests.scale import SCALE
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+# Loads in front of the wait: of the weight of a norm, and of both halves of those of queries and keys.
+CONSTANT_LOADS = {"_rms_norm_kernel": 1, "_qk_norm_rope_write_kernel": 2}
+SMALL = {"_rms_norm_kernel", "_silu_mul_kernel", "_qk_norm_rope_write_kernel"}
+ATTENTION = {"_attend_shares_kernel", "_merge_kernel"}
+ARCHS = [80, 89, 90, 100, 120] if SCALE >= 4 else [89, 90]
+
+
+def compiled(*arguments: str) -> list[tuple[str, int, dict[str, int]]]:
+    """Of each kernel: its name, the architecture, and what was counted."""
+    pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
+    command = [sys.executable, "-m", "tests.kernels.dependent_launches", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = []
+    for line in done.stdout.splitlines():
+        name, arch, *counts = line.split()
+        found.append((name, int(arch), {key: int(value) for key, value in (each.split("=") for each in counts)}))
+    return found
+
+
+def check(found: list[tuple[str, int, dict[str, int]]]) -> None:
+    for name, arch, counts in found:
+        if arch < dependent_launch.FIRST_ARCH:
+            assert set(counts.values()) == {0}, (name, arch, counts)
+            continue
+        assert counts.pop("loads") <= CONSTANT_LOADS.get(name, 0), (name, arch)
+        expected = {"pdl": 1, "waits": 1, "at_once": 1, "early_launches": 0, "launches": 1, "stores": 0}
+        assert counts == expected, (name, arch)
+
+
+@pytest.mark.slow
+def test_small_kernels_wait_before_they_read_or_write_what_others_do() -> None:
+    found = compiled(*map(str, ARCHS))
+    assert {(name, arch) for name, arch, _ in found} == {(name, arch) for name in SMALL for arch in ARCHS}
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SCALE < 4, reason="attention takes seconds to compile; make nightly does")
+def test_attention_waits_before_it_reads_or_writes_what_others_do() -> None:
+    found = compiled("--attention", *map(str, ARCHS))
+    assert {(name, arch) for name, arch, _ in found} == {(name, arch) for name in ATTENTION for arch in ARCHS}
+    check(found)
+
+
+def test_every_kernel_that_can_be_launched_so_waits_and_says_it_at_each_launch() -> None:
+    waiting = set()
+    for path in Path(dflash_kernels.__path__[0]).glob("*.py"):
+        source = path.read_text()
+        names = set()
+        for name, body in re.findall(r"def (_\w+_kernel)\((.*?)(?=\n    @|\n    def |\Z)", source, re.DOTALL):
+            if "PDL: tl.constexpr" in body:
+                assert body.count("after_kernel_before(PDL)") == 1, name
+                names.add(name)
+            else:
+                assert "after_kernel_before" not in body, name
+        assert source.count("**dependent_launch()") == len(names), path.name
+        waiting |= names
+    assert waiting == SMALL | ATTENTION
+
+
+def test_a_launch_is_a_dependent_one_where_the_gpu_has_it_and_the_setting_allows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert dependent_launch.dependent_launch() == {"PDL": False}, "kernels are interpreted"
+    monkeypatch.setattr(dependent_launch, "_has_dependent_launch", lambda: True)
+    assert dependent_launch.dependent_launch() == {"PDL": True, "launch_pdl": True}
+    monkeypatch.setattr(dependent_launch._Wanted, "value", True)
+    dependent_launch.use_dependent_launch(False)
+    assert not dependent_launch.wants_dependent_launch()
+    assert dependent_launch.dependent_launch() == {"PDL": False}
