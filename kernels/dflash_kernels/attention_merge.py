@@ -101,7 +101,6 @@ if triton is not None:
             query = first + m // GROUP
             # What lies behind the row's own queries belongs to the next one.
             is_query = query < tl.minimum(last, tl.load(query_lens_ptr + row))
-
             d = tl.arange(0, BLOCK_D)
             top = tl.full([BLOCK_L], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_L], tl.float32)

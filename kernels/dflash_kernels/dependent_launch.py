@@ -9,7 +9,7 @@ and their writes can be seen. Three rules keep that so (CUDA Programming Guide, 
 1. every program of such a kernel waits, on every path and before it returns, since a kernel that ended without waiting
    would end before the ones before it, and the next kernel's wait would be no wait for those;
 2. before the wait a program reads only what no kernel ever writes, weights, and writes nothing: also a tensor that
-   nobody reads any more may lie in memory that the kernel before still reads;
+   is not read any more may lie in memory that the kernel before still reads;
 3. a program lets the next kernel begin after its own wait, never before: so two kernels overlap at the most.
 
 What is launched without it, such as a library's product, waits for all before it as ever. Kernels launched with it have

@@ -153,8 +153,7 @@ if triton is not None:
         head_stride, block_stride, slot_stride, value_stride, kv_head_stride,
         KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
         BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-        WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr,
-        PDL: tl.constexpr,
+        WINDOW: tl.constexpr, WIDEN: tl.constexpr, LOOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One program attends one worker's share of the schedule, for the heads of one KV head: the end of a tile,
         whole tiles, the beginning of another, or any of these."""
@@ -185,8 +184,7 @@ if triton is not None:
             acc, top, total, token, head, is_query = attend_tile(
                 query_ptr, cache_ptr, scales_ptr, start_ptr, tables_ptr, row, first, last, kv_head, query_len, seq_len,
                 begin, end, scale, table_stride, token_stride, head_stride, block_stride, slot_stride, value_stride,
-                kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN,
-                LOOP,
+                kv_head_stride, GROUP, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, WIDEN, LOOP,
             )  # fmt: skip
             if (at == tile_begin) & (piece_end == tile_end):
                 acc = with_sink(acc, top, total, sinks_ptr, head)
