@@ -30,8 +30,11 @@ from dflash_backend.worker.step import ModelStep, Verified
 
 logger = logging.getLogger(__name__)
 
-# Capture sizes are this far apart from the first multiple on.
+# Capture sizes are this far apart from the first multiple on, at the most.
 CAPTURE_STRIDE = 8
+# Where a row has many tokens they are closer: by the tokens that a step has, as many tokens apart. With fewer than the
+# first number a GPU spends its time on reading weights.
+TOKEN_STRIDES = ((128, 32), (256, 64), (1024, 128))
 # Padding costs arithmetic and a launch without a graph costs the host's time: rows are padded to twice their number at
 # the most, or by this many.
 ALWAYS_WORTH_PADDING = CAPTURE_STRIDE
@@ -177,10 +180,19 @@ class GraphCapturer:
             return None
 
 
-def capture_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that padded steps have: 1, 2, 4, then every eighth, and `max_rows`."""
+def capture_sizes(max_rows: int, tokens_per_row: int = 1) -> list[int]:
+    """Numbers of rows that padded steps have: 1, 2, 4, then every eighth, and `max_rows`. Where rows have many tokens
+    (`tokens_per_row`) there are more, so that padding is no large part of a step whose time goes with tokens."""
     sizes = {size for size in (1, 2, 4) if size < max_rows}
-    return sorted(sizes | set(range(CAPTURE_STRIDE, max_rows, CAPTURE_STRIDE)) | {max_rows})
+    size = CAPTURE_STRIDE
+    while size < max_rows:
+        sizes.add(size)
+        strides = [
+            max(1, stride // tokens_per_row) for least, stride in TOKEN_STRIDES if size * tokens_per_row >= least
+        ]
+        # Rounded down to a power of two.
+        size += min(CAPTURE_STRIDE, 1 << (strides[-1].bit_length() - 1)) if strides else CAPTURE_STRIDE
+    return sorted(sizes | {max_rows})
 
 
 def capture_shapes(k: int) -> list[tuple[int, int]]:

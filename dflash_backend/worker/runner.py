@@ -138,7 +138,8 @@ class ModelRunner:
         """
         if self.step.ops.on_host:
             return
-        sizes = sizes or capture_sizes(self._max_padded_rows)
+        # With many shapes for each number of rows, their numbers of tokens lie close enough.
+        sizes = sizes or capture_sizes(self._max_padded_rows, 1 if shapes else self.step.width)
         if self.device.type == "cuda" and serves:
             progress("compiling kernels", 0.0)
             warm_up(self.step, self.layouts, self._max_tokens, [width for _, width in shapes])

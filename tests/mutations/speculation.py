@@ -327,6 +327,11 @@ SPECULATION_MUTANTS = (
         "dflash_backend/worker/graphs.py",
         ("tests/worker/test_graphs.py",),
         (
+            "nine rows with many drafts run as sixteen",
+            "if size * tokens_per_row >= least",
+            "if size >= least",
+        ),
+        (
             "a step that proposes fewer drafts is taken",
             "            and draft_width <= (inputs.draft_width or 0)\n",
             "",

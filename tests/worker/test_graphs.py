@@ -57,6 +57,30 @@ def test_capture_sizes_are_small_steps_first_then_every_eighth_and_the_most() ->
     assert capture_sizes(6) == [1, 2, 4, 6]
     assert capture_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
     assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert capture_sizes(32, 4) == [1, 2, 4, 8, 16, 24, 32]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 5, 7, 15, 23, 31])
+def test_padding_is_a_quarter_of_a_steps_tokens_at_most_once_they_take_the_time(k: int) -> None:
+    sizes = capture_sizes(256, k + 1)
+    assert sizes == sorted(set(sizes))
+    for count in range(1, 257):
+        padded = min(size for size in sizes if size >= count)
+        assert padded * (k + 1) <= max(256, 1.25 * count * (k + 1)), count
+    assert capture_sizes(20, 16) == [1, 2, 4, 8, 10, 12, 14, 16, 20]
+
+
+def test_steps_of_one_shape_have_more_sizes_than_those_whose_drafts_follow_the_load(pair: dict[str, Any]) -> None:
+    found = []
+    for k in (None, 7):
+        built = on_device_runner(engine(**pair | {"max_num_seqs": 24}), overlap=False)
+        runner = built.runner
+        assert isinstance(runner, ModelRunner)
+        shapes = [] if k is None else capture_shapes(k)
+        runner.prepare(use_graphs=False, progress=lambda message, fraction: None, shapes=shapes)
+        found.append({step.inputs.num_rows for step in runner.graphs.steps(sampled=False)})
+    assert found == [set(capture_sizes(24, 8)), set(capture_sizes(24))]
+    assert found[0] > found[1]
 
 
 @pytest.mark.parametrize(("k", "budget"), [(3, None), (7, None), (7, 5)])
