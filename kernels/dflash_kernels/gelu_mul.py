@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from dflash_kernels.dependent_launch import dependent_launch
 from dflash_kernels.launcher import cached_launches
 
 try:
@@ -32,6 +33,7 @@ def invariant_gelu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 if triton is not None:
+    from dflash_kernels.dependent_launch import after_kernel_before
 
     @triton.jit
     def gelu(x, SCALE: tl.constexpr, CUBE: tl.constexpr):
@@ -42,9 +44,10 @@ if triton is not None:
     @triton.jit
     def _gelu_mul_kernel(
         gate_up_ptr, output_ptr, row_stride,
-        INNER: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr,
+        INNER: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, CUBE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One program computes one piece of one row."""
+        after_kernel_before(PDL)
         row = tl.program_id(0).to(tl.int64)
         offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = offsets < INNER
@@ -63,6 +66,6 @@ if triton is not None:
             grid = (num_rows, triton.cdiv(inner, block))
             _gelu_mul_kernel[grid](
                 gate_up, output, gate_up.stride(0), INNER=inner, BLOCK=block, SCALE=SCALE, CUBE=CUBE,
-                num_warps=max(1, block // 256),
+                num_warps=max(1, block // 256), **dependent_launch(),
             )  # fmt: skip
         return output

@@ -73,6 +73,7 @@ def main(archs: list[int], attention: bool) -> None:
 
 def launch(attention: bool) -> None:
     """Each of the kernels; of attention, rows that share workers."""
+    from dflash_kernels.gelu_mul import gelu_mul
     from dflash_kernels.qk_norm_rope_write import qk_norm_rope_write
     from dflash_kernels.rms_norm import add_rms_norm
     from dflash_kernels.silu_mul import silu_mul
@@ -83,6 +84,7 @@ def launch(attention: bool) -> None:
         return
     add_rms_norm(zeros(2, 256), zeros(2, 256), zeros(256), 1e-6)
     silu_mul(zeros(2, 256))
+    gelu_mul(zeros(2, 256))
     table, numbers = zeros(8, 64), torch.zeros(2, dtype=torch.int64)
     qk_norm_rope_write(zeros(2, 4 * 64), zeros(3, 64), 1e-6, table, table, numbers, numbers, zeros(8, 2, 1, 64))
 
