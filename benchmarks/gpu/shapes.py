@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
+from dflash_backend.checkpoints.quantization.slices import Slice
 from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
-from dflash_backend.checkpoints.weights import WeightSource, expected_tensors
+from dflash_backend.checkpoints.weights import NO_SLICES, Slices, WeightSource, expected_tensors
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
 from dflash_backend.drafters.registry import drafter_class
@@ -90,12 +91,14 @@ class RandomQuantised(RandomTensors):
         else:
             super().read(name, out)
 
-    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
+    def keeps(
+        self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
+    ) -> bool:
         if self.kind == MXFP4:
             return False
         return all(name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) for name in names)
 
-    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
+    def read_kept(self, name: str, out_features: int, in_features: int, taken: Slice | None = None) -> KeptWeight:
         generator = torch.Generator(self.device).manual_seed(self.seed + zlib.crc32(name.encode()))
 
         def integers(high: int, *shape: int) -> torch.Tensor:

@@ -24,13 +24,22 @@ from dflash_backend.checkpoints.files import TensorHeader, broken_file, read_hea
 from dflash_backend.checkpoints.quantization import Quantization, load_quantization
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.keepable import kept_as_one
-from dflash_backend.checkpoints.quantization.kept import KeptWeight, have_one_order, keep
-from dflash_backend.checkpoints.quantization.slices import SPLIT_WITHIN, read_parts, runs
-from dflash_backend.checkpoints.quantization.stored import Expected, Role, StoredWeight, stored_weight, surplus
+from dflash_backend.checkpoints.quantization.kept import (
+    KeptWeight,
+    groups_of,
+    have_one_order,
+    is_kept_slice,
+    keep,
+    keep_slice,
+)
+from dflash_backend.checkpoints.quantization.slices import SPLIT_WITHIN, Slice, dequantise_slice, runs
+from dflash_backend.checkpoints.quantization.stored import Expected, StoredWeight, check_tensor, stored_weight, surplus
 from dflash_backend.checkpoints.read_ahead import ReadAhead, reads_ahead
 from dflash_backend.checkpoints.spec import CheckpointError
 
 Progress = Callable[[str, float], None]
+Slices = Mapping[str, Slice]
+NO_SLICES: Slices = {}
 Model = TypeVar("Model")
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -61,14 +70,16 @@ class WeightSource(ABC):
         `name` ends in `.weight`."""
         self.read(name, out)
 
-    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
+    def keeps(
+        self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
+    ) -> bool:
         """Whether the weights of these projections, each with its number of rows, stay quantised as one product: then
         `read_kept` gives each of them. Their names end in `.weight`. ordered: their columns may be in an order of their
-        own, the same for all of them."""
+        own, the same for all of them. slices: of those of which a part is read, whose sizes are the part's."""
         return False
 
-    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
-        """The weight of a projection in its codes, in place of `read_projection`."""
+    def read_kept(self, name: str, out_features: int, in_features: int, taken: Slice | None = None) -> KeptWeight:
+        """The weight of a projection, or the slice `taken` of it, in its codes, in place of `read_projection`."""
         raise NotImplementedError(f"{type(self).__name__} keeps no weights quantised")
 
     def keeps_experts(self, name: str, out_features: int, in_features: int) -> bool:
@@ -193,23 +204,32 @@ class _CheckpointFiles(WeightSource):
         for part in stored.tensors.values():
             self._count(part)
 
-    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
+    def keeps(
+        self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
+    ) -> bool:
         if not self.keep_quantised:
             return False
-        stored = [self._quantised.get(name.removesuffix(".weight")) for name in names]
-        found = [each for each in stored if each is not None]
-        schemes = zip((each.scheme for each in found), names.values(), strict=False)
-        if len(found) < len(stored) or not kept_as_one(schemes, in_features):
+        stored = {name: self._quantised.get(name.removesuffix(".weight")) for name in names}
+        found = {name: each for name, each in stored.items() if each is not None}
+        if len(found) < len(stored) or not kept_as_one(
+            ((found[name].scheme, names[name]) for name in names), in_features
+        ):
+            return False
+        shapes = {name: (rows, in_features) for name, rows in names.items()}
+        if not all(is_kept_slice(found[name], shapes[name], taken) for name, taken in slices.items()):
             return False
         # Small tensors, looked at besides those that are read ahead.
-        orders = [each.tensors.get(Role.ORDER) for each in found]
-        groups = [None if order is None else self._stored(order, (slice(None),)) for order in orders]
-        return have_one_order(groups, found[0].scheme.block[1] or in_features, ordered)
+        groups = [groups_of(each, self._stored, shapes[name], slices.get(name)) for name, each in found.items()]
+        columns = next(iter(found.values())).scheme.block[1]
+        return have_one_order(groups, columns or in_features, ordered)
 
-    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
-        stored = self._quantised[name.removesuffix(".weight")]
-        parts = {role: self._stored(part) for role, part in stored.tensors.items()}
-        kept = keep(stored, parts, (out_features, in_features), self.device)
+    def read_kept(self, name: str, out_features: int, in_features: int, taken: Slice | None = None) -> KeptWeight:
+        stored, shape = self._quantised[name.removesuffix(".weight")], (out_features, in_features)
+        if taken is None:
+            parts = {role: self._stored(part) for role, part in stored.tensors.items()}
+            kept = keep(stored, parts, shape, self.device)
+        else:
+            kept = keep_slice(stored, self._stored, shape, self.device, taken)
         for part in stored.tensors.values():
             self._count(part)
         return kept
@@ -221,20 +241,8 @@ class _CheckpointFiles(WeightSource):
         if stored is None:
             self.read_slice(name, out, dim, parts, num_parts)
             return
-        shape = whole_shape(out, dim, parts, num_parts)
-        size, done = out.shape[dim] // len(parts), 0
-        for part, count in runs(parts):
-            own = out.narrow(dim, done * size, count * size)
-            bounds = part * size, (part + count) * size
-            done += count
-            taken = read_parts(stored, self._stored, (shape[0], shape[1]), dim, *bounds)
-            if taken is not None:
-                dequantise(stored, taken, own)
-                continue
+        if dequantise_slice(stored, self._stored, out, Slice(dim, tuple(parts), num_parts)):
             self._report_split(name)
-            whole = torch.empty(shape, dtype=out.dtype, device=out.device)
-            dequantise(stored, {role: self._stored(tensor) for role, tensor in stored.tensors.items()}, whole)
-            own.copy_(whole.narrow(dim, part * size, count * size))
         for tensor in stored.tensors.values():
             self._count(tensor)
 
@@ -335,7 +343,7 @@ def _check(directory: Path, read: Callable[[WeightSource], object], ignored: Cal
     for name, header in headers.items():
         if name not in expected:
             raise CheckpointError(f"{header.file}: {surplus(name, header, weights, quantization)}")
-        _check_tensor(name, header, expected[name])
+        check_tensor(name, header, expected[name])
     missing = sorted(set(expected) - set(headers))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -371,18 +379,6 @@ def _expected(
             del expected[f"{projection}.weight"]
             expected |= parts
     return weights, expected
-
-
-def _check_tensor(name: str, header: TensorHeader, expected: Expected) -> None:
-    if header.shape not in expected.shapes:
-        raise CheckpointError(
-            f"{header.file}: tensor '{name}' has shape {list(header.shape)}; config.json asks for "
-            + " or ".join(str(list(shape)) for shape in expected.shapes)
-        )
-    if header.dtype not in expected.dtypes:
-        raise CheckpointError(
-            f"{header.file}: tensor '{name}' is {header.dtype}; expected one of {', '.join(expected.dtypes)}"
-        )
 
 
 def _allowed_dtypes(expected: torch.Tensor) -> tuple[str, ...]:

@@ -44,10 +44,9 @@ def report_kv_dtype(
 
 
 def keeps_quantised(config: EngineConfig, device: torch.device) -> bool:
-    """Whether weights stay quantised on this device: where there are kernels for their products, and the target is not
-    shared by ranks."""
+    """Whether weights stay quantised on this device: where there are kernels for their products."""
     wanted = "triton" if config.attention_backend == "triton" else None
-    return select_ops(device, wanted).keeps_quantised and config.tensor_parallel_size == 1
+    return select_ops(device, wanted).keeps_quantised
 
 
 def check_quantization(
@@ -86,10 +85,10 @@ def check_activation_quantization(
         rule.scheme is not None and rule.scheme.layout is Layout.FLOAT8 for rule in rules
     )
     reason = None
-    if not keeps:
+    if not keeps or config.tensor_parallel_size > 1:
         reason = (
-            "here weights are dequantised at load, so that no product is of FP8: it needs a GPU, and "
-            "tensor_parallel_size=1; else leave the setting on auto"
+            "here weights are dequantised at load, or ranks share the target, so no product is of both: it needs a "
+            "GPU, and tensor_parallel_size=1; else leave the setting on auto"
         )
     elif not has_fp8:
         reason = (

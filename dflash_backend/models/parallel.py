@@ -26,7 +26,7 @@ from dflash_backend.models.interface import PagedContext, PendingLogits, TargetM
 from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import Mlp
-from dflash_backend.models.ops import LayerOps
+from dflash_backend.models.ops import LayerOps, select_ops
 from dflash_backend.models.recurrent_state import StateChange, StateCopies, StateLayout, StatePool, StateRows
 from dflash_backend.models.shard import EMBEDDING, Shard, SlicedSource
 from dflash_backend.models.vocabulary import HeadPass, Lookup, SlicedHead, SlicedLogits, Sums, VocabularyPart
@@ -44,17 +44,37 @@ class RankLostError(Exception):
 class SummedLinear(Linear):
     """A product whose inputs are shared by the ranks: the sum of what each has of it."""
 
-    __slots__ = ("_reduce",)
+    __slots__ = ("_part", "_reduce")
 
     def __init__(self, part: Linear, reduce: Reduce) -> None:
-        super().__init__(part.weight, part.bias, part.product)
-        self._reduce = reduce
+        """part: this rank's, whose weight may be quantised."""
+        self._part, self._reduce = part, reduce
+        self.bias, self.product = part.bias, part.product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._reduce(super().__call__(x))
+        return self._reduce(self._part(x))
 
     def with_product(self, product_of: ProductOf) -> Linear:
-        return SummedLinear(super().with_product(product_of), self._reduce)
+        return SummedLinear(self._part.with_product(product_of), self._reduce)
+
+    def rows(self, index: torch.Tensor | slice) -> Linear:
+        return SummedLinear(self._part.rows(index), self._reduce)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._part.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._part.dtype
+
+    @property
+    def in_features(self) -> int:
+        return self._part.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self._part.out_features
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,8 @@ def load_shard(
     def ignored(name: str) -> bool:
         return is_unused(local, name) or (not local.vocab_size and name.endswith(EMBEDDING))
 
-    weights = load_weights(spec.path, read, dtype, device, ignored=ignored, progress=progress)
+    keeps = (ops or select_ops(device)).keeps_quantised
+    weights = load_weights(spec.path, read, dtype, device, ignored=ignored, progress=progress, keep_quantised=keeps)
     own = shard.vocabulary(spec.vocab_size)
     first_id = None if len(own) == spec.vocab_size else own.start
     return target_of(local, replace(_summed(weights, reduce), first_id=first_id), max_positions, ops)

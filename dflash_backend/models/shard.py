@@ -7,14 +7,16 @@ their value heads, and some of the MLP's inner numbers, of every expert where th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from dflash_backend.checkpoints.experts import MXFP4_GROUP
+from dflash_backend.checkpoints.quantization.kept import KeptWeight
+from dflash_backend.checkpoints.quantization.slices import Slice
 from dflash_backend.checkpoints.spec import DecoderSpec, DeltaNetSpec, MoeSpec, TargetSpec
-from dflash_backend.checkpoints.weights import WeightSource
+from dflash_backend.checkpoints.weights import NO_SLICES, Slices, WeightSource
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj", "out_proj")
@@ -111,22 +113,13 @@ def _divided(decoder: DecoderSpec) -> Iterator[tuple[int, str]]:
         yield moe.shared_size or 0, "inner numbers of its shared expert"
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """Which parts of a tensor are read, of `num_parts` along `dim`."""
-
-    dim: int
-    parts: tuple[int, ...]
-    num_parts: int
-
-
 class SlicedSource(WeightSource):
     """What one rank reads of a target: of the layers' projections, experts, delta nets and sinks its part, of embedding
     and head its rows, of the rest all. The bias of a sum over ranks is rank 0's."""
 
     def __init__(self, whole: WeightSource, shard: Shard, spec: TargetSpec) -> None:
         """spec: of the whole target."""
-        super().__init__(whole.dtype, whole.device)
+        super().__init__(whole.dtype, whole.device, whole.keep_quantised)
         self._whole = whole
         self._shard = shard
         self._spec = spec.decoder
@@ -156,7 +149,16 @@ class SlicedSource(WeightSource):
         else:
             self._whole.read_projection_slice(name, out, taken.dim, taken.parts, taken.num_parts)
 
-    def _slice(self, name: str) -> _Slice | None:
+    def keeps(
+        self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
+    ) -> bool:
+        own = {name: taken for name in names if (taken := self._slice(name)) is not None}
+        return self._whole.keeps(names, in_features, ordered=ordered, slices=own)
+
+    def read_kept(self, name: str, out_features: int, in_features: int, taken: Slice | None = None) -> KeptWeight:
+        return self._whole.read_kept(name, out_features, in_features, self._slice(name))
+
+    def _slice(self, name: str) -> Slice | None:
         """What is read of the tensor `name`; None for all of it."""
         owner, kind = _ends(name)
         rank, size = self._shard.rank, self._shard.size
@@ -166,20 +168,20 @@ class SlicedSource(WeightSource):
             return self._slice_of_experts(kind)
         if owner in ("k_proj", "v_proj"):
             num_parts = min(size, self._num_kv_heads(name))
-            return _Slice(0, (self._shard.part(num_parts),), num_parts)
+            return Slice(0, (self._shard.part(num_parts),), num_parts)
         if owner in MIXED:
             return self._slice_of_mixed()
         if owner in BY_COLUMNS:
-            return _Slice(1, (rank,), size) if kind == "weight" else None
+            return Slice(1, (rank,), size) if kind == "weight" else None
         by_rows = owner in BY_ROWS or kind == "sinks" or owner in BY_DELTA_HEADS or kind in BY_DELTA_HEADS
-        return _Slice(0, (rank,), size) if by_rows else None
+        return Slice(0, (rank,), size) if by_rows else None
 
-    def _slice_of_vocabulary(self) -> _Slice | None:
+    def _slice_of_vocabulary(self) -> Slice | None:
         if not self._shard.splits_vocabulary:
             return None
         own = self._shard.vocabulary(self._vocab_size)
         unit = math.gcd(own.start, own.stop, self._vocab_size)
-        return _Slice(0, tuple(range(own.start // unit, own.stop // unit)), self._vocab_size // unit)
+        return Slice(0, tuple(range(own.start // unit, own.stop // unit)), self._vocab_size // unit)
 
     def _num_kv_heads(self, name: str) -> int:
         """Of the layer that the tensor `name` is of."""
@@ -188,7 +190,7 @@ class SlicedSource(WeightSource):
         words = name.split(".")
         return self._spec.of_layer(int(words[words.index("layers") + 1])).num_kv_heads
 
-    def _slice_of_mixed(self) -> _Slice:
+    def _slice_of_mixed(self) -> Slice:
         """Of a tensor that has the queries of all heads of a delta net, then the keys, then the values."""
         net, rank, size = self._spec.delta_net, self._shard.rank, self._shard.size
         assert net is not None
@@ -197,16 +199,16 @@ class SlicedSource(WeightSource):
         keys, values = keys // unit, values // unit
         starts = (rank * keys, keys), ((size + rank) * keys, keys), (2 * size * keys + rank * values, values)
         parts = tuple(first + i for first, count in starts for i in range(count))
-        return _Slice(0, parts, net.conv_size // unit)
+        return Slice(0, parts, net.conv_size // unit)
 
-    def _slice_of_experts(self, kind: str) -> _Slice | None:
+    def _slice_of_experts(self, kind: str) -> Slice | None:
         """Of the tensor `kind` that has all experts of a layer. Single experts are projections as others are."""
         rank, size, moe = self._shard.rank, self._shard.size, self._spec.moe
         if moe is not None and moe.swiglu is not None:
-            return _Slice(GPT_OSS_EXPERTS[kind], (rank,), size) if kind in GPT_OSS_EXPERTS else None
+            return Slice(GPT_OSS_EXPERTS[kind], (rank,), size) if kind in GPT_OSS_EXPERTS else None
         if kind == "gate_up_proj":  # all of gate before all of up
-            return _Slice(1, (rank, size + rank), 2 * size)
-        return _Slice(2, (rank,), size)
+            return Slice(1, (rank, size + rank), 2 * size)
+        return Slice(2, (rank,), size)
 
 
 def _ends(name: str) -> tuple[str, str]:

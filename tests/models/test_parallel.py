@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_backend.checkpoints import read_target, weights
+from dflash_backend.checkpoints.quantization import slices
 from dflash_backend.checkpoints.quantization.dequantise import dequantise
 from dflash_backend.checkpoints.quantization.stored import StoredWeight
 from dflash_backend.checkpoints.spec import TargetSpec
@@ -166,11 +167,11 @@ def test_parts_of_packed_weights_are_read_alone(tmp_path: Path, monkeypatch: pyt
         made.append(out.numel())
         dequantise(stored, parts, out)
 
-    monkeypatch.setattr(weights, "dequantise", count)
+    monkeypatch.setattr(slices, "dequantise", count)
     load(copies.quantised, Shard(0, 1))
     whole, made[:] = sum(made), []
     load(copies.quantised, Shard(1, 2))
-    assert sum(made) * 2 == whole
+    assert sum(made) * 2 == whole > 0
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3_5MoeForCausalLM"])

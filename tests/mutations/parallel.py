@@ -9,6 +9,7 @@ LAYERS = ("tests/models/test_parallel.py::test_shared_layers_compute_what_the_wh
 SUMS = "dflash_backend/models/parallel.py"
 SHARD = "dflash_backend/models/shard.py"
 QUANTISED = ("tests/models/test_parallel.py::test_ranks_read_their_part_of_quantised_weights",)
+KEPT = ("tests/models/test_kept_slices.py",)
 HYBRID = ("tests/engine/test_ranks.py::test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does",)
 
 PARALLEL_MUTANTS = (
@@ -82,6 +83,62 @@ PARALLEL_MUTANTS = (
         ("columns of a rank are in the groups of rank 0", "order - start // size", "order"),
     ),
     *mutants_of(
+        "dflash_backend/checkpoints/quantization/kept.py",
+        KEPT,
+        (
+            "a weight whose block a border cuts is kept",
+            "return not any(splits_block(",
+            "return True or not any(splits_block(",
+        ),
+        (
+            "columns of a rank are in the groups of rank 0 in codes",
+            "return groups[start:stop] - start // (stored",
+            "return groups[:stop - start] - 0 // (stored",
+        ),
+        (
+            "parts of one weight have the scales of whole blocks",
+            "scales.append(part.scales.repeat_interleave(part.rows, dim=0)[:rows])",
+            "scales.append(part.scales)",
+        ),
+        (
+            "runs of a rank's rows are read from the first",
+            "parts = read_parts(stored, read, whole, taken.dim, start, stop)",
+            "parts = read_parts(stored, read, whole, taken.dim, 0, stop - start)",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/checkpoints/quantization/at_load.py",
+        KEPT,
+        (
+            "kept FP8 at load has the first rank's columns",
+            "_take(made.codes, columns, 1, taken.parts,",
+            "_take(made.codes, columns, 1, (0,),",
+        ),
+    ),
+    *mutants_of(
+        SHARD,
+        KEPT,
+        (
+            "ranks dequantise what they share",
+            "whole.dtype, whole.device, whole.keep_quantised",
+            "whole.dtype, whole.device",
+        ),
+        (
+            "a rank keeps the whole of a weight",
+            "return self._whole.read_kept(name, out_features, in_features, self._slice(name))",
+            "return self._whole.read_kept(name, out_features, in_features)",
+        ),
+    ),
+    *mutants_of(
+        SUMS,
+        KEPT,
+        (
+            "a sum of ranks dequantises its weight",
+            "return self._reduce(self._part(x))",
+            "return self._reduce(self.product(x, self._part.weight, self.bias))",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/engine/sums.py",
         ("tests/engine/test_sums.py",),
         ("a sum overwrites what a slow rank has not read", "views[self._count % 2]", "views[0]"),
@@ -136,8 +193,8 @@ PARALLEL_MUTANTS = (
     Mutant(
         "a rank takes the first parts of experts in place of its own",
         SHARD,
-        "_Slice(GPT_OSS_EXPERTS[kind], (rank,), size)",
-        "_Slice(GPT_OSS_EXPERTS[kind], (0,), size)",
+        "Slice(GPT_OSS_EXPERTS[kind], (rank,), size)",
+        "Slice(GPT_OSS_EXPERTS[kind], (0,), size)",
         ("tests/models/test_parallel.py::test_experts_in_mxfp4_are_shared",),
     ),
     Mutant(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +24,8 @@ from dflash_backend.checkpoints.quantization.keepable import (
 )
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme, damaged
-from dflash_backend.checkpoints.weights import WeightSource, whole_shape
+from dflash_backend.checkpoints.quantization.slices import Slice
+from dflash_backend.checkpoints.weights import NO_SLICES, Slices, WeightSource, whole_shape
 
 CODE = torch.float8_e4m3fn
 LARGEST = torch.finfo(CODE).max
@@ -56,14 +58,26 @@ class Fp8Source(WeightSource):
         if not _stays(projection):
             round_to_fp8(projection, out)
 
-    def keeps(self, names: Mapping[str, int], in_features: int, *, ordered: bool = True) -> bool:
+    def keeps(
+        self, names: Mapping[str, int], in_features: int, *, ordered: bool = True, slices: Slices = NO_SLICES
+    ) -> bool:
         as_one = kept_as_one(((SCHEME, rows) for rows in names.values()), in_features)
         return self.keep_quantised and as_one and not any(_stays(name.removesuffix(".weight")) for name in names)
 
-    def read_kept(self, name: str, out_features: int, in_features: int) -> KeptWeight:
-        """Raises `CheckpointError` for weights that are not finite."""
-        self._plain.read_projection(name, plain := self.empty(out_features, in_features))
-        return _made(name.removesuffix(".weight"), plain)
+    def read_kept(self, name: str, out_features: int, in_features: int, taken: Slice | None = None) -> KeptWeight:
+        """Of a slice of columns the whole is read, since a row has one scale. Raises `CheckpointError` for weights that
+        are not finite."""
+        projection, shape = name.removesuffix(".weight"), (out_features, in_features)
+        if taken is not None and taken.dim == 0:
+            self._plain.read_projection_slice(name, own := self.empty(*shape), 0, taken.parts, taken.num_parts)
+            return _made(projection, own)
+        self._plain.read_projection(name, plain := self.empty(*(shape if taken is None else taken.whole(shape))))
+        made = _made(projection, plain)
+        if taken is None:
+            return made
+        columns = made.codes.new_empty(shape)
+        _take(made.codes, columns, 1, taken.parts, taken.num_parts)
+        return replace(made, codes=columns, columns=in_features)
 
     def keeps_experts(self, name: str, out_features: int, in_features: int) -> bool:
         return self.keep_quantised and kept_as_one([(SCHEME, out_features)], in_features)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dflash_backend.checkpoints.quantization.dequantise import UNPACK, Parts, check_small_parts
-from dflash_backend.checkpoints.quantization.keepable import FP8, TRANSPOSED, kind_of
+from dflash_backend.checkpoints.quantization.keepable import FP8, TRANSPOSED, Kind, kind_of
 from dflash_backend.checkpoints.quantization.scheme import Layout, damaged
+from dflash_backend.checkpoints.quantization.slices import Read, Slice, read_parts, splits_block
 from dflash_backend.checkpoints.quantization.stored import Role, StoredWeight
 
 # Of e4m3: the largest number, and the codes that are none.
@@ -37,20 +38,23 @@ class KeptWeight:
     order: torch.Tensor | None = None
 
 
-def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: torch.device) -> KeptWeight:
-    """The weight of `shape` from its parts as the files have them. Raises `CheckpointError` as `dequantise` does."""
+def keep(
+    stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: torch.device, kind: Kind = None
+) -> KeptWeight:
+    """The weight of `shape` from its parts as the files have them. kind: that of the weight of which these are rows, by
+    default this one's own. Raises `CheckpointError` as `dequantise` does."""
     check_small_parts(stored, parts, shape)
     scheme = stored.scheme
-    found = kind_of(scheme, shape[1], shape[0])
+    found = kind or kind_of(scheme, shape[1], shape[0])
     assert found is not None
-    kind, columns = found
+    name, columns = found
     moved = {role: part.to(device) for role, part in parts.items()}
     codes, zeros = UNPACK[scheme.layout](scheme, moved, *shape)
     order = order_of(moved[Role.ORDER]) if Role.ORDER in moved else None
     codes = codes if order is None else codes[:, order]
     scales = moved[Role.SCALE]
     scales = scales.T if scheme.layout in TRANSPOSED else scales.reshape(scheme.blocks(*shape))
-    if kind == FP8:
+    if name == FP8:
         scales, zeros = scales.float(), None
         codes = codes.contiguous().view(torch.uint8)
         has_nan = bool(((codes & NOT_A_NUMBER) == NOT_A_NUMBER).any())
@@ -62,7 +66,7 @@ def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: tor
     if has_nan or not bool((scales.float() * LARGEST).isfinite().all()):
         raise damaged(stored.projection, "has numbers that are not finite")
     return KeptWeight(
-        kind,
+        name,
         codes,
         scales.contiguous(),
         None if zeros is None else zeros.to(torch.uint8).contiguous(),
@@ -70,6 +74,52 @@ def keep(stored: StoredWeight, parts: Parts, shape: tuple[int, int], device: tor
         columns,
         order,
     )
+
+
+def keep_slice(
+    stored: StoredWeight, read: Read, shape: tuple[int, int], device: torch.device, taken: Slice
+) -> KeptWeight:
+    """As `keep`, of a slice of `shape` that `is_kept_slice` allows: it alone is read."""
+    whole, kind, found = taken.whole(shape), kind_of(stored.scheme, shape[1], shape[0]), []
+    for start, stop in taken.bounds(shape):
+        parts = read_parts(stored, read, whole, taken.dim, start, stop)
+        assert parts is not None
+        own = (stop - start, shape[1]) if taken.dim == 0 else shape
+        found.append(keep(stored, parts, own, device, kind))
+    return found[0] if len(found) == 1 else _below_one_another(found)
+
+
+def is_kept_slice(stored: StoredWeight, shape: tuple[int, int], taken: Slice) -> bool:
+    """Whether a slice of `shape` is a weight by the same scheme: no word or block is cut."""
+    bounds = taken.bounds(shape)
+    if taken.dim == 1 and len(bounds) > 1:
+        return False
+    return not any(splits_block(stored, taken.whole(shape), taken.dim, *each) for each in bounds)
+
+
+def groups_of(stored: StoredWeight, read: Read, shape: tuple[int, int], taken: Slice | None) -> torch.Tensor | None:
+    """The group of each column of a weight, or of a slice, of `shape`, among its own: int `[in_features]`. None where
+    the files have none. A slice whose columns are in groups of others has groups that do not exist."""
+    name = stored.tensors.get(Role.ORDER)
+    if name is None:
+        return None
+    groups = read(name, (slice(None),))
+    if taken is None or taken.dim == 0:
+        return groups
+    ((start, stop),) = taken.bounds(shape)
+    return groups[start:stop] - start // (stored.scheme.block[1] or taken.whole(shape)[1])
+
+
+def _below_one_another(parts: Sequence[KeptWeight]) -> KeptWeight:
+    """The rows of all parts, which are of one weight, with a scale each: blocks of rows may end where parts do not."""
+    scales, zeros = [], []
+    for part in parts:
+        rows = len(part.codes)
+        scales.append(part.scales.repeat_interleave(part.rows, dim=0)[:rows])
+        zeros.append(None if part.zeros is None else part.zeros.repeat_interleave(part.rows, dim=0)[:rows])
+    points = [each for each in zeros if each is not None]
+    codes = torch.cat([part.codes for part in parts])
+    return replace(parts[0], codes=codes, scales=torch.cat(scales), zeros=torch.cat(points) if points else None, rows=1)
 
 
 def order_of(groups: torch.Tensor) -> torch.Tensor | None:
