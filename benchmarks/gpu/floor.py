@@ -47,7 +47,8 @@ class Work:
 class CycleSize:
     """What runs in a cycle: `batch` rows, each with `context` positions behind it (the mean), and k drafts (0: plain
     decoding). `itemsize` is the bytes of a weight, and of a number in the KV; of the target's projections and KV where
-    they have others: `weight_itemsize` and `kv_itemsize`, with their shares of scales."""
+    they have others: `weight_itemsize` and `kv_itemsize`, with their shares of scales; of its experts `expert_itemsize`
+    where that is another again."""
 
     batch: int
     context: float
@@ -55,6 +56,7 @@ class CycleSize:
     itemsize: int
     weight_itemsize: float | None = None
     kv_itemsize: float | None = None
+    expert_itemsize: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +80,10 @@ def cycle_work(shape: Shape, size: CycleSize) -> dict[str, Work]:
         "verify": verify + features,
         "accept": Work(),
         "inject": inject_work(shape, size) + features,
-        "draft": decoder_work(shape.draft.decoder, replace(size, weight_itemsize=None, kv_itemsize=None)) + draft_head,
+        "draft": decoder_work(
+            shape.draft.decoder, replace(size, weight_itemsize=None, kv_itemsize=None, expert_itemsize=None)
+        )
+        + draft_head,
     }
 
 
@@ -118,7 +123,7 @@ def mlp_work(decoder: DecoderSpec, size: CycleSize, layer: int) -> Work:
     moe, itemsize = decoder.moe, size.weight_itemsize or size.itemsize
     if moe is None or not moe.sparse_layers[layer]:
         return matrix(decoder.hidden_size, 3 * decoder.intermediate_size, size.num_tokens, itemsize)
-    one = matrix(decoder.hidden_size, 3 * moe.intermediate_size, 1, itemsize)
+    one = matrix(decoder.hidden_size, 3 * moe.intermediate_size, 1, size.expert_itemsize or itemsize)
     experts = expected_experts(moe.num_experts, moe.experts_per_token, size.num_tokens)
     router = matrix(decoder.hidden_size, moe.num_experts, size.num_tokens, size.itemsize)
     return router + Work(experts * one.bytes, size.num_tokens * moe.experts_per_token * one.flops)

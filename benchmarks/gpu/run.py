@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu import report, step_bytes
 from benchmarks.gpu.results import Recorder, Results, Skipped
-from benchmarks.gpu.shapes import PUBLISHED, SHAPES
+from benchmarks.gpu.shapes import FLOOR_SHAPES, PUBLISHED, SHAPES
 from benchmarks.gpu.synthetic import SyntheticAcceptance
 
 DEFAULT_OUT = Path("benchmarks/results/gpu")
@@ -103,7 +103,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu exercises the code, no more")
     parser.add_argument(
-        "--shape", choices=tuple(SHAPES), action="append", help="may be given again; all published ones"
+        "--shape", choices=tuple(FLOOR_SHAPES), action="append", help="may be given again; all published ones"
     )
     parser.add_argument("--out", type=Path, help=f"where results are written; {DEFAULT_OUT}, and nowhere on a CPU")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for the whole suite")
@@ -122,11 +122,14 @@ def out_directory(args: argparse.Namespace) -> Path | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
-    args = arguments().parse_args(argv)
-    shapes = list(dict.fromkeys(args.shape or PUBLISHED))
+    parser = arguments()
+    args = parser.parse_args(argv)
     if args.floor:
-        print(step_bytes.table(shapes))
+        print(step_bytes.table(list(dict.fromkeys(args.shape or (*PUBLISHED, *(FLOOR_SHAPES.keys() - SHAPES.keys()))))))
         return 0
+    shapes = list(dict.fromkeys(args.shape or PUBLISHED))
+    if unknown := [name for name in shapes if name not in SHAPES]:
+        parser.error(f"{', '.join(unknown)} is there with --floor alone; measured are {', '.join(SHAPES)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
             "torch sees no NVIDIA GPU here, and this benchmark measures one. To see that it runs: python -m "

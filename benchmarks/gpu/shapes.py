@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from dflash_backend.checkpoints.quantization.kept import KeptWeight
 from dflash_backend.checkpoints.quantization.slices import Slice
-from dflash_backend.checkpoints.spec import DecoderSpec, MoeSpec, RopeSpec, TargetSpec
+from dflash_backend.checkpoints.spec import ClampedSwiglu, DecoderSpec, MoeSpec, RopeSpec, TargetSpec
 from dflash_backend.checkpoints.weights import NO_SLICES, Slices, WeightSource, expected_tensors
 from dflash_backend.drafters.dflash.config import DFlashSpec
 from dflash_backend.drafters.dflash.drafter import DFlashDrafter
@@ -186,6 +186,16 @@ def qwen3_30b_a3b() -> Shape:
     return Shape("Qwen3-30B-A3B", target, _draft(target, _decoder(5, 2048, 6144, 32, 4, 128), 16, 5))
 
 
+def gpt_oss_20b() -> Shape:
+    """gpt-oss-20b (arXiv 2508.10925): 4 of 32 experts a token, in MXFP4, and a window of 128 in every other layer; with
+    a drafter of five dense layers of its heads."""
+    moe = MoeSpec(32, 4, 2880, True, (True,) * 24, swiglu=ClampedSwiglu(1.702, 7.0), mxfp4=True)
+    decoder = _decoder(24, 2880, 2880, 64, 8, 64, moe=moe, sinks=True, qk_norm=False)
+    decoder = replace(decoder, sliding_windows=(128, None) * 12)
+    target = _target("GptOssForCausalLM", decoder, 201088)
+    return Shape("gpt-oss-20b", target, _draft(target, _decoder(5, 2880, 8640, 64, 8, 64), 16, 5))
+
+
 def tiny() -> Shape:
     """A shape that runs on a CPU in seconds: it exercises the benchmark and measures nothing."""
     target = _target("Qwen3ForCausalLM", _decoder(2, 32, 48, 4, 2, 16, max_len=512), 97)
@@ -206,6 +216,8 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "tiny": tiny,
     "tiny-moe": tiny_moe,
 }
+# Those of which the floor alone is printed.
+FLOOR_SHAPES = SHAPES | {"gpt-oss-20b": gpt_oss_20b}
 PUBLISHED = ("qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b")
 
 

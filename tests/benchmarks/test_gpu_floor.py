@@ -12,7 +12,7 @@ from benchmarks.gpu import floor, shapes, step_bytes
 from benchmarks.gpu.floor import Ceilings, CycleSize, Work
 from benchmarks.gpu.run import main
 from benchmarks.gpu.synthetic import SyntheticAcceptance
-from dflash_kernels.quantised_weight import FP8, INT4, QuantisedWeight
+from dflash_kernels.quantised_weight import FP8, INT4, MXFP4, QuantisedWeight
 
 BF16 = 2
 CEILINGS = Ceilings(copy_bandwidth=4.3e12, matrix_rate=780e12)
@@ -97,10 +97,28 @@ def test_experts_that_are_read_count_as_quantised_and_their_router_does_not(name
     assert found["KV fp8"] - found[f"weights {name}, KV fp8"] == pytest.approx(saved, rel=1e-6)
 
 
+def test_experts_of_gpt_oss_count_as_mxfp4_and_what_is_beside_them_as_bfloat16() -> None:
+    found = step_bytes.cycle_bytes(shapes.gpt_oss_20b(), size())
+    experts = 24 * floor.expected_experts(32, 4, 16) * 3 * 2880 * 2880
+    assert found["KV fp8"] - found["experts mxfp4, KV fp8"] == pytest.approx(experts * (2 - 4.25 / 8), rel=1e-6)
+    codes, scales = torch.zeros(64, 2880, dtype=torch.uint8), torch.zeros(64, 90, dtype=torch.uint8)
+    weight = QuantisedWeight.of_codes(MXFP4, codes, scales, None, 1, 32)
+    assert weight.num_bytes / codes.numel() == step_bytes.MXFP4_EXPERTS
+    assert found.keys() == {"bf16", "KV fp8", "experts mxfp4, KV fp8"}
+
+
+def test_a_shape_of_the_floor_alone_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--shape", "gpt-oss-20b"])
+    assert "gpt-oss-20b is there with --floor alone" in capsys.readouterr().err
+
+
 def test_floor_prints_a_line_for_each_size_on_any_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--floor", "--shape", "qwen3-8b", "--shape", "qwen3-30b-a3b"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Qwen3")]
-    assert len(lines) == 2 * 9
+    assert main(["--floor"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == 4 * 9
+    assert {line.count("|") for line in lines} == {9}
+    assert lines[-1].startswith("| gpt-oss-20b | 32 | 32000 |")
     assert lines[0].startswith("| Qwen3-8B | 1 | 1000 | 18.")
 
 

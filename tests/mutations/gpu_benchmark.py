@@ -54,4 +54,11 @@ GPU_BENCHMARK_MUTANTS = (
         ("the rate of torch is taken for FlashAttention's", "if system in PACKAGES)", ")"),
         ("the length where we are best counts", "return min(ratios, default=None)", "return max(ratios, default=None)"),
     ),
+    *mutants_of(
+        "benchmarks/gpu/floor.py",
+        (
+            "tests/benchmarks/test_gpu_floor.py::test_experts_of_gpt_oss_count_as_mxfp4_and_what_is_beside_them_as_bfloat16",
+        ),
+        ("experts of the floor have the bytes of projections", "size.expert_itemsize or itemsize", "itemsize"),
+    ),
 )
