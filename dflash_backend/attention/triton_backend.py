@@ -203,7 +203,8 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         """As `AttentionBackend.attend`. The output is valid until the next layer of the forward pass attends."""
         assert isinstance(metadata, TritonMetadata)
-        shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize)
+        is_fp8 = layer.scales is not None
+        shape = HeadShape(query.shape[1], layer.data.shape[3], query.shape[2], query.itemsize, is_fp8)
         launches = metadata.launches_for(shape)
         if metadata.prefix is not None:
             return self._attend_parts(query, layer, metadata, shape, sinks)

@@ -42,12 +42,14 @@ HOPPER = Gpu(capability=90, num_sms=132, shared_bytes=227 << 10, sm_shared_bytes
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What of a layer decides its tiling. `itemsize`: bytes of an element of the queries and of KV."""
+    """What of a layer decides its tiling. `itemsize`: bytes of an element of the queries, and of KV unless `fp8_kv`,
+    whose bytes become numbers in registers."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     itemsize: int
+    fp8_kv: bool = False
 
     @property
     def group(self) -> int:
@@ -116,6 +118,8 @@ def tiling_of(shape: HeadShape, num_queries: int, gpu: Gpu = HOPPER) -> Tiling:
     loop = "masked" if not is_long else "overlapped" if gpu.has_async_products else "split"
     num_stages = 3 if not wide and block_m == 64 and gpu.has_async_products else 5
     tiling = Tiling(block_m, _block_n(shape, block_m, is_long, gpu), 8 if wide else 4, num_stages, 1, loop=loop)
+    if shape.fp8_kv and block_m > 16:
+        tiling = _over_fp8_kv(tiling, shape, gpu)
     if _needed_bytes(tiling, shape) > gpu.shared_bytes:
         tiling = replace(tiling, num_stages=3)
     held = gpu.sm_shared_bytes // (_needed_bytes(tiling, shape) + RESERVED_BYTES)
@@ -131,6 +135,16 @@ def _block_n(shape: HeadShape, block_m: int, is_long: bool, gpu: Gpu) -> int:
     if 100 <= gpu.capability < 120 and 128 < shape.head_dim <= 256 and block_m > 16 and not is_long:
         return 16
     return block_n
+
+
+def _over_fp8_kv(tiling: Tiling, shape: HeadShape, gpu: Gpu) -> Tiling:
+    """The tiling over KV in FP8. Where operands of products fill registers, they hold half of the positions and one
+    piece on its way, so that nothing spills; of a Hopper's wide heads those of decode rows do too."""
+    if not gpu.has_async_products:
+        return replace(tiling, block_n=max(16, tiling.block_n // 2), num_stages=3)
+    if gpu.capability < 100 and 128 < shape.head_dim <= 256 and tiling.loop == "masked":
+        return replace(tiling, block_n=16, num_warps=4)
+    return tiling
 
 
 def _needed_bytes(tiling: Tiling, shape: HeadShape) -> int:

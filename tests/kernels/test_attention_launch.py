@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dflash_backend.attention import KVLayer
+from dflash_backend.attention.triton_backend import TritonBackend, TritonMetadata
 from dflash_kernels.paged_attention import _longest_first
 from dflash_kernels.paged_attention_launch import (
     HOPPER,
@@ -146,3 +148,37 @@ def test_rows_of_one_bound_begin_with_the_last_tiles_of_all() -> None:
     out = torch.empty(12, dtype=torch.int32, device=DEVICE)
     _order_kernel[(12,)](out, 12, 100)
     assert out.tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize("num_queries", [1, 16, 300])
+def test_tiles_over_kv_in_fp8_hold_half_of_the_positions_where_operands_fill_registers(
+    capability: int, num_queries: int
+) -> None:
+    gpu = replace(HOPPER, capability=capability)
+    for shape in (HeadShape(32, 8, 128, 2), HeadShape(32, 4, 64, 2), HeadShape(16, 8, 256, 2)):
+        plain, own = (tiling_of(each, num_queries, gpu) for each in (shape, replace(shape, fp8_kv=True)))
+        if plain.block_m <= 16:
+            assert own == plain
+        elif capability != 90:
+            assert (own.block_n, own.num_stages) == (max(16, plain.block_n // 2), 3)
+        elif shape.head_dim == 256 and plain.loop == "masked":
+            assert (own.block_n, own.num_warps) == (16, 4)
+        else:
+            assert own == plain
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_backend_takes_the_tiles_of_its_cache(is_fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[HeadShape] = []
+
+    def planned(metadata: TritonMetadata, shape: HeadShape) -> None:
+        seen.append(shape)
+        raise InterruptedError
+
+    monkeypatch.setattr(TritonMetadata, "launches_for", planned)
+    data = torch.zeros(1, 16, 2, 2, 16, dtype=torch.uint8 if is_fp8 else torch.bfloat16)
+    layer = KVLayer(data, torch.zeros(1, 16, 2, 2) if is_fp8 else None)
+    with pytest.raises(InterruptedError):
+        TritonBackend(16).attend(torch.zeros(3, 4, 16), layer, object.__new__(TritonMetadata))
+    assert seen == [HeadShape(4, 2, 16, 4, fp8_kv=is_fp8)]

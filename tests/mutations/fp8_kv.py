@@ -108,4 +108,18 @@ FP8_KV_MUTANTS = (
         RANKS,
         ("other ranks keep KV in the model's dtype", "setup.dtype, device, setup.kv_dtype", "setup.dtype, device"),
     ),
+    *mutants_of(
+        "kernels/dflash_kernels/paged_attention_launch.py",
+        ("tests/kernels/test_attention_launch.py",),
+        (
+            "tiles over FP8 KV are those of bfloat16, and spill",
+            "if shape.fp8_kv and block_m > 16:",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/attention/triton_backend.py",
+        ("tests/kernels/test_attention_launch.py::test_the_backend_takes_the_tiles_of_its_cache",),
+        ("the backend does not say that KV is FP8", "is_fp8 = layer.scales is not None", "is_fp8 = False"),
+    ),
 )
