@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BOTH = [(name, border) for name in CASES for border in BORDERS]
 if not ALL:
-    BOTH = [("attention", BORDERS[0]), ("gated delta net", BORDERS[1])]
+    BOTH = [("attention", BORDERS[0]), ("gated delta net", BORDERS[0])]
 # Families of which `transformers` keeps all scores in memory, or all of a mask, and positions that it computes at once.
 CHUNKED, CHUNK = ("gpt_oss", "gemma4"), 1024
 
