@@ -90,11 +90,24 @@ NOT_RUN = {
         "make bench-gpu                                # all published shapes, at most 8 minutes": INSTALLS
     },
 }
+COMMAND = ".venv/bin/dflash-triton "
+
+
+def runs_elsewhere(name: str, block: Block) -> bool:
+    """Whether blocks of pages after this one run each of its commands, one to a line."""
+    lines = block.text.splitlines()
+    later = [other for page_name in list(NOT_RUN)[list(NOT_RUN).index(name) + 1 :] for other in blocks(page_name)]
+    run = {line for other in later if other.language == "bash" for line in other.text.splitlines()}
+    return not block.output and all(
+        line.startswith(COMMAND) and any(each.startswith(line) for each in run) for line in lines
+    )
+
+
 EXAMPLES = [
     pytest.param(block, id=f"{name}:{block.line}")
     for name in NOT_RUN
     for block in blocks(name)
-    if block.language in ("bash", "python")
+    if block.language in ("bash", "python") and not runs_elsewhere(name, block)
 ]
 
 

@@ -208,6 +208,13 @@ SERVING_MUTANTS = (
         ),
     ),
     Mutant(
+        "closing does not wait for what runs",
+        f"{TRITON}/service.py",
+        "DRAIN_S = 10.0",
+        "DRAIN_S = 0.0",
+        ("tests/triton/test_service.py",),
+    ),
+    Mutant(
         "request_timeout_s is not sent to the engine",
         f"{TRITON}/service.py",
         "self._config.request_timeout_s)",

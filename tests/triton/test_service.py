@@ -124,6 +124,21 @@ def test_a_service_that_is_closed_does_not_end_the_process(serve):
     assert not ended.is_set()
 
 
+def test_closing_waits_for_what_runs_and_takes_nothing_new(serve, triton):
+    service = serve()
+    running = submit(service, [toy_engine.SLOW, 5, 6], max_tokens=120, stream=True)
+    running.next()
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    eventually(lambda: service._closing)
+    assert submit(service, "a").all()[0].error.code == "UNAVAILABLE"
+    responses = running.all()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert all(response.error is None for response in responses)
+    assert not any("were still running" in line for line in triton.lines)
+
+
 def test_a_request_that_never_reached_a_dead_engine_may_be_sent_again(service):
     os.kill(service._engines.supervisors[0].engine.pid, signal.SIGKILL)
     for _ in range(20):
