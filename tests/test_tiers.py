@@ -34,7 +34,9 @@ def test_make_test_leaves_no_test_out() -> None:
     """Whatever is not in the fast tier, or in none, is then run by it."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (command,) = re.findall(r"^PYTEST = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
-    (at_once, then) = re.findall(r"^test: setup style .*\n\t@\$\(MAKE\) .* -j 2 (.*)\n\t(.*)\n", makefile, re.MULTILINE)[0]
+    ((at_once, then),) = re.findall(
+        r"^test: setup style .*\n\t@\$\(MAKE\) .* -j 2 (.*)\n\t(.*)\n", makefile, re.MULTILINE
+    )
     assert at_once.split() == ["types", "$(BYTECODE)"]
     assert then == "$(PYTEST)"
     for options in (command, (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.pytest")[2]):

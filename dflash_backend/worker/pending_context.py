@@ -7,9 +7,11 @@ request that decodes without drafting are kept until its tokens fill a block, wh
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dflash_backend.worker.batch import DeviceBatch
@@ -19,14 +21,7 @@ from dflash_kernels import one_row
 
 # With more rows some of them fill a block in nearly every step, and to keep the others back takes as long as it saves.
 MAX_WAITING_ROWS = 16
-
-
-class _Waiting(NamedTuple):
-    """A token that waits: its features `[1, L * hidden]`, its position and slot int64 `[1]`."""
-
-    features: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -38,30 +33,66 @@ class Context:
     token_row: torch.Tensor
     final: FinalTokens
 
-    def part(self, index: torch.Tensor) -> Context:
-        """Those of its tokens."""
-        final = FinalTokens(self.final.positions[index], self.final.slots[index])
-        return Context(self.features[index], self.token_row[index], final)
+
+class _Tokens(NamedTuple):
+    """Tokens as arrays: features as integers of their size, `[n, L * hidden]`, since NumPy has no bfloat16 and takes a
+    fraction of torch's time for a few rows; the rows, positions and slots `[n]`."""
+
+    features: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+
+    @classmethod
+    def of(cls, context: Context) -> _Tokens:
+        """Those of a context; memory is shared."""
+        final = context.final
+        return cls(
+            as_integers(context.features), context.token_row.numpy(), final.positions.numpy(), final.slots.numpy()
+        )
+
+    def part(self, index: np.ndarray) -> _Tokens:
+        """Those at these places."""
+        return _Tokens(*(each[index] for each in self))
+
+    def context(self, dtype: torch.dtype) -> Context:
+        """As a context, of features in this dtype."""
+        features, rows, positions, slots = map(torch.from_numpy, self)
+        return Context(features.view(dtype), rows, FinalTokens(positions, slots))
+
+
+def as_integers(features: torch.Tensor) -> np.ndarray:
+    """The same memory as integers of the same size."""
+    return features.view(_INTEGERS[features.dtype.itemsize]).numpy()
 
 
 class PendingContext:
     """The features that wait, by request index. The parts of a step may use it side by side: no two have a request in
-    common."""
+    common.
 
-    def __init__(self, num_requests: int) -> None:
-        self._pending: list[list[_Waiting]] = [[] for _ in range(num_requests)]
+    What waits of a request lies in one block: consecutive positions and slots, of which the first are known.
+    """
+
+    def __init__(self, num_requests: int, block_size: int) -> None:
+        self._counts = np.zeros(num_requests, dtype=np.int64)
+        self._positions = np.zeros(num_requests, dtype=np.int64)  # of the first token that waits
+        self._slots = np.zeros(num_requests, dtype=np.int64)
+        self._block_size = block_size
+        # `[num_requests, block_size, L * hidden]`, once the width is known.
+        self._features: np.ndarray | None = None
+        self._lock = threading.Lock()
 
     def num_waiting(self, req_idx: int) -> int:
         """Tokens of a request that wait."""
-        return len(self._pending[req_idx])
+        return self._counts.item(req_idx)
 
     def drop(self, req_idx: int) -> None:
         """Drop what waits of a request: its index goes to another."""
-        self._pending[req_idx] = []
+        self._counts[req_idx] = 0
 
     def clear(self) -> None:
         """Drop everything."""
-        self._pending = [[] for _ in self._pending]
+        self._counts[:] = 0
 
     def keep_step(self, features: torch.Tensor, batch: DeviceBatch, prepared: Prepared, state: StateTensors) -> bool:
         """Keep back the context of a whole step, after `accept`, if all of it can wait: what `exchange` would do, in a
@@ -74,63 +105,85 @@ class PendingContext:
             full = state.computed.numpy().item(index) % state.block_size == 0
             if full or one_row.number(batch.num_next):
                 return False
-            self._pending[index].append(_Waiting(features, prepared.positions, prepared.slots))
+            self._keep_token(
+                index, as_integers(features), one_row.number(prepared.positions), one_row.number(prepared.slots)
+            )
             return True
         if batch.num_next.numpy().any():
             return False
         req_idx = batch.req_idx.numpy()
         if not (state.computed.numpy()[req_idx] % state.block_size).all():
             return False
-        self._keep(features, prepared.positions, prepared.slots, req_idx.tolist())
+        self._keep_one_each(req_idx, as_integers(features), prepared.positions.numpy(), prepared.slots.numpy())
         return True
 
     def exchange(self, context: Context, batch: DeviceBatch, state: StateTensors) -> Context:
         """Keep back what can wait of a step's `context`, and add what has waited and is needed now. After `accept`."""
         req_idx = batch.req_idx.numpy()
-        rests = (batch.num_next.numpy() == 0) & (batch.num_new.numpy() == 1) & (len(req_idx) <= MAX_WAITING_ROWS)
-        waiting = [row for row, index in enumerate(req_idx.tolist()) if self._pending[index]]
-        if not waiting and not rests.any():
+        counts = self._counts[req_idx]
+        may_wait = len(req_idx) <= MAX_WAITING_ROWS
+        if not may_wait and not counts.any():
+            return context
+        rests = (batch.num_next.numpy() == 0) & (batch.num_new.numpy() == 1) & may_wait
+        if not rests.any() and not counts.any():
             return context
         # Where the block begins that is not full yet.
         tail = state.computed.numpy()[req_idx] // state.block_size * state.block_size
+        is_full = self._positions[req_idx] < tail
         needed = [
-            (row, token)
-            for row in waiting
-            for token in self._take(int(req_idx[row]), int(tail[row]) if rests[row] else None)
+            self._take(int(req_idx[row]), row) for row in ((counts > 0) & (is_full | ~rests)).nonzero()[0].tolist()
         ]
-        rows = context.token_row.numpy()
-        keeps = rests[rows] & (context.final.positions.numpy() >= tail[rows])
+        tokens = _Tokens.of(context)
+        keeps = rests[tokens.rows] & (tokens.positions >= tail[tokens.rows])
         if keeps.any():
-            kept = keeps.nonzero()[0]
-            # A copy of these features: views would hold those of the whole step.
-            waits = context.part(torch.from_numpy(kept))
-            self._keep(waits.features, waits.final.positions, waits.final.slots, req_idx[rows[kept]].tolist())
-            context = context.part(torch.from_numpy((~keeps).nonzero()[0]))
-        return _joined(context, needed) if needed else context
+            waits, tokens = tokens.part(keeps), tokens.part(~keeps)
+            self._keep(waits, req_idx[waits.rows])
+        elif not needed:
+            return context
+        joined = [np.concatenate(parts) for parts in zip(*needed, tokens, strict=True)] if needed else tokens
+        return _Tokens(*joined).context(context.features.dtype)
 
-    def _take(self, req_idx: int, tail: int | None) -> list[_Waiting]:
-        """What a request has waiting, if the block is full that it lies in, the one that is not beginning at `tail`;
-        with None in any case."""
-        tokens = self._pending[req_idx]
-        if tail is not None and tokens[0].positions.item() >= tail:
-            return []
-        self._pending[req_idx] = []
-        return tokens
+    def _take(self, req_idx: int, row: int) -> _Tokens:
+        """What a request has waiting, at least a token, as tokens of this row."""
+        count, self._counts[req_idx] = self._counts.item(req_idx), 0
+        assert self._features is not None
+        steps = np.arange(count)
+        positions, slots = self._positions[req_idx] + steps, self._slots[req_idx] + steps
+        return _Tokens(self._features[req_idx, :count], np.full(count, row, dtype=np.int32), positions, slots)
 
-    def _keep(self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, req_idx: list[int]) -> None:
-        """Keep tokens, of the requests `req_idx`."""
-        columns = zip(req_idx, features.split(1), positions.split(1), slots.split(1), strict=True)
-        for request, *token in columns:
-            self._pending[request].append(_Waiting(*token))
+    def _keep(self, tokens: _Tokens, req_idx: np.ndarray) -> None:
+        """Keep tokens of the requests `req_idx`; those of one request follow each other."""
+        if len(set(req_idx.tolist())) == len(req_idx):
+            self._keep_one_each(req_idx, tokens.features, tokens.positions, tokens.slots)
+            return
+        for token, index in enumerate(req_idx.tolist()):
+            self._keep_token(
+                index, tokens.features[token : token + 1], tokens.positions.item(token), tokens.slots.item(token)
+            )
 
+    def _keep_token(self, req_idx: int, features: np.ndarray, position: int, slot: int) -> None:
+        """Keep one token of one request; features `[1, L * hidden]`."""
+        count = self._counts.item(req_idx)
+        self._room(features)[req_idx, count] = features[0]
+        if count == 0:
+            self._positions[req_idx], self._slots[req_idx] = position, slot
+        self._counts[req_idx] = count + 1
 
-def _joined(context: Context, needed: list[tuple[int, _Waiting]]) -> Context:
-    """A context, and tokens of its rows that waited, at least one, in front of it."""
-    rows = torch.tensor([row for row, _ in needed], dtype=torch.int32)
-    features, positions, slots = zip(*(token for _, token in needed), strict=True)
-    final = context.final
-    return Context(
-        torch.cat([*features, context.features]),
-        torch.cat([rows, context.token_row]),
-        FinalTokens(torch.cat([*positions, final.positions]), torch.cat([*slots, final.slots])),
-    )
+    def _keep_one_each(
+        self, req_idx: np.ndarray, features: np.ndarray, positions: np.ndarray, slots: np.ndarray
+    ) -> None:
+        """Keep a token each of the requests `req_idx`, all distinct."""
+        counts = self._counts[req_idx]
+        self._room(features)[req_idx, counts] = features
+        self._positions[req_idx] = np.where(counts == 0, positions, self._positions[req_idx])
+        self._slots[req_idx] = np.where(counts == 0, slots, self._slots[req_idx])
+        self._counts[req_idx] = counts + 1
+
+    def _room(self, features: np.ndarray) -> np.ndarray:
+        """Where features of this width wait. The system gives its memory as it is written."""
+        if self._features is None:
+            with self._lock:
+                if self._features is None:
+                    shape = len(self._counts), self._block_size, features.shape[1]
+                    self._features = np.empty(shape, features.dtype)
+        return self._features

@@ -117,7 +117,7 @@ class ModelStep:
 
     def __post_init__(self) -> None:
         if self.ops.on_host and self.drafter is not None:
-            self.pending = PendingContext(len(self.state.tokens))
+            self.pending = PendingContext(len(self.state.tokens), self.state.block_size)
 
     @property
     def device(self) -> torch.device:

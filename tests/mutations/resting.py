@@ -44,8 +44,8 @@ RESTING_MUTANTS = (
         ),
         (
             "context of a full block goes on waiting",
-            "if tail is not None and tokens[0].positions.item() >= tail:",
-            "if tail is not None:",
+            "is_full = self._positions[req_idx] < tail",
+            "is_full = self._positions[req_idx] < 0",
         ),
         (
             "a single row's full block waits",
@@ -53,8 +53,28 @@ RESTING_MUTANTS = (
             "full = False",
         ),
         ("a single row waits though it drafts", "if full or one_row.number(batch.num_next):", "if full:"),
-        ("context waits though its request drafts", "int(tail[row]) if rests[row] else None", "int(tail[row])"),
-        ("the last tokens of a full block wait", "positions.numpy() >= tail[rows])", "positions.numpy() >= 0)"),
+        ("context waits though its request drafts", "(counts > 0) & (is_full | ~rests)", "(counts > 0) & is_full"),
+        ("the last tokens of a full block wait", "(tokens.positions >= tail[tokens.rows])", "(tokens.positions >= 0)"),
+        (
+            "tokens that waited are written to one slot",
+            "self._slots[req_idx] + steps",
+            "self._slots[req_idx] + 0 * steps",
+        ),
+        (
+            "a row's tokens wait in one place",
+            "self._room(features)[req_idx, counts]",
+            "self._room(features)[req_idx, 0]",
+        ),
+        (
+            "one row's tokens wait in one place",
+            "self._room(features)[req_idx, count] =",
+            "self._room(features)[req_idx, 0] =",
+        ),
+        (
+            "tokens that waited have one position",
+            "self._positions[req_idx] + steps",
+            "self._positions[req_idx] + 0 * steps",
+        ),
     ),
     *mutants_of(
         "dflash_backend/worker/runner.py",
@@ -62,7 +82,7 @@ RESTING_MUTANTS = (
         (
             "context of a request that ended is another's",
             "self.step.pending.drop(",
-            "len(self.step.pending._pending) and abs(",
+            "abs(",
         ),
     ),
     *mutants_of(
