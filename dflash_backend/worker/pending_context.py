@@ -164,7 +164,7 @@ class PendingContext:
     def _keep_token(self, req_idx: int, features: np.ndarray, position: int, slot: int) -> None:
         """Keep one token of one request; features `[1, L * hidden]`."""
         count = self._counts.item(req_idx)
-        self._room(features)[req_idx, count] = features[0]
+        self._space(features)[req_idx, count] = features[0]
         if count == 0:
             self._positions[req_idx], self._slots[req_idx] = position, slot
         self._counts[req_idx] = count + 1
@@ -174,12 +174,12 @@ class PendingContext:
     ) -> None:
         """Keep a token each of the requests `req_idx`, all distinct."""
         counts = self._counts[req_idx]
-        self._room(features)[req_idx, counts] = features
+        self._space(features)[req_idx, counts] = features
         self._positions[req_idx] = np.where(counts == 0, positions, self._positions[req_idx])
         self._slots[req_idx] = np.where(counts == 0, slots, self._slots[req_idx])
         self._counts[req_idx] = counts + 1
 
-    def _room(self, features: np.ndarray) -> np.ndarray:
+    def _space(self, features: np.ndarray) -> np.ndarray:
         """Where features of this width wait. The system gives its memory as it is written."""
         if self._features is None:
             with self._lock:

@@ -62,13 +62,13 @@ RESTING_MUTANTS = (
         ),
         (
             "a row's tokens wait in one place",
-            "self._room(features)[req_idx, counts]",
-            "self._room(features)[req_idx, 0]",
+            "self._space(features)[req_idx, counts]",
+            "self._space(features)[req_idx, 0]",
         ),
         (
             "one row's tokens wait in one place",
-            "self._room(features)[req_idx, count] =",
-            "self._room(features)[req_idx, 0] =",
+            "self._space(features)[req_idx, count] =",
+            "self._space(features)[req_idx, 0] =",
         ),
         (
             "tokens that waited have one position",
