@@ -84,11 +84,12 @@ class RayNodes:
     Ray listens on all addresses, so the cluster has a token: without one, all who reach it could run programs.
     """
 
-    def __init__(self, separate: bool = False, cpus: int = 1) -> None:
+    def __init__(self, separate: bool = False, cpus: int = 1, gpus: int = 0) -> None:
         """separate: the other node gets a network namespace of its own. cpus: in Ray's count, of each node: how many
-        ranks it takes. Raises `OSError` where a namespace is not allowed."""
+        ranks it takes. gpus: the same of ranks on GPUs, which need not be there. Raises `OSError` where a namespace is
+        not allowed."""
         self.network = Network(separate)
-        self._cpus = cpus
+        self._cpus, self._gpus = cpus, gpus
         self._directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie in it: a short path
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._address = f"{self.network.here}:{_free_port()}"
@@ -147,7 +148,7 @@ class RayNodes:
         log = Path(self._directory, f"{name}.log")
         ray = Path(sysconfig.get_paths()["scripts"], "ray")
         command = [sys.executable, str(ray), "start", "--block", *options, "--node-ip-address", host]
-        command += ["--num-cpus", str(self._cpus)]
+        command += ["--num-cpus", str(self._cpus), "--num-gpus", str(self._gpus)]
         command += ["--object-store-memory", str(STORE_BYTES), "--temp-dir", str(folder)]
         environ = os.environ | self.environ
         del environ["RAY_ADDRESS"]

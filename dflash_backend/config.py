@@ -129,7 +129,10 @@ class EngineConfig:
         "prefix hits; slower (docs/batch-invariance.md)",
     )
     tensor_parallel_size: int = setting(
-        1, "processes that share each layer of the target, on a CPU (docs/tensor-parallel.md)", low=1, high=64
+        1,
+        "processes that share each layer of the target, each on a GPU of its own, or on CPUs (docs/tensor-parallel.md)",
+        low=1,
+        high=64,
     )
     distributed_executor: str | None = setting(
         None,

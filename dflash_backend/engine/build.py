@@ -29,11 +29,12 @@ from dflash_backend.engine.quantised import (
     report_kv_dtype,
     target_kv_dtype,
 )
-from dflash_backend.engine.ranks import check_tensor_parallel
+from dflash_backend.engine.rank_sizing import measured_sizes, sized_pair, take_kv
+from dflash_backend.engine.ranks import RankGroup, check_tensor_parallel
 from dflash_backend.engine.ready import Progress, engine_ready, report_pair
 from dflash_backend.engine.recurrent import allocate_states, check_recurrent, num_snapshots
 from dflash_backend.engine.shared_prefixes import min_shared_positions, sharing_limits
-from dflash_backend.engine.shared_target import load_shared_target, num_rank_0_threads, own_part
+from dflash_backend.engine.shared_target import load_shared_target, num_rank_0_threads, own_part, rank_group
 from dflash_backend.engine.sizing import (
     Sizes,
     allocate_kv,
@@ -122,14 +123,13 @@ def build_engine(
     dtype = _dtype(config, pair.target, device)
     report_pair(pair, dtype, report)
     _check_pair(config, pair, dtype, device, report)
+    ranks = rank_group(config, pair, dtype, device)
+    device = device if ranks is None else ranks.device
     if probe is None and device.type == "cuda":
         probe = CudaMemory(device)
-    # With a probe, the most that there can be; how much there is shows once the models are loaded.
-    weights = model_bytes(pair, dtype, keeps_quantised(config, device), config.quantization == "fp8")
-    budget = gpu_budget(config, expected_use(probe, weights)) if probe else cpu_budget(config)
-    sizes = settle_sizes(config, pair, budget, dtype)
+    sizes = _first_sizes(config, pair, dtype, device, probe)
     try:
-        models = _load_models(config, pair, sizes, dtype, device, report)
+        models = _load_models(config, pair, sizes, dtype, device, report, ranks)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the models do not fit the GPU's memory while they are loaded: free memory that other programs hold, or "
@@ -139,6 +139,7 @@ def build_engine(
         sizes = _measured_sizes(config, models, sizes, probe, report)
     grammars = GrammarCompiler(lambda: tokenizer_json(pair.target.path), pair.target.vocab_size)
     own, of_windows = own_part(config, models.pair), sizes.num_window_blocks
+    take_kv(models.target, sizes.num_blocks)
     kv = allocate_kv(config, own, sizes.num_blocks, dtype, device, of_windows)
     runner = _runner(config, models, sizes, kv, grammars)
     use_graphs = config.enable_cuda_graphs and not config.kv_write_guard  # a graph does not let the guard look
@@ -153,6 +154,20 @@ def build_engine(
     return BuiltEngine(core, runner, models.pair, ready, trace, grammars)
 
 
+def _first_sizes(
+    config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device, probe: MemoryProbe | None
+) -> Sizes:
+    """The sizes before the models are loaded. With a probe, the most that there can be; how much there is shows once
+    they are."""
+    if probe is None:
+        budget = cpu_budget(config)
+    else:
+        weights = model_bytes(pair, dtype, keeps_quantised(config, device), config.quantization == "fp8")
+        # Rank 0 has more than its part of the target.
+        budget = gpu_budget(config, expected_use(probe, weights // config.tensor_parallel_size))
+    return settle_sizes(config, sized_pair(config, pair, device), budget, dtype)
+
+
 def _load_models(
     config: EngineConfig,
     pair: ModelPair,
@@ -160,6 +175,7 @@ def _load_models(
     dtype: torch.dtype,
     device: torch.device,
     report: Progress,
+    ranks: RankGroup | None = None,
 ) -> LoadedModels:
     pair = at_length(pair, sizes.max_model_len)
     needs = _requirements(config, pair, dtype, device)
@@ -169,8 +185,9 @@ def _load_models(
     fp8_activations = None if config.activation_quantization is None else dtype
     target_ops = select_ops(device, _wanted_ops(backend), config.batch_invariant, fp8_activations)
     progress: Progress = lambda file, done: report(f"target: {file}", 0.1 + 0.6 * done)  # noqa: E731
-    if config.tensor_parallel_size > 1:
-        target = load_shared_target(config, pair, num_positions, sizes.num_blocks, dtype, progress, target_ops)
+    if ranks is not None:
+        blocks = sizes.num_blocks
+        target = load_shared_target(config, pair, ranks, needs, num_positions, blocks, dtype, progress, target_ops)
     else:
         fp8 = config.quantization == "fp8"
         target = load_target(pair.target, num_positions, dtype, device, progress, target_ops, fp8=fp8)
@@ -204,7 +221,7 @@ def _measured_sizes(
     captures = config.enable_cuda_graphs and models.device.type == "cuda"
     use = measure_use(probe, make_runner, _scheduler_config(config, models, most), captures)
     report(f"memory: {use.describe(config.gpu_memory_utilization)}", 0.95)
-    sizes = settle_sizes(config, models.pair, gpu_budget(config, use), models.dtype)
+    sizes = measured_sizes(config, models.pair, models.target, use, models.dtype)
     if sizes.max_model_len <= most.max_model_len:
         return sizes
     return dataclasses.replace(most, num_blocks=sizes.num_blocks, num_window_blocks=sizes.num_window_blocks)
@@ -212,7 +229,9 @@ def _measured_sizes(
 
 def _one_block(config: EngineConfig, models: LoadedModels, sizes: Sizes) -> PagedKVCache:
     """The smallest KV, under as many tables as there will be."""
-    return allocate_kv(config, models.pair, 1, models.dtype, models.device, min(1, sizes.num_window_blocks))
+    return allocate_kv(
+        config, own_part(config, models.pair), 1, models.dtype, models.device, min(1, sizes.num_window_blocks)
+    )
 
 
 def _wanted_ops(backend: AttentionBackend) -> str | None:

@@ -27,8 +27,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        _check_compiler()
-        _sum_in_float32()
+        prepare_gpu()
         return torch.device("cuda")
     if config.device == "cuda":
         raise ConfigError(f"setting 'device' is 'cuda', but torch sees no GPU here ({_reason()}); use 'cpu' or 'auto'")
@@ -39,6 +38,12 @@ def choose_device(config: EngineConfig) -> torch.device:
             "or set device=cpu to run without the GPU"
         )
     return torch.device("cpu")
+
+
+def prepare_gpu() -> None:
+    """What a process on a GPU needs before it loads. Raises `ConfigError` where kernels cannot be launched."""
+    _check_compiler()
+    _sum_in_float32()
 
 
 def num_cores(config: EngineConfig) -> int:

@@ -14,7 +14,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
 from dflash_backend.engine import rank_links
-from dflash_backend.engine.rank_links import BEAT_S, HANG_S
+from dflash_backend.engine.gpu_sum import GpuSum
+from dflash_backend.engine.rank_links import BEAT_S, HANG_S, Reduce
 from dflash_backend.engine.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.engine.sums import SharedSum, sum_memory
 from dflash_backend.models.shard import Shard
@@ -25,11 +26,16 @@ class LocalRanks:
 
     def __init__(self, shard: Shard) -> None:
         self.lost = ""
+        self._ended = False
+        self._gpu_sum: GpuSum | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._size = shard.size
         self._memory = sum_memory(shard.size)
-        self.reduce = SharedSum(self._memory, shard, lambda: self.lost)
+        self.reduce: Reduce = SharedSum(self._memory, shard, lambda: self.lost)
+
+    def sum_by(self, gpu_sum: GpuSum) -> None:
+        self.reduce = self._gpu_sum = gpu_sum
 
     def start(self, setups: Sequence[RankSetup]) -> None:
         for setup in setups:
@@ -47,6 +53,9 @@ class LocalRanks:
     def num_beside(self, rank: int) -> int:
         return self._size
 
+    def device_index(self, rank: int) -> int:
+        return rank
+
     def name(self, rank: int) -> str:
         return f"rank {rank}"
 
@@ -63,12 +72,15 @@ class LocalRanks:
 
     def serve(self) -> None:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        if self._gpu_sum is not None:
+            self._gpu_sum.join(lambda: self.lost)
 
     def send(self, data: bytes) -> None:
         for connection in self._connections:
             connection.send_bytes(data)
 
     def end(self) -> None:
+        self._ended = True
         self.lost = self.lost or "the engine has ended"
         for process in self.processes:
             with suppress(OSError):
@@ -87,7 +99,10 @@ class LocalRanks:
                     last[index] = now
                 elif now - last[index] > HANG_S:
                     self.lost = f"{self.name(index + 1)} has not answered for {HANG_S:g} s"
+        was_ended = self._ended
         self.end()
+        if self._gpu_sum is not None and not was_ended:
+            self._gpu_sum.abort()
 
     def _end_of(self, rank: int, connection: Connection) -> str:
         """Why a rank that has something to say has ended, empty when it lives."""

@@ -11,24 +11,30 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 import torch
 
-from dflash_backend.attention import AttentionBackend
-from dflash_backend.attention.torch_backend import TorchBackend
+from dflash_backend.attention import BackendError, KVLayer, select_backend
 from dflash_backend.checkpoints import CheckpointError
-from dflash_backend.engine.device import num_rank_threads
+from dflash_backend.config import ConfigError
+from dflash_backend.engine.device import num_rank_threads, prepare_gpu
+from dflash_backend.engine.device_messages import DeviceMessages
+from dflash_backend.engine.gpu_follower import CudaCapture, GpuFollower
+from dflash_backend.engine.gpu_sum import GpuSum
+from dflash_backend.engine.nccl import load_nccl
 from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S
 from dflash_backend.engine.rank_messages import Beat, LocalRank, RankFailed, RankReady, RankSetup
 from dflash_backend.engine.sums import SharedSum
-from dflash_backend.models.ops import select_ops
+from dflash_backend.models.ops import select_ops, use_dependent_launch
 from dflash_backend.models.parallel import Follower, load_shard, vocabulary_part
 from dflash_backend.models.recurrent_state import StatePool
 from dflash_backend.models.vocabulary import Sums
 from dflash_backend.process_watch import WatchedProcess
 from dflash_backend.worker.kv_cache import PagedKVCache
+from dflash_backend.worker.memory import CudaMemory
 
 _log = logging.getLogger(__name__)
 
@@ -65,11 +71,13 @@ class _LocalRankZero:
 def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], None] = lambda: None) -> None:
     """Load this rank's part, then run passes until rank 0 is gone; `EOFError` says so. join: meet the other ranks, once
     all have loaded. Any other error is told to rank 0 and goes on."""
+    if setup.device.type == "cuda":  # before anything is allocated, which would be on the first GPU
+        torch.cuda.set_device(setup.device)
     torch.set_num_threads(num_rank_threads(setup.weight_bytes, setup.num_sharers))
     threading.Thread(target=_beat, args=(rank_zero.send,), name="beat", daemon=True).start()
     try:
-        follower = _load(setup, sums)
-    except (CheckpointError, RuntimeError, MemoryError, OSError) as error:
+        run_message = _load(setup, sums)
+    except (CheckpointError, BackendError, ConfigError, RuntimeError, MemoryError, OSError) as error:
         rank_zero.send(RankReady(str(error) or type(error).__name__))
         return
     rank_zero.send(RankReady())
@@ -77,7 +85,7 @@ def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], No
         join()
         with torch.inference_mode():
             while True:
-                follower.run(pickle.loads(rank_zero.receive()))
+                run_message(rank_zero.receive())
     except EOFError:
         raise
     except Exception as error:
@@ -87,8 +95,24 @@ def run(setup: RankSetup, rank_zero: RankZero, sums: Sums, join: Callable[[], No
         raise
 
 
-def _load(setup: RankSetup, sums: Sums) -> Follower:
-    device = torch.device("cpu")
+def sums_of(setup: RankSetup, on_cpus: Callable[[], Sums]) -> tuple[Sums, Callable[[], None] | None]:
+    """The sum over ranks, and on GPUs what joins them. on_cpus: makes that of ranks on CPUs. Raises `ConfigError`."""
+    if setup.device.type != "cuda":
+        return on_cpus(), None
+    sums = GpuSum.by_nccl(setup.shard, setup.device, load_nccl(), setup.nccl_id, setup.batch_invariant)
+    return sums, sums.join
+
+
+def _load(setup: RankSetup, sums: Sums) -> Callable[[bytes], None]:
+    """What runs a message of rank 0."""
+    device = setup.device
+    use_dependent_launch(setup.dependent_launch)
+    if device.type == "cuda":
+        prepare_gpu()
+    backend = select_backend(setup.attention, setup.needs, setup.block_size)
+    wanted_ops = "triton" if backend.name == "triton" else None
+    if setup.batch_invariant:
+        backend = backend.batch_invariant()
     target = load_shard(
         setup.spec,
         setup.shard,
@@ -96,20 +120,28 @@ def _load(setup: RankSetup, sums: Sums) -> Follower:
         setup.max_positions,
         setup.dtype,
         device,
-        ops=select_ops(device, None, setup.batch_invariant),
+        ops=select_ops(device, wanted_ops, setup.batch_invariant),
         fp8=setup.fp8,
     )
     decoder = target.spec.decoder
-    kv = PagedKVCache.allocate(decoder, None, setup.num_blocks, setup.block_size, setup.dtype, device, setup.kv_dtype)
+
+    def allocate(num_blocks: int) -> list[KVLayer]:
+        kv_dtype = setup.kv_dtype
+        return PagedKVCache.allocate(decoder, None, num_blocks, setup.block_size, setup.dtype, device, kv_dtype).target
+
     pool = None
     if decoder.delta_net is not None:
         pool = StatePool.allocate(decoder, setup.num_states, setup.dtype, device)
-    backend: AttentionBackend = TorchBackend(setup.block_size)
-    if setup.batch_invariant:
-        backend = backend.batch_invariant()
-    return Follower(
-        target, kv.target, backend, setup.dtype, pool, vocabulary_part(target, setup.spec, setup.shard, sums)
-    )
+    vocabulary = vocabulary_part(target, setup.spec, setup.shard, sums)
+    follower = Follower(target, allocate(setup.num_blocks), backend, setup.dtype, pool, vocabulary)
+    if not isinstance(sums, GpuSum):
+        return partial(_run_pickled, follower)
+    messages = DeviceMessages(sums, device)
+    return GpuFollower(follower, backend, messages, sums, CudaMemory(device), CudaCapture(), allocate, device).run
+
+
+def _run_pickled(follower: Follower, data: bytes) -> None:
+    follower.run(pickle.loads(data))
 
 
 def log_to_stderr(setup: RankSetup) -> None:
@@ -141,8 +173,13 @@ def main() -> int:
     if os.getppid() != local.parent:
         return 1
     threading.Thread(target=_end_with, args=(watched,), name="parent-watch", daemon=True).start()
+    rank_zero = _LocalRankZero(connection)
     try:
-        run(local.setup, _LocalRankZero(connection), SharedSum(local.memory, local.setup.shard))
+        sums, join = sums_of(local.setup, lambda: SharedSum(local.memory, local.setup.shard))
+        run(local.setup, rank_zero, sums, join or (lambda: None))
+    except ConfigError as error:
+        rank_zero.send(RankReady(str(error)))
+        return 1
     except EOFError:
         return 0
     except Exception:  # noqa: BLE001, it was logged, and told to rank 0

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from dflash_backend.engine.gpu_sum import GpuSum
 from dflash_backend.engine.rank_messages import RankSetup
 
 BEAT_S = 0.5
@@ -42,11 +43,17 @@ class RankLinks(Protocol):
     def reduce(self) -> Reduce:
         """The sum over all ranks, once they serve."""
 
+    def sum_by(self, gpu_sum: GpuSum) -> None:
+        """Let `reduce` be that one, as of ranks on GPUs."""
+
     def start(self, setups: Sequence[RankSetup]) -> None:
         """Start a rank for each, which loads its part. Raises `ConfigError` where they cannot be started."""
 
     def num_beside(self, rank: int) -> int:
         """How many ranks share the machine of one, itself among them. Rank 0 is this process."""
+
+    def device_index(self, rank: int) -> int:
+        """Which of the GPUs that its process sees a rank runs on."""
 
     def name(self, rank: int) -> str:
         """For errors: its number, and where it runs if that is another machine."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dflash_backend.attention import Requirements
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.models.shard import Shard
 
@@ -17,7 +19,9 @@ from dflash_backend.models.shard import Shard
 class RankSetup:
     """What a rank must know to load. spec: of the whole target. num_states: slots of recurrent states, where it has
     some. fp8: weights are those that FP8 would hold. weight_bytes: of all models. num_sharers: how many processes share
-    the cores of the rank's machine, itself among them."""
+    the cores of the rank's machine, itself among them. attention, needs: by which rank 0 has selected its attention
+    backend. device: where it runs. nccl_id: by which ranks on GPUs find each other, empty on CPUs.
+    dependent_launch: the setting `enable_dependent_launch`."""
 
     shard: Shard
     spec: TargetSpec
@@ -32,6 +36,11 @@ class RankSetup:
     weight_bytes: int
     num_sharers: int
     log_level: str
+    attention: str | None
+    needs: Requirements
+    device: torch.device
+    nccl_id: bytes = b""
+    dependent_launch: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,3 +97,13 @@ def packed(message: object) -> bytes:
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(message)
     return out.getvalue()
+
+
+class HostMessages:
+    """Messages with all that is in them, tensors of the host too."""
+
+    def send(self, message: object, send: Callable[[bytes], None]) -> int:
+        """As `DeviceMessages.send`."""
+        data = packed(message)
+        send(data)
+        return len(data)

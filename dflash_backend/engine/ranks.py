@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass, replace
 
 import torch
 
+from dflash_backend.attention import Requirements
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.config import ConfigError, EngineConfig
 from dflash_backend.engine.device import num_rank_threads
+from dflash_backend.engine.device_messages import DeviceMessages
+from dflash_backend.engine.gpu_peers import Control, GpuPeers
+from dflash_backend.engine.gpu_sum import GpuSum
 from dflash_backend.engine.local_ranks import LocalRanks
+from dflash_backend.engine.nccl import load_nccl
 from dflash_backend.engine.quantised import target_kv_dtype
 from dflash_backend.engine.rank_links import RankLinks, cause_of
-from dflash_backend.engine.rank_messages import RankSetup, packed
+from dflash_backend.engine.rank_messages import HostMessages, RankSetup
 from dflash_backend.engine.ray_ranks import ray_ranks
 from dflash_backend.engine.recurrent import num_states
 from dflash_backend.models.parallel import Shared, SharedPass
+from dflash_backend.models.peers import ALONE, Peers
 from dflash_backend.models.shard import Shard, unsupported
 
 
@@ -26,13 +33,22 @@ def check_tensor_parallel(config: EngineConfig, spec: TargetSpec, device: torch.
     if size == 1:
         return
     reason = unsupported(spec, size)
-    if device.type != "cpu":
-        reason = "on a GPU the ranks cannot run yet: set device=cpu, or 1 for one GPU"
-    elif config.attention_backend not in (None, "torch"):
-        reason = f"attention_backend is '{config.attention_backend}', and ranks run 'torch' alone: set that, or auto"
     if reason is not None:
         raise ConfigError(
             f"setting 'tensor_parallel_size' is {size}, which the target in {spec.path} cannot have: {reason}"
+        )
+    if device.type == "cuda" and config.distributed_executor != "ray":
+        _check_gpus(size, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _check_gpus(size: int, count: int, visible: str | None) -> None:
+    """Raises `ConfigError` where there are fewer GPUs than ranks."""
+    if count < size:
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise ConfigError(
+            f"setting 'tensor_parallel_size' is {size}, which takes a GPU for each rank, and this process sees {count}"
+            f"{shown}: lower it, show it more, take KIND_MODEL where Triton's instance group is of KIND_GPU, which "
+            "shows one, or set distributed_executor=ray for GPUs of several machines"
         )
 
 
@@ -44,27 +60,72 @@ class Traffic:
     message_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class GpuRanks:
+    """What ranks on GPUs have in common. device: rank 0's. nccl_id: by which they find each other."""
+
+    device: torch.device
+    sums: GpuSum
+    nccl_id: bytes
+
+    @classmethod
+    def of(cls, size: int, ordered: bool, index: int) -> GpuRanks:
+        """Of `size` ranks; rank 0, which is this process, is on the GPU of that index, and allocates there from now
+        on. ordered: as of `GpuSum`. Raises `ConfigError` without NCCL."""
+        nccl = load_nccl()
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        nccl_id = nccl.unique_id()
+        return cls(device, GpuSum.by_nccl(Shard(0, size), device, nccl, nccl_id, ordered), nccl_id)
+
+
 class RankGroup:
     """The other ranks of this process, which is rank 0. They end with this object, or with this process."""
 
-    def __init__(self, links: RankLinks, size: int, weight_bytes: int, splits_vocabulary: bool = False) -> None:
-        """links: of a group of `size` ranks. weight_bytes: of all models. splits_vocabulary: as of `Shard`."""
+    def __init__(
+        self,
+        links: RankLinks,
+        size: int,
+        weight_bytes: int,
+        splits_vocabulary: bool = False,
+        gpu: GpuRanks | None = None,
+    ) -> None:
+        """links: of a group of `size` ranks. weight_bytes: of all models. splits_vocabulary: as of `Shard`. gpu: of
+        ranks on GPUs."""
         self.shard = Shard(0, size, splits_vocabulary)
         self.links = links
         self._weight_bytes = weight_bytes
         self.reduce = links.reduce
         self.traffic = Traffic()
+        self.num_sent = 0
+        self.device = torch.device("cpu") if gpu is None else gpu.device
+        self.peers: Peers = ALONE if gpu is None else GpuPeers(self, links.reduce, gpu.device)
+        self._nccl_id = b"" if gpu is None else gpu.nccl_id
+        self._messages = HostMessages() if gpu is None else DeviceMessages(gpu.sums, gpu.device)
         self._end = weakref.finalize(self, links.end)
 
     @classmethod
-    def of(cls, config: EngineConfig, weight_bytes: int, splits_vocabulary: bool = False) -> RankGroup:
+    def of(
+        cls, config: EngineConfig, weight_bytes: int, splits_vocabulary: bool = False, on_gpus: bool = False
+    ) -> RankGroup:
         """The ranks that the settings ask for. Raises `ConfigError` when they cannot run where they should."""
         size = config.tensor_parallel_size
-        links = ray_ranks(size) if config.distributed_executor == "ray" else LocalRanks(Shard(0, size))
-        return cls(links, size, weight_bytes, splits_vocabulary)
+        by_ray = config.distributed_executor == "ray"
+        links: RankLinks = ray_ranks(size, on_gpus) if by_ray else LocalRanks(Shard(0, size))
+        gpu = None
+        if on_gpus:
+            gpu = GpuRanks.of(size, config.batch_invariant, links.device_index(0))
+            links.sum_by(gpu.sums)
+        return cls(links, size, weight_bytes, splits_vocabulary, gpu)
 
     def start(
-        self, spec: TargetSpec, max_positions: int, num_blocks: int, config: EngineConfig, dtype: torch.dtype
+        self,
+        spec: TargetSpec,
+        max_positions: int,
+        num_blocks: int,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        needs: Requirements,
     ) -> None:
         """Start the ranks, which load their parts meanwhile. Raises `ConfigError` where they cannot be started."""
         self.links.start(
@@ -83,10 +144,19 @@ class RankGroup:
                     self._weight_bytes,
                     self._num_sharers(config, rank),
                     config.log_level,
+                    config.attention_backend,
+                    needs,
+                    self._device_of(rank),
+                    self._nccl_id,
+                    config.enable_dependent_launch,
                 )
                 for rank in range(1, self.shard.size)
             ]
         )
+
+    def _device_of(self, rank: int) -> torch.device:
+        kind = self.device.type
+        return self.device if kind == "cpu" else torch.device(kind, self.links.device_index(rank))
 
     def num_threads(self, config: EngineConfig) -> int:
         """Of an operation in this process."""
@@ -121,14 +191,14 @@ class RankGroup:
         """Why a rank is lost, empty while none is."""
         return self.links.lost
 
-    def send(self, step: Shared) -> None:
+    def send(self, step: Shared | Control) -> None:
         """Give it to all other ranks. Raises `RuntimeError` when one is lost."""
         if self.links.lost:
             raise RuntimeError(self.links.lost)
-        data = packed(step)
+        self.num_sent += 1
         self.traffic.num_passes += isinstance(step, SharedPass)
-        self.traffic.message_bytes += len(data) * (self.shard.size - 1)
         try:
-            self.links.send(data)
+            num_bytes = self._messages.send(step, self.links.send)
+            self.traffic.message_bytes += num_bytes * (self.shard.size - 1)
         except OSError as error:
             raise RuntimeError(cause_of(self.links) or f"a rank has ended ({error})") from error

@@ -46,9 +46,9 @@ VARIABLES = {
 }
 
 
-def ray_ranks(size: int) -> RemoteRanks:
+def ray_ranks(size: int, on_gpus: bool = False) -> RemoteRanks:
     """The other ranks of `size`, on as many nodes as there are. Raises `ConfigError` without a cluster for them."""
-    return RemoteRanks(Shard(0, size), RayLauncher(size))
+    return RemoteRanks(Shard(0, size), RayLauncher(size, on_gpus))
 
 
 def _connected() -> tuple[Any, bool]:
@@ -113,66 +113,116 @@ class _RayRank(RemoteRankProcess):
         return self.open(host, f"node {host} (Ray's node {node[:12]})", engine_key)
 
 
+class _HeldGpu:
+    """An actor that has rank 0's GPU in Ray's count, so that Ray gives it to no other: this process is no actor."""
+
+    def gpu(self) -> str:
+        """Its number, or its name, on this node."""
+        import ray
+
+        return str(ray.get_gpu_ids()[0])
+
+
+def visible_index(gpu: str, visible: str | None) -> int:
+    """Which of the GPUs that this process sees Ray's `gpu` is. visible: `CUDA_VISIBLE_DEVICES`, None for all. Raises
+    `ConfigError` where it is none of them."""
+    if visible is None and gpu.isdigit():
+        return int(gpu)
+    names = [name.strip() for name in (visible or "").split(",")]
+    if gpu in names:
+        return names.index(gpu)
+    raise ConfigError(
+        f"Ray gives rank 0 the GPU {gpu} of this node, and CUDA_VISIBLE_DEVICES={visible or ''} does not show it to "
+        "the server: give both the same GPUs, by the same numbers"
+    )
+
+
 class RayLauncher:
     """As `Launcher`."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, on_gpus: bool = False) -> None:
         self._ray, self._connected_here = _connected()
         self.host: str = self._ray.util.get_node_ip_address()
+        self._unit = "GPU" if on_gpus else "CPU"
         self._group = self._placed(size)
         self._on_node = _ranks_beside(self._group)
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._ended = False
+        self._own_index = self._held_gpu() if on_gpus else 0
+
+    def _held_gpu(self) -> int:
+        """Which GPU rank 0 has, as `device_index`. Raises `ConfigError`."""
+        self._holder = self._ray.remote(_HeldGpu).options(**self._placement(0)).remote()
+        try:
+            return visible_index(
+                self._ray.get(self._holder.gpu.remote(), timeout=START_SILENCE_S),
+                os.environ.get("CUDA_VISIBLE_DEVICES"),
+            )
+        except self._ray.exceptions.RayError as error:
+            self.end()
+            raise ConfigError(f"Ray gives rank 0 no GPU of this node: {error}") from None
+        except ConfigError:
+            self.end()
+            raise
+
+    def _placement(self, rank: int) -> dict[str, Any]:
+        """Options of an actor in a rank's bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        gpus = {"num_gpus": 1} if self._unit == "GPU" else {}
+        return {"num_cpus": CPUS, "scheduling_strategy": where, **gpus}
 
     def _placed(self, size: int) -> Any:
         """A placement group with a bundle for each rank, that of rank 0 on this node. Raises `ConfigError`."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         here = {f"node:{self.host}": 0.001}
-        bundles = [{"CPU": CPUS} | (here if rank == 0 else {}) for rank in range(size)]
-        # A rank more on a node that has one adds no memory and no cores: only where there are fewer nodes than ranks.
-        group = placement_group(bundles, strategy="SPREAD")
+        each = {"CPU": CPUS} | ({"GPU": 1} if self._unit == "GPU" else {})
+        bundles = [each | (here if rank == 0 else {}) for rank in range(size)]
+        # On CPUs a rank more on a node that has one adds no memory and no cores: only where there are fewer nodes than
+        # ranks. GPUs of one node reach each other many times as fast as those of several.
+        strategy = "PACK" if self._unit == "GPU" else "SPREAD"
+        group = placement_group(bundles, strategy=strategy)
         started = said = time.monotonic()
         while not group.wait(LOOK_S):
             now = time.monotonic()
             if now - started > PLACEMENT_S:
-                missing = self._missing(size)
+                missing, option = self._missing(size), f"--num-{self._unit.lower()}s"
                 remove_placement_group(group)
                 self._disconnect()
                 raise ConfigError(
-                    f"{missing}. Add nodes with `ray start --address`, give nodes more with --num-cpus, end what uses "
+                    f"{missing}. Add nodes with `ray start --address`, give nodes more with {option}, end what uses "
                     "them, or lower tensor_parallel_size"
                 )
             if now - said >= SAY_S or said == started:
-                _log.warning("waiting for CPUs: %s", self._missing(size))
+                _log.warning("waiting for %ss: %s", self._unit, self._missing(size))
                 said = now
         return group
 
     def _missing(self, size: int) -> str:
         nodes = sorted(
-            f"{node['NodeManagerAddress']} with {node['Resources'].get('CPU', 0.0):g}"
+            f"{node['NodeManagerAddress']} with {node['Resources'].get(self._unit, 0.0):g}"
             for node in self._ray.nodes()
             if node["Alive"]
         )
         return (
-            f"{size} ranks need {size} free CPUs of the Ray cluster in its count, one of them on this node "
-            f"({self.host}); it has {self._ray.available_resources().get('CPU', 0.0):g} free, and nodes "
+            f"{size} ranks need {size} free {self._unit}s of the Ray cluster in its count, one of them on this node "
+            f"({self.host}); it has {self._ray.available_resources().get(self._unit, 0.0):g} free, and nodes "
             f"{', '.join(nodes)}"
         )
 
     def num_beside(self, rank: int) -> int:
         return self._on_node[rank]
 
-    def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    def device_index(self, rank: int) -> int:
+        return 0 if rank else self._own_index  # an actor sees the GPU that Ray gave it alone
 
+    def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
         actor_class = self._ray.remote(_RayRank)
         for rank in range(1, num_ranks + 1):
-            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            options = actor_class.options(
-                num_cpus=CPUS, max_restarts=0, scheduling_strategy=where, runtime_env={"env_vars": VARIABLES}
-            )
+            options = actor_class.options(max_restarts=0, runtime_env={"env_vars": VARIABLES}, **self._placement(rank))
             self._actors.append(options.remote())
         asked = [actor.open_here.remote(engine_key) for actor in self._actors]
         try:

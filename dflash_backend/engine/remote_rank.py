@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import zmq
 
+from dflash_backend.config import ConfigError
 from dflash_backend.engine.network_sum import NetworkSum
-from dflash_backend.engine.rank import log_to_stderr, run
+from dflash_backend.engine.rank import log_to_stderr, run, sums_of
 from dflash_backend.engine.rank_channel import Endpoint
 from dflash_backend.engine.rank_links import NETWORK_SILENCE_S
-from dflash_backend.engine.rank_messages import RemoteRank
+from dflash_backend.engine.rank_messages import RankReady, RemoteRank
 
 LAST_WORDS_MS = 1000
 """How long the last message may take to leave."""
@@ -48,13 +49,17 @@ class RemoteRankProcess:
         to_engine, ended = self._endpoint.connect(remote.host, remote.beats_port, remote.engine_key, NETWORK_SILENCE_S)
         threading.Thread(target=_end_with, args=(ended,), name="engine-watch", daemon=True).start()
         shard = remote.setup.shard
-        reduce = NetworkSum(shard)
+        network_sum = NetworkSum(shard)
 
         def join() -> None:
-            reduce.join(self._host, remote.host, remote.sums_port)
+            network_sum.join(self._host, remote.host, remote.sums_port)
 
+        rank_zero = _RemoteRankZero(shard.rank, self._passes, to_engine)
         try:
-            run(remote.setup, _RemoteRankZero(shard.rank, self._passes, to_engine), reduce, join)
+            sums, gpu_join = sums_of(remote.setup, lambda: network_sum)
+            run(remote.setup, rank_zero, sums, gpu_join or join)
+        except ConfigError as error:
+            rank_zero.send(RankReady(str(error)))
         finally:
             to_engine.close(linger=LAST_WORDS_MS)
 

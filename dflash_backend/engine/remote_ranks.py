@@ -11,9 +11,10 @@ from typing import Protocol
 import zmq
 
 from dflash_backend.engine import rank_links
+from dflash_backend.engine.gpu_sum import GpuSum
 from dflash_backend.engine.network_sum import NetworkSum
 from dflash_backend.engine.rank_channel import Endpoint
-from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S, HANG_S, NETWORK_SILENCE_S, cause_of
+from dflash_backend.engine.rank_links import BEAT_S, CAUSE_S, HANG_S, NETWORK_SILENCE_S, Reduce, cause_of
 from dflash_backend.engine.rank_messages import Beat, RankFailed, RankReady, RankSetup, RemoteRank
 from dflash_backend.engine.remote_rank import RankAddress
 from dflash_backend.models.shard import Shard
@@ -28,6 +29,9 @@ class Launcher(Protocol):
 
     def num_beside(self, rank: int) -> int:
         """As `RankLinks.num_beside`."""
+
+    def device_index(self, rank: int) -> int:
+        """As `RankLinks.device_index`."""
 
     def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
         """Start a process for each rank, which takes passes from the process with that key. Raises `ConfigError`."""
@@ -47,7 +51,10 @@ class RemoteRanks:
 
     def __init__(self, shard: Shard, launcher: Launcher) -> None:
         self.lost = ""
-        self.reduce = NetworkSum(shard, lambda: self.lost, lambda: cause_of(self))
+        self._ended = False
+        self._gpu_sum: GpuSum | None = None
+        self._network_sum = NetworkSum(shard, lambda: self.lost, lambda: cause_of(self))
+        self.reduce: Reduce = self._network_sum
         self._num_others = shard.size - 1
         self._launcher = launcher
         self._endpoint = Endpoint()
@@ -62,8 +69,11 @@ class RemoteRanks:
         self._heard: set[int] = set()  # those that have said something since it was last asked for
         self._watching: threading.Thread | None = None
 
+    def sum_by(self, gpu_sum: GpuSum) -> None:
+        self.reduce = self._gpu_sum = gpu_sum
+
     def start(self, setups: Sequence[RankSetup]) -> None:
-        port = self.reduce.serve_store(self._launcher.host)
+        port = 0 if self._gpu_sum is not None else self._network_sum.serve_store(self._launcher.host)
         key = self._endpoint.keys.public
         self._addresses = self._launcher.open(len(setups), key)
         for rank, address in enumerate(self._addresses, 1):
@@ -76,6 +86,9 @@ class RemoteRanks:
 
     def num_beside(self, rank: int) -> int:
         return self._launcher.num_beside(rank)
+
+    def device_index(self, rank: int) -> int:
+        return self._launcher.device_index(rank)
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self._addresses[rank - 1].node}"
@@ -115,7 +128,10 @@ class RemoteRanks:
     def serve(self) -> None:
         self._watching = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watching.start()
-        self.reduce.join(self._launcher.host)
+        if self._gpu_sum is not None:
+            self._gpu_sum.join(lambda: self.lost)
+        else:
+            self._network_sum.join(self._launcher.host)
 
     def send(self, data: bytes) -> None:
         for passes in self._passes:
@@ -125,6 +141,7 @@ class RemoteRanks:
                 raise OSError(str(error)) from error
 
     def end(self) -> None:
+        self._ended = True
         self.lost = self.lost or "the engine has ended"
         self._launcher.end()
         watching = self._watching
@@ -152,6 +169,8 @@ class RemoteRanks:
                 if now - at > HANG_S:
                     self.lost = self.lost or f"{self.name(rank)} has not answered for {HANG_S:g} s"
         self._launcher.end()
+        if self._gpu_sum is not None and not self._ended:
+            self._gpu_sum.abort()
 
     def _receive(self) -> list[tuple[int, Beat | RankReady | RankFailed]]:
         """What ranks have said, waiting up to a beat for the first of it, or for the end of a connection."""

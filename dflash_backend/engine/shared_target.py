@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from dflash_backend.attention import Requirements
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.checkpoints.weights import Progress
 from dflash_backend.config import EngineConfig
@@ -15,6 +16,7 @@ from dflash_backend.engine.sizing import loaded_bytes
 from dflash_backend.models.interface import TargetModel
 from dflash_backend.models.ops import LayerOps
 from dflash_backend.models.parallel import SharedTarget, load_shard, vocabulary_part
+from dflash_backend.models.peers import ALONE
 from dflash_backend.models.shard import Shard
 
 MIN_SPLIT_BYTES = 64 << 20
@@ -22,9 +24,20 @@ MIN_SPLIT_BYTES = 64 << 20
 step would take more exchanges."""
 
 
+def rank_group(config: EngineConfig, pair: ModelPair, dtype: torch.dtype, device: torch.device) -> RankGroup | None:
+    """The ranks that share the target on devices like this one; None where the settings ask for one process. Raises
+    `ConfigError` when they cannot run where they should."""
+    if config.tensor_parallel_size == 1:
+        return None
+    splits_vocabulary = vocabulary_bytes(pair.target, dtype) >= MIN_SPLIT_BYTES
+    return RankGroup.of(config, loaded_bytes(pair, dtype), splits_vocabulary, device.type == "cuda")
+
+
 def load_shared_target(
     config: EngineConfig,
     pair: ModelPair,
+    ranks: RankGroup,
+    needs: Requirements,
     num_positions: int,
     num_blocks: int,
     dtype: torch.dtype,
@@ -33,14 +46,13 @@ def load_shared_target(
 ) -> TargetModel:
     """The target, once all ranks have loaded their parts. Raises `CheckpointError`, and `ConfigError` when a rank has
     not loaded its own."""
-    fp8 = config.quantization == "fp8"
-    splits_vocabulary = vocabulary_bytes(pair.target, dtype) >= MIN_SPLIT_BYTES
-    ranks = RankGroup.of(config, loaded_bytes(pair, dtype), splits_vocabulary)
-    ranks.start(pair.target, num_positions, num_blocks, config, dtype)
-    device = torch.device("cpu")
+    fp8, device = config.quantization == "fp8", ranks.device
+    # On GPUs blocks are counted once the memory of the largest step is known.
+    ranks.start(pair.target, num_positions, num_blocks if ranks.peers is ALONE else 1, config, dtype, needs)
     local = load_shard(pair.target, ranks.shard, ranks.reduce, num_positions, dtype, device, progress, ops, fp8=fp8)
     ranks.connect()
-    return SharedTarget(pair.target, local, ranks, vocabulary_part(local, pair.target, ranks.shard, ranks.reduce))
+    vocabulary = vocabulary_part(local, pair.target, ranks.shard, ranks.reduce)
+    return SharedTarget(pair.target, local, ranks, vocabulary, ranks.peers)
 
 
 def num_rank_0_threads(config: EngineConfig, target: TargetModel) -> int:

@@ -77,7 +77,8 @@ def gpu_budget(config: EngineConfig, use: MemoryUse) -> KVCacheBudget:
     there is."""
     wanted = config.kv_cache_gb
     if wanted is not None:
-        if wanted * GIB > use.left(1.0):
+        # A cache is shared out to the ranks.
+        if wanted / config.tensor_parallel_size * GIB > use.left(1.0):
             raise ConfigError(
                 f"setting 'kv_cache_gb' is {wanted:g}, more than the GPU has left ({use.describe(1.0)}): lower it, or "
                 "max_num_batched_tokens and max_num_seqs, or free memory that other programs hold"

@@ -26,7 +26,8 @@ def engine_environments(
     Raises `ConfigError` when there are too few GPUs.
     """
     num_engines, each = config.data_parallel_size, config.tensor_parallel_size
-    if num_engines == 1 or config.device == "cpu":
+    # Ray knows which GPUs are free, on this node and others, and gives each engine its own.
+    if num_engines == 1 or config.device == "cpu" or config.distributed_executor == "ray":
         return [{} for _ in range(num_engines)]
     chosen = environ.get(VISIBLE)
     if chosen is None:

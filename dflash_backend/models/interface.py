@@ -11,6 +11,7 @@ import torch
 from dflash_backend.attention import AttentionBackend, AttentionBatch, AttentionMetadata, AttentionPattern, KVLayer
 from dflash_backend.checkpoints.spec import TargetSpec
 from dflash_backend.models.linear import Linear
+from dflash_backend.models.peers import ALONE, Peers
 from dflash_backend.models.recurrent_state import StateRows
 
 
@@ -127,6 +128,9 @@ class TargetModel(Protocol):
 
     lm_head: Linear
     """hidden_size -> vocab_size, over the embedding itself where the two are tied; its input is normed."""
+
+    peers: Peers = ALONE
+    """What a step asks of the other processes that share this target."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings: int64 `[n]` -> `[n, hidden_size]`."""

@@ -86,6 +86,11 @@ class Linear:
         return self._weight
 
     @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self._weight.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the weight's numbers."""
         return self._weight.dtype
@@ -141,6 +146,10 @@ class QuantisedLinear(Linear):
         """The weight as numbers, made anew whenever it is asked for."""
         numbers = self.quantised.dequantised(self._dtype)
         return numbers if self.order is None else numbers[:, self.order.argsort()]
+
+    @property
+    def device(self) -> torch.device:
+        return self.quantised.codes.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,6 +27,7 @@ from dflash_backend.models.layers import LayerWeights
 from dflash_backend.models.linear import Linear, ProductOf
 from dflash_backend.models.mlp import Mlp
 from dflash_backend.models.ops import LayerOps, select_ops
+from dflash_backend.models.peers import ALONE, Peers
 from dflash_backend.models.recurrent_state import StateChange, StateCopies, StateLayout, StatePool, StateRows
 from dflash_backend.models.shard import EMBEDDING, Shard, SlicedSource
 from dflash_backend.models.vocabulary import HeadPass, Lookup, SlicedHead, SlicedLogits, Sums, VocabularyPart
@@ -63,6 +64,10 @@ class SummedLinear(Linear):
     @property
     def weight(self) -> torch.Tensor:
         return self._part.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self._part.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,6 +209,10 @@ class Follower:
         self._rows: StateRows | None = None
         self._vocabulary = vocabulary
 
+    def take_kv(self, caches: list[KVLayer]) -> None:
+        """From now on KV is kept in `caches`."""
+        self._caches = caches
+
     def run(self, step: Shared) -> None:
         """What rank 0 has done: a pass, or its head, or what it did to the states since."""
         if isinstance(step, SharedPass):
@@ -278,14 +287,20 @@ class SharedTarget(TargetModel):
     """The target as rank 0 has it: a pass runs on all ranks, the rest here, but for what is split by vocabulary."""
 
     def __init__(
-        self, spec: TargetSpec, local: TargetModel, ranks: OtherRanks, vocabulary: VocabularyPart | None = None
+        self,
+        spec: TargetSpec,
+        local: TargetModel,
+        ranks: OtherRanks,
+        vocabulary: VocabularyPart | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         """spec: of the whole target. local: this rank's part. vocabulary: its slice of embedding and head; None where
-        it has all of both."""
+        it has all of both. peers: what else is asked of the others."""
         self.spec = spec
         self.local = local
         self.patterns = local.patterns
         self.ranks = ranks
+        self.peers = peers
         self._vocabulary = None if vocabulary is None else SharedVocabulary(vocabulary, ranks)
         self.lm_head = local.lm_head if self._vocabulary is None else SlicedHead(local.lm_head, self._vocabulary)
 

@@ -68,6 +68,7 @@ class VocabularyPart:
         self.slices = slices
         self._slice = slices[rank]
         self._sums = sums
+        self._device = target.lm_head.device
 
     def rows(self, task: Lookup) -> torch.Tensor:
         """The rows, the same on each rank: `[n, hidden]`. Each token's come from one rank, so a sum is exact."""
@@ -79,8 +80,9 @@ class VocabularyPart:
         """On rank 0 what each rank found, `[n, width of the largest slice]`, or `[n, columns]` of `_candidates`.
         hidden: what the head is run over, on rank 0."""
         head = self._target.lm_head
-        nothing = torch.zeros(task.num_rows, head.in_features, dtype=head.dtype)
-        x = self._sums(nothing if hidden is None else hidden.clone())
+        if hidden is None:
+            hidden = torch.zeros(task.num_rows, head.in_features, dtype=head.dtype, device=self._device)
+        x = self._sums(hidden.clone())
         logits = self._target.logits(x) if task.of_target else head(x)
         if task.form is not None:
             logits = task.form(logits)
@@ -198,13 +200,18 @@ class SlicedHead(Linear):
 
     def rows(self, index: torch.Tensor | slice) -> Linear:
         """As `Linear.rows`, always a copy, which this process has alone."""
-        token_ids = torch.arange(self.out_features)[index]
+        device = index.device if isinstance(index, torch.Tensor) else self.device
+        token_ids = torch.arange(self.out_features, device=device)[index].to(self.device)
         return Linear(self._ranks.look_up(Lookup(token_ids, of_head=True)), None, self._part.product)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight, brought here from all ranks whenever it is asked for."""
         return self.rows(slice(None)).weight
+
+    @property
+    def device(self) -> torch.device:
+        return self._part.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -115,24 +115,32 @@ class CapturedStep:
             step.finish(step.verify(inputs))
         stream.synchronize()
         self._first, self._second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._first, pool=pool, stream=stream):
+        # Ranks have run the step as well, so what they exchange is connected, and capture the same halves.
+        with step.target.peers.capturing() as self._first_there, _capture(self._first, pool, stream):
             forwarded = step.forward(inputs)
             verified = step.choose(forwarded)
         # What the first half leaves must be there while the second is captured, or that would take its memory.
-        with torch.cuda.graph(self._second, pool=pool, stream=stream):
+        with step.target.peers.capturing() as self._second_there, _capture(self._second, pool, stream):
             self._result = step.finish(verified).numbers
         assert isinstance(forwarded.logits, torch.Tensor)
         self._chosen = ChosenTokens(borrowed(forwarded.logits), verified.target_tokens)
 
     def verify(self) -> ChosenTokens:
         """As `PaddedStep.verify`."""
+        self._first_there()
         self._first.replay()
         return self._chosen
 
     def finish(self) -> torch.Tensor:
         """As `PaddedStep.finish`."""
+        self._second_there()
         self._second.replay()
         return self._result
+
+
+def _capture(graph: torch.cuda.CUDAGraph, pool: GraphPool, stream: torch.cuda.Stream) -> torch.cuda.graph:
+    """A block whose work on `stream` is captured."""
+    return torch.cuda.graph(graph, pool=pool, stream=stream)
 
 
 class _Memory:
@@ -169,12 +177,12 @@ class GraphCapturer:
 
     def __call__(self, inputs: StepInputs) -> CapturedStep | None:
         """Capture a step; None when memory does not suffice."""
-        if torch.cuda.mem_get_info()[0] < RESERVED_BYTES:
+        if self._step.target.peers.least_free(torch.cuda.mem_get_info()[0]) < RESERVED_BYTES:
             return None
         self._layouts.send_nothing(inputs.num_rows, inputs.num_tokens)
         torch.cuda.current_stream().synchronize()
         try:
-            with _no_collection():
+            with no_collection():
                 return CapturedStep(self._step, inputs, self._pool, self._stream)
         except torch.OutOfMemoryError:
             return None
@@ -347,7 +355,7 @@ def _say_what_is_missing(missing: Sequence[str], num_wanted: int) -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No garbage collection, which could free memory of the device in the midst of a capture."""
     gc.collect()
     was_enabled = gc.isenabled()

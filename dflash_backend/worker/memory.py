@@ -19,6 +19,7 @@ from dflash_backend.core.plan import NewRequest, ScheduledRequest, StepOutOfMemo
 from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.error_text import first_line
 from dflash_backend.messages import SamplingParams
+from dflash_backend.models.parallel import RankLostError
 
 GIB = 1024**3
 
@@ -153,7 +154,9 @@ def measure_use(
     probe.reset_peak()
     try:
         step, decode = _run_largest(probe, make_runner(), config)
-    except (torch.OutOfMemoryError, StepOutOfMemory) as error:
+    except (torch.OutOfMemoryError, StepOutOfMemory, RankLostError) as error:
+        if isinstance(error, RankLostError) and not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
         raise ConfigError(_step_does_not_fit(probe, weights, config, first_line(error))) from None
     probe.release()
     graphs = decode + GRAPH_OVERHEAD_BYTES if captures else 0

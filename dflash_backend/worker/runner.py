@@ -187,6 +187,7 @@ class ModelRunner:
         for part in step.parts:
             assert part.results is not None, "the step before completes this one"
             numbers = self.step.unpacked(part.results.wait(), part.num_rows)
+            self.step.target.peers.check()  # a step whose rank is lost ends too, with any numbers
             num_verified, times = numbers.verified, numbers.times
             sure = numbers.confidences.tolist() if step.has_confidence else []
             counts = zip(part.rows, numbers.accepted, numbers.tokens, strict=False)

@@ -9,12 +9,13 @@ logits. The counting driver of `benchmarks.gpu.kernel_variants` shows that no wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from dflash_backend.attention import AttentionBackend
 from dflash_backend.worker.batch import BatchTraits, LengthBounds, StepInputs
 from dflash_backend.worker.layout_buffer import LayoutBuffer
 from dflash_backend.worker.step import ModelStep
@@ -56,7 +57,18 @@ def warm_up(step: ModelStep, layouts: LayoutBuffer, max_tokens: int, draft_width
 def _every_variant(step: ModelStep) -> Iterator[None]:
     """In this block the attention of both models, and products of quantised weights, run every kernel that they
     have."""
-    with step.backend.every_variant(), (step.draft_backend or step.backend).every_variant(), every_tile():
+    draft_backend, peers = step.draft_backend or step.backend, step.target.peers
+    with peers.every_variant(), every_kernel(step.backend, draft_backend):
+        yield
+
+
+@contextmanager
+def every_kernel(*backends: AttentionBackend) -> Iterator[None]:
+    """In this block attention of these backends, and products of quantised weights, run every kernel that they have."""
+    with ExitStack() as stack:
+        for backend in backends:
+            stack.enter_context(backend.every_variant())
+        stack.enter_context(every_tile())
         yield
 
 

@@ -126,6 +126,9 @@ class ForkLauncher:
     def num_beside(self, rank: int) -> int:
         return 1
 
+    def device_index(self, rank: int) -> int:
+        return 0
+
     def open(self, num_ranks: int, engine_key: bytes) -> list[RankAddress]:
         for rank in range(1, num_ranks + 1):
             ours, theirs = _context.Pipe()
@@ -150,7 +153,7 @@ class ForkLauncher:
 def over_the_network(patch: pytest.MonkeyPatch) -> None:
     """Engines that ask for Ray get ranks over the network, in processes of this machine."""
 
-    def ranks(size: int) -> RemoteRanks:
+    def ranks(size: int, on_gpus: bool = False) -> RemoteRanks:
         return RemoteRanks(Shard(0, size), ForkLauncher())
 
     patch.setattr("dflash_backend.engine.ranks.ray_ranks", ranks)

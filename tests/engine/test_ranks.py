@@ -198,18 +198,9 @@ def test_a_rank_that_is_lost_ends_the_engine(pair: dict[str, str], number: signa
     end(built)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"attention_backend": "triton"}, "ranks run 'torch' alone"),
-        ({"tensor_parallel_size": 3}, "4 attention heads are no multiple"),
-    ],
-)
-def test_what_ranks_cannot_do_is_refused_at_the_start(
-    pair: dict[str, str], settings: dict[str, Any], words: str
-) -> None:
-    config = EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 2, **settings})
-    with pytest.raises(ConfigError, match=words):
+def test_what_ranks_cannot_do_is_refused_at_the_start(pair: dict[str, str]) -> None:
+    config = EngineConfig.from_values({**pair, "device": "cpu", "tensor_parallel_size": 3})
+    with pytest.raises(ConfigError, match="4 attention heads are no multiple"):
         build_engine(config)
 
 

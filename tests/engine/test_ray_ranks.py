@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with RayNodes(cpus=2) as nodes, pytest.MonkeyPatch.context() as patch:
+    with RayNodes(cpus=2, gpus=2) as nodes, pytest.MonkeyPatch.context() as patch:
         for name, value in nodes.environ.items():
             patch.setenv(name, value)
         yield nodes
@@ -125,3 +125,19 @@ def test_an_address_at_which_no_cluster_answers_is_refused_at_once(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"no node of a Ray cluster that answers: .*{address}"):
         ray_ranks.ray_ranks(2)
+
+
+@pytest.mark.slow
+def test_ray_gives_each_rank_a_gpu_of_its_own_and_holds_rank_0s(
+    nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Ray's count: nothing here runs on them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launcher = ray_ranks.RayLauncher(3, on_gpus=True)
+    assert launcher.device_index(0) in (0, 1)
+    assert [launcher.device_index(rank) for rank in (1, 2)] == [0, 0]
+    assert len(launcher.open(2, b"k" * 40)) == 2
+    monkeypatch.setattr(ray_ranks, "PLACEMENT_S", 1.0)
+    with pytest.raises(ConfigError, match=r"2 ranks need 2 free GPUs .* it has 1 free, .*--num-gpus"):
+        ray_ranks.RayLauncher(2, on_gpus=True)
+    launcher.end()

@@ -27,6 +27,7 @@ def devices(tmp_path: Path) -> Path:
         ({"data_parallel_size": 2}, {"CUDA_VISIBLE_DEVICES": "-1"}, [None, None]),
         ({"data_parallel_size": 8, "device": "cpu"}, {}, [None] * 8),
         ({}, {"CUDA_VISIBLE_DEVICES": "3"}, [None]),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 8, "distributed_executor": "ray"}, {}, [None, None]),
     ],
 )
 def test_an_engine_sees_as_many_gpus_as_it_has_ranks(devices, settings, environ, expected):

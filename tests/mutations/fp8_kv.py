@@ -106,7 +106,7 @@ FP8_KV_MUTANTS = (
     *mutants_of(
         "dflash_backend/engine/rank.py",
         RANKS,
-        ("other ranks keep KV in the model's dtype", "setup.dtype, device, setup.kv_dtype", "setup.dtype, device"),
+        ("other ranks keep KV in the model's dtype", "kv_dtype = setup.kv_dtype", "kv_dtype = None"),
     ),
     *mutants_of(
         "kernels/dflash_kernels/paged_attention_launch.py",

@@ -117,15 +117,15 @@ REMOTE_RANK_MUTANTS = (
     Mutant(
         "each rank needs a node of its own",
         RAY,
-        'strategy="SPREAD"',
-        'strategy="STRICT_SPREAD"',
+        'else "SPREAD"',
+        'else "STRICT_SPREAD"',
         (f"{RAY_TESTS}test_one_node_with_cpus_enough_has_all_ranks",),
     ),
     Mutant(
         "ranks crowd on one node beside an empty one",
         RAY,
-        'strategy="SPREAD"',
-        'strategy="PACK"',
+        'else "SPREAD"',
+        'else "PACK"',
         (f"{RAY_TESTS}test_ranks_on_two_nodes_give_the_text_of_one_and_leave_nothing",),
     ),
 )

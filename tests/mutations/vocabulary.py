@@ -144,8 +144,8 @@ VOCABULARY_MUTANTS = (
     Mutant(
         "the other ranks' slices of logits depend on the batch",
         "dflash_backend/engine/rank.py",
-        "ops=select_ops(device, None, setup.batch_invariant)",
-        "ops=select_ops(device, None, False)",
+        "ops=select_ops(device, wanted_ops, setup.batch_invariant)",
+        "ops=select_ops(device, wanted_ops, False)",
         ("tests/engine/test_vocabulary_ranks.py::test_text_depends_neither_on_the_batch_nor_on_what_is_gathered",),
     ),
     Mutant(
