@@ -24,12 +24,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     """The grammar that an answer follows: a JSON schema, a regular expression, a JSON list of texts to choose from, or
     a grammar in llguidance's form of Lark, as `kind` says.
 
-    after_reasoning: token ids behind which the grammar begins; empty where it begins with the answer.
+    after_reasoning: token ids behind which the grammar begins; empty where it begins with the answer. parameter: the
+    sampling parameter that named it, for errors.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     after_reasoning: tuple[int, ...] = ()
+    parameter: str = "structured_outputs"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -197,4 +197,7 @@ def test_a_wrong_grammar_ends_its_request_and_no_other(llm):
     ) as error:
         generate(llm, structured_outputs={"regex": "("})
     assert error.value.status == "INVALID_ARGUMENT"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(RequestError, match="the grammar in 'response_format' is wrong or too large"):
+        generate(llm, response_format=schema)
     assert generate(llm, structured_outputs={"choice": ["yes"]}).text == "yes"

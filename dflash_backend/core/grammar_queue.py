@@ -48,7 +48,7 @@ class GrammarQueue:
         if grammar is None:
             return False
         if self._compiler is None:
-            raise RequestError("INVALID_ARGUMENT", "this engine has no grammars for 'structured_outputs'")
+            raise RequestError("INVALID_ARGUMENT", f"this engine has no grammars for '{grammar.parameter}'")
         if len(self.waiting) >= self._max_size:
             raise RequestError(
                 "UNAVAILABLE", f"{len(self.waiting)} requests wait for their grammars already; try again later"
@@ -57,7 +57,7 @@ class GrammarQueue:
         self.num_requests += 1
         if future.done():
             if (error := future.exception()) is not None:
-                raise RequestError("INVALID_ARGUMENT", _refusal(error))
+                raise RequestError("INVALID_ARGUMENT", _refusal(request, error))
             request.grammar = future.result()
             return False
         self.waiting[request.request_id] = request, future, time.monotonic() + TIME_LIMIT_S
@@ -106,23 +106,30 @@ class GrammarQueue:
                 error = future.exception()
                 if error is None:
                     request.grammar = future.result()
-                yield request, None if error is None else RequestError("INVALID_ARGUMENT", _refusal(error))
+                yield request, None if error is None else RequestError("INVALID_ARGUMENT", _refusal(request, error))
             elif time.monotonic() > deadline:
                 waited_only = future.cancel()
                 self.remove(request)
-                yield request, _late(waited_only)
+                yield request, _late(request, waited_only)
 
 
-def _late(waited_only: bool) -> RequestError:
+def _late(request: Request, waited_only: bool) -> RequestError:
     """The error of a grammar that is not compiled in time; `waited_only`: others were, and its turn did not come."""
     if waited_only:
         reason = f"has waited for {TIME_LIMIT_S:g} s while others were compiled; try again later"
-        return RequestError("UNAVAILABLE", f"the grammar in 'structured_outputs' {reason}")
+        return RequestError("UNAVAILABLE", f"{_named(request)} {reason}")
     reason = f"took longer than {TIME_LIMIT_S:g} s to compile; make it simpler, or try again later"
-    return RequestError("INVALID_ARGUMENT", f"the grammar in 'structured_outputs' {reason}")
+    return RequestError("INVALID_ARGUMENT", f"{_named(request)} {reason}")
 
 
-def _refusal(error: BaseException) -> str:
+def _refusal(request: Request, error: BaseException) -> str:
     if isinstance(error, ValueError):
-        return f"the grammar in 'structured_outputs' {error}"
-    return f"the grammar in 'structured_outputs' could not be compiled ({type(error).__name__}: {error})"
+        return f"{_named(request)} {error}"
+    return f"{_named(request)} could not be compiled ({type(error).__name__}: {error})"
+
+
+def _named(request: Request) -> str:
+    """The grammar by the parameter that its client sent."""
+    grammar = request.sampling.structured_outputs
+    assert grammar is not None
+    return f"the grammar in '{grammar.parameter}'"

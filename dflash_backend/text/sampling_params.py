@@ -305,7 +305,10 @@ def _add_format(parsed: dict[str, Any], name: str, value: Any) -> None:
         grammar = FORMATS[name](value)
     except FormatError as error:
         raise ParameterError(f"sampling parameter '{name}' {error}") from None
-    if grammar is not None and parsed.setdefault("structured_outputs", grammar) != grammar:
+    if grammar is None:
+        return
+    known = parsed.setdefault("structured_outputs", msgspec.structs.replace(grammar, parameter=name))
+    if msgspec.structs.replace(known, parameter=grammar.parameter) != grammar:
         raise ParameterError("sampling parameters 'structured_outputs' and 'response_format' name two grammars")
 
 

@@ -21,7 +21,7 @@ from dflash_client.errors import (
 
 # Seconds after which a client may try again.
 RETRY_AFTER_S = 1
-_PARAMETER = re.compile(r"(?:unknown )?(?:sampling )?parameter ['\"](\w+)['\"]")
+_PARAMETER = re.compile(r"(?:parameter|the grammar in) ['\"](\w+)['\"]")
 
 
 class ApiError(Exception):

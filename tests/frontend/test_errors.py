@@ -26,6 +26,7 @@ BIASES = ", ".join(f'"{token_id}": 1' for token_id in range(259))
     ("behind", "status", "raised"),
     [
         (InvalidArgument("sampling parameter 'top_p' has the value 7"), 400, openai.BadRequestError),
+        (InvalidArgument("the grammar in 'response_format' is wrong or too large"), 400, openai.BadRequestError),
         (QueueFull("2 requests wait already and max_queue_size is 2"), 429, openai.RateLimitError),
         (Unavailable("the engine restarts"), 503, openai.InternalServerError),
         (ConnectionFailed("no gRPC server answers"), 503, openai.InternalServerError),
@@ -49,7 +50,8 @@ def test_a_failure_of_the_model_has_its_status(
     if status in (429, 503):
         assert caught.value.response.headers["retry-after"] == "1"
     if status == 400:
-        assert caught.value.param == "top_p"
+        assert caught.value.param in ("top_p", "response_format")
+        assert f"'{caught.value.param}'" in str(behind)
 
 
 def test_a_failure_in_mid_stream_is_an_event(http: TestClient, client: openai.OpenAI, pool: ScriptedPool) -> None:

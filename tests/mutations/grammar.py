@@ -26,14 +26,24 @@ GRAMMAR_MUTANTS = (
         ("tests/core/test_grammar_queue.py",),
         (
             "a grammar whose turn did not come is called too slow",
-            "yield request, _late(waited_only)",
-            "yield request, _late(False)",
+            "yield request, _late(request, waited_only)",
+            "yield request, _late(request, False)",
         ),
         (
             "the compiler is not told whose grammar it is",
             "request.eos_token_ids, request.sampling.tenant)",
             'request.eos_token_ids, "")',
         ),
+    ),
+    *mutants_of(
+        "dflash_backend/text/sampling_params.py",
+        ("tests/test_structured_output.py", "tests/text/test_structured_outputs.py"),
+        ("a grammar is called by another parameter's name", "(grammar, parameter=name)", "(grammar)"),
+    ),
+    *mutants_of(
+        "frontend/dflash_openai/errors.py",
+        ("tests/frontend/test_errors.py",),
+        ("an error of a grammar names no parameter", "(?:parameter|the grammar in)", "(?:parameter)"),
     ),
     *mutants_of(
         MATCHER_FILE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from dflash_backend.messages import SamplingParams, StructuredOutputs
@@ -44,8 +45,13 @@ def test_the_keys_of_a_schema_keep_their_order():
 
 def test_a_response_format_means_the_same():
     of_openai = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    assert parse(response_format=of_openai) == parse(structured_outputs={"json": SCHEMA})
-    assert parse(response_format={"type": "json_object"}) == parse(structured_outputs={"json_object": True})
+    for one, same in ((of_openai, {"json": SCHEMA}), ({"type": "json_object"}, {"json_object": True})):
+        found = parse(response_format=one).structured_outputs
+        assert found.parameter == "response_format"
+        assert (
+            msgspec.structs.replace(found, parameter="structured_outputs")
+            == parse(structured_outputs=same).structured_outputs
+        )
     assert parse(response_format={"type": "text"}) == parse(response_format=None) == SamplingParams()
     assert parse(response_format=of_openai, structured_outputs={"json": SCHEMA}).structured_outputs is not None
     with pytest.raises(ParameterError, match="name two grammars"):
