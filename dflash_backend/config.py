@@ -278,9 +278,9 @@ class EngineConfig:
         "seconds and memory",
     )
     enable_dependent_launch: bool = setting(
-        True,
+        False,
         "on a GPU from Hopper on with the attention backend triton, let kernels begin while the one before ends "
-        "(programmatic dependent launch), where the driver has CUDA 12.3 or later",
+        "(programmatic dependent launch), where the driver has CUDA 12.3 or later; off until it has run on one",
     )
     enable_overlap: bool = setting(True, "plan the next step while the device runs this one; takes effect on a GPU")
     seed: int = setting(0, "seeds the requests that bring no seed of their own", low=0, high=2**63 - 1)

@@ -22,7 +22,7 @@ from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.worker.step_ops import HostStepOps
 from dflash_kernels.sample import sample_reference
 from tests.gpu.test_engine import logits_in_float32
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 
 pytestmark = pytest.mark.slow
 NUM_PROMPTS = scaled(24, at_least=24)
@@ -83,7 +83,7 @@ def test_in_bfloat16_drafts_change_nothing_but_at_ties(prompts: list[list[int]])
     assert counts.acceptance_length >= LEAST_ACCEPTANCE_LENGTH
 
 
-@pytest.mark.parametrize("ratio", DRAFT_TEMPERATURE_RATIOS)
+@pytest.mark.parametrize("ratio", DRAFT_TEMPERATURE_RATIOS if SCALE >= 4 else DRAFT_TEMPERATURE_RATIOS[-1:])
 def test_the_first_three_sampled_tokens_have_the_targets_distribution(ratio: float) -> None:
     result = fit(ratio, NUM_SAMPLES)
     print(result)

@@ -59,7 +59,7 @@ TABLE: dict[str, tuple[Any, Observe, Any]] = {
     "max_queue_size": (5, lambda built: built.core.config.max_queue_size, 5),
     "kv_write_guard": (True, lambda built: built.core.config.kv_write_guard, True),
     "enable_cuda_graphs": (False, lambda built: PREPARED[-1], False),
-    "enable_dependent_launch": (False, lambda built: wants_dependent_launch(), False),
+    "enable_dependent_launch": (True, lambda built: wants_dependent_launch(), True),
     "enable_overlap": (False, lambda built: built.core._overlap, False),
     "data_parallel_size": (2, lambda built: built.core.config.kv_events, "hashes"),
     "seed": (11, lambda built: built.core.config.seed, 11),

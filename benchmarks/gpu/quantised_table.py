@@ -33,6 +33,7 @@ LINEAR, INTO, OUT_OF = "Products", "Into experts, whose gate and up share the ou
 SCHEMES = ("FP8, 128 x 128", "FP8, rows", "INT8, rows", "INT4, groups of 128", "INT4, groups of 128, zero points")
 # Which experts alone are of: gpt-oss's, with biases and a clamped gate.
 MXFP4_EXPERTS = "MXFP4"
+ALL = (*SCHEMES, MXFP4_EXPERTS)
 HEADER = ["GPU", "weights", "tokens x outputs", "warps", "stages", "registers", "spilled bytes", "shared KiB", "of"]
 
 
@@ -139,12 +140,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; 1 where a kernel spills or takes more shared memory than there is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=GPUS, action="append", help="default: all")
+    parser.add_argument("--weights", choices=ALL, action="append", help="default: all")
     parser.add_argument("--out", type=Path, help="where the table is written as well")
     args = parser.parse_args(arguments)
     tables: dict[str, list[list[str]]] = {LINEAR: [], INTO: [], OUT_OF: []}
     fits = True
     for arch in args.arch or GPUS:
-        for scheme in (*SCHEMES, MXFP4_EXPERTS):
+        for scheme in args.weights or ALL:
             for name, row in rows_of(scheme, arch):
                 print(name, *row, flush=True)
                 tables[name].append(row)

@@ -34,7 +34,7 @@ FIRST_ARCH, FIRST_DRIVER = 90, 12030
 class _Wanted:
     """Whether this process uses it where it can."""
 
-    value = True
+    value = False
 
 
 def use_dependent_launch(wanted: bool) -> None:
@@ -44,7 +44,7 @@ def use_dependent_launch(wanted: bool) -> None:
 
 
 def wants_dependent_launch() -> bool:
-    """What `use_dependent_launch` said last; true before."""
+    """What `use_dependent_launch` said last; false before."""
     return _Wanted.value
 
 

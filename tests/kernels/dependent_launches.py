@@ -65,6 +65,7 @@ def main(archs: list[int], attention: bool) -> None:
     # Before the kernels are imported, which keep it.
     JITFunction.run = lambda kernel, *args, **kwargs: report(left[0], kernel, *args, **kwargs)
     dependent_launch._has_dependent_launch = lambda: left[0] >= dependent_launch.FIRST_ARCH
+    dependent_launch.use_dependent_launch(True)
     left = archs
     while left:
         launch(attention)

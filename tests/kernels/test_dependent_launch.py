@@ -47,17 +47,11 @@ def check(found: list[tuple[str, int, dict[str, int]]]) -> None:
 
 
 @pytest.mark.slow
-def test_small_kernels_wait_before_they_read_or_write_what_others_do() -> None:
-    found = compiled(*map(str, ARCHS))
-    assert {(name, arch) for name, arch, _ in found} == {(name, arch) for name in SMALL for arch in ARCHS}
-    check(found)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(SCALE < 4, reason="attention takes seconds to compile; make nightly does")
-def test_attention_waits_before_it_reads_or_writes_what_others_do() -> None:
-    found = compiled("--attention", *map(str, ARCHS))
-    assert {(name, arch) for name, arch, _ in found} == {(name, arch) for name in ATTENTION for arch in ARCHS}
+@pytest.mark.parametrize("attention", [False, True] if SCALE >= 4 else [False])  # attention takes seconds to compile
+def test_kernels_wait_before_they_read_or_write_what_others_do(attention: bool) -> None:
+    found = compiled(*(["--attention"] if attention else []), *map(str, ARCHS))
+    names = ATTENTION if attention else SMALL
+    assert {(name, arch) for name, arch, _ in found} == {(name, arch) for name in names for arch in ARCHS}
     check(found)
 
 
@@ -80,10 +74,10 @@ def test_every_kernel_that_can_be_launched_so_waits_and_says_it_at_each_launch()
 def test_a_launch_is_a_dependent_one_where_the_gpu_has_it_and_the_setting_allows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(dependent_launch._Wanted, "value", True)
     assert dependent_launch.dependent_launch() == {"PDL": False}, "kernels are interpreted"
     monkeypatch.setattr(dependent_launch, "_has_dependent_launch", lambda: True)
     assert dependent_launch.dependent_launch() == {"PDL": True, "launch_pdl": True}
-    monkeypatch.setattr(dependent_launch._Wanted, "value", True)
     dependent_launch.use_dependent_launch(False)
     assert not dependent_launch.wants_dependent_launch()
     assert dependent_launch.dependent_launch() == {"PDL": False}

@@ -40,7 +40,7 @@ def test_a_batch_invariant_row_has_the_same_bits_by_the_library_that_serves(
     generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     plain = Linear(torch.randn(outputs, inputs, generator=generator).to(dtype))
     linear, x = (
-        plain.with_product(InvariantLayerOps.product_of),
+        plain.with_product(InvariantLayerOps().product_of),
         torch.randn(150, inputs, generator=generator).to(dtype),
     )
     torch.set_num_threads(threads)
