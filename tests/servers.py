@@ -35,6 +35,12 @@ def answers(address: str, path: str = "/v2/models/dflash/ready") -> bool:
 
 
 def change_model(server: TritonServer, action: str, model: str = "dflash") -> httpx.Response:
-    """`load` or `unload` a model through the repository API; it returns when Triton has done it."""
+    """`load` or `unload` a model through the repository API; it returns when Triton has done it. Raises
+    `AssertionError` with the server's last lines where it has ended."""
     url = f"http://{server.http_url}/v2/repository/models/{model}/{action}"
-    return httpx.post(url, json={}, timeout=60, trust_env=False)
+    try:
+        return httpx.post(url, json={}, timeout=60, trust_env=False)
+    except httpx.TransportError as error:
+        raise AssertionError(
+            f"the server does not answer ({error}; exit status {server.poll()}):\n{server.log_tail()}"
+        ) from error
