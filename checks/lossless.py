@@ -105,12 +105,12 @@ def reference(prompts: list[list[int]], max_tokens: int, batch: int = 8, target:
 
 
 def run_case(case: Case, prompts: list[list[int]], expected: Measurement, max_tokens: int) -> CaseResult:
-    """Run a case over all prompts and compare."""
+    """Run a case over the prompts, which are those of `expected` or the first of them, and compare."""
     llm = LLM(**{"kv_write_guard": True, "adaptive_speculation": False} | case.settings)
     run = run_engine(case.name, llm, prompts, case.streams, max_tokens)
     llm.engine.core.check_invariants()
     stats = llm.stats()
-    equal = sum(run.outputs[index] == tokens for index, tokens in expected.outputs.items())
+    equal = sum(tokens == expected.outputs[index] for index, tokens in run.outputs.items())
     return CaseResult(case, equal, len(prompts), stats.num_preemptions, stats.prefix_cache_hits, run.acceptance_length)
 
 
