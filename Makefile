@@ -15,9 +15,8 @@ LOAD_OPTIONS = $(if $(USERS),--users $(USERS)) $(if $(DURATION),--duration $(DUR
 # A package index to take torch from: one that has the CPU build, where the usual one does not, or on a machine with a
 # GPU the build that fits its driver: make setup TORCH_INDEX=URL
 TORCH_INDEX ?=
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Python compiles what is imported, once; to compile all that is installed would take a third of the set-up.
-INSTALL := $(PIP) install -q --no-compile
+# By uv, or by pip where uv cannot.
+INSTALL := $(PYTHON) tools/install_packages.py $(BIN)/python
 export PYTHONDONTWRITEBYTECODE =
 # `make bench-gpu` and `make test-gpu` run in .venv or, from a bare checkout, with a Python that has torch and triton. What
 # the engine needs besides may then lie in GPU_PACKAGES: `make gpu-packages GPU_PYTHON_VERSION=3.12` puts it there on a

@@ -19,6 +19,7 @@ SOURCE_FOLDERS = (
     "kernels",
     "load_tests",
     "model_repository",
+    "tools",
 )
 
 

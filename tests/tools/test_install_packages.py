@@ -1,0 +1,96 @@
+"""`tools/install_packages.py`: uv is told what pip is set to, and pip installs what uv does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools import install_packages
+from tools.install_packages import UV, main, pip_options, uv_environ
+
+LISTING = """\
+:env:.find-links='/wheels /more'
+global.index-url='https://example.org/simple'
+global.extra-index-url='file:///one file:///two'
+global.find-links='/old'
+install.constraint='/etc/constraints.txt'
+list.format='columns'
+"""
+
+
+class Commands:
+    """Stands in for processes: notes each, and ends it with the status of the first word that it has."""
+
+    def __init__(self, **statuses: int) -> None:
+        self.statuses = statuses
+        self.commands: list[list[str]] = []
+        self.environ: dict[str, str] = {}
+
+    def run(self, command: Sequence[str], env: dict[str, str] | None = None, **_: Any) -> SimpleNamespace:
+        self.commands.append(list(command))
+        self.environ = env or self.environ
+        name = "get_uv" if UV in command else "uv" if Path(command[0]).name == "uv" else "pip"
+        return SimpleNamespace(returncode=self.statuses.get(name, 0), stdout=LISTING if "config" in command else "")
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    return str(tmp_path / "python")
+
+
+def installing(commands: Commands) -> list[list[str]]:
+    return [command for command in commands.commands if "config" not in command]
+
+
+def test_what_pip_is_set_to_is_what_uv_is_told() -> None:
+    options = pip_options(LISTING)
+    environ = uv_environ(options, {"HOME": "/root", "UV_CONSTRAINT": "/mine.txt"})
+    assert environ == {
+        "UV_DEFAULT_INDEX": "https://example.org/simple",
+        "UV_INDEX": "file:///one file:///two",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_CONSTRAINT": "/mine.txt",
+        "HOME": "/root",
+    }
+    assert uv_environ(pip_options("global.no-index='true'"), {})["UV_NO_INDEX"] == "1"
+    assert uv_environ(pip_options(""), {}) == {}
+
+
+def test_uv_installs_alone_where_it_can(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Commands(pip=1)
+    monkeypatch.setattr(install_packages, "subprocess", commands)
+    assert main(python, ["-c", "pins.txt", "numpy"]) == 0
+    get_uv, by_uv = installing(commands)
+    assert get_uv[0] == python and UV in get_uv
+    assert by_uv[0] == str(Path(python).with_name("uv"))
+    assert by_uv[-5:] == ["--python", python, "-c", "pins.txt", "numpy"]
+    assert commands.environ["UV_INDEX"] == "file:///one file:///two"
+    Path(python).with_name("uv").touch()
+    assert main(python, ["numpy"]) == 0
+    assert len(installing(commands)) == 3, "it is there already"
+
+
+@pytest.mark.parametrize(("statuses", "count"), [({"get_uv": 1}, 2), ({"uv": 2}, 3)])
+@pytest.mark.parametrize("status", [0, 1])
+def test_pip_installs_what_uv_does_not(
+    statuses: dict[str, int], count: int, status: int, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = Commands(**statuses, pip=status)
+    monkeypatch.setattr(install_packages, "subprocess", commands)
+    assert main(python, ["--no-deps", "numpy"]) == status
+    assert len(installing(commands)) == count
+    last = installing(commands)[-1]
+    assert last[0] == python and last[-4:] == ["-q", "--no-compile", "--no-deps", "numpy"]
+
+
+def test_without_arguments_it_says_what_it_is_for() -> None:
+    script = install_packages.__file__
+    done = subprocess.run(["python3", script], capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 1
+    assert "PYTHON ARGUMENT" in done.stderr
