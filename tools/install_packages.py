@@ -1,9 +1,10 @@
 """Installs packages as `pip install` would, by uv where it can: `python tools/install_packages.py PYTHON ARGUMENT ...`.
 
-PYTHON is that of the environment to install into; the arguments are pip's, of those that uv has too. uv takes a tenth of
-pip's time. It does not read pip's settings, so it is given them: indexes, folders of wheels, constraints, certificates.
-Where uv cannot be had, or cannot install what pip perhaps can, pip does it. The exit status is that of the one that
-came last. Standard library alone: it runs before anything is installed.
+PYTHON is that of the environment to install into; the arguments are pip's, of those that uv has too. uv takes a third
+of pip's time, and a tenth where it has fetched the packages before. It does not read pip's settings, so it is given
+them: indexes, folders of wheels, constraints, certificates. Where uv cannot be had, or cannot install what pip perhaps
+can, pip does it. The exit status is that of the one that came last. Standard library alone: it runs before anything is
+installed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,18 @@ from tests.mutations.mutant import Mutant, occurrences
 from tests.mutations.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("dflash_backend", "kernels", "client", "cli", "frontend", "tests", "benchmarks", "checks", "pyproject.toml")
+COPIED = (
+    "dflash_backend",
+    "kernels",
+    "client",
+    "cli",
+    "frontend",
+    "tests",
+    "benchmarks",
+    "checks",
+    "tools",
+    "pyproject.toml",
+)
 LINKED = ("demo", "model_repository")  # large, and no mutant touches them
 TIMEOUT_S = 240
 PYTEST_FAILED = 1  # pytest's exit status when tests ran and some failed; below 0 when a signal ended it

@@ -39,7 +39,7 @@ def test_the_mutants_are_of_every_package() -> None:
     packages = {"core", "worker", "drafters", "models", "attention", "text", "triton", "engine"}
     files = [file for mutant in MUTANTS for file, _, _ in mutant.edits]
     assert packages <= {file.split("/")[1] for file in files if file.startswith("dflash_backend/")}
-    folders = {"dflash_backend", "kernels", "client", "cli", "frontend", "benchmarks", "checks"}
+    folders = {"dflash_backend", "kernels", "client", "cli", "frontend", "benchmarks", "checks", "tools"}
     assert folders == {file.split("/")[0] for file in files}
 
 

@@ -67,7 +67,8 @@ def test_uv_installs_alone_where_it_can(python: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(install_packages, "subprocess", commands)
     assert main(python, ["-c", "pins.txt", "numpy"]) == 0
     get_uv, by_uv = installing(commands)
-    assert get_uv[0] == python and UV in get_uv
+    assert get_uv[0] == python
+    assert UV in get_uv
     assert by_uv[0] == str(Path(python).with_name("uv"))
     assert by_uv[-5:] == ["--python", python, "-c", "pins.txt", "numpy"]
     assert commands.environ["UV_INDEX"] == "file:///one file:///two"
@@ -86,7 +87,8 @@ def test_pip_installs_what_uv_does_not(
     assert main(python, ["--no-deps", "numpy"]) == status
     assert len(installing(commands)) == count
     last = installing(commands)[-1]
-    assert last[0] == python and last[-4:] == ["-q", "--no-compile", "--no-deps", "numpy"]
+    assert last[0] == python
+    assert last[-4:] == ["-q", "--no-compile", "--no-deps", "numpy"]
 
 
 def test_without_arguments_it_says_what_it_is_for() -> None:
