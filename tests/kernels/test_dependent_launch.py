@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,3 +82,24 @@ def test_a_launch_is_a_dependent_one_where_the_gpu_has_it_and_the_setting_allows
     dependent_launch.use_dependent_launch(False)
     assert not dependent_launch.wants_dependent_launch()
     assert dependent_launch.dependent_launch() == {"PDL": False}
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch", "driver", "expected"),
+    [
+        ("cuda", 90, 12030, True),
+        ("cuda", 120, 13000, True),
+        ("cuda", 89, 13000, False),
+        ("cuda", 90, 12020, False),
+        ("cuda", 90, 0, False),
+        ("hip", 950, 12030, False),
+    ],
+)
+def test_gpus_before_hopper_and_drivers_before_cuda_12_3_have_it_not(
+    monkeypatch: pytest.MonkeyPatch, backend: str, arch: int, driver: int, expected: bool
+) -> None:
+    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend=backend, arch=arch))
+    of_gpu = SimpleNamespace(JITFunction=object, runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
+    monkeypatch.setattr(dependent_launch, "triton", of_gpu)
+    monkeypatch.setattr(dependent_launch, "driver_version", lambda: driver)
+    assert dependent_launch._has_dependent_launch.__wrapped__() == expected

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -79,6 +82,17 @@ def test_activations_have_the_codes_and_scales_of_the_reference(columns: int, dt
         assert found.dtype == form
 
 
+def test_rows_of_a_wider_tensor_and_of_a_transposed_one_are_those_of_a_copy() -> None:
+    wide, weight = tokens(6, 200), fp8(*SHAPES["a scale for each row"])
+    for found, expected in zip(
+        quantise_activations(wide[:, 8:152], 144), quantise_activations(wide[:, 8:152].contiguous(), 144), strict=True
+    ):
+        assert torch.equal(found.float(), expected.float())
+    x = tokens(5, 144)
+    for product in (ScaledProduct(weight, by_torch=False), invariant_scaled_linear):
+        assert torch.equal(product(x.t().contiguous().t(), weight), product(x, weight))
+
+
 def test_a_token_has_the_same_codes_alone_and_beside_larger_ones() -> None:
     x = tokens(9, 144)
     together, scales = quantise_activations(x, 144)
@@ -139,6 +153,22 @@ def test_a_product_that_torch_has_not_is_ours(
     assert trial(wrong, torch.bfloat16) is None
     if DEVICE == "cpu":  # torch has no product of blocks there
         assert "it fails" in (trial(fp8(*SHAPES["blocks"]), torch.bfloat16) or "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "blocks"),
+    [((8, 0), False, False), ((8, 9), True, False), ((9, 0), True, True), ((10, 0), True, False)],
+)
+def test_each_gpu_has_the_products_that_torch_documents_for_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], rows: bool, blocks: bool
+) -> None:
+    """Rows from Ada on, blocks of 128 x 128 on Hopper alone, in bfloat16."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    of_rows: Any = SimpleNamespace(codes=on_gpu, scales=[0], shape=(256, 256), rows=1, columns=256)
+    in_blocks: Any = SimpleNamespace(codes=on_gpu, scales=[0, 0], shape=(256, 256), rows=128, columns=128)
+    assert [fits_torch(each, torch.bfloat16) for each in (of_rows, in_blocks)] == [rows, blocks]
+    assert not any(fits_torch(each, torch.float16) for each in (of_rows, in_blocks))
 
 
 def test_scales_of_blocks_are_laid_out_as_torch_reads_them() -> None:

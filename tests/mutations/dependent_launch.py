@@ -22,6 +22,12 @@ DEPENDENT_LAUNCH_MUTANTS = (
         ("launches are dependent ones whatever the setting", "if _Wanted.value and _has", "if _has"),
     ),
     *mutants_of(
+        f"{FOLDER}/dependent_launch.py",
+        (f"{COMPILED[0]}::test_gpus_before_hopper_and_drivers_before_cuda_12_3_have_it_not",),
+        ("GPUs before Hopper launch so", "target.arch >= FIRST_ARCH and ", ""),
+        ("a driver that cannot capture it is asked to", " and driver_version() >= FIRST_DRIVER", ""),
+    ),
+    *mutants_of(
         f"{FOLDER}/rms_norm.py",
         COMPILED,
         (

@@ -8,6 +8,7 @@ KERNELS = "tests/kernels/test_scaled_linear.py"
 CODES = (f"{KERNELS}::test_activations_have_the_codes_and_scales_of_the_reference",)
 PRODUCTS = (f"{KERNELS}::test_our_kernel_and_the_reference_give_the_product_of_the_codes",)
 BOTH = (f"{KERNELS}::test_torch_and_our_kernel_give_the_same_numbers",)
+VIEWS = (f"{KERNELS}::test_rows_of_a_wider_tensor_and_of_a_transposed_one_are_those_of_a_copy",)
 ENGINE = "tests/worker/test_fp8_activations.py"
 CHOSEN = (f"{ENGINE}::test_each_weight_has_the_product_that_the_setting_asks_for",)
 
@@ -79,6 +80,53 @@ SCALED_PRODUCT_MUTANTS = (
         "kernels/dflash_kernels/scaled_linear.py",
         (f"{KERNELS}::test_scales_of_blocks_are_laid_out_as_torch_reads_them",),
         ("scales of blocks are not padded", "-(-beside // 4) * 4", "beside"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/fp8_activations.py",
+        VIEWS,
+        (
+            "rows of a wider tensor are read as if they lay together",
+            "num_tokens, x.stride(0), inputs",
+            "num_tokens, inputs, inputs",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/scaled_linear.py",
+        VIEWS,
+        (
+            "numbers that lie apart are read as neighbours",
+            "return rows if rows.stride(1) == 1 else rows.contiguous()",
+            "return rows",
+        ),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/scaled_linear.py",
+        (f"{KERNELS}::test_each_gpu_has_the_products_that_torch_documents_for_it",),
+        (
+            "Blackwell is asked for Hopper's blocks",
+            "capability[0] == BLOCKS_CAPABILITY_MAJOR",
+            "capability[0] >= BLOCKS_CAPABILITY_MAJOR",
+        ),
+        ("Ampere is asked for e4m3", "capability >= LEAST_CAPABILITY", "capability[0] >= LEAST_CAPABILITY[0]"),
+        (
+            "torch's products of rows are asked for float16",
+            "return has_form and dtype == torch.bfloat16",
+            "return has_form",
+        ),
+    ),
+    *mutants_of(
+        "dflash_backend/engine/quantised.py",
+        (ENGINE,),
+        (
+            "ranks are said to have activations in FP8",
+            "if not keeps or config.tensor_parallel_size > 1:",
+            "if not keeps:",
+        ),
+        (
+            "a checkpoint of which some weights are FP8 is refused",
+            'config.quantization == "fp8" or any(',
+            'config.quantization == "fp8" or all(',
+        ),
     ),
     *mutants_of(
         "dflash_backend/models/ops.py",

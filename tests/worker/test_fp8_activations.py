@@ -4,13 +4,18 @@ kernel multiplies them."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dflash_backend.checkpoints import read_target
+from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme
 from dflash_backend.config import ConfigError, EngineConfig
+from dflash_backend.engine import quantised
 from dflash_backend.engine.build import build_engine
+from dflash_backend.engine.quantised import check_activation_quantization
 from dflash_backend.models.ops import Fp8ActivationsLayerOps, TritonLayerOps, select_ops
 from dflash_kernels import quantised_linear, scaled_linear
 from dflash_kernels.quantised_weight import FP8, INT8, QuantisedWeight
@@ -86,6 +91,28 @@ def test_where_no_product_is_of_fp8_it_is_refused_with_what_would_work(tmp_path:
     values = {"device": "cpu", "attention_backend": "triton", "activation_quantization": "fp8", "draft_model": ""}
     with pytest.raises(ConfigError, match=r"no weights of the target in .* are FP8: take a checkpoint in FP8"):
         build_engine(EngineConfig.from_values(values | {"target_model": of_int4}))
+
+
+def test_ranks_that_share_a_target_are_refused_it_though_they_keep_codes(pair: dict[str, Any]) -> None:
+    values = {"attention_backend": "triton", "device": "cpu", **pair, **SETTINGS, "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"ranks share the target, .* tensor_parallel_size=1"):
+        check_activation_quantization(
+            EngineConfig.from_values(values), read_target(Path(pair["target_model"])), True, lambda line, _: None
+        )
+
+
+def test_a_checkpoint_of_which_some_weights_are_fp8_has_it(
+    monkeypatch: pytest.MonkeyPatch, pair: dict[str, Any]
+) -> None:
+    schemes = [None, *(Scheme(layout, 8, (1, None), ("scale",)) for layout in (Layout.INT8, Layout.FLOAT8))]
+    rules = [SimpleNamespace(scheme=scheme) for scheme in schemes]
+    monkeypatch.setattr(quantised, "load_quantization", lambda path: SimpleNamespace(rules=rules))
+    values = {"device": "cpu", **pair, "activation_quantization": "fp8"}
+    config, target = EngineConfig.from_values(values), read_target(Path(pair["target_model"]))
+    check_activation_quantization(config, target, True, lambda line, _: None)
+    del rules[-1]
+    with pytest.raises(ConfigError, match="are FP8: take a checkpoint in FP8"):
+        check_activation_quantization(config, target, True, lambda line, _: None)
 
 
 def test_the_log_says_what_becomes_fp8(pair: dict[str, Any]) -> None:
