@@ -12,7 +12,7 @@ import torch
 from dflash_backend.checkpoints import read_target
 from dflash_backend.checkpoints.quantization import kept
 from dflash_backend.checkpoints.quantization.scheme import Layout, Scheme
-from dflash_backend.checkpoints.quantization.slices import Slice
+from dflash_backend.checkpoints.quantization.slices import Slice, splits_block
 from dflash_backend.checkpoints.quantization.stored import Role, StoredWeight
 from dflash_backend.models.decoder import DecoderTarget
 from dflash_backend.models.linear import Linear, QuantisedLinear
@@ -162,6 +162,28 @@ def test_parts_of_one_weight_have_the_scales_of_their_rows() -> None:
     whole = kept._below_one_another(parts)
     assert whole.scales.flatten().tolist() == [1, 1, 2, 3, 3, 4]
     assert whole.rows == 1
+
+
+def test_borders_may_lie_between_words_and_blocks_and_at_the_end_of_a_weight_whose_last_ones_are_cut() -> None:
+    fp8 = StoredWeight("p", Scheme(Layout.FLOAT8, 8, (32, 32), ("scale",)), {Role.CODES: "c", Role.SCALE: "s"})
+    roles = {role: role.name for role in (Role.CODES, Role.SCALE, Role.ZERO)}
+    # Eight zero points in a word, each of two rows.
+    words = StoredWeight("p", Scheme(Layout.PACKED, 4, (2, 32), ("scale",), symmetric=False), roles)
+    of_all = StoredWeight("p", Scheme(Layout.PACKED, 4, (None, 32), ("scale",), symmetric=False), roles)
+    for stored, dim, start, stop, expected in (
+        (fp8, 0, 0, 80, False),
+        (fp8, 0, 64, 80, False),
+        (fp8, 0, 0, 64, False),
+        (fp8, 0, 0, 48, True),
+        (fp8, 0, 48, 80, True),
+        (fp8, 1, 96, 112, False),
+        (fp8, 1, 0, 16, True),
+        (words, 0, 16, 32, False),
+        (words, 0, 8, 32, True),
+        (words, 0, 0, 40, True),
+        (of_all, 0, 0, 64, True),
+    ):
+        assert splits_block(stored, (80, 112), dim, start, stop) == expected, (stored.scheme.layout, dim, start, stop)
 
 
 def test_columns_of_a_rank_are_in_groups_of_its_own() -> None:

@@ -83,6 +83,17 @@ PARALLEL_MUTANTS = (
         ("columns of a rank are in the groups of rank 0", "order - start // size", "order"),
     ),
     *mutants_of(
+        "dflash_backend/checkpoints/quantization/slices.py",
+        KEPT,
+        ("a part that ends with a cut block is dequantised", "(stop % step and stop != shape[dim])", "stop % step"),
+        ("zero points of rows in blocks are cut within a word", "per_word * (block or 1)", "per_word"),
+        (
+            "zero points of all rows are cut in words",
+            "if Role.ZERO in stored.tensors and scheme.layout is Layout.PACKED and scheme.block[0] is None:",
+            "if False:",
+        ),
+    ),
+    *mutants_of(
         "dflash_backend/checkpoints/quantization/kept.py",
         KEPT,
         (

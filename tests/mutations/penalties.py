@@ -42,6 +42,15 @@ PENALTY_MUTANTS = (
         ),
     ),
     *mutants_of(
+        "dflash_backend/worker/logits.py",
+        LOGITS,
+        (
+            "penalties leave the last drafts of a row that is not the first",
+            "int(num_draft.max())",
+            "int(num_draft[0])",
+        ),
+    ),
+    *mutants_of(
         KERNEL_FILE,
         ("tests/kernels/test_penalties.py",),
         ("the kernel counts the draft that a row of logits decides", "range(0, number):", "range(0, number + 1):"),

@@ -52,6 +52,12 @@ RESTING_MUTANTS = (
             "full = state.computed.numpy().item(index) % state.block_size == 0",
             "full = False",
         ),
+        (
+            "where more rows run than may wait, what waited is forgotten",
+            "if not may_wait and not counts.any():",
+            "if not may_wait:",
+        ),
+        ("rows of a token each wait though one drafts", "batch.num_next.numpy().any()", "False"),
         ("a single row waits though it drafts", "if full or one_row.number(batch.num_next):", "if full:"),
         ("context waits though its request drafts", "(counts > 0) & (is_full | ~rests)", "(counts > 0) & is_full"),
         ("the last tokens of a full block wait", "(tokens.positions >= tail[tokens.rows])", "(tokens.positions >= 0)"),

@@ -327,6 +327,11 @@ SPECULATION_MUTANTS = (
         "dflash_backend/worker/graphs.py",
         ("tests/worker/test_graphs.py",),
         (
+            "rows of more tokens than sizes are apart have no sizes",
+            "max(1, stride // tokens_per_row)",
+            "stride // tokens_per_row",
+        ),
+        (
             "nine rows with many drafts run as sixteen",
             "if size * tokens_per_row >= least",
             "if size >= least",

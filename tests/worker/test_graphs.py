@@ -68,6 +68,7 @@ def test_padding_is_a_quarter_of_a_steps_tokens_at_most_once_they_take_the_time(
         padded = min(size for size in sizes if size >= count)
         assert padded * (k + 1) <= max(256, 1.25 * count * (k + 1)), count
     assert capture_sizes(20, 16) == [1, 2, 4, 8, 10, 12, 14, 16, 20]
+    assert capture_sizes(12, 256) == [1, 2, 4, 8, 9, 10, 11, 12]  # a row of more tokens than sizes are apart
 
 
 def test_steps_of_one_shape_have_more_sizes_than_those_whose_drafts_follow_the_load(pair: dict[str, Any]) -> None:

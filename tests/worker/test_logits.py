@@ -139,6 +139,17 @@ def test_stop_tokens_are_hidden_up_to_min_tokens_even_with_a_bias() -> None:
     assert processed[:, 8].tolist() == [2.0] * 4
 
 
+def test_penalties_are_told_the_most_drafts_of_their_rows_wherever_that_row_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which kernels are launched: with fewer, the logits behind a row's last drafts would stay as they are."""
+    metadata, requests = make_batch([{"presence_penalty": 1.0}, {}, {"presence_penalty": 0.5}])
+    metadata.num_draft[:2] = 1, K + 2
+    seen, ops = [], HostStepOps()
+    monkeypatch.setattr(ops, "penalise", lambda logits, rows, state: seen.append(rows))
+    apply_with(random_logits(3), metadata, requests, ops)
+    assert [rows.most_draft for rows in seen] == [K]
+    assert seen[0].numbers[1:].tolist() == [[0, 2], [3, 3], [1, K], [0, K + 5]]
+
+
 def hidden(changes: dict[str, Any]) -> list[list[int]]:
     """The hidden tokens of a row and its drafts 5, 3, 5 behind the output 3, 4, 3."""
     processed = apply_processors(torch.zeros(K + 1, VOCAB), *make_batch([changes]))

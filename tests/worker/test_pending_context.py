@@ -59,16 +59,33 @@ def test_full_blocks_have_their_context_and_others_wait(
         for index, prompt in enumerate(prompts):
             outputs.add_resting(str(index), prompt, 100)
         seen, most = [], 0
-        for _ in range(60):
+        for number in range(60):
+            crowded = 30 <= number < 34  # as with more rows than may wait
+            monkeypatch.setattr(pending_context, "MAX_WAITING_ROWS", min(most_rows, 2) if crowded else most_rows)
             outputs.step()
             waiting = [outputs.pending.num_waiting(index) for index in range(3)]
             assert max(waiting) < BLOCK_SIZE
+            assert not (crowded and any(waiting))
             most = max(most, sum(waiting))
             seen += [draft_kv(outputs, str(index)) for index in range(3)]
         assert (most > BLOCK_SIZE) == (most_rows > 0)
         kept.append(seen)
     for waited, at_once in zip(*kept, strict=True):
         torch.testing.assert_close(waited, at_once, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_of_one_token_that_drafts_waits_for_nothing_beside_others_that_rest(prompts: list[list[int]]) -> None:
+    outputs = Engine(max_num_seqs=3)
+    for index in range(2):
+        outputs.add_resting(str(index), prompts[index], 30)
+    for _ in range(5):
+        outputs.step()
+    outputs.add("drafts", prompts[2][:1], max_tokens=8, temperature=0.0, ignore_eos=True)
+    outputs.step()
+    index = outputs.runner.requests.records["drafts"].index
+    waiting = {each: outputs.pending.num_waiting(each) for each in range(3)}
+    assert waiting.pop(index) == 0
+    assert all(waiting.values())
 
 
 def test_hits_behind_a_request_that_never_drafted_draft_as_well(
