@@ -123,8 +123,8 @@ def read_structured_outputs(value: Any) -> StructuredOutputs | None:
 
 
 def read_response_format(value: Any) -> StructuredOutputs | None:
-    """`value`: OpenAI's object of the type text, json_object or json_schema, or its JSON text; None for text. Raises
-    `FormatError`."""
+    """`value`: OpenAI's object of the type text, json_object or json_schema, or its JSON text; and perhaps
+    `after_reasoning`, as of `read_structured_outputs`. None for text. Raises `FormatError`."""
     if value in NO_GRAMMAR:
         return None
     if isinstance(value, str):
@@ -133,7 +133,7 @@ def read_response_format(value: Any) -> StructuredOutputs | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputs("json", ANY_OBJECT)
+        return StructuredOutputs("json", ANY_OBJECT, _marker(value.get("after_reasoning")))
     if kind != "json_schema":
         raise FormatError(
             f"has the value {quoted(value)}; allowed: an object whose 'type' is text, json_object or json_schema"
@@ -142,7 +142,8 @@ def read_response_format(value: Any) -> StructuredOutputs | None:
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if schema is None:
         raise FormatError('of the type json_schema needs {"json_schema": {"name": ..., "schema": {...}}}')
-    return _json(schema)
+    grammar = _json(schema)
+    return StructuredOutputs(grammar.kind, grammar.text, _marker(value.get("after_reasoning")))
 
 
 def _json(value: Any) -> StructuredOutputs:

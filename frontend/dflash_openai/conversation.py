@@ -73,24 +73,8 @@ def _forced_grammar(model: Model, use: ToolUse, sampling: Mapping[str, Any]) -> 
 
 
 def _begin_after_reasoning(sampling: dict[str, Any], marker: Sequence[int]) -> None:
-    """Let a grammar begin when the reasoning has ended, which is at these tokens."""
-    given = sampling.pop("response_format", None)
-    if given is not None:
-        sampling["structured_outputs"] = _as_structured_outputs(given)
-    if isinstance(sampling.get("structured_outputs"), Mapping):
-        sampling["structured_outputs"] = {**sampling["structured_outputs"], "after_reasoning": list(marker)}
-
-
-def _as_structured_outputs(response_format: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's `response_format` in the form of vLLM's parameter. Raises `ApiError`."""
-    kind = response_format.get("type")
-    if kind == "json_object":
-        return {"json_object": True}
-    described = response_format.get("json_schema")
-    if kind == "json_schema" and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping | bool):
-        return {"json": described["schema"]}
-    raise invalid(
-        "'response_format' is not of the type text, json_object, or json_schema with "
-        '{"json_schema": {"name": ..., "schema": {...}}}',
-        "response_format",
-    )
+    """Let a grammar begin when the reasoning has ended, which is at these tokens. It stays in the parameter that named
+    it, which an error of the grammar names too."""
+    for name in ("response_format", "structured_outputs"):
+        if isinstance(sampling.get(name), Mapping):
+            sampling[name] = {**sampling[name], "after_reasoning": list(marker)}

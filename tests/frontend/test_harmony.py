@@ -197,7 +197,7 @@ def test_a_grammar_begins_with_the_final_message(client: openai.OpenAI, pool: Sc
     pool.script = Script((FINAL + "{}",))
     ask(client, tools=openai.NOT_GIVEN, response_format={"type": "json_object"})
     marker = tokenizer_of(pool).encode_part(FINAL)
-    assert pool.asked[-1].sampling["structured_outputs"] == {"json_object": True, "after_reasoning": marker}
+    assert pool.asked[-1].sampling["response_format"] == {"type": "json_object", "after_reasoning": marker}
 
 
 FUNCTIONS = [

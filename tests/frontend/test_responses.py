@@ -131,7 +131,7 @@ def test_the_items_of_a_conversation_are_its_messages(client: openai.OpenAI, poo
 def test_a_schema_of_the_text_and_the_effort_go_to_the_model(client: openai.OpenAI, pool: ScriptedPool) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": CITY, "strict": True}}
     ask(client, text=text)
-    assert pool.asked[0].sampling["structured_outputs"]["json"] == CITY
+    assert pool.asked[0].sampling["response_format"]["json_schema"]["schema"] == CITY
     ask(client, text=text, reasoning={"effort": "none"})
     assert pool.asked[1].sampling["response_format"]["json_schema"]["schema"] == CITY
     assert prompt_text(pool.asked[1]).endswith("<think></think>")

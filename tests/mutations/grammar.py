@@ -41,6 +41,24 @@ GRAMMAR_MUTANTS = (
         ("a grammar is called by another parameter's name", "(grammar, parameter=name)", "(grammar)"),
     ),
     *mutants_of(
+        "dflash_backend/text/structured_outputs.py",
+        ("tests/text/test_structured_outputs.py",),
+        (
+            "a response_format begins before the reasoning",
+            'StructuredOutputs(grammar.kind, grammar.text, _marker(value.get("after_reasoning")))',
+            "grammar",
+        ),
+    ),
+    *mutants_of(
+        "frontend/dflash_openai/conversation.py",
+        ("tests/frontend/test_tools.py",),
+        (
+            "a response_format knows nothing of the reasoning",
+            'for name in ("response_format", "structured_outputs"):',
+            'for name in ("structured_outputs",):',
+        ),
+    ),
+    *mutants_of(
         "frontend/dflash_openai/errors.py",
         ("tests/frontend/test_errors.py",),
         ("an error of a grammar names no parameter", "(?:parameter|the grammar in)", "(?:parameter)"),

@@ -61,6 +61,11 @@ def test_a_response_format_means_the_same():
 def test_the_end_of_the_reasoning_is_token_ids():
     grammar = parse(structured_outputs={"regex": "a", "after_reasoning": [5, 6]}).structured_outputs
     assert grammar == StructuredOutputs("regex", "a", (5, 6))
+    for one in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}):
+        plain, behind = (parse(response_format=one | more) for more in ({}, {"after_reasoning": [5, 6]}))
+        assert behind.structured_outputs == msgspec.structs.replace(plain.structured_outputs, after_reasoning=(5, 6))
+        with pytest.raises(ParameterError, match="'response_format' .* a list of 1 to 16 token ids"):
+            parse(response_format=one | {"after_reasoning": []})
 
 
 @pytest.mark.parametrize(
