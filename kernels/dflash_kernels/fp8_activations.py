@@ -1,6 +1,6 @@
 """Activations in FP8 (e4m3) with dynamic scales: of each token one for all of its numbers, or one for each group of
 columns, float32, the largest number by 448. No scale is of several tokens, so a token's codes do not follow from what
-runs beside it, nor from how many tokens a launch has.
+runs beside it, nor from how many tokens a launch has. The scale of a NaN is one, so that a product of it is too.
 
 torch's scaled products take codes. Our own kernels take the numbers that the codes stand for, without scales, in the
 dtype of the activations, which holds each of them exactly. So both multiply the same numbers.
@@ -56,6 +56,8 @@ if triton is not None:
         numbers = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         top = tl.max(tl.abs(numbers), 0)
         scale = tl.div_rn(top, _LARGEST + tl.zeros_like(top))
+        # Neither the largest number nor a code of a NaN is one.
+        scale = tl.where(tl.max((numbers != numbers).to(tl.int32), 0) > 0, float("nan"), scale)
         tl.store(scales_ptr + tl.cast(group, tl.int64) * num_tokens + token, scale)
         codes = encode_e4m3(tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(numbers)))
         code_ptrs = codes_ptr + token * inputs + column

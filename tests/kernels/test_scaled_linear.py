@@ -93,6 +93,16 @@ def test_rows_of_a_wider_tensor_and_of_a_transposed_one_are_those_of_a_copy() ->
         assert torch.equal(product(x.t().contiguous().t(), weight), product(x, weight))
 
 
+def test_a_token_with_a_nan_has_no_other_product_and_leaves_those_of_others() -> None:
+    weight, x = fp8(*SHAPES["a scale for each row"]), tokens(5, 144)
+    expected = ScaledProduct(weight, by_torch=False)(x, weight)
+    x[1, 100] = float("nan")
+    for product in (ScaledProduct(weight, by_torch=False), scaled_linear_reference, invariant_scaled_linear):
+        found = product(x, weight)
+        assert found[1].isnan().all()
+        torch.testing.assert_close(found[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], rtol=1e-4, atol=1e-2)
+
+
 def test_a_token_has_the_same_codes_alone_and_beside_larger_ones() -> None:
     x = tokens(9, 144)
     together, scales = quantise_activations(x, 144)

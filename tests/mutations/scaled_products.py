@@ -83,6 +83,11 @@ SCALED_PRODUCT_MUTANTS = (
     ),
     *mutants_of(
         "kernels/dflash_kernels/fp8_activations.py",
+        (f"{KERNELS}::test_a_token_with_a_nan_has_no_other_product_and_leaves_those_of_others",),
+        ("a NaN becomes a number", "tl.max((numbers != numbers).to(tl.int32), 0) > 0", "top < 0"),
+    ),
+    *mutants_of(
+        "kernels/dflash_kernels/fp8_activations.py",
         VIEWS,
         (
             "rows of a wider tensor are read as if they lay together",
