@@ -90,6 +90,11 @@ RESTING_MUTANTS = (
             "self.step.pending.drop(",
             "abs(",
         ),
+        (
+            "context of the second request that ended is another's",
+            "for new in plan.new_requests:\n                self.step.pending.drop(",
+            "for new in plan.new_requests[:1]:\n                self.step.pending.drop(",
+        ),
     ),
     *mutants_of(
         "dflash_backend/worker/step.py",

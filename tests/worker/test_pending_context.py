@@ -109,14 +109,17 @@ def test_hits_behind_a_request_that_never_drafted_draft_as_well(
 
 def test_nothing_of_a_request_that_ended_is_written_for_the_next(prompts: list[list[int]]) -> None:
     """It has the same index, and the guard knows which blocks it may write."""
-    outputs = Engine(max_num_seqs=1, enable_prefix_caching=False)
+    outputs = Engine(max_num_seqs=2, enable_prefix_caching=False)
     for number in range(3):
-        outputs.add_resting(str(number), prompts[number], 21 + number)
+        for name in "ab":
+            outputs.add_resting(f"{name}{number}", prompts[number], 21 + number)
         outputs.finish()
-        assert outputs.pending.num_waiting(0) > 0
-    outputs.add("drafts", prompts[0], max_tokens=40, temperature=0.0, ignore_eos=True)
+        assert all(outputs.pending.num_waiting(index) > 0 for index in range(2))
+    for name in "ab":
+        outputs.add(name, prompts[0], max_tokens=40, temperature=0.0, ignore_eos=True)
+    outputs.step()
+    assert not any(outputs.pending.num_waiting(index) for index in range(2))
     outputs.finish()
-    assert outputs.pending.num_waiting(0) == 0
 
 
 def test_a_reset_drops_what_waits(prompts: list[list[int]]) -> None:
