@@ -203,6 +203,22 @@ DRAFTERS_MUTANTS = (
         NGRAM,
     ),
     Mutant(
+        "mask queries past the 8th are rotated as the 8th",
+        "kernels/dflash_kernels/prepare_draft.py",
+        "return put(ids), put(positions), put(slots), put(query_lens), put(seq_lens)\n\n\ndef store_drafts_reference",
+        "return put(ids), put(np.minimum(positions, anchor[:, None] + 8)), put(slots), put(query_lens), put(seq_lens)"
+        "\n\n\ndef store_drafts_reference",
+        ("tests/oracle/test_golden.py",),
+        more=(
+            (
+                "kernels/dflash_kernels/prepare_draft.py",
+                "positions, covered\n        )\n        ids = tl.where(covered & (column > 0), placeholder_id, ids)",
+                "positions, covered\n        )\n        positions = tl.minimum(positions, anchor + 8)\n"
+                "        ids = tl.where(covered & (column > 0), placeholder_id, ids)",
+            ),
+        ),
+    ),
+    Mutant(
         "the mean acceptance length is the pooled one",
         "dflash_backend/evaluation/run.py",
         "mean_acceptance_length=mean_acceptance_length(answer.counts for answer in answers)",
