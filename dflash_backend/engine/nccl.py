@@ -95,6 +95,7 @@ class Communicator:
         """Waits for all other ranks. Raises `NcclError`."""
         self._nccl = nccl
         self._handle = _POINTER()
+        self._is_aborted = False
         own_id = _UniqueId.from_buffer_copy(unique_id)
         nccl.call("ncclCommInitRank", ctypes.byref(self._handle), size, own_id, rank)
 
@@ -111,10 +112,14 @@ class Communicator:
         self._nccl.call("ncclAllGather", x.data_ptr(), out.data_ptr(), x.nbytes, DTYPES[torch.uint8], *self._where())
 
     def abort(self) -> None:
-        """End what waits for another rank, from any thread. Nothing may be asked for any more."""
+        """End what waits for another rank, from any thread. What is asked for later raises `NcclError`. It waits for
+        no thread that is in a call: that one may wait for a lost rank, which this ends."""
+        self._is_aborted = True
         self._nccl.call("ncclCommAbort", self._handle)
 
     def _where(self) -> tuple[ctypes.c_void_p, int]:
+        if self._is_aborted:  # its memory is given back, so NCCL must not see it again
+            raise NcclError("the ranks' group was ended, since one of them is lost")
         return self._handle, current_stream()
 
 
@@ -129,10 +134,10 @@ def load_nccl() -> Nccl:
     for path in _paths():
         try:
             nccl = Nccl(path)
-        except (OSError, AttributeError) as error:
-            reasons.append(str(error))
+            version = nccl.version()
+        except (OSError, AttributeError, NcclError) as error:
+            reasons.append(f"{path}: {error}")
             continue
-        version = nccl.version()
         if version >= MIN_VERSION:
             return nccl
         reasons.append(f"{path} is of version {version}, and {MIN_VERSION} or later is needed")

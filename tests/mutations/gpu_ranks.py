@@ -90,6 +90,13 @@ GPU_RANK_MUTANTS = (
         "torch.float32: 6,",
         ("tests/engine/test_nccl.py",),
     ),
+    Mutant(
+        "a group of ranks that was ended is asked all the same",
+        NCCL,
+        "if self._is_aborted:",
+        "if False:",
+        ("tests/engine/test_nccl.py",),
+    ),
     *mutants_of(
         SIZING,
         BLOCKS,
