@@ -20,11 +20,6 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
         "programs that no Python package of ours brings; the chart's values and the runtime are checked without them",
     ),
     (
-        "tests/deploy/test_chart.py::",
-        "needs helm",
-        "a program that no Python package brings; the chart's values and the runtime are checked without it",
-    ),
-    (
         "tests/oracle/test_packages.py::",
         "make oracle",
         "`make oracle` installs other projects' packages; golden tensors stand in",

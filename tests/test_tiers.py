@@ -44,6 +44,23 @@ def test_make_test_leaves_no_test_out() -> None:
     assert "--strict-skips" in command
 
 
+def test_a_file_is_measured_as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has compiled no kernel, and writes bytecode."""
+    seen: dict[str, str] = {}
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        seen.update(env)
+        assert not list(Path(env["TRITON_CACHE_DIR"]).iterdir())
+        Path(command[command.index("--file-times") + 1]).write_text("file,seconds,wall\ntests/f.py,1.5,2.0\n")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/warm")
+    monkeypatch.setattr(tiers, "subprocess", SimpleNamespace(run=run))
+    assert tiers.measure(["tests/f.py"], "full") == {"tests/f.py": (1.5, 2.0)}
+    assert seen["OMP_NUM_THREADS"] == "1"
+    assert not seen["PYTHONDONTWRITEBYTECODE"]
+
+
 def test_every_file_of_tests_has_a_row_and_every_row_a_file() -> None:
     new = set(files_of_tests()) - set(read_table())
     assert not new, f"measure the new files: python -m tests.tiers {' '.join(sorted(new))}"

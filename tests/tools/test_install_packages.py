@@ -58,6 +58,9 @@ def test_what_pip_is_set_to_is_what_uv_is_told() -> None:
         "UV_CONSTRAINT": "/mine.txt",
         "HOME": "/root",
     }
+    assert uv_environ(options, {})["UV_CONSTRAINT"] == "/etc/constraints.txt"
+    certified = "global.cert='/ca.pem'\nglobal.trusted-host='one two'"
+    assert uv_environ(pip_options(certified), {}) == {"SSL_CERT_FILE": "/ca.pem", "UV_INSECURE_HOST": "one two"}
     assert uv_environ(pip_options("global.no-index='true'"), {})["UV_NO_INDEX"] == "1"
     assert uv_environ(pip_options(""), {}) == {}
 
