@@ -70,6 +70,10 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "random traffic, distributions and damaged checkpoints at four times the counts of make test",
     ),
+    "marked": (
+        ("pytest", "-q", "-n", "logical", "-m", "nightly", "tests"),
+        "the tests that make test leaves to the night",
+    ),
     "examples": (
         (
             "pytest",
@@ -160,6 +164,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
 ENVIRON = {
     "examples": {"TEST_RANDOM": "1"},
     "tests": {"TEST_SCALE": "4"},
+    "marked": {"TEST_SCALE": "4"},
     "overlap": {"TEST_SCALE": "40"},
     "positions": {"TEST_SCALE": "4"},
     "sweeps": {"TEST_SCALE": "4"},

@@ -32,6 +32,7 @@ import torch
 from hypothesis import settings
 
 from tests.allowed_skips import is_allowed
+from tests.scale import NIGHTLY_SCALE, SCALE
 from tests.tiers import ROOT, Tier, read_table
 
 # The same examples in each run, so that a red one is about the change; `make nightly` looks at others.
@@ -117,10 +118,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--tier") == "fast":
-        slow = [item for item in items if is_slow(item)]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not is_slow(item)]
+    fast = config.getoption("--tier") == "fast"
+    left_out = {item for item in items if (fast and is_slow(item)) or waits_for_night(item, config.args)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = places_of(items)
         items.sort(key=lambda item: places[item.path])
@@ -131,6 +132,13 @@ def is_slow(item: pytest.Item) -> bool:
     if item.get_closest_marker("smoke"):
         return False
     return any(item.get_closest_marker(name) for name in ("slow", "server"))
+
+
+def waits_for_night(item: pytest.Item, arguments: Sequence[str]) -> bool:
+    """Whether `make nightly` alone runs this test, and no argument names it or its file, as those of the mutants do."""
+    if SCALE >= NIGHTLY_SCALE or not item.get_closest_marker("nightly"):
+        return False
+    return not any(".py" in argument and item.nodeid.startswith(argument) for argument in arguments)
 
 
 def places_of(items: Sequence[pytest.Item]) -> dict[Path, float]:

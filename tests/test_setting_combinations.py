@@ -19,7 +19,7 @@ import pytest
 
 from dflash_backend.engine.build import BuiltEngine
 from tests.drafters.drafts import make_dflash2, make_dspark, make_eagle3, make_speculators
-from tests.scale import scaled
+from tests.scale import SCALE, scaled
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner
 
@@ -40,6 +40,7 @@ RUNNERS: dict[str, dict[str, bool] | None] = {
 }
 NO_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 MAX_MODEL_LEN = 128
+NUM_DRAWS = scaled(8 if SCALE >= 4 else 3)  # of each part
 MOST_PARTED_IN_FP8 = 0.01  # of the requests
 # Other draws in each nightly run, the same ones in `make test`.
 FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("TEST_RANDOM") else 0
@@ -165,7 +166,7 @@ def saved(folder: Path, drawn: Case) -> tuple[str, str]:
 @pytest.mark.parametrize("part", range(4))
 def test_each_request_gets_what_its_target_alone_gives_it(folder: Path, part: int) -> None:
     num_fp8, parted = 0, []
-    for seed in range(FIRST + part, FIRST + part + 4 * scaled(8), 4):
+    for seed in range(FIRST + part, FIRST + part + 4 * NUM_DRAWS, 4):
         drawn = case(seed)
         target, draft = saved(folder, drawn)
         names = {"target_model": target, "max_model_len": MAX_MODEL_LEN, **drawn.target}

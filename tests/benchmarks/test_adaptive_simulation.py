@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
+
 from benchmarks.adaptive.simulation import ALIKE, K, h200_costs, misses, simulation_of
 from dflash_backend.core.speculation import AdaptiveSpeculation
 
@@ -11,6 +13,7 @@ from dflash_backend.core.speculation import AdaptiveSpeculation
 NUM_SEEDS, NUM_STEPS, LEAST = 24, 1000, 0.975
 
 
+@pytest.mark.nightly
 def test_one_stream_has_nearly_what_the_best_number_of_drafts_gives() -> None:
     ratios = []
     for seed in range(NUM_SEEDS):

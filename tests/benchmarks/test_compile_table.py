@@ -35,6 +35,7 @@ def test_exponentials_beside_a_product_are_told_from_those_that_wait_for_it() ->
     assert overlap_of_loops(TURNS.replace("pendings = 0", "pendings = 1")) == ((0, 1),)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [89, 90] if SCALE >= 4 else [90])  # each takes twenty seconds to compile
 def test_no_kernel_spills_and_products_of_a_prompt_run_beside_its_softmax(arch: int) -> None:

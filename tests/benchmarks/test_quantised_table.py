@@ -21,6 +21,7 @@ WEIGHTS = ALL if SCALE >= 4 else ("INT4, groups of 128", MXFP4_EXPERTS)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_products_and_experts_fit_the_architecture_with_the_least_shared_memory() -> None:
     chosen = [argument for weights in WEIGHTS for argument in ("--weights", weights)]
     command = [sys.executable, "-m", "benchmarks.gpu.quantised_table", "--arch", "120", *chosen]

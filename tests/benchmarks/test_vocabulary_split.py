@@ -5,6 +5,7 @@ import pytest
 from benchmarks import vocabulary_split
 
 
+@pytest.mark.nightly
 def test_it_prints_what_a_rank_holds_and_what_a_step_sends(capsys: pytest.CaptureFixture[str]) -> None:
     assert vocabulary_split.main(["--vocabularies", "4099", "--rounds", "1", "--tokens", "6"]) == 0
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from checks import tensor_parallel
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_texts_of_two_ranks_are_those_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert tensor_parallel.check([2], num_prompts=10, max_tokens=16)

@@ -81,6 +81,7 @@ def test_smoke_training_writes_a_whole_pair(pair):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_workers_train_a_pair_together(tmp_path, pair):
     """The drafter of a pair, which goes on from there, and in `make nightly` the target as well: each of the two starts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.drafters.drafts import make_demo_dspark, make_dspark
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night
 from tests.test_device_lossless import (
     FORMS,
     REQUESTS,
@@ -42,7 +42,7 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(scope="module", params=["from anchor", by_night("masks alone")])
 def draft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_demo_dspark(tmp_path_factory.mktemp("draft"), **DRAFTERS[request.param]))
 
@@ -88,7 +88,7 @@ def test_shorter_blocks_as_the_load_asks_change_no_text(
     check_adaptive_texts(built, options, prompts, alone)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [by_night(False), True])
 def test_walks_with_the_requests_noise_change_no_text(
     padded: bool, prompts: list[list[int]], draft: str, alone: Result, drafted: Result
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_backend.worker.graphs import capture_shapes
 from tests.drafters.drafts import make_demo_eagle3, make_eagle3
+from tests.scale import by_night
 from tests.test_device_lossless import (
     REQUESTS,
     SMALL_POOL,
@@ -76,7 +77,7 @@ def test_fewer_passes_as_the_load_asks_change_no_text(
     check_adaptive_texts(built, options, prompts, alone)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [by_night(False), True])
 def test_drafts_with_the_requests_noise_change_no_text(
     padded: bool, prompts: list[list[int]], draft: str, alone: Result, drafted: Result
 ) -> None:

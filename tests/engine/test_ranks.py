@@ -105,6 +105,7 @@ def test_two_ranks_give_the_text_of_one(pair: dict[str, str], shared: BuiltEngin
     assert shared.core.stats().prefix_cache_hits > 0
 
 
+@pytest.mark.nightly
 def test_four_ranks_preempt_and_adapt_as_one_does(pair: dict[str, str]) -> None:
     check_four_ranks(pair)
 
@@ -140,6 +141,7 @@ def test_four_ranks_with_experts_preempt_and_adapt_as_one_does(tmp_path: Path) -
     check_four_ranks(models)
 
 
+@pytest.mark.nightly
 def test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does(tmp_path: Path) -> None:
     models = make_pair(tmp_path, {"architecture": "Qwen3NextForCausalLM", "linear_num_key_heads": 4})
     check_four_ranks(models, kv_cache_gb=0.00012)

@@ -30,6 +30,7 @@ from dflash_backend.models.vocabulary import Sums
 from tests.engine import rank_forks
 from tests.engine.rank_forks import ForkLauncher, PausedStep
 from tests.engine.test_ranks import PROMPTS, SETTINGS, end, group, lives, texts, texts_until_lost
+from tests.scale import by_night
 from tests.tiny_models import make_pair
 from tests.waiting import eventually
 from tests.worker.engines import Outputs, engine
@@ -68,7 +69,7 @@ def pids(built: BuiltEngine) -> list[int]:
     return [process.pid for process in launcher.processes]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, by_night(4)])
 def test_ranks_over_the_network_give_the_text_of_one_and_end_with_the_engine(pair: dict[str, str], size: int) -> None:
     alone, shared = engine(**pair, **SETTINGS), engine(**pair, **SETTINGS, **RAY, tensor_parallel_size=size)
     assert isinstance(group(shared).reduce, NetworkSum)

@@ -24,7 +24,7 @@ from tests.drafters.drafts import make_dspark, make_eagle3
 from tests.engine.rank_forks import fork_ranks, over_the_network
 from tests.engine.test_ranks import FAMILIES, PROMPTS, SETTINGS, end, group, texts
 from tests.engine.test_remote_ranks import RAY
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night
 from tests.tiny_models import HIDDEN, VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.worker.engines import engine, on_device_runner, outputs_of
 
@@ -94,7 +94,7 @@ def proposals(built: BuiltEngine) -> list[Drafts]:
     return found
 
 
-@pytest.mark.parametrize(("size", "tied"), [(2, True), (4, False)] if SCALE >= 4 else [(4, False)])
+@pytest.mark.parametrize(("size", "tied"), [(2, True), by_night(4, False)])
 def test_ranks_that_split_the_vocabulary_give_the_text_of_one(tmp_path: Path, size: int, tied: bool) -> None:
     compare(make_pair(tmp_path, {"tie_word_embeddings": tied}), size, GREEDY, SAMPLED, *FILTERED, *SPECIAL)
 

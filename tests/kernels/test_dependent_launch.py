@@ -21,7 +21,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRI
 CONSTANT_LOADS = {"_rms_norm_kernel": 1, "_qk_norm_rope_write_kernel": 2}
 SMALL = {"_rms_norm_kernel", "_silu_mul_kernel", "_gelu_mul_kernel", "_qk_norm_rope_write_kernel"}
 ATTENTION = {"_attend_shares_kernel", "_merge_kernel"}
-ARCHS = [80, 89, 90, 100, 120] if SCALE >= 4 else [89, 90]
+ARCHS = [80, 89, 90, 100, 120] if SCALE >= 4 else [90]
 
 
 def compiled(*arguments: str) -> list[tuple[str, int, dict[str, int]]]:

@@ -125,6 +125,7 @@ def test_expected_answers_are_computed_again_when_a_question_or_the_model_change
     assert len({key([question], {}), key([other], {}), key([question], {"dtype": "bfloat16"})}) == 3
 
 
+@pytest.mark.nightly
 def test_questions_that_do_not_fit_other_settings_are_refused_with_a_sentence(tmp_path: Path) -> None:
     """The settings are others, so the process that computes is asked, and its error comes back."""
     questions = chat.questions(Options(users=1, duration_s=1.0, prompts=1))

@@ -182,6 +182,7 @@ def touch_model(server: TritonServer) -> None:
     (config.parent / "1" / "model.py").touch()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_model_that_is_unloaded_and_loaded_over_and_over_leaks_nothing(explicit, held_at_first, client):
     """Here, and in the tests before."""
@@ -198,6 +199,7 @@ def test_a_model_that_is_unloaded_and_loaded_over_and_over_leaks_nothing(explici
     assert last["rss"] <= first["rss"] * (1 + MAX_GROWTH), held
 
 
+@pytest.mark.nightly
 def test_two_instances_share_the_requests_and_their_counters_but_no_gauge():
     number, tokens = 16, 60 if SCALE >= 4 else 24
     with new_server(instances=2) as server, DFlashClient(server.http_url, "http", timeout_s=60) as client:

@@ -65,6 +65,7 @@ def test_every_stream_of_a_killed_engine_gets_internal_the_next_answers_are_righ
     assert any(line.startswith("dflash: debug: request ") and STORY in line for line in log)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_or_hangs_under_load_is_an_engine_that_is_replaced(short_tmp):
     count = chaos.LeftoverCount(short_tmp)
     members: set[Process] = set()

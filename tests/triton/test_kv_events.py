@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -53,10 +54,22 @@ DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 
 def free_address() -> str:
-    """An address of this machine that was free a moment ago, with a free one above it."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{one.getsockname()[1]}"
+    """An address of this machine that was free a moment ago, as was the next one above it."""
+    while True:
+        with socket.socket() as one, socket.socket() as above:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                above.bind(("127.0.0.1", port + 1))
+                return f"tcp://127.0.0.1:{port}"
+
+
+def free_addresses() -> tuple[str, str]:
+    """Two such, of which neither is the one above the other."""
+    first = second = free_address()
+    while abs(int(first.rpartition(":")[2]) - int(second.rpartition(":")[2])) < 2:
+        second = free_address()
+    return first, second
 
 
 class Subscriber:
@@ -191,7 +204,7 @@ def test_an_address_that_cannot_be_one_is_refused(value: str) -> None:
 
 
 def test_a_service_publishes_what_its_engines_report_and_that_a_cache_is_gone(serve, triton) -> None:
-    endpoint, replay = free_address(), free_address()
+    endpoint, replay = free_addresses()
     service = serve(
         data_parallel_size=2, kv_events_endpoint=endpoint, kv_events_replay_endpoint=replay, kv_events_topic="kv@toy"
     )

@@ -20,6 +20,7 @@ from dflash_backend.worker.kv_cache import PagedKVCache, bytes_per_block
 from dflash_kernels.fp8_kv import dequantise_kv_reference, quantise_kv_reference
 from tests.batch_invariance import differing, random_prompts, run
 from tests.engine.test_ranks import end
+from tests.scale import by_night
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine
 
@@ -96,7 +97,7 @@ def test_qwen3_8b_with_five_drafter_layers_gets_about_1_7_times_the_blocks() -> 
     assert sizes[0] / sizes[1] == pytest.approx(1.74, abs=0.005)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("architecture", [*FAMILIES[:2], *map(by_night, FAMILIES[2:])])
 def test_drafts_change_no_text_and_steps_of_a_gpu_give_that_of_a_cpu(tmp_path: Path, architecture: str) -> None:
     models = models_of(architecture, tmp_path)
     with_guard = {**models, **FP8_KV, "kv_write_guard": True}

@@ -70,6 +70,7 @@ def logits_of(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tenso
     return model(torch.tensor([ids[first:]]), past_key_values=cache).logits[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "border"), BOTH)
 def test_text_and_scores_across_a_border_are_those_of_transformers(name: str, border: int, tmp_path: Path) -> None:
     method, changes = CASES[name]

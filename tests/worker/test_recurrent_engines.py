@@ -21,7 +21,7 @@ from dflash_backend.worker.graphs import capture_shapes
 from dflash_backend.worker.kv_cache import bytes_per_block
 from dflash_backend.worker.memory import GIB
 from tests.models.test_family_engines import expected
-from tests.scale import scaled
+from tests.scale import by_night, scaled
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner, triton_engine, unchanged
 from tests.worker.test_random_overlap import play, workload
@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("steps", ["of a CPU", "of a GPU", "of a GPU, not padded"])
+@pytest.mark.parametrize("steps", ["of a CPU", "of a GPU", by_night("of a GPU, not padded")])
 def test_greedy_text_is_that_of_transformers(
     settings: dict[str, Any], texts: list[tuple[list[int], list[int]]], case: str, steps: str
 ) -> None:

@@ -13,6 +13,7 @@ from dflash_backend.worker.batch import StepInputs
 from dflash_backend.worker.graphs import ChosenTokens, EagerStep, PaddedStep, capture_sizes
 from dflash_backend.worker.runner import ModelRunner
 from dflash_backend.worker.step import ModelStep
+from tests.scale import by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -86,7 +87,7 @@ def run(built: Any, special: dict[str, Any], prompts: int = 5, **more: Any) -> O
     return outputs
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [by_night(False), True])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_a_special_request_leaves_the_others_in_their_graph_and_gets_what_it_gets_without_one(
     settings: dict[str, Any], name: str, overlap: bool
@@ -110,7 +111,7 @@ def test_a_special_request_leaves_the_others_in_their_graph_and_gets_what_it_get
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [by_night(False), True])
 def test_a_request_with_a_grammar_leaves_the_others_in_their_graph(overlap: bool) -> None:
     sizes = {"kv_cache_gb": 0.2, "max_num_seqs": COUNT}
     special = GRAMMAR | {"logprobs": 2, "repetition_penalty": 1.1}
