@@ -69,7 +69,7 @@ PYTEST = $(BIN)/pytest -q -n $(shell expr `getconf _NPROCESSORS_ONLN` + 2) --max
 TIER := full
 test-fast: TIER := fast
 
-test: setup style ## Lint, types and all tests, slow ones included
+test: setup style ## Lint, types and all tests, slow ones included, but those that are marked nightly
 	@$(MAKE) --no-print-directory -j 2 types $(BYTECODE)
 	$(PYTEST)
 

@@ -14,11 +14,21 @@ from typing import Any
 
 import pytest
 
+from checks.nightly import COMMANDS, ENVIRON
 from tests import tiers
 from tests.allowed_skips import ALLOWED, is_allowed
-from tests.conftest import ONE_AT_A_TIME, SMOKE, SPLIT, is_slow, places_of, pytest_ignore_collect, refuse_skip
+from tests.conftest import (
+    ONE_AT_A_TIME,
+    SMOKE,
+    SPLIT,
+    is_slow,
+    places_of,
+    pytest_ignore_collect,
+    refuse_skip,
+    waits_for_night,
+)
 from tests.file_times import OUTSIDE, files_above, processor_seconds
-from tests.scale import scaled
+from tests.scale import NIGHTLY_SCALE, scaled
 from tests.tiers import BUDGETS, LARGEST_S, ROOT, UNMEASURED_S, Row, Tier, files_of_tests, read_table, total
 
 
@@ -30,7 +40,7 @@ def config(strict: bool) -> Any:
     return SimpleNamespace(getoption=lambda name: strict)
 
 
-def test_make_test_leaves_no_test_out() -> None:
+def test_make_test_leaves_out_what_is_marked_for_the_night_alone() -> None:
     """Whatever is not in the fast tier, or in none, is then run by it."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (command,) = re.findall(r"^PYTEST = ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
@@ -42,6 +52,32 @@ def test_make_test_leaves_no_test_out() -> None:
     for options in (command, (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.pytest")[2]):
         assert not re.search(r" -[mk]\b|--deselect|--ignore|--tier", options)
     assert "--strict-skips" in command
+
+
+def test_the_night_has_every_test_that_is_left_to_it() -> None:
+    command, _ = COMMANDS["marked"]
+    assert command == ("pytest", "-q", "-n", "logical", "-m", "nightly", "tests")
+    assert float(ENVIRON["marked"]["TEST_SCALE"]) >= NIGHTLY_SCALE
+
+
+@pytest.mark.parametrize(
+    ("marked", "scale", "arguments", "waits"),
+    [
+        (True, 1.0, ["tests"], True),
+        (True, 1.0, ["tests/f.py::test_other"], True),
+        (True, 0.1, [], True),
+        (False, 1.0, ["tests"], False),
+        (True, 4.0, ["tests"], False),
+        (True, 1.0, ["tests/f.py"], False),
+        (True, 1.0, ["tests/f.py::test_it"], False),
+    ],
+)
+def test_a_marked_test_waits_for_the_night_unless_it_is_named(
+    marked: bool, scale: float, arguments: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.conftest.SCALE", scale)
+    item: Any = SimpleNamespace(nodeid="tests/f.py::test_it[3]", get_closest_marker=lambda name: marked)
+    assert waits_for_night(item, arguments) == waits
 
 
 def test_a_file_is_measured_as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatch) -> None:
