@@ -23,7 +23,7 @@ from dflash_backend import LLM, SamplingParams
 from dflash_backend.config import asset_path
 from dflash_backend.engine.llm import Completion, RequestOutput
 from dflash_backend.messages import TokenLogprobs
-from tests.scale import SCALE, scaled
+from tests.scale import SCALE, by_night, scaled
 
 QUESTION = "Sam fills 4 bags with 6 marbles each and gives away 7 marbles. How many marbles does Sam keep?"
 STORY = "<|im_start|>user\nTell me something about Norway and Japan<|im_end|>\n<|im_start|>assistant\n"
@@ -114,7 +114,10 @@ def plain(llm: LLM) -> list[list[int]]:
 
 
 # Each with drafts, and without them one of a kind; `make nightly` has all.
-CHANGES: list[Any] = [(name, 15) for name in PENALTIES]
+CHANGES: list[Any] = [
+    by_night(name, 15) if name in ("repetition below 1", "negative frequency", "negative presence") else (name, 15)
+    for name in PENALTIES
+]
 CHANGES += [(name, 0) for name in ("bias", "allowed", "bad words", "all")]
 if SCALE >= 4:
     others = [name for name in PENALTIES if (name, 0) not in CHANGES]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 NUM_PROMPTS = scaled(24, at_least=24)
 FEW_PROMPTS = 8
 MAX_TOKENS = 96
-NUM_SAMPLES = scaled(8_000, at_least=8_000)
+NUM_SAMPLES = scaled(8_000 if SCALE >= 4 else 4_000, at_least=4_000)
 # However requests are run, acceptance is about that of one at a time, 12.9.
 LEAST_ACCEPTANCE_LENGTH = 12.4
 # Answers quote little of their questions.

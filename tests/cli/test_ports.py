@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dflash_cli.launcher import ports
 from dflash_cli.launcher.ports import reachable_host, settle_ports
 from dflash_cli.launcher.triton_install import LauncherError
 
@@ -22,9 +23,21 @@ def test_a_taken_port_is_refused_with_its_number_and_option(taken: int, host: st
 
 
 def test_port_zero_becomes_a_free_port_each() -> None:
-    ports = settle_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0, "--metrics-port": 0})
-    assert len(set(ports.values())) == 3
-    assert all(ports.values())
+    found = settle_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0, "--metrics-port": 0})
+    assert len(set(found.values())) == 3
+    assert all(found.values())
+
+
+def test_a_free_port_is_none_that_a_connection_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [settle_ports("127.0.0.1", {"--http-port": 0})["--http-port"] for _ in range(20)]
+    assert all(port in ports.ports_of_listeners() for port in found)
+    assert len(set(found)) > 15
+    # Where all of those are taken, or the system has none, it is one that the system chooses.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for left in (range(port, port + 1), range(0)):
+            monkeypatch.setattr(ports, "ports_of_listeners", lambda left=left: left)
+            assert settle_ports("127.0.0.1", {"x": 0})["x"] not in (0, port)
 
 
 def test_the_same_port_twice_is_refused() -> None:

@@ -23,7 +23,7 @@ from dflash_backend.core.scheduler_config import SchedulerConfig
 from dflash_backend.messages import GenerationRequest
 from tests.scale import SCALE, scaled
 
-NUM_STEPS = scaled(12_000 if SCALE >= 4 else 6_000, at_least=4_000)  # of each of the four parts
+NUM_STEPS = scaled(12_000 if SCALE >= 4 else 4_000, at_least=4_000)  # of each of the four parts
 NUM_SNAPSHOT_STEPS = scaled(5_000)  # with and without a step in flight
 NUM_WINDOW_STEPS = scaled(5_000)
 NUM_REQUESTS = 60

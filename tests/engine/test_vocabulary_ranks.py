@@ -111,7 +111,7 @@ def test_other_families_split_theirs(tmp_path: Path, architecture: str, size: in
     compare(models, size, *samplings, adaptive_speculation=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [by_night("float32"), "bfloat16"])
 def test_text_depends_neither_on_the_batch_nor_on_what_is_gathered(
     pair: dict[str, str], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

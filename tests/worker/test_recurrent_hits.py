@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from dflash_backend.engine.build import BuiltEngine
 from dflash_backend.models.recurrent_state import StatePool
 from tests.models.test_family_engines import expected as expected_tokens
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_target
 from tests.worker.engines import Outputs, engine, on_device_runner
 
@@ -26,7 +26,7 @@ MAX_TOKENS = 24 if SCALE >= 4 else 6
 SHARED = 8 * BLOCK
 
 
-@pytest.fixture(scope="module", params=["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
+@pytest.fixture(scope="module", params=["Qwen3NextForCausalLM", by_night("Qwen3_5ForCausalLM")])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, dict[str, Any]]:

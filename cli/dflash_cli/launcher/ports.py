@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import random
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from dflash_cli.launcher.triton_install import LauncherError
+
+# Where a free port is looked for: above those that well-known programs listen on. And how often.
+LOWEST_PORT, NUM_TRIES = 20_000, 20
 
 
 def settle_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
@@ -24,7 +29,8 @@ def settle_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
             if port and port in settled.values():
                 other = next(name for name, number in settled.items() if number == port)
                 raise LauncherError(f"{other} and {option} are both {port}; give each its own port")
-            settled[option] = held.enter_context(_bind(host, port, option)).getsockname()[1]
+            probe = _bind(host, port, option) if port else _bind_free(host, option)
+            settled[option] = held.enter_context(probe).getsockname()[1]
     return settled
 
 
@@ -40,6 +46,28 @@ def is_loopback(host: str) -> bool:
     except (socket.gaierror, UnicodeError):
         return False
     return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
+def ports_of_listeners() -> range:
+    """Ports that this machine gives to no connection that it opens: on Linux those below its range for these."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 0
+    return range(LOWEST_PORT, max(LOWEST_PORT, first))
+
+
+def _bind_free(host: str, option: str) -> socket.socket:
+    """A free port. Until its server listens, which may take seconds, no connection of this machine takes it: such as
+    the system itself would choose for port 0 may be taken."""
+    probe = _bind(host, 0, option)
+    candidates = ports_of_listeners()
+    for port in random.sample(candidates, min(NUM_TRIES, len(candidates))):
+        with contextlib.suppress(LauncherError):
+            better = _bind(host, port, option)
+            probe.close()
+            return better
+    return probe
 
 
 def _bind(host: str, port: int, option: str) -> socket.socket:
