@@ -11,6 +11,7 @@ from checks.acceptance import ACCEPTANCE_LENGTH, held_out, measure, misses, miss
 from checks.prefix import measure_prefix
 from dflash_backend import LLM
 from dflash_backend.evaluation import Evaluation, Question
+from tests.scale import by_night
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def test_acceptance_keeps_its_bounds_overall_and_at_the_last_position(found: Eva
     assert found.overall.counts.acceptance_length == pytest.approx(ACCEPTANCE_LENGTH, rel=0.03)
 
 
-@pytest.mark.parametrize("offset", [-1, 1])
+@pytest.mark.parametrize("offset", [by_night(-1), 1])
 def test_features_of_the_wrong_layers_cost_acceptance(
     offset: int, tmp_path: Path, questions: list[Question], found: Evaluation
 ) -> None:

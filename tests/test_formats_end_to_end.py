@@ -23,7 +23,7 @@ from dflash_backend.engine.llm import RequestOutput
 from dflash_backend.evaluation.figures import parse_spec_stats
 from dflash_backend.messages import SamplingParams
 from dflash_backend.spec_stats import SpecDecodingStats
-from tests.scale import scaled
+from tests.scale import by_night, scaled
 from tests.server.conftest import new_server
 from tests.speculators_checkpoint import frequent_tokens, rewrite
 
@@ -89,7 +89,7 @@ def test_with_a_tenth_of_the_vocabulary_the_output_is_the_same(small: Path, orig
     assert 1.5 < found.acceptance_length < original.acceptance_length
 
 
-@pytest.mark.parametrize("k", [1, 6])
+@pytest.mark.parametrize("k", [by_night(1), 6])
 def test_a_smaller_k_gives_the_same_output(k: int, rewritten: Path, original: Answers) -> None:
     found = answers(target=str(rewritten), num_speculative_tokens=k)
     assert found.token_ids == original.token_ids
@@ -97,7 +97,7 @@ def test_a_smaller_k_gives_the_same_output(k: int, rewritten: Path, original: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offset", [-1, 1])
+@pytest.mark.parametrize("offset", [-1, by_night(1)])
 def test_layers_off_by_one_in_either_convention_cost_acceptance_and_nothing_else(
     offset: int, tmp_path: Path, original: Answers
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_mask_embedding_beside_the_weights_takes_the_place_of_the_tables_row(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
+@pytest.mark.parametrize("ratio", [by_night(0.0), 1.0])
 def test_sampled_text_does_not_depend_on_a_drafter_with_a_smaller_vocabulary(small: Path, ratio: float) -> None:
     prompts = [prompt.prompt for prompt in load_prompts(12)]
     params = [SamplingParams(max_tokens=48, temperature=1.0, seed=i, ignore_eos=True) for i in range(len(prompts))]

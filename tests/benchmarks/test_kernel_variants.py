@@ -19,7 +19,7 @@ NUM_WORKLOADS = 3 if SCALE >= 4 else 2  # of a case; `make nightly` has 200
 # Cases that share a process, so that not each of them imports torch and Triton.
 CASES_AT_A_TIME = 13
 NAMES = [case.name for case in CASES]
-if SCALE < 4:  # each kind of drafter and of layer is in one; `make nightly` has all cases, with more workloads
+if SCALE < 4:  # those whose kernels no other has; `make nightly` has all, with more workloads
     NAMES = [
         "dense, adaptive k",
         "experts, batch-invariant",
@@ -28,7 +28,6 @@ if SCALE < 4:  # each kind of drafter and of layer is in one; `make nightly` has
         "gated delta nets, FP8 weights, k = 15",
         "drafter with windows",
         "FP8 weights and activations, k = 7",
-        "experts in MXFP4, k = 7",
     ]
 GROUPS = [NAMES[start : start + CASES_AT_A_TIME] for start in range(0, len(NAMES), CASES_AT_A_TIME)]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -30,6 +30,7 @@ from tests.oracle import cases
 from tests.oracle.cases import Step
 from tests.oracle.ours import drafts
 from tests.paged import block_tables, caches, context, noisy_pool
+from tests.scale import by_night
 
 ANCHORS = [10, 25]
 LENGTH = 40
@@ -137,7 +138,7 @@ def test_each_kind_has_its_number_of_drafts_as_serving_reads_it(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DFLASH2, DSPARK, EAGLE3])
+@pytest.mark.parametrize("kind", [by_night(DFLASH2), DSPARK, by_night(EAGLE3)])
 def test_smoke_training_writes_a_drafter_that_drafts(kind: str, tmp_path: Path) -> None:
     train_pair(Run(tmp_path / "pair", **{**SMOKE, "config": smoke(kind)}))
     pair = tmp_path / "pair"
