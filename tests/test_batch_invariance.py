@@ -59,7 +59,7 @@ def settings(rows: int, k: int, tokens: int, **others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [by_night("float32"), "bfloat16"])
 def test_logits_are_the_same_to_the_bit_in_any_batch_with_any_k_chunked_or_whole(dtype: str) -> None:
     prompts = random_prompts(64, 1500)
     alone = run(engine(**settings(1, 0, 2048, dtype=dtype)), prompts[:1])

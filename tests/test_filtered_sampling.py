@@ -14,6 +14,7 @@ from checks.sampling import PROMPT
 from dflash_backend import LLM
 from dflash_backend.config import asset_path
 from tests.kernels.test_sampling import by_hand
+from tests.scale import by_night
 from tests.worker.engines import Outputs, engine, on_device_runner
 
 SAMPLING = {"temperature": 4.0, "top_k": 5, "top_p": 0.8, "min_p": 0.1}
@@ -44,7 +45,7 @@ def exact() -> tuple[list[int], dict[tuple[int, ...], float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", ["cpu", "device"])
+@pytest.mark.parametrize("runner", [by_night("cpu"), "device"])
 def test_sampling_with_every_cut_has_the_distribution_of_the_cut_target(runner: str) -> None:
     prompt, expected = exact()
     settings = {"num_speculative_tokens": 3, "max_num_seqs": 128, "max_model_len": 64, "kv_write_guard": False}

@@ -20,6 +20,7 @@ from checks.prefix import PrefixMeasurement
 GOOD_PREFIX = PrefixMeasurement(1500, 8, 0.1, 0.012, 11.5, 11.5, True, 1488)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_planning_and_lookup_do_not_grow_with_the_cached_blocks() -> None:
     """The benchmark has up to a million blocks, and bounds in seconds as well; at this scale the same growth shows."""

@@ -57,6 +57,7 @@ from tests.quantised import (
     write,
     write_by_name,
 )
+from tests.scale import by_night
 from tests.tiny_models import GEMMA4_EXPERTS, VOCAB_SIZE, make_target
 
 pytestmark = pytest.mark.usefixtures("single_thread", "inference_mode")
@@ -177,7 +178,7 @@ def dense_products(layer: LayerWeights | DeltaNetLayerWeights) -> list[Linear]:
     return [layer.net.inputs[0], layer.net.output, *shared]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", by_night("Qwen3_5MoeForCausalLM")])
 @pytest.mark.parametrize("name", ["fp8 in blocks", "awq"])
 def test_a_hybrid_keeps_its_codes_in_all_but_small_gates(tmp_path: Path, architecture: str, name: str) -> None:
     directory = write_hybrid(tmp_path, architecture, name, "in_proj_(ba|b|a)[.]")
