@@ -58,8 +58,6 @@ SPLIT = (
 )
 # These count what is left over in /dev/shm, or leave something there for a while.
 ONE_AT_A_TIME = ("tests/server/test_supervision.py", "tests/demo/test_training.py")
-# One worker starts the browser.
-WITH_A_BROWSER = "tests/frontend/playground/"
 # The server tests of `make test-fast`: together, so that it starts one server.
 SMOKE = ("tests/server/test_generate.py", "tests/server/test_metrics.py")
 
@@ -174,8 +172,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if nodeid.startswith(SPLIT):
                 return nodeid.partition("[")[0]
-            if nodeid.startswith(WITH_A_BROWSER):
-                return WITH_A_BROWSER
             return next((files[0] for files in (ONE_AT_A_TIME, SMOKE) if file in files), file)
 
     config.option.loadscopereorder = False

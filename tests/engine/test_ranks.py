@@ -20,7 +20,7 @@ from dflash_backend.models.parallel import RankLostError, SharedTarget
 from tests.batch_invariance import differing, random_prompts, run
 from tests.engine.rank_forks import fork_ranks
 from tests.quantised import GPTQ, gptq, write
-from tests.scale import SCALE
+from tests.scale import SCALE, by_night
 from tests.tiny_models import VOCAB_SIZE, make_draft, make_pair, make_target
 from tests.waiting import eventually
 from tests.worker.engines import Outputs, engine, on_device_runner
@@ -147,7 +147,7 @@ def test_ranks_of_a_hybrid_preempt_copy_states_and_adapt_as_one_does(tmp_path: P
     check_four_ranks(models, kv_cache_gb=0.00012)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [by_night(False), True])
 def test_ranks_follow_the_steps_of_a_gpu(tmp_path: Path, overlap: bool) -> None:
     """Its layouts, padding and order, on a CPU."""
     models = make_pair(tmp_path, {"architecture": "Qwen3NextForCausalLM"})
