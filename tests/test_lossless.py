@@ -22,7 +22,7 @@ from dflash_backend.spec_stats import SpecDecodingStats
 from dflash_backend.worker.step_ops import HostStepOps
 from dflash_kernels.sample import sample_reference
 from tests.gpu.test_engine import logits_in_float32
-from tests.scale import SCALE, scaled
+from tests.scale import SCALE, by_night, scaled
 
 pytestmark = pytest.mark.slow
 NUM_PROMPTS = scaled(24, at_least=24)
@@ -48,10 +48,10 @@ def expected(prompts: list[list[int]]) -> Measurement:
 
 # Each of these differs in one setting from one that is run.
 LEFT = ("DFlash, one stream", "DFlash, 32 streams", "DFlash, small KV pool", "DFlash, k = 4", "n-grams, one stream")
-CASES = [pytest.param(case, id=case.name, marks=[pytest.mark.nightly] if case.name in LEFT else []) for case in cases()]
+CASES = [by_night(case) if case.name in LEFT else case for case in cases()]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_way_to_run_gives_the_tokens_of_transformers(
     case: Case, prompts: list[list[int]], expected: Measurement
 ) -> None:

@@ -40,6 +40,13 @@ def test_a_free_port_is_none_that_a_connection_may_get(monkeypatch: pytest.Monke
             assert settle_ports("127.0.0.1", {"x": 0})["x"] not in (0, port)
 
 
+def test_no_two_options_get_the_same_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = settle_ports("127.0.0.1", {"x": 0})["x"]
+    monkeypatch.setattr(ports, "ports_of_listeners", lambda: range(free, free + 1))
+    found = settle_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0})
+    assert found["--http-port"] == free != found["--grpc-port"]
+
+
 def test_the_same_port_twice_is_refused() -> None:
     free = settle_ports("127.0.0.1", {"x": 0})["x"]
     with pytest.raises(LauncherError, match=rf"--http-port and --grpc-port are both {free}"):

@@ -44,8 +44,8 @@ KERNELS = {
 FILES["step_launches"] = sorted(KERNELS.keys() - {file for files in FILES.values() for file in files})
 
 
-# Those of the models take two minutes to compile on a fresh machine. In `make test` attention, experts and what begins
-# before the kernel in front has ended are compiled for tests/benchmarks and test_dependent_launch.py.
+# Those of the models take two minutes to compile on a fresh machine. Of these `make test` has attention and what begins
+# before the kernel in front has ended: test_dependent_launch.py.
 MODULES = [module for module in FILES if module != "model_launches" or SCALE >= 4]
 
 

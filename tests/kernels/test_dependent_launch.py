@@ -48,7 +48,7 @@ def check(found: list[tuple[str, int, dict[str, int]]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", [False, True] if SCALE >= 4 else [False])  # attention takes seconds to compile
+@pytest.mark.parametrize("attention", [False, True])
 def test_kernels_wait_before_they_read_or_write_what_others_do(attention: bool) -> None:
     found = compiled(*(["--attention"] if attention else []), *map(str, ARCHS))
     names = ATTENTION if attention else SMALL

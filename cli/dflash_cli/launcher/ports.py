@@ -7,7 +7,7 @@ import errno
 import ipaddress
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from dflash_cli.launcher.triton_install import LauncherError
@@ -29,7 +29,7 @@ def settle_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
             if port and port in settled.values():
                 other = next(name for name, number in settled.items() if number == port)
                 raise LauncherError(f"{other} and {option} are both {port}; give each its own port")
-            probe = _bind(host, port, option) if port else _bind_free(host, option)
+            probe = _bind(host, port, option) if port else _bind_free(host, option, settled.values())
             settled[option] = held.enter_context(probe).getsockname()[1]
     return settled
 
@@ -57,11 +57,12 @@ def ports_of_listeners() -> range:
     return range(LOWEST_PORT, max(LOWEST_PORT, first))
 
 
-def _bind_free(host: str, option: str) -> socket.socket:
-    """A free port. Until its server listens, which may take seconds, no connection of this machine takes it: such as
-    the system itself would choose for port 0 may be taken."""
+def _bind_free(host: str, option: str, settled: Collection[int]) -> socket.socket:
+    """A free port that is none of those settled. Until its server listens, which may take seconds, no connection of
+    this machine gets it, as one may get the port that the system itself would choose."""
     probe = _bind(host, 0, option)
-    candidates = ports_of_listeners()
+    # The settled ones are bound, but by sockets that let others bind them until they listen.
+    candidates = [port for port in ports_of_listeners() if port not in settled]
     for port in random.sample(candidates, min(NUM_TRIES, len(candidates))):
         with contextlib.suppress(LauncherError):
             better = _bind(host, port, option)
