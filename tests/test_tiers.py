@@ -86,7 +86,7 @@ def test_a_file_is_measured_as_on_a_fresh_machine(monkeypatch: pytest.MonkeyPatc
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
         seen.update(env)
-        assert command[command.index("-q") :][3:5] == ["-m", "not nightly"], "which would count though make test has none"
+        assert command[command.index("-q") :][3:5] == ["-m", "not nightly"], "make test has none of those"
         assert not list(Path(env["TRITON_CACHE_DIR"]).iterdir())
         Path(command[command.index("--file-times") + 1]).write_text("file,seconds,wall\ntests/f.py,1.5,2.0\n")
         return SimpleNamespace(returncode=0)
