@@ -30,7 +30,7 @@ CHECKED = {"greedy", "sampled"}
 
 def run(grammar: StructuredOutputs, checks: bool, **sampling: Any) -> tuple[Outputs, list[int]]:
     """The outputs of three requests alike but for their prompts, and how many answers had their masks filled, for each
-    time that any had."""
+    step in which any had."""
     built = engine(kv_cache_gb=0.2, max_num_seqs=4)
     states = built.runner.grammars
     states.checks = checks
@@ -59,7 +59,8 @@ def test_the_text_is_the_same_with_checks_and_with_masks(grammar: StructuredOutp
     if way in CHECKED and grammar is ANYTHING:
         assert few == []
     assert all_of_them
-    assert way in CHECKED or len(few) == len(all_of_them)
+    # Grammars are compiled beside the engine, so requests may join it one by one: steps differ then, rows do not.
+    assert way in CHECKED or sum(few) == sum(all_of_them)
 
 
 def test_a_row_whose_token_was_not_allowed_has_masks_for_some_steps() -> None:
