@@ -139,7 +139,9 @@ class Client:
         self._channel = grpc.aio.insecure_channel(grpc_url, options=[("grpc.enable_http_proxy", 0)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=f"http://{http_url}", timeout=TIMEOUT_S, trust_env=False, limits=limits)
+        self._http = httpx.AsyncClient(
+            base_url=f"http://{http_url}", timeout=TIMEOUT_S, trust_env=False, verify=False, limits=limits
+        )
 
     async def close(self) -> None:
         """Close the connections."""

@@ -139,7 +139,7 @@ def test_a_server_given_the_speculators_directory_alone_answers(rewritten: Path,
     body = {"text_input": load_prompts(1)[0].prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
     asked = {"return_token_ids": True, "return_spec_stats": True}
     settings = {"target_model": str(rewritten), "adaptive_speculation": "false"}
-    with new_server(settings) as server, httpx.Client(trust_env=False, timeout=60) as http:
+    with new_server(settings) as server, httpx.Client(trust_env=False, verify=False, timeout=60) as http:
         answer = http.post(f"http://{server.http_url}/v2/models/dflash/generate", json=body | asked).json()
     assert answer["token_ids"] == original.token_ids[0]
     assert parse_spec_stats(json.loads(answer["spec_stats"])) == original.counts[0]

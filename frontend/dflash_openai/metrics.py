@@ -128,7 +128,9 @@ async def get_metrics(request: Request) -> Response:
     urls: tuple[str, ...] = request.app.state.frontend.config.triton_metrics_urls
     metrics: FrontendMetrics = request.app.state.metrics
     pages = {}
-    async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S, trust_env=False) as client:
+    # Reading the authorities holds up all requests for 20 ms, and in the clear they are of no use.
+    secure = any(urlsplit(url).scheme == "https" for url in urls)
+    async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S, trust_env=False, verify=secure) as client:
         for url, page in zip(urls, await asyncio.gather(*(_fetch(client, url) for url in urls)), strict=True):
             pages[urlsplit(url).netloc] = page
     text = "\n".join([*metrics.lines(), *merged(pages)]) + "\n"

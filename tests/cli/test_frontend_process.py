@@ -44,7 +44,7 @@ def frontend(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Front
 
 def status(frontend: FrontendProcess) -> int | None:
     try:
-        return httpx.get(f"{frontend.url}/health", trust_env=False, timeout=10).status_code
+        return httpx.get(f"{frontend.url}/health", trust_env=False, verify=False, timeout=10).status_code
     except httpx.TransportError:
         return None
 
@@ -52,7 +52,7 @@ def status(frontend: FrontendProcess) -> int | None:
 def test_one_that_is_not_ready_is_told_and_answers_503(frontend: FrontendProcess, said: list[str]) -> None:
     assert said[0].startswith("warning: the OpenAI front end is not ready: ")
     eventually(lambda: status(frontend) == 503, "listening")
-    answer = httpx.post(f"{frontend.url}/v1/completions", json={"prompt": "a"}, trust_env=False)
+    answer = httpx.post(f"{frontend.url}/v1/completions", json={"prompt": "a"}, trust_env=False, verify=False)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
@@ -114,7 +114,7 @@ def test_serve_answers_openais_api_and_ends_with_it() -> None:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "Ctrl-C stops the server.\n")
         assert f"  OpenAI   http://{HOST}:{port}/v1\n" in list(lines)
-        with httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, timeout=60) as http:
+        with httpx.Client(base_url=f"http://{HOST}:{port}", trust_env=False, verify=False, timeout=60) as http:
             (model,) = http.get("/v1/models").json()["data"]
             assert (model["id"], model["max_model_len"]) == ("demo", 512)
             body = {"model": "demo", "prompt": "Sam fills 4 bags", "max_tokens": 8}
@@ -122,7 +122,7 @@ def test_serve_answers_openais_api_and_ends_with_it() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://{HOST}:{port}/health", trust_env=False)
+            httpx.get(f"http://{HOST}:{port}/health", trust_env=False, verify=False)
     finally:
         process.kill()
         process.wait()

@@ -46,7 +46,7 @@ def over_http(server: TritonServer, api: str, key: str | None = None) -> int:
     method, path, body = HTTP[api]
     headers = {} if key is None else {KEY_HEADER: key}
     url = f"http://{server.http_url}{path}"
-    return httpx.request(method, url, json=body, headers=headers, timeout=10, trust_env=False).status_code
+    return httpx.request(method, url, json=body, headers=headers, timeout=10, trust_env=False, verify=False).status_code
 
 
 def over_grpc(server: TritonServer, api: str, key: str | None = None) -> str:
@@ -176,7 +176,7 @@ def test_what_is_no_option_is_not_passed_on() -> None:
 def test_other_options_reach_tritonserver(explicit: TritonServer) -> None:
     command = Path(f"/proc/{explicit.pid}/cmdline").read_bytes().split(b"\0")
     assert b"--http-thread-count=3" in command
-    assert b"nv_cpu" not in httpx.get(f"http://{explicit.metrics_url}/metrics", trust_env=False).content
+    assert b"nv_cpu" not in httpx.get(f"http://{explicit.metrics_url}/metrics", trust_env=False, verify=False).content
 
 
 @pytest.mark.server

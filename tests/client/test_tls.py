@@ -253,3 +253,13 @@ def test_a_header_is_a_name_and_a_value(capsys: pytest.CaptureFixture[str]) -> N
     error = capsys.readouterr().err
     assert "a header is NAME: VALUE" in error
     assert "s3cret" not in error
+
+
+def test_a_client_in_the_clear_reads_no_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unused(**_options: object) -> None:
+        raise AssertionError("authorities were read")
+
+    monkeypatch.setattr("ssl.create_default_context", unused)
+    DFlashClient("http://127.0.0.1:1").close()
+    with pytest.raises(AssertionError, match="authorities"):
+        DFlashClient("https://127.0.0.1:1")

@@ -13,6 +13,7 @@ from dflash_client.errors import Unavailable
 from dflash_openai.app import create_app
 from dflash_openai.config import FrontendConfig
 from dflash_openai.metrics import merged
+from tests.client.tls_servers import Certificates, http_server
 from tests.frontend.conftest import wait_until_ready
 from tests.frontend.scripted_pool import MAX_MODEL_LEN, ScriptedPool
 from tests.waiting import eventually
@@ -117,6 +118,18 @@ def test_metrics_of_several_servers_are_grouped_and_labelled() -> None:
     assert len(families["h"].samples) == 6
     up = {sample.labels["server"]: sample.value for sample in families["dflash_openai:triton_up"].samples}
     assert up == {"one:8002": 1, "two:8002": 1, "gone:8002": 0}
+
+
+def test_a_page_over_https_is_read_only_from_a_server_that_is_trusted(pool: ScriptedPool, tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path)
+    with http_server(None) as clear, http_server(certificates) as unknown:
+        urls = (f"http://{clear.address}/metrics", f"https://{unknown.address}/metrics")
+        with TestClient(create_app(FrontendConfig(triton_metrics_urls=urls), pool)) as http:
+            families = text_string_to_metric_families(http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        up = {sample.labels["server"]: sample.value for sample in samples if sample.name == "dflash_openai:triton_up"}
+        assert up == {clear.address: 1, unknown.address: 0}
+        assert unknown.paths == []
 
 
 def test_the_openapi_document_has_every_body(http: TestClient) -> None:

@@ -54,7 +54,7 @@ class Running:
         self.process, self.port = process, port
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"http://127.0.0.1:{self.port}{path}", trust_env=False, timeout=10)
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", trust_env=False, verify=False, timeout=10)
 
     def connect(self, **body: Any) -> socket.socket:
         """A connection that has sent a request."""

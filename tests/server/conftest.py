@@ -71,7 +71,7 @@ def http_client(server: TritonServer) -> Iterator[DFlashClient]:
 @pytest.fixture(scope="session")
 def post(server: TritonServer) -> Iterator[Callable[..., httpx.Response]]:
     """POST a body to `generate` or `generate_stream`."""
-    with httpx.Client(base_url=f"http://{server.http_url}", timeout=120, trust_env=False) as http:
+    with httpx.Client(base_url=f"http://{server.http_url}", timeout=120, trust_env=False, verify=False) as http:
 
         def post(path: str = "generate", content: bytes | None = None, **body: Any) -> httpx.Response:
             return http.post(f"/v2/models/dflash/{path}", content=content or json.dumps(body).encode())

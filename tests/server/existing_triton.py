@@ -29,10 +29,12 @@ class ExistingTriton:
     log: Path
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"http://127.0.0.1:{self.http_port}{path}", timeout=10, trust_env=False)
+        return httpx.get(f"http://127.0.0.1:{self.http_port}{path}", timeout=10, trust_env=False, verify=False)
 
     def post(self, path: str, body: object) -> httpx.Response:
-        return httpx.post(f"http://127.0.0.1:{self.http_port}{path}", json=body, timeout=60, trust_env=False)
+        return httpx.post(
+            f"http://127.0.0.1:{self.http_port}{path}", json=body, timeout=60, trust_env=False, verify=False
+        )
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def test_a_grpc_client_that_gives_up_waiting_for_a_whole_answer_cancels_the_requ
 def test_dropping_the_http_connection_of_a_stream_cancels_the_request(server, freed):
     body = {"text_input": "Count to a thousand.", "stream": True, "num_speculative_tokens": 0, **LONG}
     with (
-        httpx.Client(timeout=30, trust_env=False) as http,
+        httpx.Client(timeout=30, trust_env=False, verify=False) as http,
         http.stream("POST", f"http://{server.http_url}/v2/models/dflash/generate_stream", json=body) as response,
     ):
         next(response.iter_lines())

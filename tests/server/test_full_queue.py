@@ -47,7 +47,7 @@ def test_a_small_queue_refuses_no_client_of_an_idle_server(direct: DFlashClient)
 def test_a_full_queue_is_a_429_with_retry_after(small: TritonServer, direct: DFlashClient) -> None:
     with (
         local_frontend(small) as frontend,
-        httpx.Client(trust_env=False, timeout=60) as http,
+        httpx.Client(trust_env=False, verify=False, timeout=60) as http,
         openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="x", max_retries=0, http_client=http) as client,
     ):
         busy = [direct.stream("a", max_tokens=1000, ignore_eos=True) for _ in range(ROWS + WAITING)]

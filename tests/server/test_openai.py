@@ -30,7 +30,7 @@ def frontend(server: TritonServer) -> Iterator[FrontendProcess]:
 @pytest.fixture(scope="module")
 def client(frontend: FrontendProcess) -> Iterator[openai.OpenAI]:
     with (
-        httpx.Client(trust_env=False, timeout=120) as http,
+        httpx.Client(trust_env=False, verify=False, timeout=120) as http,
         openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0, http_client=http) as client,
     ):
         yield client
@@ -58,7 +58,9 @@ def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, temperatur
 
 
 def test_token_ids_and_text_are_the_same_prompt(client: openai.OpenAI, frontend: FrontendProcess) -> None:
-    tokens = httpx.post(f"{frontend.url}/tokenize", json={"prompt": QUESTION}, trust_env=False).json()["tokens"]
+    tokens = httpx.post(f"{frontend.url}/tokenize", json={"prompt": QUESTION}, trust_env=False, verify=False).json()[
+        "tokens"
+    ]
     texts = [
         client.completions.create(model="dflash", prompt=prompt, temperature=0, max_tokens=30).choices[0].text
         for prompt in (QUESTION, tokens)
@@ -166,6 +168,6 @@ def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, grpc_
 
 
 def test_metrics_have_the_front_ends_and_tritons(frontend: FrontendProcess) -> None:
-    page = httpx.get(f"{frontend.url}/metrics", trust_env=False).text
+    page = httpx.get(f"{frontend.url}/metrics", trust_env=False, verify=False).text
     assert "dflash_openai:requests_total{" in page
     assert "\ndflash:engine_ready{" in page

@@ -40,7 +40,7 @@ def test_two_engines_answer_as_one_and_one_that_is_killed_takes_its_own_streams_
     with server, DFlashClient(server.grpc_url, "grpc", timeout_s=120) as client:
 
         def page() -> str:
-            return httpx.get(f"http://{server.metrics_url}/metrics").text
+            return httpx.get(f"http://{server.metrics_url}/metrics", verify=False).text
 
         for _ in range(2):
             assert [client.generate(q, max_tokens=64, temperature=0).text for q in QUESTIONS] == right
@@ -66,7 +66,7 @@ def test_two_engines_answer_as_one_and_one_that_is_killed_takes_its_own_streams_
         eventually(lambda: sorted(metric(page(), "num_requests_running").values()) == [2.0, 2.0])
         os.kill(pids[0], signal.SIGKILL)
         assert client.generate(QUESTIONS[0], max_tokens=64, temperature=0).text == right[0]
-        assert httpx.get(f"http://{server.http_url}/v2/models/dflash/ready").status_code == 200
+        assert httpx.get(f"http://{server.http_url}/v2/models/dflash/ready", verify=False).status_code == 200
         for thread in threads:
             thread.join(120)
         assert sorted(outcomes) == ["Internal", "Internal", "whole", "whole"]

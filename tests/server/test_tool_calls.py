@@ -38,7 +38,7 @@ def client(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> It
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
     with (
         local_frontend(server, "--tokenizer", str(directory)) as frontend,
-        httpx.Client(trust_env=False, timeout=120) as http,
+        httpx.Client(trust_env=False, verify=False, timeout=120) as http,
         openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0, http_client=http) as client,
     ):
         yield client

@@ -53,7 +53,8 @@ class Loading:
         says nothing new for `timeout_s` (0: any time)."""
         start = time.monotonic()
         next_beat = start + HEARTBEAT_S
-        with httpx.Client(base_url=f"http://{self._http_url}", timeout=LIVE_TIMEOUT_S, trust_env=False) as http:
+        url = f"http://{self._http_url}"
+        with httpx.Client(base_url=url, timeout=LIVE_TIMEOUT_S, trust_env=False, verify=False) as http:
             while not self._is_ready(http):
                 if process.poll() is not None:
                     log.join(LAST_LINES_S)

@@ -51,7 +51,8 @@ class Watch:
         self._num_dead_looks = 0
         self._beat: float | None = None
         self._http, self._model = Silence(), Silence()
-        self._client = httpx.Client(base_url=f"http://{server.http_url}", timeout=LIVE_TIMEOUT_S, trust_env=False)
+        url = f"http://{server.http_url}"
+        self._client = httpx.Client(base_url=url, timeout=LIVE_TIMEOUT_S, trust_env=False, verify=False)
 
     def close(self) -> None:
         """Give back the connection."""

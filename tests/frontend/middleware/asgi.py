@@ -31,7 +31,7 @@ def call(app: ASGIApp, method: str = "POST", path: str = "/v1/completions", **op
 
 
 def client(app: ASGIApp) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:9000")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:9000", verify=False)
 
 
 def http_scope(path: str = "/v1/completions", headers: Sequence[tuple[str, str]] = ()) -> Scope:
