@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu.kernel_variants import CASES
 from tests.kernels.compile_only import ROOT
-from tests.scale import SCALE, scaled
+from tests.scale import SCALE, by_night, scaled
 
 pytest.importorskip("triton.backends.nvidia", reason="this build of Triton cannot compile for NVIDIA GPUs")
 
@@ -23,13 +23,13 @@ if SCALE < 4:  # `make nightly` has all, with more workloads
     NAMES = [
         "dense, adaptive k",
         "experts, batch-invariant",
-        "DFlash2, adaptive k",
         "DSpark, k = 7",
         "gated delta nets, FP8 weights, k = 15",
-        "drafter with windows",
         "FP8 weights and activations, k = 7",
     ]
 GROUPS = [NAMES[start : start + CASES_AT_A_TIME] for start in range(0, len(NAMES), CASES_AT_A_TIME)]
+if SCALE < 4:  # what names this file, a known defect for example, looks at these as well
+    GROUPS.append(by_night(["DFlash2, adaptive k", "drafter with windows"]))
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 

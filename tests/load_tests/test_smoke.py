@@ -112,6 +112,7 @@ def test_a_wrong_answer_is_found_and_sigterm_ends_a_run_with_what_there_is(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_turn_goes_on_from_the_right_answer_to_the_one_before(
     chat_answers: tuple[Path, dict[str, ExpectedAnswer]],
 ) -> None:

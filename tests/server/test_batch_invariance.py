@@ -15,6 +15,7 @@ NUM_PROMPTS = 24
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_greedy_texts_in_bfloat16_are_the_same_alone_and_in_a_batch() -> None:
     prompts = [row.prompt for row in load_prompts(NUM_PROMPTS)]
     settings = {"dtype": "bfloat16", "batch_invariant": "true", "max_num_seqs": "16", "adaptive_speculation": "true"}

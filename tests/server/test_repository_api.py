@@ -123,6 +123,7 @@ def test_unloading_in_the_middle_of_a_restart_does_not_hang(explicit, client):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.nightly
 def test_unloading_in_the_middle_of_loading_does_not_hang(explicit):
     if ready(explicit):
         unload(explicit)
